@@ -1,0 +1,58 @@
+"""Names of KVCache blocks: a chained hash, so that equal keys mean equal bytes.
+
+A block is `block_tokens` consecutive tokens. Its key hashes its own tokens *and* the key before it
+(Mooncake,
+FAST'25, section 4: prefix hash chaining), starting from a root that names everything else the
+bytes depend on: model
+and weights revision, KV dtype and layout, tenant, salt. A wrong-but-matching block cannot exist.
+
+BLAKE2b (128 bit) rather than a faster non-cryptographic hash: keys of one tenant must not be
+forgeable by another,
+and at about a microsecond a block it never shows (2,000 keys of a 128k-token prompt: 3 ms, once).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+BlockKey = bytes
+"""16 bytes."""
+
+KEY_BYTES = 16
+
+
+def chain_root(layout_fingerprint: str, tenant: str = "", cache_salt: str = "") -> BlockKey:
+    """Return the key that stands before a sequence's first block."""
+    digest = blake2b(digest_size=KEY_BYTES, person=b"mooncake-root")
+    for part in (layout_fingerprint, tenant, cache_salt):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(4, "little"))
+        digest.update(encoded)
+    return digest.digest()
+
+
+def extend_chain(parent: BlockKey, tokens: Sequence[int], block_tokens: int) -> list[BlockKey]:
+    """Return the keys of the full blocks in `tokens`, which follow the block named `parent`.
+
+    A partial last block has no key. Token ids must fit 32 bits.
+    """
+    data = array("I", tokens).tobytes()
+    step = 4 * block_tokens
+    keys: list[BlockKey] = []
+    for start in range(0, len(data) - step + 1, step):
+        parent = blake2b(parent + data[start : start + step], digest_size=KEY_BYTES).digest()
+        keys.append(parent)
+    return keys
+
+
+def block_keys(
+    layout_fingerprint: str,
+    tokens: Sequence[int],
+    block_tokens: int,
+    tenant: str = "",
+    cache_salt: str = "",
+) -> list[BlockKey]:
+    """Return the keys of all full blocks of a sequence, first block first."""
+    return extend_chain(chain_root(layout_fingerprint, tenant, cache_salt), tokens, block_tokens)

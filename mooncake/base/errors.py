@@ -1,0 +1,99 @@
+"""The tree of errors. Each says what happened, what to do, the HTTP status it becomes, and whether
+a retry can help.
+
+MooncakeError
+├── UserError                 400   the caller can fix it
+│   ├── InvalidRequest        400   a field is missing, malformed or out of range (`param` names it)
+│   ├── ContextTooLong        400   prompt plus wanted output exceed the model's context length
+│   ├── ModelNotFound         404   no such model is served here
+│   ├── Unauthorized          401   missing or wrong API key
+│   └── ConfigError            -    a flag, a configuration key or an environment value is wrong
+(start-up)
+├── Overloaded                429   a limit would be missed; retry after `retry_after_s`
+├── Unavailable               503   no worker can take the request now (starting, draining, lost)
+├── RequestTimeout            408   the request's own deadline passed
+├── CheckpointError            -    a checkpoint cannot be read (names the tensor and the file)
+├── TransferError             500   bytes did not arrive; the caller falls back to another replica
+or recomputes
+├── ProtocolError             500   a peer sent something that breaks the agreed protocol or version
+└── InternalError             500   our fault; the message says what to report
+"""
+
+from __future__ import annotations
+
+
+class MooncakeError(Exception):
+    """Root of all errors raised on purpose."""
+
+    http_status: int = 500
+    error_type: str = "InternalServerError"
+    retryable: bool = False
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class UserError(MooncakeError):
+    http_status = 400
+    error_type = "BadRequestError"
+
+
+class InvalidRequest(UserError):
+    """A field of a request is missing, malformed or out of range; `param` names it."""
+
+
+class ContextTooLong(UserError):
+    """The prompt, or prompt plus wanted output, does not fit the model's context length."""
+
+
+class ModelNotFound(UserError):
+    http_status = 404
+    error_type = "NotFoundError"
+
+
+class Unauthorized(UserError):
+    http_status = 401
+    error_type = "Unauthorized"
+
+
+class ConfigError(UserError):
+    """A flag, configuration key or environment value is wrong; the message names it and the mend."""
+
+
+class Overloaded(MooncakeError):
+    http_status = 429
+    error_type = "RateLimitError"
+    retryable = True
+
+
+class Unavailable(MooncakeError):
+    http_status = 503
+    error_type = "ServiceUnavailableError"
+    retryable = True
+
+
+class RequestTimeout(MooncakeError):
+    http_status = 408
+    error_type = "RequestTimeoutError"
+    retryable = True
+
+
+class CheckpointError(MooncakeError):
+    """A checkpoint cannot be read; the message names the tensor and the file."""
+
+
+class TransferError(MooncakeError):
+    retryable = True
+
+
+class ProtocolError(MooncakeError):
+    """A peer broke the agreed protocol or speaks another version."""
+
+
+class InternalError(MooncakeError):
+    """Our own fault."""

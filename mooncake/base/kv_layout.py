@@ -1,0 +1,107 @@
+"""How the KV of a block lies in memory, in every tier: the only place that knows byte offsets.
+
+A block is one *slice* a layer; a slice is `[block_tokens, kv_width]`, contiguous. Engine pages
+keep all blocks of a
+layer together (`[layers, pages, block_tokens, width]`), the pool keeps all layers of a block
+together (`[layers,
+block_tokens, width]`). Both are said by one offset and one layer stride, so a copy need not know
+which is which.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from mooncake.base.model_spec import ModelSpec
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
+
+
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of the latent KV (MLA) of one model on one rank."""
+
+    num_layers: int
+    block_tokens: int
+    kv_width: int
+    dtype: str
+    fingerprint: str
+    """Names model revision, weights and this layout; roots every block key, compared at every
+    handshake.
+    """
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of one layer of one block."""
+        return self.block_tokens * self.kv_width * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers."""
+        return self.num_layers * self.slice_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.block_bytes // self.block_tokens
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens` tokens (the last may be partial)."""
+        return -(-num_tokens // self.block_tokens)
+
+    @classmethod
+    def for_model(
+        cls, spec: ModelSpec, *, block_tokens: int, dtype: str, weights_revision: str
+    ) -> KvLayout:
+        """Return the layout of `spec` with KV kept in `dtype`; `weights_revision` names the
+        weights.
+        """
+        parts = [
+            "v1", weights_revision, dtype, str(block_tokens), str(spec.num_hidden_layers),
+            str(spec.kv_lora_rank), str(spec.qk_rope_head_dim), str(spec.rope_interleave),
+        ]  # fmt: skip
+        fingerprint = hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
+        return cls(
+            num_layers=spec.num_hidden_layers,
+            block_tokens=block_tokens,
+            kv_width=spec.kv_width,
+            dtype=dtype,
+            fingerprint=fingerprint,
+        )
+
+
+class SegmentRef(msgspec.Struct, frozen=True, array_like=True):
+    """Names the registered memory of one process *and boot*: a restart gets a new `engine_id`."""
+
+    engine_id: str
+    endpoints: dict[str, str]
+    """Protocol -> address, e.g. {"tcp": "127.0.0.1:4301", "shm": "/run/…sock"}; the caller picks.
+    """
+    host: str
+    """Equal hosts may use same-host protocols."""
+
+
+class BlockPlaces(msgspec.Struct, frozen=True, array_like=True):
+    """Where some blocks lie: slice `layer` of block `i` starts at `offsets[i] + layer *
+    layer_stride`.
+    """
+
+    segment: SegmentRef
+    region: int
+    layer_stride: int
+    offsets: list[int]
+
+
+def page_places(
+    layout: KvLayout, segment: SegmentRef, region: int, num_pages: int, pages: list[int]
+) -> BlockPlaces:
+    """Return where engine pages lie in a `[layers, num_pages, block_tokens, width]` region."""
+    step = layout.slice_bytes
+    return BlockPlaces(segment, region, num_pages * step, [page * step for page in pages])
+
+
+def packed_places(
+    layout: KvLayout, segment: SegmentRef, region: int, offsets: list[int]
+) -> BlockPlaces:
+    """Return where whole blocks lie that start at byte `offsets` of a pool region."""
+    return BlockPlaces(segment, region, layout.slice_bytes, offsets)

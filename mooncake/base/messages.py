@@ -1,0 +1,330 @@
+"""Everything that workers say to each other, grouped by receiver. Tagged structs, one codec
+(`rpc.codec`), no pickle.
+
+Conventions: `attempt` counts placements of one request; a message of an older attempt is ignored.
+A worker is named by
+`WorkerRef`; its `epoch` is fresh at every start, so nothing that was said to a dead worker reaches
+its successor.
+Every message that wants an answer carries the `WorkerRef` to answer to and a `ticket` the answer
+repeats.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from mooncake.base.blocks import BlockKey
+from mooncake.base.kv_layout import BlockPlaces
+from mooncake.base.request import (
+    Failure,
+    FinishReason,
+    GenerateRequest,
+    TokenLogprobs,
+)
+
+PROTOCOL_VERSION = 1
+
+
+class Role(str, Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    KVSTORE = "kvstore"
+    GATEWAY = "gateway"
+
+
+class Tier(str, Enum):
+    HBM = "hbm"
+    DRAM = "dram"
+    SSD = "ssd"
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Root of all messages."""
+
+
+class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
+    """One boot of one worker and where messages reach it."""
+
+    worker_id: str
+    epoch: str
+    address: str
+
+
+# ---------------------------------------- to the gateway (and its Conductor)
+
+
+class CostSample(msgspec.Struct, frozen=True, array_like=True):
+    """One measured step: what it held and how long it took."""
+
+    num_new_tokens: int
+    num_context_tokens: int
+    """Sum over sequences of the tokens each new token attends to before this step."""
+    num_sequences: int
+    seconds: float
+
+
+class WorkerHello(Message, frozen=True, tag="hello"):
+    """A worker is up. Sent at start, again whenever the gateway asks or was lost, until `Welcome`
+    comes.
+    """
+
+    worker: WorkerRef
+    role: Role
+    node_id: str
+    """Workers on one node share its pool and its shared memory."""
+    host: str
+    pid: int
+    layout_fingerprint: str
+    block_tokens: int
+    num_blocks: int
+    """HBM pages of an engine; DRAM blocks of a kvstore."""
+    block_bytes: int = 0
+    max_num_seqs: int = 0
+    max_batched_tokens: int = 0
+    profile: list[CostSample] = []
+    """Measured at start; the Conductor fits its cost models to it."""
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's state at the time of a report."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_tokens: int = 0
+    """Prompt tokens accepted and not yet computed."""
+    num_context_tokens: int = 0
+    """Tokens in the KV of running sequences."""
+    num_free_blocks: int = 0
+    num_total_blocks: int = 0
+    num_cached_blocks: int = 0
+    """Free blocks that still hold reusable content."""
+    counters: dict[str, float] = {}
+    """Monotonic counts since start, by name (`blocks_fetched`, `preemptions`, …); for /metrics."""
+
+
+class LoadReport(Message, frozen=True, tag="load"):
+    """Sent every `report_interval_s`: the heartbeat."""
+
+    worker: WorkerRef
+    load: WorkerLoad
+    samples: list[CostSample] = []
+    """Steps measured since the last report (at most 64)."""
+
+
+class BlockEvents(Message, frozen=True, tag="blocks"):
+    """What a worker's memory came to hold or lost, numbered so that a gap shows."""
+
+    worker: WorkerRef
+    tier: Tier
+    sequence_no: int
+    stored: list[BlockKey] = []
+    removed: list[BlockKey] = []
+    snapshot: bool = False
+    """`stored` is the whole inventory; forget what was known before."""
+
+
+class FinishInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a sequence ended on a worker."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    failure: Failure | None = None
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """New tokens of one request, or its end."""
+
+    request_id: str
+    attempt: int
+    start: int
+    """Output position of the first token of `tokens`."""
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int | None = None
+    """With the first output of an attempt: prompt tokens whose KV was reused."""
+    finish: FinishInfo | None = None
+
+
+class StepOutputs(Message, frozen=True, tag="outputs"):
+    """The tokens of one step, all sequences in one message."""
+
+    worker: WorkerRef
+    outputs: list[RequestOutput]
+
+
+# ---------------------------------------------------------------- to any worker
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The gateway knows this worker; it repeats what a restarted gateway must ask for."""
+
+    gateway: WorkerRef
+    kvstore: WorkerRef | None
+    """The pool of the worker's own node, if it runs."""
+    send_snapshot: bool
+    """Answer with `BlockEvents(snapshot=True)`."""
+
+
+class PeerLost(Message, frozen=True, tag="peer_lost"):
+    """A worker is gone for good: whatever it held, wrote or read is reclaimed now."""
+
+    worker: WorkerRef
+
+
+class Drain(Message, frozen=True, tag="drain"):
+    """Take no new work; finish what runs."""
+
+
+# ---------------------------------------------------------------- to prefill
+
+
+class BlockSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Fetch the blocks [first, stop) of the prompt from that pool node instead of computing them."""
+
+    store: WorkerRef
+    first: int
+    stop: int
+
+
+class PrefillTask(Message, frozen=True, tag="prefill"):
+    """Compute the KV of prompt + `output_tokens`, push it to `decode`, sample one token."""
+
+    request: GenerateRequest
+    attempt: int
+    gateway: WorkerRef
+    decode: WorkerRef
+    output_tokens: list[int] = []
+    """Already streamed by an earlier attempt."""
+    sources: list[BlockSource] = []
+
+
+class Reserved(Message, frozen=True, tag="reserved"):
+    """Decode has room: push these blocks there. Blocks it holds already are left out."""
+
+    request_id: str
+    attempt: int
+    decode: WorkerRef
+    indexes: list[int]
+    """Positions in the sequence of the blocks in `places`."""
+    places: BlockPlaces
+
+
+# ---------------------------------------------------------------- to decode
+
+
+class DecodeTask(Message, frozen=True, tag="decode"):
+    """Reserve room and wait for the KV from `prefill`, or do the whole request here when there is
+    none.
+    """
+
+    request: GenerateRequest
+    attempt: int
+    gateway: WorkerRef
+    prefill: WorkerRef | None
+    output_tokens: list[int] = []
+    sources: list[BlockSource] = []
+    """For the whole request done here."""
+
+
+class KVReady(Message, frozen=True, tag="kv_ready"):
+    """All pushed blocks have arrived; the first token is sampled: join the batch."""
+
+    request_id: str
+    attempt: int
+    prefill: WorkerRef
+    token: int
+    num_cached_tokens: int
+    pushed: bool = True
+    """False: nothing was pushed (decode had no room in time); take the blocks from the pool or
+    recompute.
+    """
+    sources: list[BlockSource] = []
+    """Where the blocks are when not pushed."""
+
+
+class PushEnded(Message, frozen=True, tag="push_ended"):
+    """Prefill will write no more into the reserved pages: they may be freed. Answers an abort or a
+    failure.
+    """
+
+    request_id: str
+    attempt: int
+    prefill: WorkerRef
+
+
+# ---------------------------------------------------------------- to prefill and decode
+
+
+class AbortTask(Message, frozen=True, tag="abort"):
+    """Forget this request. Answered to nobody; resources are released as soon as transfers allow."""
+
+    request_id: str
+    attempt: int
+    """All attempts up to this one."""
+
+
+class PutGranted(Message, frozen=True, tag="put_granted"):
+    """Room for blocks asked for by `PutStart`; keys already stored (or no room) are left out."""
+
+    ticket: int
+    store: WorkerRef
+    keys: list[BlockKey]
+    places: BlockPlaces
+
+
+class PinGranted(Message, frozen=True, tag="pin_granted"):
+    """The asked blocks from the first on, as far as they are there; pinned until `Unpin`."""
+
+    ticket: int
+    store: WorkerRef
+    num_blocks: int
+    places: BlockPlaces
+
+
+# ---------------------------------------------------------------- to kvstore
+
+
+class PutStart(Message, frozen=True, tag="put_start"):
+    """Ask for room to write these blocks. Two-phase: nobody sees a block before its `PutEnd`."""
+
+    writer: WorkerRef
+    ticket: int
+    keys: list[BlockKey]
+    tenant: str = ""
+
+
+class PutEnd(Message, frozen=True, tag="put_end"):
+    """Writes of a ticket are over: `written` are whole, all other blocks of the ticket in
+    `dropped` are not.
+    """
+
+    writer: WorkerRef
+    ticket: int
+    written: list[BlockKey] = []
+    dropped: list[BlockKey] = []
+
+
+class PinBlocks(Message, frozen=True, tag="pin"):
+    """Ask to read a run of blocks; they stay until `Unpin` or the reader is lost."""
+
+    reader: WorkerRef
+    ticket: int
+    keys: list[BlockKey]
+
+
+class Unpin(Message, frozen=True, tag="unpin"):
+    """The read is over."""
+
+    reader: WorkerRef
+    ticket: int
+
+
+AnyMessage = (
+    WorkerHello | LoadReport | BlockEvents | StepOutputs | Welcome | PeerLost | Drain
+    | PrefillTask | Reserved | DecodeTask | KVReady | PushEnded | AbortTask | PutGranted
+    | PinGranted | PutStart | PutEnd | PinBlocks | Unpin
+)  # fmt: skip
+"""The tagged union that travels on a channel."""

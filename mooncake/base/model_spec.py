@@ -1,0 +1,205 @@
+"""The shape of a model, read from a checkpoint's `config.json`. Nothing about Kimi-K2 is hard-
+coded anywhere else.
+
+Knows `model_type` kimi_k2 and deepseek_v3 (the same architecture: MLA attention, routed experts),
+with rope settings
+in the older form (`rope_theta`, `rope_scaling`) and in transformers 5's (`rope_parameters`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from mooncake.base.errors import CheckpointError
+
+SUPPORTED_MODEL_TYPES = ("kimi_k2", "deepseek_v3")
+
+
+class YarnScaling(msgspec.Struct, frozen=True, kw_only=True):
+    """YaRN context extension (arXiv 2309.00071), DeepSeek-V3's variant."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and settings of one model; field names follow `config.json` where it has them."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    first_k_dense_replace: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_interleave: bool
+    yarn: YarnScaling | None
+    tie_word_embeddings: bool
+    attention_bias: bool
+    dtype: str
+    """As stored in the checkpoint: "bfloat16", "float16" or "float32"."""
+    bos_token_id: int | None
+    eos_token_ids: list[int]
+    quantization: dict[str, Any] | None
+    """The checkpoint's `quantization_config`, untouched."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers cached per token and layer: the normed latent, then the rotated key part (MLA)."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Attention scale: 1/sqrt(qk_head_dim), times YaRN's mscale squared (DeepSeek-V3)."""
+        scale = 1.0 / math.sqrt(self.qk_head_dim)
+        if self.yarn is not None and self.yarn.mscale_all_dim:
+            scale *= yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim) ** 2
+        return scale
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
+        """Build the spec from a parsed `config.json`.
+
+        Raises:
+            CheckpointError: the architecture is not supported, or a key is missing or has the
+            wrong type; the
+                message names the key.
+        """
+        if "text_config" in config and config.get("model_type") not in SUPPORTED_MODEL_TYPES:
+            config = config["text_config"]
+        model_type = config.get("model_type")
+        if model_type not in SUPPORTED_MODEL_TYPES:
+            raise CheckpointError(
+                f"config.json: model_type {model_type!r} is not supported; "
+                f"this engine serves {', '.join(SUPPORTED_MODEL_TYPES)}"
+            )
+        _refuse_unsupported(config)
+        rope = _rope_settings(config)
+        fields: dict[str, Any] = {name: config[name] for name in _COPIED if name in config}
+        missing = [name for name in _COPIED if name not in config]
+        if missing:
+            raise CheckpointError(f"config.json: missing {', '.join(missing)}")
+        fields |= {
+            "q_lora_rank": config.get("q_lora_rank"),
+            "n_group": config.get("n_group") or 1,
+            "topk_group": config.get("topk_group") or 1,
+            "rope_theta": rope["rope_theta"],
+            "rope_interleave": config.get("rope_interleave", True),
+            "yarn": _yarn(rope, config),
+            "tie_word_embeddings": config.get("tie_word_embeddings", False),
+            "attention_bias": config.get("attention_bias", False),
+            "dtype": config.get("dtype") or config.get("torch_dtype") or "bfloat16",
+            "bos_token_id": config.get("bos_token_id"),
+            "eos_token_ids": _as_list(config.get("eos_token_id")),
+            "quantization": config.get("quantization_config"),
+        }
+        try:
+            spec = msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"config.json: {error}") from error
+        _check_ranges(spec)
+        return spec
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Return YaRN's attention temperature term 0.1 * mscale * ln(factor) + 1 (1 when not
+    extended).
+    """
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+_COPIED = (
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size",
+    "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+    "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "vocab_size",
+    "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    only = {
+        "hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+    for key, wanted in only.items():
+        value = config.get(key)
+        if key == "num_nextn_predict_layers":
+            continue  # extra prediction layers are simply not loaded
+        if value is not None and value != wanted:
+            raise CheckpointError(f"config.json: {key}={value!r} is not supported, only {wanted!r}")
+
+
+def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = dict(config.get("rope_scaling") or {})
+    rope.update(config.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", config.get("rope_theta"))
+    if rope["rope_theta"] is None:
+        raise CheckpointError("config.json: missing rope_theta (or rope_parameters.rope_theta)")
+    return rope
+
+
+def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> YarnScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        raise CheckpointError(f"config.json: rope type {kind!r} is not supported, only 'yarn'")
+    if "factor" not in rope:
+        raise CheckpointError("config.json: the yarn rope settings lack 'factor'")
+    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    return YarnScaling(
+        factor=float(rope["factor"]),
+        original_max_position=int(original),
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        mscale=float(rope.get("mscale") or 0),
+        mscale_all_dim=float(rope.get("mscale_all_dim") or 0),
+    )
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _check_ranges(spec: ModelSpec) -> None:
+    checks = {
+        "num_experts_per_tok <= n_routed_experts": spec.num_experts_per_tok
+        <= spec.n_routed_experts,
+        "n_group divides n_routed_experts": spec.n_routed_experts % spec.n_group == 0,
+        "topk_group <= n_group": spec.topk_group <= spec.n_group,
+        "qk_rope_head_dim is even": spec.qk_rope_head_dim % 2 == 0,
+    }
+    for rule, holds in checks.items():
+        if not holds:
+            raise CheckpointError(f"config.json: {rule} does not hold")

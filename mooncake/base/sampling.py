@@ -1,0 +1,46 @@
+"""How the next token is chosen: the parameters of one request, already validated by the door."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling settings of one request; names and defaults are those of the OpenAI API and vLLM.
+
+    A sampled token is a function of `seed` and its position in the output only, so a request can be
+    resumed on another worker and goes on with the very same tokens. The gateway fills `seed` in
+    when
+    the client gave none. Stop *strings* are text and therefore the door's business (`api`);
+    `stop_token_ids`
+    are tokens and the engine's.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] = []
+    """Empty = all."""
+    seed: int = 0
+    """64-bit, unsigned."""
+    stop_token_ids: list[int] = []
+    """Finish with reason `stop` when one is sampled; includes the model's EOS ids unless
+    `ignore_eos`.
+    """
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+    """None = no logprobs; 0 = of the sampled token only; n = also of the n most likely tokens."""
+    num_prompt_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0

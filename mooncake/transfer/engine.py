@@ -1,0 +1,112 @@
+"""The transfer port: bulk bytes between registered memory, one-sided. It knows bytes, never tokens.
+
+Life: `allocate` or `register` memory, give its place to peers, `submit` a batch of READs and
+WRITEs against *their*
+registered memory, `poll` for how batches ended. WRITE is done when the bytes lie in the peer's
+memory, READ when they
+lie in ours. The owner of memory is the one who refuses: a wrong range, an unknown region, a peer
+without the cluster
+secret. A batch ends exactly once, whole or failed; after its end nothing of it touches memory any
+more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+from mooncake.base.kv_layout import SegmentRef
+
+
+class Op(str, Enum):
+    READ = "read"
+    WRITE = "write"
+
+
+class TransferOp(msgspec.Struct, frozen=True, array_like=True):
+    """One contiguous copy between a local and a remote region of the batch's peer."""
+
+    local_region: int
+    local_offset: int
+    remote_region: int
+    remote_offset: int
+    num_bytes: int
+
+
+class TransferBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Copies with one peer, all READ or all WRITE."""
+
+    op: Op
+    peer: SegmentRef
+    ops: list[TransferOp]
+    deadline_s: float | None = None
+    """Fail the batch at this time of the driver's clock."""
+
+
+class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
+    """How a batch ended: an event for the machine that submitted it."""
+
+    batch_id: int
+    error: str | None = None
+    """None = every byte has arrived."""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Region(Protocol):
+    """Registered memory of this process."""
+
+    @property
+    def region_id(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def buffer(self) -> memoryview:
+        """The memory itself, writable, format "B" (host memory only)."""
+
+
+class Transfer(Protocol):
+    """What a role moves KV with. Completions are brought to `handle(TransferDone, now)` by the
+    driver.
+    """
+
+    @property
+    def segment(self) -> SegmentRef:
+        """How peers name this process' memory."""
+
+    def allocate(self, num_bytes: int, label: str) -> Region:
+        """Return zeroed, registered memory of the kind this engine moves fastest (page aligned)."""
+
+    def register(self, buffer: memoryview, label: str) -> Region:
+        """Register memory that exists already; it must stay alive until `unregister`."""
+
+    def unregister(self, region: Region) -> None:
+        """Withdraw a region; peers are refused from now on."""
+
+    def submit(self, batch: TransferBatch) -> int:
+        """Start a batch and return its id; never blocks. An impossible batch fails through its
+        event.
+        """
+
+    def cancel(self, batch_id: int) -> None:
+        """Ask a batch to stop; its one `TransferDone` still comes (with an error unless it was
+        faster).
+        """
+
+
+class PolledTransfer(Transfer, Protocol):
+    """A transfer engine that a driver's loop reads."""
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when a batch ended."""
+
+    def poll(self) -> Sequence[TransferDone]:
+        """Return the batches that ended since the last call, without waiting."""
+
+    def close(self) -> None:
+        """Refuse peers, end all batches, free the memory."""
