@@ -1,0 +1,113 @@
+"""The longest prefix of a prompt that each worker holds: what placement asks for every request.
+
+Pure; owned by the Conductor. It holds no state but a `Directory` and a cache of folded masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
+from mooncake.kvstore.directory import Directory, Replica, slots_of
+
+_MAX_FOLDED = 1 << 16
+
+
+class PrefixIndex:
+    """Longest-prefix look-up over a `Directory`.
+
+    A chain is walked once for all workers together: the mask of workers that held every key so far
+    is cut by the holders of the next key, and a worker's length is written down when its bit drops
+    out.
+    """
+
+    def __init__(self) -> None:
+        self._directory = Directory()
+        self._folded: dict[int, int] = {}
+        self._folded_for = -1
+
+    @property
+    def num_keys(self) -> int:
+        """Distinct keys known (those of workers lost a moment ago included)."""
+        return self._directory.num_keys
+
+    def add_worker(self, worker: WorkerRef, tier: Tier) -> None:
+        """Know `worker`, holding nothing yet. Another epoch of the same id is forgotten first."""
+        self._directory.add_worker(worker, tier)
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Forget a worker and all it holds; unknown ids are ignored."""
+        self._directory.remove_worker(worker_id)
+
+    def apply(self, events: BlockEvents) -> bool:
+        """Take in a worker's events; False = events were missed, ask it for a snapshot."""
+        return self._directory.apply(events)
+
+    def needs_snapshot(self, worker_id: str) -> bool:
+        """Whether a gap was seen and no snapshot has come since (to ask again)."""
+        return self._directory.needs_snapshot(worker_id)
+
+    def match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
+        """Return worker id -> number of leading `keys` it holds, for workers that hold the first.
+
+        Tiers of one worker count together. Longest first, then in slot order.
+        """
+        lengths: list[tuple[int, int]] = []
+        directory = self._directory
+        if not directory.has_tiered_workers:
+            running, masks = directory.live_mask, directory.masks(keys)
+        else:
+            running, masks = self._fold(directory.live_mask), self._folded_masks(keys)
+        if not running:
+            return {}
+        count = 0
+        for mask in masks:
+            held = mask & running
+            if held != running:
+                if count:
+                    lengths.append((count, running ^ held))
+                running = held
+                if not held:
+                    break
+            count += 1
+        if running and count:
+            lengths.append((count, running))
+        return {
+            directory.worker_at(slot).worker_id: length
+            for length, mask in reversed(lengths)
+            for slot in slots_of(mask)
+        }
+
+    def replicas(self, key: BlockKey) -> list[Replica]:
+        """Return all copies of `key`."""
+        return self._directory.replicas(key)
+
+    def num_replicas(self, key: BlockKey) -> int:
+        """Return how many copies of `key` there are, over all workers and tiers."""
+        return (self._directory.mask(key) & self._directory.live_mask).bit_count()
+
+    def holders(self, key: BlockKey) -> list[str]:
+        """Return the ids of the workers that hold `key`, each once."""
+        return list(dict.fromkeys(r.worker.worker_id for r in self.replicas(key)))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the directory contradicts itself."""
+        self._directory.check_integrity()
+
+    def _folded_masks(self, keys: Sequence[BlockKey]) -> Iterator[int]:
+        """Yield the masks of `keys` with the tiers of a worker folded into one bit."""
+        directory = self._directory
+        if directory.generation != self._folded_for or len(self._folded) > _MAX_FOLDED:
+            self._folded, self._folded_for = {}, directory.generation
+        live, folded = directory.live_mask, self._folded
+        for mask in directory.masks(keys):
+            known = folded.get(mask)
+            if known is None:
+                known = folded[mask] = self._fold(mask & live)
+            yield known
+
+    def _fold(self, mask: int) -> int:
+        result = 0
+        for slot in slots_of(mask):
+            result |= 1 << self._directory.primary_slot(slot)
+        return result
