@@ -182,7 +182,7 @@ class Drain(Message, frozen=True, tag="drain"):
 
 
 class BlockSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Fetch the blocks [first, stop) of the prompt from that pool node instead of computing them."""
+    """Fetch the blocks [first, stop) of the prompt from that pool node, do not compute them."""
 
     store: WorkerRef
     first: int
@@ -246,20 +246,20 @@ class KVReady(Message, frozen=True, tag="kv_ready"):
 
 
 class PushEnded(Message, frozen=True, tag="push_ended"):
-    """Prefill will write no more into the reserved pages: they may be freed. Answers an abort or a
-    failure.
-    """
+    """Prefill will write no more into the reserved pages: they may be freed."""
 
     request_id: str
     attempt: int
     prefill: WorkerRef
+    failed: bool = False
+    """Nobody else tells the gateway that this attempt cannot go on: decode must."""
 
 
 # ---------------------------------------------------------------- to prefill and decode
 
 
 class AbortTask(Message, frozen=True, tag="abort"):
-    """Forget this request. Answered to nobody; resources are released as soon as transfers allow."""
+    """Forget this request. Answered to nobody; resources are freed as soon as transfers allow."""
 
     request_id: str
     attempt: int

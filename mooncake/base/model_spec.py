@@ -73,7 +73,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_width(self) -> int:
-        """Numbers cached per token and layer: the normed latent, then the rotated key part (MLA)."""
+        """Numbers cached per token and layer: the normed latent, then the rotated key (MLA)."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property

@@ -13,7 +13,7 @@ from mooncake.base.messages import AnyMessage
 
 
 class Channel(Protocol):
-    """What a role sends through. What arrives is brought to `handle(message, now)` by the driver."""
+    """What a role sends through. Arrivals are brought to `handle(message, now)` by the driver."""
 
     @property
     def address(self) -> str:

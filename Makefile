@@ -1,0 +1,67 @@
+# Everything a newcomer needs: `make serve` to talk to it, `make test` to check it.
+
+VENV      ?= .venv
+PYTHON    ?= python3
+BIN       := $(VENV)/bin
+STAMP     := $(VENV)/.installed
+PRESET    ?= k2-small
+MODEL     ?= checkpoints/$(PRESET)
+# Only needed where pip would otherwise bring torch's large CUDA build to a machine without a GPU.
+TORCH_INDEX ?=
+
+# Worker processes share few cores: a waiting OpenMP thread must sleep, not spin. Nothing looks up a hub.
+export OMP_WAIT_POLICY := PASSIVE
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help install serve test check fmt bench public-names clean
+
+help:
+	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
+	@echo "make serve     write $(MODEL) once (PRESET=k2-nano|k2-tiny|k2-small), serve it on 127.0.0.1:8000"
+	@echo "make test      all checks and all tests      make check  the checks alone      make fmt  format"
+	@echo "make bench     the benchmarks behind the README's numbers"
+	@echo "make clean     forget .venv, caches and checkpoints"
+
+install: $(STAMP)
+
+# torch goes in first and alone: resolved together with the rest, pip would look at every release of it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "mooncake needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[api,ray,dev]'
+	@touch $@
+
+# Written under another name first, so that a stopped run leaves no half checkpoint behind.
+$(MODEL)/config.json: | $(STAMP)
+	@rm -rf $(MODEL).part
+	$(BIN)/mooncake model init --preset $(PRESET) --seed 0 --out $(MODEL).part
+	@rm -rf $(MODEL) && mv $(MODEL).part $(MODEL)
+
+serve: $(STAMP) $(MODEL)/config.json
+	@exec $(BIN)/mooncake serve $(MODEL) --served-model-name $(PRESET) $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/arch
+
+test: check
+	$(BIN)/pytest -q --ignore tests/arch
+
+fmt: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) $(MODEL)/config.json
+	$(BIN)/python -m benchmarks $(ARGS)
+
+public-names: $(STAMP)
+	$(BIN)/python -m tests.support.public_names --write
+
+clean:
+	rm -rf $(VENV) checkpoints build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

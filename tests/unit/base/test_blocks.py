@@ -1,0 +1,82 @@
+"""Block keys: equal keys mean equal tokens, equal history, equal model and equal tenant."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.base import KEY_BYTES, block_keys, chain_root, extend_chain
+
+KNOWN_KEYS = [
+    "383207ce7d7674d0f7253a8825f97c48",
+    "6a0cdc2cedf2197dbf4fecde5829f57a",
+]
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=80)
+
+
+def test_a_partial_last_block_has_no_key() -> None:
+    tokens = list(range(10))
+    assert len(block_keys("m", tokens, 4)) == 2
+    assert len(block_keys("m", tokens[:8], 4)) == 2
+    assert len(block_keys("m", tokens[:7], 4)) == 1
+    assert block_keys("m", tokens[:3], 4) == []
+    assert block_keys("m", [], 4) == []
+
+
+def test_keys_are_sixteen_bytes_and_do_not_change_between_releases() -> None:
+    """Blocks on disk outlive a process: the naming is part of the format."""
+    keys = block_keys("fingerprint", [1, 2, 3, 4], 2, tenant="t", cache_salt="s")
+    assert [len(key) for key in keys] == [KEY_BYTES, KEY_BYTES]
+    assert [key.hex() for key in keys] == KNOWN_KEYS
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (("m1", "", ""), ("m2", "", "")),
+        (("m", "alice", ""), ("m", "bob", "")),
+        (("m", "", "x"), ("m", "", "y")),
+        # The parts are told apart, not only joined.
+        (("ma", "b", ""), ("m", "ab", "")),
+        (("m", "a", "b"), ("m", "ab", "")),
+    ],
+)
+def test_roots_differ_by_model_tenant_and_salt(
+    left: tuple[str, str, str], right: tuple[str, str, str]
+) -> None:
+    assert chain_root(*left) != chain_root(*right)
+
+
+def test_a_block_is_named_by_what_stands_before_it_too() -> None:
+    same_second_block = block_keys("m", [1, 2, 9, 9], 2)[1], block_keys("m", [3, 4, 9, 9], 2)[1]
+    assert same_second_block[0] != same_second_block[1]
+
+
+@given(TOKENS, st.integers(1, 9), st.integers(0, 80))
+def test_a_prefix_has_a_prefix_of_the_keys(tokens: list[int], step: int, cut: int) -> None:
+    whole = block_keys("m", tokens, step)
+    part = block_keys("m", tokens[:cut], step)
+    assert whole[: len(part)] == part
+
+
+@given(TOKENS, st.integers(1, 9), st.integers(0, 9))
+def test_a_chain_can_be_extended_from_any_block(tokens: list[int], step: int, at: int) -> None:
+    whole = block_keys("m", tokens, step)
+    at = min(at, len(whole))
+    parent = whole[at - 1] if at else chain_root("m")
+    assert extend_chain(parent, tokens[at * step :], step) == whole[at:]
+
+
+@given(TOKENS, TOKENS, st.integers(1, 9))
+def test_equal_keys_mean_equal_tokens(left: list[int], right: list[int], step: int) -> None:
+    for index, (one, two) in enumerate(
+        zip(block_keys("m", left, step), block_keys("m", right, step), strict=False)
+    ):
+        same = left[: (index + 1) * step] == right[: (index + 1) * step]
+        assert (one == two) == same
+
+
+def test_tokens_beyond_32_bits_are_refused() -> None:
+    with pytest.raises(OverflowError):
+        block_keys("m", [2**32], 1)

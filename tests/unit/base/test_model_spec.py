@@ -1,0 +1,97 @@
+"""A `config.json` becomes a spec, in every form that checkpoints use; what cannot is named."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from mooncake.base import CheckpointError, ModelSpec, yarn_mscale
+from tests.support.specs import small_config, small_spec
+
+YARN = {
+    "type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+    "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+
+
+def test_sizes_are_taken_over() -> None:
+    spec = small_spec()
+    assert (spec.num_hidden_layers, spec.num_attention_heads, spec.hidden_size) == (3, 2, 32)
+    assert spec.qk_head_dim == 12
+    assert spec.kv_width == 20
+    assert spec.eos_token_ids == [2]
+    assert spec.dtype == "bfloat16"
+    assert spec.softmax_scale == pytest.approx(12**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"q_lora_rank": None}, "q_lora_rank", None),
+        ({"n_group": None, "topk_group": None}, "n_group", 1),
+        ({"eos_token_id": [5, 6]}, "eos_token_ids", [5, 6]),
+        ({"eos_token_id": None}, "eos_token_ids", []),
+        ({"torch_dtype": None, "dtype": "float32"}, "dtype", "float32"),
+        ({"torch_dtype": None}, "dtype", "bfloat16"),
+        ({"model_type": "deepseek_v3"}, "model_type", "deepseek_v3"),
+        ({"num_nextn_predict_layers": 1}, "num_hidden_layers", 3),
+        ({"rope_interleave": False}, "rope_interleave", False),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization", {"quant_method": "fp8"}),
+    ],
+)
+def test_variants(changes: dict[str, Any], field: str, value: Any) -> None:
+    assert getattr(small_spec(**changes), field) == value
+
+
+def test_both_forms_of_the_rope_settings_mean_the_same() -> None:
+    older = small_spec(rope_scaling=YARN)
+    parameters = {**YARN, "rope_type": "yarn", "rope_theta": 50000.0}
+    newer = small_spec(rope_theta=None, rope_parameters=parameters)
+    assert older == newer
+    assert older.yarn is not None
+    assert older.yarn.original_max_position == 4096
+    assert older.rope_theta == 50000.0
+
+
+def test_yarn_widens_the_softmax_scale() -> None:
+    spec = small_spec(rope_scaling=YARN)
+    temperature = 0.1 * math.log(32.0) + 1.0
+    assert spec.softmax_scale == pytest.approx(12**-0.5 * temperature**2)
+    assert yarn_mscale(1.0, 1.0) == 1.0
+    assert small_spec(rope_scaling={**YARN, "mscale_all_dim": 0}).softmax_scale == pytest.approx(
+        12**-0.5
+    )
+
+
+def test_the_language_part_of_a_wrapped_config_is_found() -> None:
+    spec = ModelSpec.from_config({"model_type": "kimi_vl", "text_config": small_config()})
+    assert spec == small_spec()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama' is not supported.*kimi_k2, deepseek_v3"),
+        ({"model_type": None}, "model_type None"),
+        ({"hidden_size": None}, "missing hidden_size"),
+        ({"kv_lora_rank": None, "vocab_size": None}, "missing kv_lora_rank, vocab_size"),
+        ({"rope_theta": None}, "missing rope_theta"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ({"topk_method": "greedy"}, "topk_method='greedy'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear'"),
+        ({"rope_scaling": {"type": "yarn"}}, "lack 'factor'"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"hidden_size": 1.5}, "hidden_size"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok <= n_routed_experts"),
+        ({"n_group": 3}, "n_group divides n_routed_experts"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group <= n_group"),
+        ({"qk_rope_head_dim": 3}, "qk_rope_head_dim is even"),
+    ],
+)
+def test_what_cannot_be_served_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        small_spec(**changes)
