@@ -35,7 +35,9 @@ def format_bytes(num_bytes: int) -> str:
     """Return `num_bytes` for a person, in binary units with three figures ("1.5 GiB")."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        if unit == "B" and size < 1024:
+            return f"{size:.0f} B"
+        if unit != "B" and size < 999.5:
+            return f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.3g} TiB"
