@@ -1,0 +1,76 @@
+"""Names and shapes of a checkpoint's tensors, from the spec alone: HF's DeepseekV3 layout.
+
+Pure; the one list that loading, checking and writing checkpoints agree on.
+"""
+
+from __future__ import annotations
+
+from mooncake.base import ModelSpec
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def tensor_shapes(spec: ModelSpec) -> Shapes:
+    """Return every tensor a checkpoint of this shape holds, in the order of a forward pass.
+
+    Linear weights are [out, in]; experts are one tensor each. `lm_head.weight` is left out when the
+    embeddings are tied.
+    """
+    shapes: Shapes = {"model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size)}
+    for layer in range(spec.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (spec.hidden_size,)
+        shapes |= _attention(spec, prefix + "self_attn.")
+        shapes[prefix + "post_attention_layernorm.weight"] = (spec.hidden_size,)
+        if layer < spec.first_k_dense_replace:
+            shapes |= _mlp(spec.hidden_size, spec.intermediate_size, prefix + "mlp.")
+        else:
+            shapes |= _moe(spec, prefix + "mlp.")
+    shapes["model.norm.weight"] = (spec.hidden_size,)
+    if not spec.tie_word_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    return shapes
+
+
+def _attention(spec: ModelSpec, prefix: str) -> Shapes:
+    heads = spec.num_attention_heads
+    shapes: Shapes = {}
+    biased = {}
+    if spec.q_lora_rank is None:
+        shapes["q_proj.weight"] = (heads * spec.qk_head_dim, spec.hidden_size)
+    else:
+        shapes["q_a_proj.weight"] = (spec.q_lora_rank, spec.hidden_size)
+        shapes["q_a_layernorm.weight"] = (spec.q_lora_rank,)
+        shapes["q_b_proj.weight"] = (heads * spec.qk_head_dim, spec.q_lora_rank)
+        biased["q_a_proj.bias"] = (spec.q_lora_rank,)
+    shapes["kv_a_proj_with_mqa.weight"] = (spec.kv_width, spec.hidden_size)
+    shapes["kv_a_layernorm.weight"] = (spec.kv_lora_rank,)
+    expanded = heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+    shapes["kv_b_proj.weight"] = (expanded, spec.kv_lora_rank)
+    shapes["o_proj.weight"] = (spec.hidden_size, heads * spec.v_head_dim)
+    biased["kv_a_proj_with_mqa.bias"] = (spec.kv_width,)
+    biased["o_proj.bias"] = (spec.hidden_size,)
+    if spec.attention_bias:
+        shapes |= biased
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def _mlp(hidden: int, inner: int, prefix: str) -> Shapes:
+    return {
+        prefix + "gate_proj.weight": (inner, hidden),
+        prefix + "up_proj.weight": (inner, hidden),
+        prefix + "down_proj.weight": (hidden, inner),
+    }
+
+
+def _moe(spec: ModelSpec, prefix: str) -> Shapes:
+    hidden, inner = spec.hidden_size, spec.moe_intermediate_size
+    shapes: Shapes = {
+        prefix + "gate.weight": (spec.n_routed_experts, hidden),
+        prefix + "gate.e_score_correction_bias": (spec.n_routed_experts,),
+    }
+    for expert in range(spec.n_routed_experts):
+        shapes |= _mlp(hidden, inner, f"{prefix}experts.{expert}.")
+    if spec.n_shared_experts:
+        shapes |= _mlp(hidden, inner * spec.n_shared_experts, prefix + "shared_experts.")
+    return shapes

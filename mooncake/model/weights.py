@@ -1,0 +1,285 @@
+"""A checkpoint on disk, read lazily: names, shapes and weights, dequantized on the way.
+
+Owns the open files of one directory in Hugging Face's layout (`config.json`, one safetensors file
+or shards with an index). Safetensors only; nothing is downloaded and no code in it is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mooncake.base import CheckpointError, ModelSpec
+from mooncake.model.quant import (
+    Fp8Block,
+    Int4Group,
+    QuantFormat,
+    dequantize_fp8_block,
+    dequantize_int4_packed,
+    fp8_scale_shape,
+    parse_quantization,
+)
+from mooncake.model.safetensors_file import SafetensorsFile, StoredTensor
+
+INDEX_NAME = "model.safetensors.index.json"
+SPEC_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_FLOATS = ("BF16", "F16", "F32")
+_LANGUAGE_PREFIX = "language_model."
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_SAMPLES_PER_FILE = 16
+_SAMPLE_BYTES = 4096
+_PART_SUFFIXES = ("_scale_inv", "_packed", "_scale", "_shape")
+
+Homes = dict[str, tuple[SafetensorsFile, str]]
+"""Canonical tensor name -> the file that holds it and its name there."""
+_NAMES_SHOWN = 5
+
+
+class Checkpoint:
+    """The tensors of one checkpoint by their canonical name (`model.…`, `lm_head.weight`).
+
+    A quantized weight is one name, `….weight`, whatever it is stored as. Multimodal checkpoints
+    (K2.5) keep the text model under `language_model.`: that prefix is dropped and their other
+    tensors are not shown. Reading is safe from several threads at once.
+
+    `revision` names the weights: 16 hex digits of SHA-256 over `config.json` and, for each file in
+    name order, its name, size, safetensors header and 16 evenly spread samples of 4 KiB. Two
+    checkpoints with one revision may be taken to give the same KV; it is no defence against
+    forgery.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any], homes: Homes) -> None:
+        """Use `open`."""
+        self.path = path
+        self.spec = ModelSpec.from_config(config)
+        quantization = self.spec.quantization or config.get("quantization_config")
+        self.quantization: QuantFormat | None = parse_quantization(quantization)
+        self._homes = _canonical(homes)
+        files = list(dict.fromkeys(file for file, _ in homes.values()))
+        self._names = _logical_names(self._homes, self.spec.num_hidden_layers)
+        self.revision = _revision(path, files)
+        self.total_bytes = sum(
+            self._entry(name).num_bytes
+            for name in self._homes
+            if not _ignored(name, self.spec.num_hidden_layers)
+        )
+        """Bytes of all tensors as stored, without the ignored ones: the whole of a progress bar."""
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Open the directory `path`; reads headers only.
+
+        Raises:
+            CheckpointError: there is no readable checkpoint; the message names the file and, where
+                there is one, the tensor or the configuration key.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such directory; give a local checkpoint directory")
+        config = _read_json(path / "config.json")
+        return cls(path, config, _find_tensors(path))
+
+    def names(self) -> list[str]:
+        """Return the canonical names, sorted."""
+        return sorted(self._names)
+
+    def check_names(self, expected: Iterable[str]) -> None:
+        """Compare with the names a model needs.
+
+        Extra prediction layers (MTP, `model.layers.N` past the last layer) and saved `inv_freq`
+        tables are passed over.
+
+        Raises:
+            CheckpointError: tensors are missing or there are some the model does not know.
+        """
+        wanted = set(expected)
+        problems = []
+        for kind, names in (("missing", wanted - self._names), ("unknown", self._names - wanted)):
+            if names:
+                first = sorted(names)
+                more = f" and {len(first) - _NAMES_SHOWN} more" if len(first) > _NAMES_SHOWN else ""
+                shown = ", ".join(first[:_NAMES_SHOWN])
+                problems.append(f"{len(first)} {kind} tensors: {shown}{more}")
+        if problems:
+            raise CheckpointError(f"{self.path}: {'; '.join(problems)}")
+
+    def stored_bytes(self, name: str) -> int:
+        """Return the bytes on disk of `name`, all its parts together."""
+        parts = [name + suffix for suffix in ("", *_PART_SUFFIXES) if name + suffix in self._homes]
+        return sum(self._entry(part).num_bytes for part in parts)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return tensor `name` of `shape` on the CPU.
+
+        An unquantized tensor keeps its stored dtype (bfloat16, float16 or float32) and is a view of
+        the mapped file. A quantized weight is returned as a new tensor of the spec's dtype.
+
+        Raises:
+            CheckpointError: the tensor is missing, has another shape, or a dtype that does not
+                belong to the checkpoint's quantization; names the tensor and the file.
+        """
+        if name not in self._homes and f"{name}_packed" in self._homes:
+            return self._int4(name, shape)
+        entry = self._find(name, shape)
+        if entry.dtype == "F8_E4M3":
+            return self._fp8(name, shape)
+        if f"{name}_scale_inv" in self._homes:
+            raise self._error(name, f"it has a scale but is stored as {entry.dtype}, not F8_E4M3")
+        self._check_dtype(name, _FLOATS)
+        return self.raw(name)
+
+    def raw(self, name: str) -> torch.Tensor:
+        """Return the tensor stored under canonical `name` as it is, e.g. `….weight_packed`."""
+        self._entry(name)
+        file, stored_name = self._homes[name]
+        return file.read(stored_name)
+
+    def _fp8(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if not isinstance(self.quantization, Fp8Block) or len(shape) != 2:
+            raise self._error(name, "F8_E4M3 without quantization_config quant_method 'fp8'")
+        block = self.quantization.block
+        self._find(f"{name}_scale_inv", fp8_scale_shape(shape, block))
+        self._check_dtype(f"{name}_scale_inv", _FLOATS)
+        return dequantize_fp8_block(
+            self.raw(name), self.raw(f"{name}_scale_inv"), block, self._dtype
+        )
+
+    def _int4(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if not isinstance(self.quantization, Int4Group) or len(shape) != 2:
+            raise self._error(f"{name}_packed", "packed without compressed-tensors in config.json")
+        rows, columns = shape
+        group = self.quantization.group_size
+        self._find(f"{name}_packed", (rows, -(-columns // 8)))
+        self._find(f"{name}_scale", (rows, -(-columns // group)))
+        self._find(f"{name}_shape", (2,))
+        self._check_dtype(f"{name}_packed", ("I32",))
+        self._check_dtype(f"{name}_scale", _FLOATS)
+        self._check_dtype(f"{name}_shape", ("I64", "I32"))
+        recorded = tuple(self.raw(f"{name}_shape").tolist())
+        if recorded != shape:
+            raise self._error(f"{name}_shape", f"records {recorded}, the model needs {shape}")
+        packed, scale = self.raw(f"{name}_packed"), self.raw(f"{name}_scale")
+        return dequantize_int4_packed(packed, scale, (rows, columns), group, self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype = SPEC_DTYPES.get(self.spec.dtype)
+        if dtype is None:
+            raise CheckpointError(f"config.json: dtype {self.spec.dtype!r} is not supported")
+        return dtype
+
+    def _entry(self, name: str) -> StoredTensor:
+        home = self._homes.get(name)
+        if home is None:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing")
+        file, stored_name = home
+        return file.tensors[stored_name]
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        entry = self._entry(name)
+        if entry.shape != shape:
+            raise self._error(name, f"has shape {list(entry.shape)}, the model needs {list(shape)}")
+        return entry
+
+    def _check_dtype(self, name: str, allowed: tuple[str, ...]) -> None:
+        dtype = self._entry(name).dtype
+        if dtype not in allowed:
+            raise self._error(name, f"dtype {dtype} is not supported, only {', '.join(allowed)}")
+
+    def _error(self, name: str, problem: str) -> CheckpointError:
+        file, _ = self._homes[name]
+        return CheckpointError(f"{name} in {file.path}: {problem}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return parsed
+
+
+def _find_tensors(path: Path) -> Homes:
+    if (path / INDEX_NAME).exists():
+        return _find_indexed(path, _read_json(path / INDEX_NAME))
+    found = sorted(path.glob("*.safetensors"))
+    homes: Homes = {}
+    for file in map(SafetensorsFile, found):
+        for name in file.tensors:
+            if name in homes:
+                raise CheckpointError(f"{name}: both in {homes[name][0].path} and in {file.path}")
+            homes[name] = (file, name)
+    if found:
+        return homes
+    pickled = sorted(file.name for end in ("*.bin", "*.pt", "*.pth") for file in path.glob(end))
+    if pickled:
+        raise CheckpointError(
+            f"{path}: only pickled weights ({pickled[0]}), which can run code when they are read; "
+            "convert them to safetensors"
+        )
+    raise CheckpointError(f"{path}: no .safetensors file")
+
+
+def _find_indexed(path: Path, index: Mapping[str, Any]) -> Homes:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path / INDEX_NAME}: no weight_map")
+    for file_name in weight_map.values():
+        # An index from elsewhere must not make us open files outside its directory.
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise CheckpointError(f"{path / INDEX_NAME}: {file_name!r} is not a plain file name")
+    files = {name: SafetensorsFile(path / name) for name in sorted(set(weight_map.values()))}
+    for name, file_name in weight_map.items():
+        if name not in files[file_name].tensors:
+            raise CheckpointError(f"{path / file_name}: lacks {name}, which the index places there")
+    return {name: (files[file_name], name) for name, file_name in weight_map.items()}
+
+
+def _canonical(homes: Homes) -> Homes:
+    if not any(name.startswith(_LANGUAGE_PREFIX) for name in homes):
+        return homes
+    return {
+        name.removeprefix(_LANGUAGE_PREFIX): home
+        for name, home in homes.items()
+        if name.startswith(_LANGUAGE_PREFIX)
+    }
+
+
+def _ignored(name: str, num_layers: int) -> bool:
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    layer = _LAYER.match(name)
+    return layer is not None and int(layer.group(1)) >= num_layers
+
+
+def _logical_names(homes: Iterable[str], num_layers: int) -> set[str]:
+    names = set()
+    for name in homes:
+        if not _ignored(name, num_layers):
+            base, weight, suffix = name.rpartition(".weight")
+            names.add(base + weight if suffix in _PART_SUFFIXES else name)
+    return names
+
+
+def _revision(path: Path, files: list[SafetensorsFile]) -> str:
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(files, key=lambda file: file.path.name):
+        digest.update(f"\n{file.path.name} {file.num_bytes}\n".encode())
+        digest.update(file.header)
+        data_begin = 8 + len(file.header)
+        room = max(0, file.num_bytes - data_begin - _SAMPLE_BYTES)
+        for sample in range(_SAMPLES_PER_FILE):
+            begin = data_begin + room * sample // (_SAMPLES_PER_FILE - 1)
+            digest.update(file.bytes_at(begin, min(begin + _SAMPLE_BYTES, file.num_bytes)))
+    return digest.hexdigest()[:16]
