@@ -1,0 +1,44 @@
+"""Messages to bytes and back: two bytes of magic and version, then msgpack of the tagged union.
+
+Stateless. No pickle, and nothing decodes to anything but the structs of `base.messages`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mooncake.base.errors import ProtocolError
+from mooncake.base.messages import PROTOCOL_VERSION, AnyMessage
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Longest encoded message a channel carries; a 128k-token prompt takes about 0.6 MiB."""
+
+_MAGIC = 0x4D
+_PREFIX = bytes((_MAGIC, PROTOCOL_VERSION))
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """Return `message` as bytes. Raises ProtocolError when a field holds what cannot travel."""
+    try:
+        return _PREFIX + _ENCODER.encode(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from error
+
+
+def decode(data: bytes | memoryview) -> AnyMessage:
+    """Return the message in `data`. Raises ProtocolError on garbage or another version."""
+    view = memoryview(data)
+    if len(view) < 2 or view[0] != _MAGIC:
+        raise ProtocolError(f"not a message of this protocol: {bytes(view[:8]).hex() or 'empty'}")
+    if view[1] != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the peer speaks protocol version {view[1]}, this side {PROTOCOL_VERSION}: "
+            "run the same release on all workers"
+        )
+    try:
+        message: AnyMessage = _DECODER.decode(view[2:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed message of {len(view)} bytes: {error}") from error
+    return message

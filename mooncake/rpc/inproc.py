@@ -1,0 +1,121 @@
+"""Channels between machines of one process: colocated serving and tests. Each inbox is owned by its
+channel.
+
+With `encode=True` (default) messages pass through the codec, so what could not travel between
+processes fails here too.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+
+from mooncake.base.messages import AnyMessage
+from mooncake.rpc.codec import decode, encode
+
+INBOX_BOUND = 65536
+"""Messages that may wait in one inbox; further ones are dropped and counted."""
+
+
+class InprocNetwork:
+    """The addresses of one process. Passed to every channel that shall reach the others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._channels: dict[str, InprocChannel] = {}
+
+    def attach(self, channel: InprocChannel) -> None:
+        """Make `channel` reachable. Raises ValueError when its address is taken."""
+        with self._lock:
+            if channel.address in self._channels:
+                raise ValueError(f"the in-process address {channel.address!r} is taken")
+            self._channels[channel.address] = channel
+
+    def detach(self, channel: InprocChannel) -> None:
+        """Forget `channel`; nothing happens when it is not attached."""
+        with self._lock:
+            if self._channels.get(channel.address) is channel:
+                del self._channels[channel.address]
+
+    def find(self, address: str) -> InprocChannel | None:
+        """Return the channel at `address`, or None."""
+        with self._lock:
+            return self._channels.get(address)
+
+
+class InprocChannel:
+    """A `PolledChannel` in one process; `send` may be called from any thread."""
+
+    def __init__(
+        self,
+        network: InprocNetwork,
+        address: str,
+        *,
+        encode: bool = True,
+        inbox_bound: int = INBOX_BOUND,
+    ) -> None:
+        self._network = network
+        self._address = address
+        self._encode = encode
+        self._inbox_bound = inbox_bound
+        self._lock = threading.Lock()
+        self._inbox: deque[AnyMessage] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+        self.num_dropped = 0
+        """Messages that did not fit into this inbox."""
+        try:
+            network.attach(self)
+        except ValueError:
+            os.close(self._wake_fd)
+            raise
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def send(self, address: str, message: AnyMessage) -> None:
+        """Put `message` into the inbox at `address`; to an unknown address it vanishes.
+
+        Raises ProtocolError when the message could not travel between processes.
+        """
+        if self._encode:
+            message = decode(encode(message))
+        target = self._network.find(address)
+        if target is not None:
+            target.deliver(message)
+
+    def deliver(self, message: AnyMessage) -> None:
+        """Queue a message that has arrived for this end."""
+        with self._lock:
+            if self._closed:
+                return
+            if len(self._inbox) >= self._inbox_bound:
+                self.num_dropped += 1
+                return
+            self._inbox.append(message)
+            if len(self._inbox) == 1:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def fileno(self) -> int:
+        return self._wake_fd
+
+    def receive(self) -> list[AnyMessage]:
+        """Return what has arrived, oldest first, without waiting."""
+        with self._lock:
+            if not self._inbox:
+                return []
+            messages = list(self._inbox)
+            self._inbox.clear()
+            os.eventfd_read(self._wake_fd)
+            return messages
+
+    def close(self) -> None:
+        """Leave the network; messages not yet received are lost. A second call does nothing."""
+        self._network.detach(self)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._inbox.clear()
+                os.close(self._wake_fd)

@@ -1,0 +1,112 @@
+"""The codec carries every message unchanged and answers anything else with ProtocolError."""
+
+from __future__ import annotations
+
+import pickle
+
+import msgspec
+import pytest
+
+from mooncake.base import messages as m
+from mooncake.base.errors import ProtocolError
+from mooncake.base.kv_layout import BlockPlaces, SegmentRef
+from mooncake.base.request import FinishReason, GenerateRequest, TokenLogprobs
+from mooncake.base.sampling import SamplingParams
+from mooncake.rpc.codec import decode, encode
+
+WORKER = m.WorkerRef("decode-0", "e1", "tcp://127.0.0.1:1")
+PLACES = BlockPlaces(SegmentRef("eng", {"tcp": "127.0.0.1:2"}, "h"), 3, 4096, [0, 8192])
+REQUEST = GenerateRequest(
+    request_id="r1", prompt_tokens=[1, 2, 163839], sampling=SamplingParams(max_tokens=5), tenant="t"
+)
+SOURCE = m.BlockSource(store=WORKER, first=0, stop=2)
+EXAMPLES: list[m.AnyMessage] = [
+    m.WorkerHello(
+        worker=WORKER, role=m.Role.DECODE, node_id="n", host="h", pid=7, layout_fingerprint="f",
+        block_tokens=64, num_blocks=10, profile=[m.CostSample(1, 2, 3, 0.5)],
+    ),
+    m.LoadReport(worker=WORKER, load=m.WorkerLoad(num_running=2, counters={"x": 1.5})),
+    m.BlockEvents(
+        worker=WORKER, tier=m.Tier.DRAM, sequence_no=9, stored=[b"\x00\xffkey"], snapshot=True
+    ),
+    m.StepOutputs(
+        worker=WORKER,
+        outputs=[
+            m.RequestOutput(
+                request_id="r1", attempt=1, start=0, tokens=[5],
+                logprobs=[TokenLogprobs(-0.5, 1, [(5, -0.5)])],
+                finish=m.FinishInfo(reason=FinishReason.LENGTH),
+            )
+        ],
+    ),
+    m.Welcome(gateway=WORKER, kvstore=None, send_snapshot=True),
+    m.PeerLost(worker=WORKER),
+    m.Drain(),
+    m.PrefillTask(
+        request=REQUEST, attempt=1, gateway=WORKER, decode=WORKER, sources=[SOURCE]
+    ),
+    m.Reserved(request_id="r1", attempt=1, decode=WORKER, indexes=[0, 1], places=PLACES),
+    m.DecodeTask(request=REQUEST, attempt=2, gateway=WORKER, prefill=None, output_tokens=[4]),
+    m.KVReady(request_id="r1", attempt=1, prefill=WORKER, token=3, num_cached_tokens=64),
+    m.PushEnded(request_id="r1", attempt=1, prefill=WORKER),
+    m.AbortTask(request_id="r1", attempt=1),
+    m.PutGranted(ticket=1, store=WORKER, keys=[b"k"], places=PLACES),
+    m.PinGranted(ticket=1, store=WORKER, num_blocks=2, places=PLACES),
+    m.PutStart(writer=WORKER, ticket=1, keys=[b"k"]),
+    m.PutEnd(writer=WORKER, ticket=1, written=[b"k"]),
+    m.PinBlocks(reader=WORKER, ticket=1, keys=[b"k"]),
+    m.Unpin(reader=WORKER, ticket=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_every_message_comes_back_equal(message: m.AnyMessage) -> None:
+    assert decode(encode(message)) == message
+    assert decode(memoryview(encode(message))) == message
+
+
+def test_the_examples_cover_the_whole_union() -> None:
+    assert {type(example) for example in EXAMPLES} == set(m.AnyMessage.__args__)
+
+
+def test_what_cannot_travel_is_refused_by_the_sender() -> None:
+    broken = m.BlockEvents(worker=WORKER, tier=m.Tier.DRAM, sequence_no=object())  # type: ignore[arg-type]  # the point
+    with pytest.raises(ProtocolError, match="BlockEvents cannot be encoded"):
+        encode(broken)
+    with pytest.raises(ProtocolError, match="cannot be encoded"):
+        encode(m.Unpin(reader=WORKER, ticket=2**70))
+
+
+def test_another_version_is_named() -> None:
+    data = bytearray(encode(EXAMPLES[0]))
+    data[1] = m.PROTOCOL_VERSION + 1
+    with pytest.raises(ProtocolError, match=f"version {m.PROTOCOL_VERSION + 1}, this side"):
+        decode(bytes(data))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"M",
+        b"GET / HTTP/1.1\r\n",
+        pickle.dumps(["not", "ours"]),
+        encode(EXAMPLES[0])[:-3],
+        encode(EXAMPLES[0]) + b"\x01",
+        encode(EXAMPLES[0])[:2] + msgspec.msgpack.encode({"type": "hello"}),
+        encode(EXAMPLES[0])[:2] + msgspec.msgpack.encode({"type": "no_such_message"}),
+        encode(EXAMPLES[0])[:2] + msgspec.msgpack.encode([1, 2, 3]),
+        encode(EXAMPLES[0])[:2] + b"\x91" * 5000,
+        encode(EXAMPLES[0])[:2] + msgspec.msgpack.encode({"type": "abort", "request_id": 5}),
+    ],
+)
+def test_garbage_is_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(data)
+
+
+def test_each_truncation_is_a_protocol_error() -> None:
+    data = encode(EXAMPLES[3])
+    for length in range(len(data)):
+        with pytest.raises(ProtocolError):
+            decode(data[:length])
