@@ -1,14 +1,13 @@
 """Names of KVCache blocks: a chained hash, so that equal keys mean equal bytes.
 
 A block is `block_tokens` consecutive tokens. Its key hashes its own tokens *and* the key before it
-(Mooncake,
-FAST'25, section 4: prefix hash chaining), starting from a root that names everything else the
-bytes depend on: model
-and weights revision, KV dtype and layout, tenant, salt. A wrong-but-matching block cannot exist.
+(Mooncake, FAST'25, section 4: prefix hash chaining), starting from a root that names everything
+else the bytes depend on: model and weights revision, KV dtype and layout, tenant, salt. A wrong-
+but-matching block cannot exist.
 
 BLAKE2b (128 bit) rather than a faster non-cryptographic hash: keys of one tenant must not be
-forgeable by another,
-and at about a microsecond a block it never shows (2,000 keys of a 128k-token prompt: 3 ms, once).
+forgeable by another, and at about a microsecond a block it never shows (2,000 keys of a 128k-token
+prompt: 3 ms, once).
 """
 
 from __future__ import annotations

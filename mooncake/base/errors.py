@@ -7,14 +7,12 @@ MooncakeError
 │   ├── ContextTooLong        400   prompt plus wanted output exceed the model's context length
 │   ├── ModelNotFound         404   no such model is served here
 │   ├── Unauthorized          401   missing or wrong API key
-│   └── ConfigError            -    a flag, a configuration key or an environment value is wrong
-(start-up)
+│   └── ConfigError            -    a flag or a configuration key is wrong (start-up)
 ├── Overloaded                429   a limit would be missed; retry after `retry_after_s`
 ├── Unavailable               503   no worker can take the request now (starting, draining, lost)
 ├── RequestTimeout            408   the request's own deadline passed
 ├── CheckpointError            -    a checkpoint cannot be read (names the tensor and the file)
-├── TransferError             500   bytes did not arrive; the caller falls back to another replica
-or recomputes
+├── TransferError             500   bytes did not arrive: take another replica or recompute
 ├── ProtocolError             500   a peer sent something that breaks the agreed protocol or version
 └── InternalError             500   our fault; the message says what to report
 """
@@ -62,7 +60,7 @@ class Unauthorized(UserError):
 
 
 class ConfigError(UserError):
-    """A flag, configuration key or environment value is wrong; the message names it and the mend."""
+    """A flag or configuration key is wrong; the message names it and the mend."""
 
 
 class Overloaded(MooncakeError):

@@ -1,11 +1,9 @@
 """How the KV of a block lies in memory, in every tier: the only place that knows byte offsets.
 
 A block is one *slice* a layer; a slice is `[block_tokens, kv_width]`, contiguous. Engine pages
-keep all blocks of a
-layer together (`[layers, pages, block_tokens, width]`), the pool keeps all layers of a block
-together (`[layers,
-block_tokens, width]`). Both are said by one offset and one layer stride, so a copy need not know
-which is which.
+keep all blocks of a layer together (`[layers, pages, block_tokens, width]`), the pool keeps all
+layers of a block together (`[layers, block_tokens, width]`). Both are said by one offset and one
+layer stride, so a copy need not know which is which.
 """
 
 from __future__ import annotations

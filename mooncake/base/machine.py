@@ -2,8 +2,7 @@
 in as ports.
 
 Real life drives it with a loop (`launch.driver`), tests and the simulator with a heap of events. A
-machine never waits,
-never reads a clock, never starts a thread.
+machine never waits, never reads a clock, never starts a thread.
 """
 
 from __future__ import annotations

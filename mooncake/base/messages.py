@@ -2,11 +2,9 @@
 (`rpc.codec`), no pickle.
 
 Conventions: `attempt` counts placements of one request; a message of an older attempt is ignored.
-A worker is named by
-`WorkerRef`; its `epoch` is fresh at every start, so nothing that was said to a dead worker reaches
-its successor.
-Every message that wants an answer carries the `WorkerRef` to answer to and a `ticket` the answer
-repeats.
+A worker is named by `WorkerRef`; its `epoch` is fresh at every start, so nothing that was said to
+a dead worker reaches its successor. Every message that wants an answer carries the `WorkerRef` to
+answer to and a `ticket` the answer repeats.
 """
 
 from __future__ import annotations

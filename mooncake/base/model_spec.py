@@ -2,8 +2,8 @@
 coded anywhere else.
 
 Knows `model_type` kimi_k2 and deepseek_v3 (the same architecture: MLA attention, routed experts),
-with rope settings
-in the older form (`rope_theta`, `rope_scaling`) and in transformers 5's (`rope_parameters`).
+with rope settings in the older form (`rope_theta`, `rope_scaling`) and in transformers 5's
+(`rope_parameters`).
 """
 
 from __future__ import annotations

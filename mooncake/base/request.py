@@ -102,6 +102,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     retry_after_s: float | None = None
     param: str | None = None
 
+    @classmethod
+    def unavailable(cls, message: str) -> Failure:
+        """Return a 503: another placement, or a later try, may go well."""
+        return cls(status=503, error_type="ServiceUnavailableError", message=message)
+
 
 class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """New output tokens. `start` is the output position of the first, so a repeat can be

@@ -2,9 +2,8 @@
 no back-pointers.
 
 Facts are sent once: a sequence's sampling settings and history travel in its `SequenceStart`,
-later steps name it by
-`sequence_id` and send only what is new. So the same values drive one runner in this process or
-many ranks.
+later steps name it by `sequence_id` and send only what is new. So the same values drive one runner
+in this process or many ranks.
 """
 
 from __future__ import annotations

@@ -1,1 +1,5 @@
-"""See the modules; nothing is imported here on purpose."""
+"""The prefill role: compute a prompt's KV, push it away layer by layer, sample the first token."""
+
+from mooncake.prefill.worker import PrefillWorker
+
+__all__ = ["PrefillWorker"]

@@ -1,13 +1,11 @@
-"""The transfer port: bulk bytes between registered memory, one-sided. It knows bytes, never tokens.
+"""The transfer port: bulk bytes between registered memory, one-sided. It knows bytes, never
+tokens.
 
 Life: `allocate` or `register` memory, give its place to peers, `submit` a batch of READs and
-WRITEs against *their*
-registered memory, `poll` for how batches ended. WRITE is done when the bytes lie in the peer's
-memory, READ when they
-lie in ours. The owner of memory is the one who refuses: a wrong range, an unknown region, a peer
-without the cluster
-secret. A batch ends exactly once, whole or failed; after its end nothing of it touches memory any
-more.
+WRITEs against *their* registered memory, `poll` for how batches ended. WRITE is done when the
+bytes lie in the peer's memory, READ when they lie in ours. The owner of memory is the one who
+refuses: a wrong range, an unknown region, a peer without the cluster secret. A batch ends exactly
+once, whole or failed; after its end nothing of it touches memory any more.
 """
 
 from __future__ import annotations

@@ -1,0 +1,57 @@
+"""One request on a decode worker: plain state, moved only by `decode.worker`.
+
+WAITING ──► RESERVED ──► RUNNING ──► gone        KV pushed by a prefill worker
+   │           └───────► ABORTED ──► gone        (pages rest until prefill says it has stopped
+   writing)
+   └──────► GATHERING ─► RUNNING ──► gone        whole request here, or KV left in the pool
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from mooncake.base.blocks import BlockKey
+from mooncake.base.messages import BlockSource, DecodeTask
+from mooncake.engine.sequence import Sequence
+from mooncake.instance.reuse import PrefixReuse
+
+
+class Stage(Enum):
+    WAITING = "waiting"
+    RESERVED = "reserved"
+    ABORTED = "aborted"
+    GATHERING = "gathering"
+    RUNNING = "running"
+
+
+class DecodeJob:
+    """State of one `DecodeTask`."""
+
+    def __init__(self, order: DecodeTask, keys: list[BlockKey]) -> None:
+        self.order = order
+        self.keys = keys
+        """Of all full blocks of what must be in the KV before the next token."""
+        self.stage = Stage.WAITING
+        self.output_tokens = list(order.output_tokens)
+        self.sources: list[BlockSource] = order.sources
+        self.local = order.prefill is None
+        """Nobody pushes: gather what is cached, compute the rest here."""
+        self.pages: list[int] = []
+        """Held for the KV to come: blocks of this worker's cache first, then reserved pages."""
+        self.reuse: PrefixReuse | None = None
+        self.sequence: Sequence | None = None
+        self.num_blocks_put = 0
+        """Leading blocks that are in a pool already, or on their way."""
+
+    @property
+    def request_id(self) -> str:
+        return self.order.request.request_id
+
+    @property
+    def attempt(self) -> int:
+        return self.order.attempt
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV prefill pushes."""
+        return len(self.order.request.prompt_tokens) + len(self.order.output_tokens)

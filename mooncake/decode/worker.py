@@ -1,0 +1,322 @@
+"""The decode worker: a state machine that joins requests to a running batch once their KV has
+arrived.
+
+Queues: tasks without room wait in `_waiting` (bound `max_reservations`; a full one is answered
+with 503). Pages that a prefill worker may be writing to are never freed before it said `PushEnded`
+(or `KVReady`) or was lost and quarantined.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mooncake.base.blocks import block_keys
+from mooncake.base.bounded import BoundedQueue
+from mooncake.base.messages import (
+    AbortTask,
+    DecodeTask,
+    Drain,
+    FinishInfo,
+    KVReady,
+    PeerLost,
+    PushEnded,
+    RequestOutput,
+    Reserved,
+)
+from mooncake.base.request import Failure
+from mooncake.decode.admission import can_ever_fit, has_room
+from mooncake.decode.task import DecodeJob, Stage
+from mooncake.engine.plan import StepResult
+from mooncake.engine.sequence import Sequence, SequenceOutput
+from mooncake.instance import Instance, PrefixReuse
+
+
+class DecodeWorker:
+    """The decode role of one instance (see `base.machine.Machine`)."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self._jobs: dict[str, DecodeJob] = {}
+        self._aborted: dict[tuple[str, int], DecodeJob] = {}
+        self._by_sequence: dict[int, DecodeJob] = {}
+        self._waiting: BoundedQueue[DecodeJob] = BoundedQueue(instance.config.max_reservations)
+
+    # ------------------------------------------------------------ Machine
+
+    def handle(self, event: msgspec.Struct, now: float) -> None:
+        match event:
+            case DecodeTask():
+                self._on_task(event, now)
+            case KVReady():
+                self._on_kv_ready(event, now)
+            case PushEnded():
+                self._on_push_ended(event)
+            case AbortTask():
+                job = self._jobs.get(event.request_id)
+                if job is not None and job.attempt <= event.attempt:
+                    self._abort(job, now)
+            case StepResult():
+                self._on_step(event, now)
+            case PeerLost():
+                self.instance.handle(event, now)
+                self._on_peer_lost(event, now)
+            case Drain():
+                self.instance.draining = True
+            case _:
+                self.instance.handle(event, now)
+
+    def tick(self, now: float) -> float | None:
+        while (job := self._waiting.peek()) is not None and self._admit(job, now):
+            self._waiting.pop()
+        return self.instance.tick(now)
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is in progress here."""
+        return not self._jobs and not self._aborted and self.instance.quiet
+
+    def check_integrity(self) -> None:
+        self.instance.check_integrity()
+        for job in self._waiting:
+            assert job.stage is Stage.WAITING, f"{job.request_id} waits in stage {job.stage}"
+            assert not job.pages, f"{job.request_id} waits and holds pages"
+
+    # ------------------------------------------------------------ taking a request in
+
+    def _on_task(self, order: DecodeTask, now: float) -> None:
+        known = self._jobs.get(order.request.request_id)
+        if known is not None:
+            if known.attempt >= order.attempt:
+                return
+            self._abort(known, now)
+        layout, request = self.instance.layout, order.request
+        tokens = request.prompt_tokens + order.output_tokens
+        keys = block_keys(
+            layout.fingerprint, tokens, layout.block_tokens, request.tenant, request.cache_salt
+        )
+        job = DecodeJob(order, keys)
+        self._jobs[job.request_id] = job
+        if self.instance.draining:
+            self._fail(job, Failure.unavailable("this decode worker is shutting down"))
+        elif not can_ever_fit(layout.num_blocks(job.num_tokens), self.instance.pool.num_blocks):
+            message = f"{job.num_tokens} tokens do not fit the KV memory of a decode worker"
+            self._fail(job, Failure(status=400, error_type="BadRequestError", message=message))
+        elif not self._waiting.offer(job):
+            self._fail(job, Failure.unavailable("the decode queue is full"))
+
+    def _admit(self, job: DecodeJob, now: float) -> bool:
+        """Start a waiting job if there is room; say whether it need not wait any more."""
+        instance, layout = self.instance, self.instance.layout
+        if job.local:
+            self._gather(job, now)
+            return True
+        matched = list(instance.pool.match(job.keys))
+        num_new = layout.num_blocks(job.num_tokens) - len(matched)
+        available = instance.pool.num_available
+        if not has_room(num_new + len(matched), available, instance.engine.num_running):
+            return False
+        instance.pool.hold(matched)
+        pages = instance.pool.allocate(num_new)
+        if pages is None:
+            instance.pool.release(matched)
+            return False
+        job.pages, job.stage = matched + pages, Stage.RESERVED
+        assert job.order.prefill is not None
+        instance.send(
+            job.order.prefill,
+            Reserved(
+                request_id=job.request_id,
+                attempt=job.attempt,
+                decode=instance.worker,
+                indexes=list(range(len(matched), len(job.pages))),
+                places=instance.places(pages),
+            ),
+        )
+        return True
+
+    def _gather(self, job: DecodeJob, now: float) -> None:
+        """Collect the cached prefix, then compute the rest in this engine."""
+        job.stage = Stage.GATHERING
+        num_known = len(job.order.request.prompt_tokens) + len(job.output_tokens)
+        reusable = job.keys[: (num_known - 1) // self.instance.layout.block_tokens]
+        if job.order.request.sampling.num_prompt_logprobs is not None and not job.output_tokens:
+            reusable = []  # every prompt token's logits are wanted
+
+        def gathered(pages: list[int], at: float) -> None:
+            job.reuse = None
+            if self._jobs.get(job.request_id) is not job:
+                self.instance.pool.release(pages)
+                return
+            job.pages = pages
+            job.num_blocks_put = len(pages)
+            self._run(job, len(pages) * self.instance.layout.block_tokens, at)
+
+        job.reuse = PrefixReuse(
+            self.instance.pool, self.instance.fetcher, reusable, job.sources, gathered
+        )
+        job.reuse.start(now)
+
+    def _on_kv_ready(self, message: KVReady, now: float) -> None:
+        if self._release_aborted(message.request_id, message.attempt):
+            return
+        job = self._jobs.get(message.request_id)
+        if job is None or job.attempt != message.attempt or job.local:
+            return
+        if job.stage not in (Stage.WAITING, Stage.RESERVED):
+            return
+        job.output_tokens.append(message.token)
+        if not message.pushed:
+            self._unreserve(job)
+            job.local, job.sources = True, message.sources
+            if job.stage is Stage.RESERVED:
+                self._gather(job, now)
+            return
+        for key, page in zip(job.keys, job.pages, strict=False):
+            self.instance.pool.publish(key, page)
+        job.num_blocks_put = len(job.keys)
+        self._run(job, job.num_tokens, now)
+
+    def _run(self, job: DecodeJob, num_computed: int, now: float) -> None:
+        """Join the batch with the KV of the first `num_computed` tokens in `job.pages`."""
+        request = job.order.request
+        pages, job.pages = job.pages, []
+        sequence = Sequence(
+            sequence_id=self.instance.next_sequence_id(),
+            request=request,
+            attempt=job.attempt,
+            output_tokens=list(job.output_tokens),
+            pages=pages,
+            num_computed=num_computed,
+            num_cached_tokens=min(num_computed, len(request.prompt_tokens)) if job.local else 0,
+        )
+        if not self.instance.engine.add(sequence, now):
+            self.instance.pool.release(pages)
+            self._fail(job, Failure.unavailable("the decode batch queue is full"))
+            return
+        job.sequence, job.stage = sequence, Stage.RUNNING
+        self._by_sequence[sequence.sequence_id] = job
+
+    # ------------------------------------------------------------ generating
+
+    def _on_step(self, result: StepResult, now: float) -> None:
+        for output in self.instance.on_step(result, now):
+            job = self._by_sequence.get(output.sequence.sequence_id)
+            if job is None:
+                if output.finish is not None:
+                    self.instance.engine.release(output.sequence)
+                continue
+            if output.failure is None:
+                self._write_through(job, now)
+            self._say(job, output)
+            if output.finish is not None:
+                self.instance.engine.release(output.sequence)
+                del self._by_sequence[output.sequence.sequence_id]
+                del self._jobs[job.request_id]
+
+    def _say(self, job: DecodeJob, output: SequenceOutput) -> None:
+        finish = None
+        if output.finish is not None:
+            finish = FinishInfo(
+                reason=output.finish, stop_token_id=output.stop_token_id, failure=output.failure
+            )
+        tokens = [output.token] if output.token is not None else []
+        num_outputs = len(output.sequence.output_tokens)
+        first = job.local and num_outputs - len(tokens) == len(job.order.output_tokens)
+        if first and tokens:
+            cached = output.sequence.num_cached_tokens
+            self.instance.count("tokens_cached", cached)
+            self.instance.count("tokens_computed", job.num_tokens - cached)
+        self.instance.say(
+            job.order.gateway,
+            RequestOutput(
+                request_id=job.request_id,
+                attempt=job.attempt,
+                start=num_outputs - len(tokens),
+                tokens=tokens,
+                logprobs=[output.logprobs] if output.logprobs is not None else None,
+                prompt_logprobs=output.prompt_logprobs,
+                num_cached_tokens=output.sequence.num_cached_tokens if first else None,
+                finish=finish,
+            ),
+        )
+
+    def _write_through(self, job: DecodeJob, now: float) -> None:
+        """Put the blocks that have become full into this node's pool."""
+        sequence = job.sequence
+        assert sequence is not None
+        num_full = sequence.num_computed // self.instance.layout.block_tokens
+        if num_full <= job.num_blocks_put or self.instance.kvstore is None:
+            return
+        indexes = range(job.num_blocks_put, num_full)
+        job.num_blocks_put = num_full
+        push = self.instance.open_push()  # one for these blocks alone: it holds them only briefly
+        for index in indexes:
+            push.add_block(index, sequence.pages[index])
+        push.advance(indexes, self.instance.layout.num_layers, now)
+        blocks = {sequence.keys[index]: index for index in indexes}
+        tenant = job.order.request.tenant
+        self.instance.put(push, blocks, tenant, lambda at: self.instance.close_push(push, at))
+
+    # ------------------------------------------------------------ endings
+
+    def _abort(self, job: DecodeJob, now: float) -> None:
+        """Forget a request; pages that prefill may write to stay until it has stopped."""
+        del self._jobs[job.request_id]
+        match job.stage:
+            case Stage.WAITING:
+                self._waiting.remove(job)
+            case Stage.RESERVED:
+                job.stage = Stage.ABORTED
+                self._aborted[job.request_id, job.attempt] = job
+            case Stage.GATHERING:
+                assert job.reuse is not None
+                job.reuse.cancel(now)
+            case Stage.RUNNING:
+                assert job.sequence is not None
+                del self._by_sequence[job.sequence.sequence_id]
+                self.instance.engine.abort(job.sequence.sequence_id)
+            case Stage.ABORTED:
+                raise AssertionError("an aborted job is not in the table")
+
+    def _fail(self, job: DecodeJob, failure: Failure) -> None:
+        """End a job that holds nothing."""
+        self._jobs.pop(job.request_id, None)
+        start = len(job.order.output_tokens)
+        self.instance.fail(job.order.gateway, job.request_id, job.attempt, failure, start)
+
+    def _unreserve(self, job: DecodeJob) -> None:
+        pages, job.pages = job.pages, []
+        if pages:
+            self.instance.pool.release(pages)
+
+    def _release_aborted(self, request_id: str, attempt: int) -> bool:
+        job = self._aborted.pop((request_id, attempt), None)
+        if job is not None:
+            self._unreserve(job)
+        return job is not None
+
+    def _on_push_ended(self, message: PushEnded) -> None:
+        if self._release_aborted(message.request_id, message.attempt):
+            return
+        job = self._jobs.get(message.request_id)
+        if job is None or job.attempt != message.attempt or job.stage is not Stage.RESERVED:
+            return
+        self._unreserve(job)
+        del self._jobs[job.request_id]
+        if message.failed:
+            self._fail(job, Failure.unavailable("the prefill worker does not know this request"))
+
+    def _on_peer_lost(self, message: PeerLost, now: float) -> None:
+        """Reservations for a lost prefill worker are over; it may still be writing for a moment."""
+        lost = [j for j in self._jobs.values() if j.order.prefill == message.worker]
+        for job in lost:
+            if job.stage in (Stage.WAITING, Stage.RESERVED) and not job.local:
+                self._waiting.remove(job)
+                self._rest(job, now)
+                self._fail(job, Failure.unavailable("the prefill worker was lost"))
+        for key in [k for k, j in self._aborted.items() if j.order.prefill == message.worker]:
+            self._rest(self._aborted.pop(key), now)
+
+    def _rest(self, job: DecodeJob, now: float) -> None:
+        pages, job.pages = job.pages, []
+        self.instance.quarantine.add(pages, now)

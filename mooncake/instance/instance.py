@@ -1,0 +1,234 @@
+"""An instance: one engine, its place in the cluster, and the ways blocks come and go. Roles own
+one of these.
+
+What a role *does* with finished blocks and sampled tokens is not here: prefill and decode differ
+in just that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from mooncake.base.blocks import BlockKey
+from mooncake.base.kv_layout import BlockPlaces, KvLayout, page_places
+from mooncake.base.messages import (
+    AnyMessage,
+    FinishInfo,
+    PeerLost,
+    PinGranted,
+    PutGranted,
+    RequestOutput,
+    StepOutputs,
+    Tier,
+    Welcome,
+    WorkerHello,
+    WorkerLoad,
+    WorkerRef,
+)
+from mooncake.base.request import Failure, FinishReason
+from mooncake.engine.engine import Engine
+from mooncake.engine.plan import StepResult
+from mooncake.engine.sequence import SequenceOutput
+from mooncake.instance.config import InstanceConfig
+from mooncake.instance.fetch import Fetcher
+from mooncake.instance.mover import SliceMover
+from mooncake.instance.pages import Quarantine
+from mooncake.instance.push import Push
+from mooncake.instance.put import WriteThrough
+from mooncake.rpc.channel import Channel
+from mooncake.rpc.membership import Membership
+from mooncake.transfer.engine import Transfer, TransferDone
+
+
+class InstancePorts(msgspec.Struct, frozen=True):
+    """The world of an instance."""
+
+    channel: Channel
+    transfer: Transfer
+    region_id: int
+    """The registered region that holds the engine's pages, `[layers, pages, block_tokens, width]`.
+    """
+    gateway_address: str
+
+
+class Instance:
+    """Engine, membership, fetches, pushes and puts of one worker."""
+
+    def __init__(
+        self,
+        config: InstanceConfig,
+        layout: KvLayout,
+        engine: Engine,
+        hello: WorkerHello,
+        ports: InstancePorts,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.engine = engine
+        self.pool = engine.pool
+        self.worker = hello.worker
+        self._channel = ports.channel
+        self._segment = ports.transfer.segment
+        self._region_id = ports.region_id
+        self._num_pages = hello.num_blocks
+        self.mover = SliceMover(layout, ports.transfer, ports.region_id, hello.num_blocks)
+        self.fetcher = Fetcher(self.worker, ports.channel, self.mover, config.fetch_timeout_s)
+        self.write_through = WriteThrough(self.worker, ports.channel, config.push_timeout_s)
+        self.quarantine = Quarantine(self.pool, config.quarantine_s)
+        self.draining = False
+        self._membership = Membership(
+            hello,
+            ports.channel,
+            ports.gateway_address,
+            Tier.HBM,
+            self.pool.inventory,
+            config.report_interval_s,
+        )
+        self._outputs: dict[str, list[RequestOutput]] = {}
+        self._num_open_pushes = 0
+        self._last_sequence_id = 0
+        self.counters: dict[str, float] = {}
+
+    # ---------------------------------------- events that both roles treat alike
+
+    def handle(self, event: msgspec.Struct, now: float) -> None:
+        """Take an event that needs nothing of the role; others are left alone."""
+        match event:
+            case TransferDone():
+                self.mover.on_done(event, now)
+            case PutGranted():
+                self.write_through.on_granted(event, now)
+            case PinGranted():
+                self.fetcher.on_pin_granted(event, now)
+            case Welcome():
+                self._membership.on_welcome(event)
+            case PeerLost():
+                self._membership.on_peer_lost(event.worker)
+                self.fetcher.on_peer_lost(event.worker, now)
+                self.write_through.on_peer_lost(event.worker, now)
+
+    def on_step(self, result: StepResult, now: float) -> list[SequenceOutput]:
+        """Commit a step to the engine and remember what it cost."""
+        sample = self.engine.cost_sample(result)
+        outputs = self.engine.on_step(result, now)
+        if sample is not None:
+            self._membership.add_sample(sample)
+        return outputs
+
+    def tick(self, now: float) -> float:
+        """Give up what is overdue, start the next step, report; return the next wake-up."""
+        wakes = [self.fetcher.tick(now), self.write_through.tick(now), self.quarantine.tick(now)]
+        self.engine.tick(now)
+        self._membership.send_blocks(*self.pool.drain_events())
+        self._flush()
+        wakes.append(self._membership.tick(now, self.load))
+        return min(wake for wake in wakes if wake is not None)
+
+    # ------------------------------------------------------------ what roles do
+
+    @property
+    def kvstore(self) -> WorkerRef | None:
+        """The pool of this node, while it runs."""
+        return self._membership.kvstore
+
+    def next_sequence_id(self) -> int:
+        self._last_sequence_id += 1
+        return self._last_sequence_id
+
+    def places(self, pages: list[int]) -> BlockPlaces:
+        """Return where a peer may write these pages."""
+        return page_places(self.layout, self._segment, self._region_id, self._num_pages, pages)
+
+    def send(self, worker: WorkerRef, message: AnyMessage) -> None:
+        self._channel.send(worker.address, message)
+
+    def say(self, gateway: WorkerRef, output: RequestOutput) -> None:
+        """Queue an output; all of a tick leave in one message."""
+        self._outputs.setdefault(gateway.address, []).append(output)
+
+    def fail(
+        self, gateway: WorkerRef, request_id: str, attempt: int, failure: Failure, start: int
+    ) -> None:
+        """Tell the gateway that this attempt cannot go on here."""
+        finish = FinishInfo(reason=FinishReason.ERROR, failure=failure)
+        output = RequestOutput(request_id=request_id, attempt=attempt, start=start, finish=finish)
+        self.say(gateway, output)
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to a counter of the load report."""
+        self.counters[name] = self.counters.get(name, 0) + amount
+
+    def open_push(self) -> Push:
+        """Return a push for one sequence; it must be given to `close_push`."""
+        self._num_open_pushes += 1
+        return Push(self.mover, self.pool, self.config.push_timeout_s)
+
+    def put(
+        self,
+        push: Push,
+        blocks: dict[BlockKey, int],
+        tenant: str,
+        settled: Callable[[float], None],
+    ) -> None:
+        """Write blocks (key -> index) through to this node's pool, if there is one."""
+        if blocks and self.kvstore is not None:
+            self.write_through.put(self.kvstore, push, blocks, tenant, settled)
+
+    def close_push(
+        self, push: Push, now: float, then: Callable[[float], None] | None = None
+    ) -> None:
+        """End a push; `then` is called when nothing of it touches memory any more."""
+
+        def released(at: float) -> None:
+            self._num_open_pushes -= 1
+            self.write_through.abandon(push, at)
+            if then is not None:
+                then(at)
+
+        push.close(now, released)
+
+    def load(self) -> WorkerLoad:
+        """Return the state for a report."""
+        engine, pool = self.engine, self.pool
+        counters = {
+            "blocks_fetched": self.fetcher.num_blocks_fetched,
+            "fetches_failed": self.fetcher.num_fetches_failed,
+            "blocks_put": self.write_through.num_blocks_put,
+            "puts_failed": self.write_through.num_puts_failed,
+            "preemptions": engine.num_preemptions,
+            **self.counters,
+        }
+        return WorkerLoad(
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            num_queued_tokens=engine.num_queued_tokens,
+            num_context_tokens=engine.num_context_tokens,
+            num_free_blocks=pool.num_available,
+            num_total_blocks=self._num_pages,
+            num_cached_blocks=pool.num_cached,
+            counters=counters,
+        )
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing runs, moves or waits here: every page is free or cached."""
+        return (
+            self.engine.idle
+            and self._num_open_pushes == 0
+            and self.fetcher.num_open == 0
+            and self.write_through.num_open == 0
+            and self.quarantine.num_pages == 0
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when pages were lost, freed twice, or held by nobody."""
+        self.engine.check_integrity()
+        if self.quiet and self.mover.num_in_flight == 0:
+            assert self.pool.num_held == 0, f"{self.pool.num_held} pages are held by nobody"
+
+    def _flush(self) -> None:
+        for address, outputs in self._outputs.items():
+            self._channel.send(address, StepOutputs(worker=self.worker, outputs=outputs))
+        self._outputs = {}

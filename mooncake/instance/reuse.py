@@ -1,0 +1,78 @@
+"""Prefix reuse: the longest prefix of a sequence that need not be computed, gathered into held
+pages.
+
+First what lies in this instance's own pages, then what the Conductor said to fetch from pool
+nodes. Fetched blocks are published like computed ones: reuse is "a block gets one more replica".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mooncake.base.blocks import BlockKey
+from mooncake.base.messages import BlockSource
+from mooncake.instance.fetch import Fetcher
+from mooncake.instance.pages import PagePool
+
+Gathered = Callable[[list[int], float], None]
+"""(pages of the leading blocks, held for the receiver; now)"""
+
+
+class PrefixReuse:
+    """One gathering; ends through its callback exactly once, cancelled or not."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        fetcher: Fetcher,
+        keys: list[BlockKey],
+        sources: list[BlockSource],
+        gathered: Gathered,
+    ) -> None:
+        self._pool = pool
+        self._fetcher = fetcher
+        self._keys = keys
+        self._sources = sorted(sources, key=lambda source: source.first)
+        self._gathered = gathered
+        self._pages: list[int] = []
+        self._ticket: int | None = None
+        self._cancelled = False
+
+    def start(self, now: float) -> None:
+        """Match, then fetch; the callback may come before this returns."""
+        self._pages = list(self._pool.match(self._keys))
+        self._pool.hold(self._pages)
+        self._next(now)
+
+    def cancel(self, now: float) -> None:
+        """Fetch no more; the callback comes as soon as nothing writes to the pages."""
+        self._cancelled = True
+        if self._ticket is not None:
+            self._fetcher.cancel(self._ticket, now)
+
+    def _next(self, now: float) -> None:
+        """Fetch from the next source that adds something, or end."""
+        while self._sources and not self._cancelled:
+            source = self._sources.pop(0)
+            have, stop = len(self._pages), min(source.stop, len(self._keys))
+            if source.first > have or stop <= have:
+                continue
+            pages = self._pool.allocate(stop - have)
+            if pages is None:
+                break
+            self._fetch(source, pages, have, now)
+            return
+        self._gathered(self._pages, now)
+
+    def _fetch(self, source: BlockSource, pages: list[int], have: int, now: float) -> None:
+        def fetched(num_blocks: int, at: float) -> None:
+            self._ticket = None
+            for offset in range(num_blocks):
+                self._pool.publish(self._keys[have + offset], pages[offset])
+            self._pages.extend(pages[:num_blocks])
+            if num_blocks < len(pages):
+                self._pool.release(pages[num_blocks:])
+            self._next(at)
+
+        keys = self._keys[have : have + len(pages)]
+        self._ticket = self._fetcher.start(source.store, keys, pages, now, fetched)
