@@ -48,7 +48,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     starts: list[SequenceStart]
     slots: list[StepSlot]
     ended: list[int]
-    """Sequences the runner may forget."""
+    """Sequences the runner may forget. None of them is in `starts` or `slots`."""
     report_layers: bool = False
     """Emit `LayerDone` as the KV of each layer is written."""
 

@@ -1,0 +1,79 @@
+"""What must hold of an engine's sequences and pages between two calls. Pure checks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+
+from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.config import EngineConfig
+from mooncake.engine.policy import rank
+from mooncake.engine.sequence import Sequence, SequenceState
+
+
+def check_lines(
+    config: EngineConfig,
+    waiting: Seq[Sequence],
+    running: Seq[Sequence],
+    living: Mapping[int, Sequence],
+) -> None:
+    """Raise AssertionError unless each living sequence stands in its line once, in rank order."""
+    ids = [sequence.sequence_id for sequence in (*waiting, *running)]
+    if sorted(ids) != sorted(living):
+        raise AssertionError("line and batch do not hold each living sequence once")
+    for line, state in ((waiting, SequenceState.WAITING), (running, SequenceState.RUNNING)):
+        if any(sequence.state is not state for sequence in line):
+            raise AssertionError(f"a sequence in the wrong state stands among the {state.value}")
+        if list(line) != sorted(line, key=rank):
+            raise AssertionError(f"the {state.value} sequences are out of order")
+    if len(running) > config.max_num_seqs:
+        raise AssertionError(f"{len(running)} sequences run, more than max_num_seqs")
+
+
+def check_steps(living: Iterable[Sequence], flying: Mapping[int, Iterable[Sequence]]) -> None:
+    """Raise AssertionError unless sequences and steps in flight name each other."""
+    step_of = {
+        sequence.sequence_id: step_id
+        for step_id, sequences in flying.items()
+        for sequence in sequences
+    }
+    if len(step_of) != sum(len(list(sequences)) for sequences in flying.values()):
+        raise AssertionError("a sequence is in two steps at a time")
+    for sequence in living:
+        if sequence.step_id != step_of.pop(sequence.sequence_id, None):
+            raise AssertionError(f"sequence {sequence.sequence_id} is in another step than it says")
+    if step_of:
+        raise AssertionError(f"sequences {sorted(step_of)} ended while a step computes them")
+
+
+def check_pages(config: EngineConfig, pool: BlockPool, living: Iterable[Sequence]) -> None:
+    """Raise AssertionError unless computed tokens have pages and no page to be written to is shared
+    or published.
+    """
+    writers: Counter[int] = Counter()
+    for sequence in living:
+        name = f"sequence {sequence.sequence_id}"
+        if len(sequence.pages) * config.block_tokens < sequence.num_computed:
+            raise AssertionError(f"{name} lacks pages for its KV")
+        if len(set(sequence.pages)) != len(sequence.pages):
+            raise AssertionError(f"{name} has a page twice")
+        writers.update(sequence.pages[sequence.num_computed // config.block_tokens :])
+    for page, count in writers.items():
+        if count > 1 or pool.key_of(page) is not None:
+            raise AssertionError(f"page {page} is to be written to but does not belong to one")
+
+
+def check_holds(
+    pool: BlockPool, owners: Iterable[Sequence], role_holds: Iterable[int] | None
+) -> None:
+    """Raise AssertionError unless the pool's references are those of `owners` and, where given,
+    exactly those plus `role_holds`.
+    """
+    holds = Counter(page for sequence in owners for page in sequence.pages)
+    if role_holds is not None:
+        holds.update(role_holds)
+    for page in range(pool.num_blocks):
+        refs = pool.ref_count(page)
+        if refs < holds[page] or (role_holds is not None and refs != holds[page]):
+            raise AssertionError(f"page {page} is held {refs} times, {holds[page]} are known")

@@ -1,0 +1,263 @@
+"""What the next step computes. Plain planning over sequences and the block pool: no runner, no
+time, no messages. Owns the waiting line and the running batch.
+
+Rules, in the order they apply:
+  1. Running sequences first; among them those that lack one token only (a stream waits for it),
+     then prompts in chunks, each kind in rank order (`policy`), within the step's token budget.
+  2. A sequence that needs a page takes it from the last in order that holds any; when all others go
+     before it, it keeps what it has and sits the step out.
+  3. Then waiting sequences, in rank order, while seats, tokens and pages last. A sequence is
+     admitted with pages for all its known tokens, so only newly sampled ones can lack one later. A
+     page for each running sequence that will grow is left alone. Only a lower priority class is
+     made to yield for a newcomer. A front that must wait for pages does not hold up those behind
+     it that have theirs already (KV received from elsewhere).
+  4. Nothing to compute and nothing in flight: the front of the line takes what it needs from all
+     behind it, in whatever place they are.
+A sequence that yields keeps its tokens; its full blocks stay in the prefix cache until reused.
+Sequences in flight are left alone, so several steps can run at a time, each with its own sequences.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mooncake.base.errors import ContextTooLong
+from mooncake.base.request import Failure
+from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.config import EngineConfig
+from mooncake.engine.policy import last_in_order, priority_class, rank
+from mooncake.engine.sequence import Sequence, SequenceState
+
+
+@dataclass(slots=True)
+class Batch:
+    """The plan of one step, being made."""
+
+    budget: int
+    """Tokens still to give."""
+    shares: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
+    """sequence_id -> the sequence and how many tokens it computes, in order."""
+    preempted: list[Sequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, Failure]] = field(default_factory=list)
+    """Sequences that can never run here; already out of line and batch, their pages still held."""
+
+    def give(self, sequence: Sequence, max_tokens: int) -> None:
+        num_tokens = min(sequence.num_missing, max_tokens, self.budget)
+        self.shares[sequence.sequence_id] = (sequence, num_tokens)
+        self.budget -= num_tokens
+
+    def take_back(self, sequence: Sequence) -> None:
+        _, num_tokens = self.shares.pop(sequence.sequence_id, (sequence, 0))
+        self.budget += num_tokens
+
+
+class Batcher:
+    """The waiting line, the running batch, and the choice between them."""
+
+    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+        self._config = config
+        self._pool = pool
+        self.waiting: list[Sequence] = []
+        """In rank order. Some hold pages: their KV came from elsewhere."""
+        self.running: list[Sequence] = []
+        """In rank order."""
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Put `sequence` in line."""
+        sequence.state = SequenceState.WAITING
+        insort(self.waiting, sequence, key=rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take `sequence` out of line or batch; its pages are left as they are."""
+        line = self.waiting if sequence.state is SequenceState.WAITING else self.running
+        line.remove(sequence)
+        sequence.state = SequenceState.ENDED
+
+    def plan(self) -> Batch:
+        """Return the next step's shares; pages for them are allocated. No shares = nothing to
+        do now.
+        """
+        batch = Batch(budget=self._config.max_batched_tokens)
+        self._continue_running(batch)
+        self._admit_waiting(batch)
+        if not batch.shares and all(sequence.step_id is None for sequence in self.running):
+            self._admit_by_force(batch)
+        return batch
+
+    # ------------------------------------------------------------ running
+
+    def _continue_running(self, batch: Batch) -> None:
+        ready = [sequence for sequence in self.running if sequence.step_id is None]
+        ready.sort(key=lambda sequence: (sequence.num_missing > 1, rank(sequence)))
+        for sequence in ready:
+            if batch.budget == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # yielded to one before it, in this very loop
+            if self._grow(sequence, batch):
+                batch.give(sequence, self._config.max_chunk_tokens)
+
+    def _grow(self, sequence: Sequence, batch: Batch) -> bool:
+        """See that `sequence` has pages for its known tokens; False = not in this step."""
+        if self._fail_if_too_long(sequence, batch):
+            return False
+        num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
+        while num_pages > 0:
+            pages = self._pool.allocate(num_pages)
+            if pages is not None:
+                sequence.pages += pages
+                break
+            victim = last_in_order(
+                other for other in self._holders() if rank(other) > rank(sequence)
+            )
+            if victim is None:
+                return False
+            self._preempt(victim, batch)
+        return True
+
+    # ------------------------------------------------------------ waiting
+
+    def _admit_waiting(self, batch: Batch) -> None:
+        blocked = False
+        for sequence in list(self.waiting):
+            if batch.budget == 0 or len(self.running) >= self._config.max_num_seqs:
+                break
+            if blocked and not sequence.pages:
+                continue
+            if self._fail_if_too_long(sequence, batch):
+                continue
+            own_class = priority_class(sequence)
+            victims = [other for other in self._holders() if priority_class(other) > own_class]
+            if not self._admit(sequence, victims, batch, allocate=not blocked):
+                blocked = True
+
+    def _admit_by_force(self, batch: Batch) -> None:
+        """Let the front of the line run at the cost of all behind it (rule 4)."""
+        if not self.waiting or self._fail_if_too_long(self.waiting[0], batch):
+            return
+        front = self.waiting[0]
+        victims = [other for other in self._holders() if rank(other) > rank(front)]
+        if len(self.running) >= self._config.max_num_seqs:
+            last = self.running[-1]
+            if rank(last) < rank(front):
+                return
+            self._preempt(last, batch)
+            victims.remove(last)
+        self._admit(front, victims, batch, allocate=True)
+
+    def _admit(
+        self, sequence: Sequence, victims: list[Sequence], batch: Batch, *, allocate: bool
+    ) -> bool:
+        """Seat `sequence` with pages for its known tokens, from the cache, the pool, or `victims`
+        (last first); False = not now, and nothing has changed. Without `allocate` it is seated
+        only if it needs no page.
+        """
+        config = self._config
+        matched = self._match(sequence)
+        num_pages = config.num_pages(sequence.num_tokens) - len(sequence.pages) - len(matched)
+        if num_pages > 0:
+            if not allocate:
+                return False
+            self._pool.hold(matched)
+            if not self._make_room(num_pages, victims, batch):
+                self._pool.release(matched)
+                return False
+            sequence.pages += matched + (self._pool.allocate(num_pages) or [])
+        else:
+            self._pool.hold(matched)
+            sequence.pages += matched
+        if matched:
+            sequence.num_computed = len(matched) * config.block_tokens
+            sequence.num_published = len(matched)
+            if sequence.num_preemptions == 0:
+                reused = min(sequence.num_computed, len(sequence.prompt_tokens))
+                sequence.num_cached_tokens = reused
+        self.waiting.remove(sequence)
+        sequence.state = SequenceState.RUNNING
+        insort(self.running, sequence, key=rank)
+        batch.give(sequence, config.max_chunk_tokens)
+        return True
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Return the cached pages that spare `sequence` work: whole blocks, and never its last
+        known token, which has to be computed to sample the next.
+        """
+        if not self._config.enable_prefix_caching or sequence.pages:
+            return []
+        if sequence.prompt_logprobs is not None:
+            return []  # log-probabilities of the prompt come only from computing it
+        limit = (sequence.num_tokens - 1) // self._config.block_tokens
+        return self._pool.match(sequence.keys[:limit])
+
+    def _make_room(self, num_pages: int, victims: list[Sequence], batch: Batch) -> bool:
+        """See that `num_pages` can be allocated, if need be by preempting `victims`, last first;
+        False = it cannot be done and nobody was disturbed.
+        """
+        yielding = {victim.sequence_id for victim in victims}
+        reserve = sum(
+            len(other.pages) < self._config.num_pages(other.num_final_computed)
+            for other in self.running
+            if other.sequence_id not in yielding
+        )
+        if self._pool.num_available >= num_pages + reserve:
+            return True
+        if self._pool.num_available + self._num_freed_by(victims) < num_pages + reserve:
+            return False
+        for victim in sorted(victims, key=rank, reverse=True):
+            self._preempt(victim, batch)
+            if self._pool.num_available >= num_pages + reserve:
+                break
+        return True
+
+    # ------------------------------------------------------------ giving way
+
+    def _holders(self) -> Iterable[Sequence]:
+        """Yield the sequences whose pages could be taken back now."""
+        for sequence in self.running:
+            if sequence.step_id is None:
+                yield sequence
+        for sequence in self.waiting:
+            if sequence.pages:
+                yield sequence
+
+    def _num_freed_by(self, victims: list[Sequence]) -> int:
+        """Return how many pages come free if all `victims` yield: those that nobody else holds."""
+        holds = Counter(page for victim in victims for page in victim.pages)
+        return sum(self._pool.ref_count(page) == count for page, count in holds.items())
+
+    def _preempt(self, victim: Sequence, batch: Batch) -> None:
+        self._pool.release(victim.drop_kv())
+        victim.num_preemptions += 1
+        batch.take_back(victim)
+        batch.preempted.append(victim)
+        if victim.state is SequenceState.RUNNING:
+            self.running.remove(victim)
+            self.enqueue(victim)
+
+    def _fail_if_too_long(self, sequence: Sequence, batch: Batch) -> bool:
+        """Sort out a sequence that no amount of waiting could help."""
+        config = self._config
+        if sequence.num_tokens >= config.max_model_len:
+            message = (
+                f"the sequence has {sequence.num_tokens} tokens; with max_model_len "
+                f"{config.max_model_len} no further one can be generated"
+            )
+        elif config.num_pages(sequence.num_tokens) > config.num_blocks:
+            message = (
+                f"{sequence.num_tokens} tokens need {config.num_pages(sequence.num_tokens)} blocks "
+                f"of {config.block_tokens}, this worker's KV memory has {config.num_blocks}; "
+                "shorten the request or give the worker more KV memory"
+            )
+        else:
+            return False
+        self.remove(sequence)
+        failure = Failure(
+            status=ContextTooLong.http_status,
+            error_type=ContextTooLong.error_type,
+            message=message,
+        )
+        batch.failed.append((sequence, failure))
+        return True

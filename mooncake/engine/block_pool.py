@@ -1,0 +1,162 @@
+"""The pages of one engine: who holds them, which are reused next. Pages are numbers; the bytes are
+the runner's.
+
+A page is *held* (one or more references), *cached* (no reference, content still named by a key) or
+*free*. Whoever calls `allocate` or `hold` owes one `release` for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mooncake.base.blocks import BlockKey
+from mooncake.engine.prefix_cache import PrefixCache
+
+
+class BlockPool:
+    """Reference-counted pages with a prefix cache over them; least recently used content goes
+    first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs at least one page, not {num_blocks}")
+        self._refs = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: page 0 first
+        self._cached: dict[int, None] = {}  # an ordered set: least recently released first
+        self._cache = PrefixCache()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._refs)
+
+    @property
+    def num_free(self) -> int:
+        """Pages without reference and without content."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages without reference whose content can still be matched."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` could give now: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._refs) - self.num_available
+
+    def ref_count(self, page: int) -> int:
+        """Return how many holds there are on `page`."""
+        return self._refs[page]
+
+    def key_of(self, page: int) -> BlockKey | None:
+        """Return the key that `page` is published under."""
+        return self._cache.key_of(page)
+
+    def allocate(self, num_pages: int) -> list[int] | None:
+        """Return `num_pages` pages, held once and of undefined content; None when there are not
+        that many.
+
+        Pages without content go first, then the least recently released content is forgotten.
+        """
+        if num_pages > self.num_available:
+            return None
+        pages: list[int] = []
+        for _ in range(num_pages):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page = next(iter(self._cached))
+                del self._cached[page]
+                self._cache.forget_page(page)
+            self._refs[page] = 1
+            pages.append(page)
+        return pages
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Take one more reference on each page.
+
+        Raises:
+            ValueError: a page is free: nothing is in it, so it can only be allocated.
+        """
+        for page in pages:
+            if self._refs[page] == 0 and page not in self._cached:
+                raise ValueError(f"page {page} is free and cannot be held")
+        for page in pages:
+            if self._refs[page] == 0:
+                self._cached.pop(page)
+            self._refs[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give one reference back on each page; published content stays matchable until reused.
+
+        The last page counts as the least recently used: of a chain the tail goes before the head,
+        since a head without its tail can be matched and a tail without its head cannot.
+
+        Raises:
+            ValueError: a page is not held.
+        """
+        for page in reversed(pages):
+            if self._refs[page] < 1:
+                raise ValueError(f"page {page} is released more often than it was held")
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                if self._cache.key_of(page) is None:
+                    self._free.append(page)
+                else:
+                    self._cached[page] = None
+
+    def match(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Return the pages of the longest prefix of `keys` here; they are not held by this."""
+        return self._cache.match(keys)
+
+    def publish(self, key: BlockKey, page: int) -> bool:
+        """Name the content of a held page, which nobody writes to any more.
+
+        Returns False when another page is known under `key`; this one then stays private.
+
+        Raises:
+            ValueError: the page is not held, or is published under another key.
+        """
+        if self._refs[page] < 1:
+            raise ValueError(f"page {page} is not held and cannot be published")
+        return self._cache.publish(key, page)
+
+    def forget(self, key: BlockKey) -> None:
+        """Make the content of `key` unmatchable, for instance because it proved to be wrong."""
+        page = self._cache.page_of(key)
+        if page is None:
+            return
+        self._cache.forget_page(page)
+        if page in self._cached:
+            del self._cached[page]
+            self._free.append(page)
+
+    def drain_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Return the keys (stored, removed) on balance since the last call."""
+        return self._cache.drain_events()
+
+    def inventory(self) -> list[BlockKey]:
+        """Return all matchable keys, oldest first."""
+        return self._cache.inventory()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless each page is exactly one of free, cached and held."""
+        self._cache.check_integrity()
+        held = {page for page, refs in enumerate(self._refs) if refs > 0}
+        places = [*self._free, *self._cached, *sorted(held)]
+        if sorted(places) != list(range(len(self._refs))):
+            raise AssertionError(
+                f"block pool: free {len(self._free)} + cached {len(self._cached)} + held "
+                f"{len(held)} is not each of {len(self._refs)} pages once"
+            )
+        for page in self._free:
+            if self._cache.key_of(page) is not None:
+                raise AssertionError(f"block pool: free page {page} is published")
+        for page in self._cached:
+            if self._cache.key_of(page) is None:
+                raise AssertionError(f"block pool: cached page {page} has no key")

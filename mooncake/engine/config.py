@@ -1,0 +1,56 @@
+"""Limits of one engine. Values only; resolved once by `launch`, never changed afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from mooncake.base.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How much one engine may hold and do at a time.
+
+    Raises:
+        ConfigError: a value is out of range or two do not go together; the message names the key.
+    """
+
+    num_blocks: int
+    """Pages of KV in this engine's memory."""
+    max_num_seqs: int
+    """Sequences that hold a seat in the running batch."""
+    max_batched_tokens: int
+    """Tokens computed in one step, over all sequences."""
+    max_chunk_tokens: int
+    """Largest share of one step that a single sequence gets (`max_batched_tokens` caps it too)."""
+    max_model_len: int
+    """Prompt plus output tokens of one sequence."""
+    max_waiting: int
+    """Sequences accepted and not yet running; `Engine.add` says no beyond. Preempted sequences
+    come back even so.
+    """
+    block_tokens: int = 64
+    enable_prefix_caching: bool = True
+    max_steps_in_flight: int = 1
+    """Steps handed to the runner and not ended. Steps in flight together never share a
+    sequence.
+    """
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "enable_prefix_caching":
+                if not isinstance(value, bool):
+                    raise ConfigError(f"{field.name}: {value!r} is neither true nor false")
+            elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{field.name}: {value!r} is not a whole number of at least 1")
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_batched_tokens: {self.max_batched_tokens} is less than max_num_seqs "
+                f"({self.max_num_seqs}), so some sequences would never get their next token; "
+                "raise it or lower max_num_seqs"
+            )
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Return how many pages hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_tokens)

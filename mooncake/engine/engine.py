@@ -1,0 +1,434 @@
+"""One instance's continuous batching: sequences in, steps to the runner, tokens out.
+
+The engine owns its sequences, its pages and the steps in flight; roles own everything that moves KV
+between workers. It is moved by calls only and holds no clock: `now` passes through.
+
+Who owns pages. `add` takes over the holds a sequence comes with. While a sequence lives its pages
+are the engine's. When it ends by an output (`finish` is set) its pages stay held and unchanged
+until the role calls `release(sequence)`, at once or after it has moved the KV away. `abort` needs
+no `release`: the engine lets the pages go as soon as no step in flight uses them. A living sequence
+may also be preempted, which lets its pages go. So a role whose own transfers use pages of a
+sequence that has not ended takes its own hold on them (`pool.hold`) and gives it back
+(`pool.release`). `check_integrity` compares the books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mooncake.base.blocks import BlockKey
+from mooncake.base.errors import InternalError
+from mooncake.base.messages import CostSample, WorkerLoad
+from mooncake.base.request import Failure, FinishReason, TokenLogprobs
+from mooncake.engine.audit import check_holds, check_lines, check_pages, check_steps
+from mooncake.engine.batcher import Batch, Batcher
+from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.config import EngineConfig
+from mooncake.engine.plan import Sample, SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.engine.ports import Runner
+from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState, request_finish
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that the runner has and has not ended."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+    """Of `plan.slots`, in that order."""
+    submitted_s: float
+
+
+class Engine:
+    """Sequences, pages and steps of one model replica. See the module for who owns pages.
+
+    With `max_steps_in_flight > 1` further steps are made of the sequences that are not in flight,
+    so steps that overlap (the stages of a pipeline) never share a sequence.
+    """
+
+    def __init__(self, config: EngineConfig, layout_fingerprint: str, runner: Runner) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
+        """Monotonic counts since start, for `WorkerLoad.counters`."""
+        self._fingerprint = layout_fingerprint
+        self._runner = runner
+        self._batcher = Batcher(config, self.pool)
+        self._sequences: dict[int, Sequence] = {}
+        self._unreleased: dict[int, Sequence] = {}
+        self._in_flight: dict[int, InFlight] = {}
+        self._ended: dict[int, None] = {}  # an ordered set: what the runner may forget
+        self._next_step_id = 0
+        self._next_arrival = 0
+        self._cost: CostSample | None = None
+
+    # ------------------------------------------------------------ sequences in and out
+
+    def add(self, sequence: Sequence, now: float) -> bool:
+        """Take over `sequence` and the pages it holds; False = the line is full, nothing changed.
+
+        KV that came with it becomes part of the prefix cache.
+
+        Raises:
+            ValueError: its id is in use, or its fields contradict each other.
+        """
+        self._check_new(sequence)
+        if len(self._batcher.waiting) >= self.config.max_waiting:
+            return False
+        sequence.arrival = self._next_arrival
+        self._next_arrival += 1
+        sequence.added_s = now
+        self._sequences[sequence.sequence_id] = sequence
+        self.extend_keys(sequence)
+        self._publish(sequence)
+        if sequence.prompt_logprobs is not None and sequence.num_computed:
+            self.pool.release(sequence.drop_kv())  # they come only from computing every token
+            sequence.num_cached_tokens = 0
+        self._batcher.enqueue(sequence)
+        return True
+
+    def extend_keys(self, sequence: Sequence) -> list[BlockKey]:
+        """Bring the block keys of a sequence (added or not) up to date and return them."""
+        return sequence.extend_keys(self._fingerprint, self.config.block_tokens)
+
+    def get(self, sequence_id: int) -> Sequence | None:
+        """Return the sequence if it has been added and has not ended."""
+        return self._sequences.get(sequence_id)
+
+    def abort(self, sequence_id: int) -> bool:
+        """End a sequence without any output; False = no such sequence lives here.
+
+        Its pages are released by the engine, once no step in flight uses them.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.aborted:
+            return False
+        self.counters["sequences_aborted"] += 1
+        sequence.aborted = True
+        if sequence.step_id is None:
+            self._drop(sequence)
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back the pages of a sequence that ended by an output.
+
+        Raises:
+            ValueError: it has not ended so, or was released before.
+        """
+        if self._unreleased.get(sequence.sequence_id) is not sequence:
+            raise ValueError(f"sequence {sequence.sequence_id} has no pages to release")
+        del self._unreleased[sequence.sequence_id]
+        self.pool.release(sequence.drop_kv())
+
+    # ------------------------------------------------------------ steps
+
+    def tick(self, now: float) -> list[SequenceOutput]:
+        """Plan and submit steps while fewer than `max_steps_in_flight` run.
+
+        Returns the ends of sequences that can never run here (too long for the memory or the
+        model): usually none, and never to be ignored.
+        """
+        outputs: list[SequenceOutput] = []
+        while len(self._in_flight) < self.config.max_steps_in_flight:
+            batch = self._batcher.plan()
+            for sequence in batch.preempted:
+                self.counters["preemptions"] += 1
+                self._forget_in_runner(sequence)
+            for sequence, failure in batch.failed:
+                self._end(sequence)
+                outputs.append(
+                    SequenceOutput(sequence=sequence, finish=FinishReason.ERROR, failure=failure)
+                )
+            if not batch.shares:
+                break
+            self._submit(batch, now)
+        return outputs
+
+    def step(self, step_id: int) -> InFlight:
+        """Return a step that has been submitted and not ended.
+
+        Raises:
+            KeyError: there is none of that number.
+        """
+        return self._in_flight[step_id]
+
+    def on_step(self, result: StepResult, now: float) -> list[SequenceOutput]:
+        """Commit the end of a step and return what it means for its sequences, in slot order.
+
+        Sequences with `finish` set have left the engine, except for their pages (`release`). A
+        failed step ends all its sequences; what it wrote is never published.
+
+        Raises:
+            InternalError: no such step is in flight.
+        """
+        step = self._in_flight.pop(result.step_id, None)
+        if step is None:
+            raise InternalError(f"the runner ended step {result.step_id}, which is not in flight")
+        self._account(step, result, now)
+        samples = {sample.sequence_id: sample for sample in result.samples}
+        outputs: list[SequenceOutput] = []
+        for slot, sequence in zip(step.plan.slots, step.sequences, strict=True):
+            sequence.step_id = None
+            sample = samples.get(sequence.sequence_id)
+            error = result.error
+            if error is None and slot.sample and sample is None:
+                error = "no token was sampled"
+            if error is None:
+                logprobs = result.prompt_logprobs.get(sequence.sequence_id)
+                self._commit(sequence, slot, logprobs)
+            if sequence.aborted:
+                self._drop(sequence)
+            elif error is not None:
+                outputs.append(self._fail(sequence, error))
+            elif slot.sample and sample is not None:
+                outputs.append(self._append(sequence, sample))
+        return outputs
+
+    def cost_sample(self) -> CostSample | None:
+        """Return the measure of the step that ended last; None when it failed or there was
+        none.
+        """
+        return self._cost
+
+    # ------------------------------------------------------------ figures
+
+    @property
+    def num_running(self) -> int:
+        return len(self._batcher.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._batcher.waiting)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens accepted and not yet computed, without the one that each next step of a stream
+        computes anyway.
+        """
+        return sum(
+            sequence.num_missing - (1 if sequence.output_tokens else 0)
+            for sequence in self._sequences.values()
+        )
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens in the KV of running sequences."""
+        return sum(sequence.num_computed for sequence in self._batcher.running)
+
+    @property
+    def num_spare_blocks(self) -> int:
+        """Blocks that a role may take for sequences to come without starving those that wait:
+        available ones, less what the line still needs and one for each that runs.
+        """
+        wanted = sum(
+            self.config.num_pages(sequence.num_tokens) - len(sequence.pages)
+            for sequence in self._batcher.waiting
+        )
+        return max(0, self.pool.num_available - wanted - self.num_running)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing lives, runs or waits for its `release` here."""
+        return not (self._sequences or self._in_flight or self._unreleased)
+
+    def load(self) -> WorkerLoad:
+        """Return the figures for a load report."""
+        return WorkerLoad(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_queued_tokens=self.num_queued_tokens,
+            num_context_tokens=self.num_context_tokens,
+            num_free_blocks=self.pool.num_available,
+            num_total_blocks=self.pool.num_blocks,
+            num_cached_blocks=self.pool.num_cached,
+            counters=dict(self.counters),
+        )
+
+    def check_integrity(
+        self,
+        role_holds: Iterable[int] | None = None,
+        unreleased_ids: Iterable[int] | None = None,
+    ) -> None:
+        """Raise AssertionError when pages or sequences are lost or owned twice.
+
+        `role_holds`: the pages the role itself holds by `pool.allocate` or `pool.hold` (one entry a
+        hold); given, every hold in the pool must be accounted for. `unreleased_ids`: the ended
+        sequences the role still means to release; given, any other one was forgotten.
+        """
+        self.pool.check_integrity()
+        config, waiting, running = self.config, self._batcher.waiting, self._batcher.running
+        check_lines(config, waiting, running, self._sequences)
+        flying = {step_id: step.sequences for step_id, step in self._in_flight.items()}
+        check_steps([*waiting, *running], flying)
+        check_pages(config, self.pool, [*waiting, *running])
+        owners = [*self._sequences.values(), *self._unreleased.values()]
+        check_holds(self.pool, owners, role_holds)
+        if unreleased_ids is not None:
+            forgotten = sorted(self._unreleased.keys() - set(unreleased_ids))
+            if forgotten:
+                raise AssertionError(f"ended sequences {forgotten} were never released")
+
+    # ------------------------------------------------------------ inside
+
+    def _check_new(self, sequence: Sequence) -> None:
+        name = f"sequence {sequence.sequence_id}"
+        known = (self._sequences, self._unreleased, self._ended)
+        if any(sequence.sequence_id in ids for ids in known):
+            raise ValueError(f"{name}: the id is in use")
+        if sequence.state is not SequenceState.NEW:
+            raise ValueError(f"{name}: it was added before")
+        if not 0 <= sequence.num_computed < sequence.num_tokens:
+            raise ValueError(
+                f"{name}: {sequence.num_computed} of {sequence.num_tokens} tokens are computed; "
+                "at least the last one has to be left"
+            )
+        if len(sequence.pages) * self.config.block_tokens < sequence.num_computed:
+            raise ValueError(f"{name}: its pages do not hold the tokens said to be computed")
+        if len(sequence.output_tokens) >= sequence.max_new_tokens:
+            raise ValueError(f"{name}: all its {sequence.max_new_tokens} tokens are there already")
+
+    def _submit(self, batch: Batch, now: float) -> None:
+        step_id = self._next_step_id
+        self._next_step_id += 1
+        starts: list[SequenceStart] = []
+        slots: list[StepSlot] = []
+        sequences: list[Sequence] = []
+        for sequence, num_tokens in batch.shares.values():
+            if not sequence.known_to_runner:
+                starts += self._start(sequence, now)
+            start = sequence.num_computed
+            slots.append(
+                StepSlot(
+                    sequence_id=sequence.sequence_id,
+                    start=start,
+                    tokens=sequence.tokens_between(start, start + num_tokens),
+                    pages=list(sequence.pages),
+                    sample=num_tokens == sequence.num_missing,
+                )
+            )
+            sequences.append(sequence)
+            sequence.step_id = step_id
+        plan = StepPlan(
+            step_id=step_id,
+            starts=starts,
+            slots=slots,
+            ended=list(self._ended),
+            report_layers=any(sequence.report_layers for sequence in sequences),
+        )
+        self._ended.clear()
+        self._in_flight[step_id] = InFlight(plan, sequences, now)
+        self._runner.submit(plan)
+
+    def _start(self, sequence: Sequence, now: float) -> list[SequenceStart]:
+        sequence.known_to_runner = True
+        if sequence.started_s is None:
+            sequence.started_s = now
+            self.counters["sequences_started"] += 1
+            self.counters["tokens_reused"] += sequence.num_cached_tokens
+            self.counters["wait_s"] += now - sequence.added_s
+        if sequence.sequence_id in self._ended:
+            # Preempted and back before the runner was told: it still knows all of it.
+            del self._ended[sequence.sequence_id]
+            return []
+        return [
+            SequenceStart(
+                sequence_id=sequence.sequence_id,
+                sampling=sequence.request.sampling,
+                prompt_tokens=sequence.prompt_tokens,
+                output_tokens=list(sequence.output_tokens),
+            )
+        ]
+
+    def _commit(
+        self, sequence: Sequence, slot: StepSlot, logprobs: list[TokenLogprobs] | None
+    ) -> None:
+        """The KV of `slot` is there."""
+        sequence.num_computed = slot.start + len(slot.tokens)
+        if sequence.prompt_logprobs is not None and logprobs is not None:
+            sequence.prompt_logprobs += logprobs
+        self._publish(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Name the blocks of `sequence` that have become full."""
+        if not self.config.enable_prefix_caching:
+            return
+        num_full = sequence.num_computed // self.config.block_tokens
+        for index in range(sequence.num_published, num_full):
+            page, key = sequence.pages[index], sequence.keys[index]
+            if self.pool.key_of(page) is None:
+                self.pool.publish(key, page)
+        sequence.num_published = max(sequence.num_published, num_full)
+
+    def _append(self, sequence: Sequence, sample: Sample) -> SequenceOutput:
+        """Take the sampled token and see whether it was the last."""
+        sequence.output_tokens.append(sample.token)
+        self.extend_keys(sequence)
+        prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+        finish, stop_token_id = request_finish(
+            sequence.request, sequence.output_tokens, self.config.max_model_len
+        )
+        if finish is None and len(sequence.output_tokens) >= sequence.max_new_tokens:
+            finish = FinishReason.LENGTH
+        if finish is not None:
+            self._batcher.remove(sequence)
+            self._end(sequence)
+        return SequenceOutput(
+            sequence=sequence,
+            token=sample.token,
+            logprobs=sample.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish=finish,
+            stop_token_id=stop_token_id,
+        )
+
+    def _fail(self, sequence: Sequence, error: str) -> SequenceOutput:
+        self._batcher.remove(sequence)
+        self._end(sequence)
+        failure = Failure(
+            status=InternalError.http_status,
+            error_type=InternalError.error_type,
+            message=f"the step that computed this request failed: {error}",
+        )
+        return SequenceOutput(sequence=sequence, finish=FinishReason.ERROR, failure=failure)
+
+    def _end(self, sequence: Sequence) -> None:
+        """`sequence`, out of the batcher already, leaves by an output; the role owes a release."""
+        self.counters["sequences_ended"] += 1
+        self._forget_in_runner(sequence)
+        del self._sequences[sequence.sequence_id]
+        self._unreleased[sequence.sequence_id] = sequence
+
+    def _drop(self, sequence: Sequence) -> None:
+        """`sequence` leaves without an output; no step uses its pages any more."""
+        self._batcher.remove(sequence)
+        self._forget_in_runner(sequence)
+        del self._sequences[sequence.sequence_id]
+        self.pool.release(sequence.drop_kv())
+
+    def _forget_in_runner(self, sequence: Sequence) -> None:
+        if sequence.known_to_runner:
+            sequence.known_to_runner = False
+            self._ended[sequence.sequence_id] = None
+
+    def _account(self, step: InFlight, result: StepResult, now: float) -> None:
+        self._cost = None
+        self.counters["steps"] += 1
+        self.counters["steps_wall_s"] += now - step.submitted_s
+        if result.error is not None:
+            self.counters["steps_failed"] += 1
+            return
+        slots = step.plan.slots
+        self.counters["tokens_computed"] += step.plan.num_tokens
+        self._cost = CostSample(
+            num_new_tokens=step.plan.num_tokens,
+            num_context_tokens=sum(slot.start for slot in slots),
+            num_sequences=len(slots),
+            seconds=result.seconds,
+        )
+
+
+_COUNTERS = (
+    "preemptions", "sequences_aborted", "sequences_ended", "sequences_started", "steps",
+    "steps_failed", "steps_wall_s", "tokens_computed", "tokens_reused", "wait_s",
+)  # fmt: skip
