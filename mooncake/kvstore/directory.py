@@ -15,6 +15,9 @@ from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
 NUM_SHARDS = 256
 """Keys are spread by their first byte: no dict grows so big that one resize or sweep is felt."""
 
+SWEEP_KEYS = 4_096
+"""Keys looked at in one `apply` while there are lost workers to clear away: under a millisecond."""
+
 _MAX_INTERNED = 1 << 16
 
 
@@ -43,7 +46,7 @@ class Directory:
     """Holders of every key as one bitmask a key; bit `slot` stands for one tier of one worker.
 
     Losing a worker costs O(1): its bit counts no more from that moment, and the keys are swept of
-    it one shard with each later `apply`. A slot is used again only after that. Equal masks are one
+    it bit by bit with each later `apply`. A slot is used again only after that. Equal masks are one
     object, so a key costs its own bytes and a dict entry.
     """
 
@@ -56,6 +59,7 @@ class Directory:
         self._dead = 0
         self._sweeping = 0
         self._next_shard = 0
+        self._unswept: list[BlockKey] = []
         self._interned: dict[int, int] = {}
         self.generation = 0
         """Changes whenever slots change hands: what was derived from slots is stale then."""
@@ -164,23 +168,30 @@ class Directory:
         self.generation += 1
 
     def _sweep_some(self) -> None:
-        """Clear bits of lost workers out of the next shard, if there are any."""
+        """Clear bits of lost workers out of some more keys, if there are any.
+
+        Keys stored meanwhile cannot have such bits, so a list of the shard as it was will do.
+        """
         if not self._dead:
             return
-        if self._next_shard == 0:
-            self._sweeping = self._dead
-        dead = self._sweeping
-        shard = self._shards[self._next_shard]
-        for key in [key for key, mask in shard.items() if mask & dead]:
-            mask = shard[key] & ~dead
-            if mask:
-                shard[key] = self._interned.setdefault(mask, mask)
-            else:
-                del shard[key]
-        self._next_shard = (self._next_shard + 1) % NUM_SHARDS
-        if self._next_shard == 0:
+        if not self._unswept:
+            if self._next_shard == 0:
+                self._sweeping = self._dead
+            self._unswept = list(self._shards[self._next_shard])
+            self._next_shard += 1
+        dead, shard = self._sweeping, self._shards[self._next_shard - 1]
+        for key in self._unswept[-SWEEP_KEYS:]:
+            old = shard.get(key, 0)
+            if old & dead:
+                new = old & ~dead
+                if new:
+                    shard[key] = self._interned.setdefault(new, new)
+                else:
+                    del shard[key]
+        del self._unswept[-SWEEP_KEYS:]
+        if not self._unswept and self._next_shard == NUM_SHARDS:
+            self._next_shard = self._sweeping = 0
             self._dead &= ~dead
-            self._sweeping = 0
             for slot in slots_of(dead):
                 heapq.heappush(self._free_slots, slot)
 

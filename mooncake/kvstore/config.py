@@ -1,0 +1,64 @@
+"""Settings of one kvstore worker: how much memory, when to evict, how long to wait. Frozen."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mooncake.base import ConfigError, KvLayout, format_bytes
+from mooncake.kvstore.eviction import POLICIES
+
+
+class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes in bytes, times in seconds. Raises ConfigError naming the key that is wrong."""
+
+    dram_bytes: int = 1 << 30
+    """Byte limit of the DRAM tier; the arena is the largest whole number of blocks within it."""
+    eviction: str = "lru"
+    """Name of the policy, see `kvstore.eviction`."""
+    high_watermark: float = 0.95
+    """Share of the blocks in use above which blocks are evicted ahead of need."""
+    evict_fraction: float = 0.05
+    """Share of all blocks that such an eviction goes below the watermark."""
+    quarantine_s: float = 30.0
+    """Memory granted to a writer that was lost is not used again before: a writer cut off but not
+    dead may go on writing until its transfers time out."""
+    put_timeout_s: float = 60.0
+    """A grant open for longer, its writer alive, is counted as overdue (never taken away)."""
+    report_interval_s: float = 0.25
+    """Heartbeat and load report."""
+    max_tickets_per_worker: int = 4_096
+    """Puts and pins one worker may have open; further ones are granted nothing."""
+    tenant_quota_bytes: dict[str, int] = {}
+    """Most bytes a tenant may hold; a tenant at its quota evicts its own blocks. Not named: no
+    quota."""
+
+    def __post_init__(self) -> None:
+        for name in ("dram_bytes", "put_timeout_s", "report_interval_s", "max_tickets_per_worker"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"kvstore.{name} must be positive, not {getattr(self, name)}")
+        if self.quarantine_s < 0:
+            raise ConfigError(f"kvstore.quarantine_s must not be negative: {self.quarantine_s}")
+        for name in ("high_watermark", "evict_fraction"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(
+                    f"kvstore.{name} must lie in (0, 1], not be {getattr(self, name)}"
+                )
+        if self.eviction not in POLICIES:
+            raise ConfigError(
+                f"kvstore.eviction: no policy {self.eviction!r}; one of {', '.join(POLICIES)}"
+            )
+        for tenant, quota in self.tenant_quota_bytes.items():
+            if quota < 0:
+                raise ConfigError(
+                    f"kvstore.tenant_quota_bytes: {tenant!r} must not be negative, not {quota}"
+                )
+
+    def num_blocks(self, layout: KvLayout) -> int:
+        """Return how many blocks fit `dram_bytes`; raises ConfigError when none does."""
+        num_blocks = self.dram_bytes // layout.block_bytes
+        if num_blocks == 0:
+            raise ConfigError(
+                f"kvstore.dram_bytes: {format_bytes(self.dram_bytes)} hold no block of this model "
+                f"({format_bytes(layout.block_bytes)}); give more"
+            )
+        return num_blocks

@@ -1,0 +1,282 @@
+"""The DRAM tier of one node: an arena of registered memory cut into blocks, and the state of each.
+
+Owns which block lies where and whether it is being written, stored, pinned or in quarantine. It
+knows no workers, tickets or messages (`node` does) and never touches the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from mooncake.base import BlockKey, InternalError
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.eviction import POLICIES
+from mooncake.kvstore.tenants import TenantEviction
+
+
+class Allocator(Protocol):
+    """Cuts an arena into pieces."""
+
+    def allocate(self) -> int | None:
+        """Return the byte offset of a free piece, or None."""
+
+    def free(self, offset: int) -> None:
+        """Take a piece back; raises InternalError when it was not out."""
+
+    @property
+    def num_free(self) -> int:
+        """Pieces that can still be had."""
+
+
+class UniformAllocator:
+    """Pieces of one size: nothing can fragment, everything is O(1).
+
+    Untouched memory is handed out in order, and only when nothing returned is free, so the arena
+    is faulted in as it fills and a chain written at once lies together.
+    """
+
+    def __init__(self, num_pieces: int, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
+        self._num_pieces = num_pieces
+        self._num_touched = 0
+        self._returned: list[int] = []
+        self._out = bytearray(num_pieces)
+
+    @property
+    def num_free(self) -> int:
+        return self._num_pieces - self._num_touched + len(self._returned)
+
+    def allocate(self) -> int | None:
+        if self._returned:
+            piece = self._returned.pop()
+        elif self._num_touched < self._num_pieces:
+            piece = self._num_touched
+            self._num_touched += 1
+        else:
+            return None
+        self._out[piece] = 1
+        return piece * self._piece_bytes
+
+    def free(self, offset: int) -> None:
+        piece, rest = divmod(offset, self._piece_bytes)
+        if rest or not 0 <= piece < self._num_pieces or not self._out[piece]:
+            raise InternalError(f"offset {offset} of the pool's arena was not allocated")
+        self._out[piece] = 0
+        self._returned.append(piece)
+
+
+class _Block:
+    """One block that is being written (`whole` False) or stored."""
+
+    __slots__ = ("offset", "pins", "whole")
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.pins = 0
+        self.whole = False
+
+
+class DramTier:
+    """Blocks by key in one arena. Every block is free, writing, stored or in quarantine."""
+
+    def __init__(self, config: KvStoreConfig, num_blocks: int, block_bytes: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        quotas = {t: quota // block_bytes for t, quota in config.tenant_quota_bytes.items()}
+        self._allocator: Allocator = UniformAllocator(num_blocks, block_bytes)
+        self._eviction = TenantEviction(POLICIES[config.eviction], quotas)
+        self._blocks: dict[BlockKey, _Block] = {}
+        self._num_writing = 0
+        self._num_pinned = 0
+        self._quarantine: deque[tuple[float, int]] = deque()
+        # Rounded up: a pool of a few blocks may be used to the last one.
+        self._high_blocks = math.ceil(num_blocks * config.high_watermark)
+        self._low_blocks = max(0, self._high_blocks - math.ceil(num_blocks * config.evict_fraction))
+
+    # ------------------------------------------------------------------ figures
+
+    @property
+    def num_free(self) -> int:
+        return self._allocator.num_free
+
+    @property
+    def num_writing(self) -> int:
+        return self._num_writing
+
+    @property
+    def num_stored(self) -> int:
+        """Whole blocks, pinned or not."""
+        return len(self._blocks) - self._num_writing
+
+    @property
+    def num_pinned(self) -> int:
+        """Stored blocks with at least one pin."""
+        return self._num_pinned
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantine)
+
+    def stored_keys(self) -> list[BlockKey]:
+        """Return the keys of all whole blocks, oldest put first."""
+        return [key for key, block in self._blocks.items() if block.whole]
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether a whole block of that key is stored here."""
+        block = self._blocks.get(key)
+        return block is not None and block.whole
+
+    def is_known(self, key: BlockKey) -> bool:
+        """Whether a block of that key is stored or being written here."""
+        return key in self._blocks
+
+    # ------------------------------------------------------------------ writing
+
+    def reserve(
+        self, keys: Sequence[BlockKey], tenant: str
+    ) -> tuple[dict[BlockKey, int], list[BlockKey]]:
+        """Make room for those of `keys` that are neither stored nor being written.
+
+        Returns (key -> byte offset of what was granted, in the order asked; keys evicted for it).
+        Stops at the first block there is no room for. Blocks of the same run are never evicted for
+        one another: a tail without its head is worth nothing.
+        """
+        run = dict.fromkeys(keys)
+        here = [key for key in run if self.has(key)]
+        for key in here:
+            self._eviction.hold(key)
+        granted: dict[BlockKey, int] = {}
+        evicted: list[BlockKey] = []
+        for key in run:
+            if key in self._blocks:
+                continue
+            offset = self._take(tenant, evicted)
+            if offset is None:
+                break
+            self._eviction.charge(key, tenant)
+            self._blocks[key] = _Block(offset)
+            self._num_writing += 1
+            granted[key] = offset
+        self._eviction.release([key for key in here if not self._blocks[key].pins])
+        return granted, evicted
+
+    def commit(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks, being written so far, are whole; head of the chain first."""
+        for key in keys:
+            block = self._blocks[key]
+            if block.whole:
+                raise InternalError(f"block {key.hex()} was committed twice")
+            block.whole = True
+        self._num_writing -= len(keys)
+        self._eviction.release(keys)
+
+    def abandon(self, key: BlockKey, reuse_at_s: float | None) -> None:
+        """A block being written will not become whole. Its memory is free now, or at `reuse_at_s`
+        when somebody may still be writing to it.
+        """
+        block = self._blocks.pop(key)
+        if block.whole:
+            raise InternalError(f"block {key.hex()} is whole and cannot be abandoned")
+        self._num_writing -= 1
+        self._eviction.forget(key)
+        if reuse_at_s is None:
+            self._allocator.free(block.offset)
+        else:
+            self._quarantine.append((reuse_at_s, block.offset))
+
+    def end_quarantine(self, now: float) -> float | None:
+        """Free what has waited long enough; return when the next block will have."""
+        while self._quarantine and self._quarantine[0][0] <= now:
+            self._allocator.free(self._quarantine.popleft()[1])
+        return self._quarantine[0][0] if self._quarantine else None
+
+    # ------------------------------------------------------------------ reading
+
+    def leading(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many of `keys`, from the first on, are stored."""
+        for number, key in enumerate(keys):
+            if not self.has(key):
+                return number
+        return len(keys)
+
+    def pin(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Keep stored blocks until `unpin`; return their byte offsets. Counts as a use."""
+        self._eviction.access(keys)
+        offsets = []
+        for key in keys:
+            block = self._blocks[key]
+            if not block.pins:
+                self._eviction.hold(key)
+                self._num_pinned += 1
+            block.pins += 1
+            offsets.append(block.offset)
+        return offsets
+
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        """Undo one `pin` of the same keys."""
+        loose = []
+        for key in keys:
+            block = self._blocks[key]
+            block.pins -= 1
+            if not block.pins:
+                self._num_pinned -= 1
+                loose.append(key)
+        self._eviction.release(loose)
+
+    def offsets(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Return where blocks lie that are stored or being written."""
+        return [self._blocks[key].offset for key in keys]
+
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        """A request used this run without reading it; keys not stored are skipped."""
+        self._eviction.access(keys)
+
+    # ------------------------------------------------------------------ eviction
+
+    def evict_to_watermark(self) -> list[BlockKey]:
+        """When more is in use than the high watermark, evict down to a little below it."""
+        evicted: list[BlockKey] = []
+        if self.num_blocks - self.num_free > self._high_blocks:
+            while self.num_blocks - self.num_free > self._low_blocks:
+                if not self._evict(None, evicted):
+                    break
+        return evicted
+
+    def _take(self, tenant: str, evicted: list[BlockKey]) -> int | None:
+        """Return the offset of a block for `tenant`, evicting if need be; None = no room."""
+        if self._eviction.is_full(tenant) and not self._evict(tenant, evicted):
+            return None
+        if not self.num_free and not self._evict(None, evicted):
+            return None
+        return self._allocator.allocate()
+
+    def _evict(self, tenant: str | None, evicted: list[BlockKey]) -> bool:
+        key = self._eviction.pop(tenant)
+        if key is None:
+            return False
+        self._allocator.free(self._blocks.pop(key).offset)
+        evicted.append(key)
+        return True
+
+    # ------------------------------------------------------------------ checks
+
+    def pin_counts(self) -> Mapping[BlockKey, int]:
+        """Return the pins of each pinned block (for checks)."""
+        return {key: block.pins for key, block in self._blocks.items() if block.pins}
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless free + writing + stored + quarantined = total, all apart."""
+        held = [block.offset for block in self._blocks.values()]
+        held += [offset for _, offset in self._quarantine]
+        assert len(set(held)) == len(held), "two blocks share memory"
+        assert self.num_free + len(held) == self.num_blocks, "memory was lost or freed twice"
+        writing = [block for block in self._blocks.values() if not block.whole]
+        assert len(writing) == self._num_writing
+        assert not any(block.pins for block in writing), "a half-written block is pinned"
+        assert all(block.pins >= 0 for block in self._blocks.values())
+        assert len(self.pin_counts()) == self._num_pinned
+        assert len(self._eviction) == self.num_stored - self._num_pinned
+        self._eviction.check_integrity()

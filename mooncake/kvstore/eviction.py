@@ -1,0 +1,221 @@
+"""Which block goes first when room is short: one port, four policies.
+
+Pure; owned by one tier. A policy is told only which blocks may go, so nothing pinned or half
+written can be chosen. It frees nothing itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from mooncake.base import BlockKey
+
+
+class EvictionPolicy(Protocol):
+    """Order among the blocks that may be evicted. Runs of keys are given head of the chain first.
+
+    All calls are O(log n) a key or better, and deterministic.
+    """
+
+    def release(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks may be evicted from now on: just stored, or not pinned any more."""
+
+    def hold(self, key: BlockKey) -> None:
+        """This block may not be evicted until it is released again; what is known of it stays."""
+
+    def forget(self, key: BlockKey) -> None:
+        """This block is gone."""
+
+    def access(self, keys: Sequence[BlockKey]) -> None:
+        """A request wrote or read this run, all at once; keys never released here are skipped."""
+
+    def pop(self) -> BlockKey | None:
+        """Choose, forget and return the block to evict; None when none may be."""
+
+    def __len__(self) -> int:
+        """Return how many blocks may be evicted."""
+
+
+class LruPolicy:
+    """The run used longest ago goes first, and of one run the tail before the head: a chain
+    without its head is worth nothing.
+    """
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[BlockKey, None] = OrderedDict()
+
+    def release(self, keys: Sequence[BlockKey]) -> None:
+        for key in reversed(keys):
+            self._order[key] = None
+            self._order.move_to_end(key)
+
+    def hold(self, key: BlockKey) -> None:
+        self._order.pop(key, None)
+
+    def forget(self, key: BlockKey) -> None:
+        self._order.pop(key, None)
+
+    def access(self, keys: Sequence[BlockKey]) -> None:
+        for key in reversed(keys):
+            if key in self._order:
+                self._order.move_to_end(key)
+
+    def pop(self) -> BlockKey | None:
+        return self._order.popitem(last=False)[0] if self._order else None
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+
+class _Usage:
+    """What a ranked policy remembers of a block as long as it is stored."""
+
+    __slots__ = ("accesses", "depth", "last_access_no", "rank", "released", "rest")
+
+    def __init__(self) -> None:
+        self.accesses = 0
+        self.depth = 0
+        """Deepest place seen in a run; a run that began in mid-chain makes it an underestimate."""
+        self.rest = 1
+        """Blocks from this one to the end of the run it was last used in."""
+        self.last_access_no = 0
+        self.rank: Rank = ()
+        self.released = False
+
+
+Rank = tuple[float, ...]
+"""Lowest goes first."""
+
+
+class RankedPolicy:
+    """Evicts by a rank worked out at each access, in a heap whose outdated entries are skipped."""
+
+    def __init__(self, rank: Callable[[_Usage, float], Rank]) -> None:
+        self._rank = rank
+        self._usages: dict[BlockKey, _Usage] = {}
+        self._heap: list[tuple[Rank, int, BlockKey]] = []
+        self._num_entries = 0
+        self._num_accesses = 0
+        self._num_released = 0
+        self._floor = 0.0
+
+    def release(self, keys: Sequence[BlockKey]) -> None:
+        for key in reversed(keys):
+            usage = self._usages.get(key)
+            if usage is None:
+                usage = self._usages[key] = _Usage()
+            if not usage.released:
+                usage.released = True
+                self._num_released += 1
+            self._push(key, usage)
+
+    def hold(self, key: BlockKey) -> None:
+        usage = self._usages.get(key)
+        if usage is not None and usage.released:
+            usage.released = False
+            self._num_released -= 1
+
+    def forget(self, key: BlockKey) -> None:
+        self.hold(key)
+        self._usages.pop(key, None)
+
+    def access(self, keys: Sequence[BlockKey]) -> None:
+        self._num_accesses += 1
+        for depth in range(len(keys) - 1, -1, -1):
+            usage = self._usages.get(keys[depth])
+            if usage is None:
+                continue
+            usage.accesses += 1
+            usage.depth = max(usage.depth, depth)
+            usage.rest = len(keys) - depth
+            usage.last_access_no = self._num_accesses
+            usage.rank = self._rank(usage, self._floor)
+            if usage.released:
+                self._push(keys[depth], usage)
+
+    def pop(self) -> BlockKey | None:
+        while self._heap:
+            rank, _, key = heapq.heappop(self._heap)
+            usage = self._usages.get(key)
+            if usage is not None and usage.released and usage.rank == rank:
+                self._floor = max(self._floor, rank[0])
+                self.forget(key)
+                return key
+        return None
+
+    def __len__(self) -> int:
+        return self._num_released
+
+    def _push(self, key: BlockKey, usage: _Usage) -> None:
+        if not usage.rank:
+            usage.rank = self._rank(usage, self._floor)
+        self._num_entries += 1
+        heapq.heappush(self._heap, (usage.rank, self._num_entries, key))
+        if len(self._heap) > 2 * self._num_released + 64:
+            self._drop_outdated()
+
+    def _drop_outdated(self) -> None:
+        """Rebuild the heap from what counts; paid for by the pushes since the last time."""
+        seen: set[BlockKey] = set()
+        kept: list[tuple[Rank, int, BlockKey]] = []
+        for entry in self._heap:
+            usage = self._usages.get(entry[2])
+            if usage is not None and usage.released and usage.rank == entry[0]:
+                if entry[2] not in seen:
+                    kept.append(entry)
+                seen.add(entry[2])
+        heapq.heapify(kept)
+        self._heap = kept
+
+
+def _lfu_rank(usage: _Usage, _floor: float) -> Rank:
+    return (usage.accesses, usage.last_access_no, -usage.depth)
+
+
+def _length_rank(usage: _Usage, _floor: float) -> Rank:
+    return (usage.accesses, -usage.depth, usage.last_access_no)
+
+
+ATTENTION_SHARE = 1 / 400
+"""How much a block's compute grows with each block before it, relative to the first one: attention
+over about 25k tokens (400 blocks) costs Kimi-K2 as much as its active weights do."""
+
+
+def _cost_rank(usage: _Usage, floor: float) -> Rank:
+    first, stop = usage.depth, usage.depth + usage.rest
+    growth = (stop * (stop - 1) - first * (first - 1)) / 2
+    return (floor + usage.accesses * (usage.rest + ATTENTION_SHARE * growth), -usage.depth)
+
+
+def lfu_policy() -> RankedPolicy:
+    """Return a policy that evicts what was used least often; among equals, longest ago."""
+    return RankedPolicy(_lfu_rank)
+
+
+def length_aware_policy() -> RankedPolicy:
+    """Return a policy like LFU that, among equals, evicts what stands deepest in its request
+    (Mooncake, FAST'25, table of cache policies).
+    """
+    return RankedPolicy(_length_rank)
+
+
+def cost_aware_policy() -> RankedPolicy:
+    """Return a policy that evicts what is cheapest to lose: the time to recompute from this block
+    to the end of the run it was last used in, times its uses, aged as in GreedyDual.
+    """
+    return RankedPolicy(_cost_rank)
+
+
+POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = MappingProxyType(
+    {
+        "lru": LruPolicy,
+        "lfu": lfu_policy,
+        "length": length_aware_policy,
+        "cost": cost_aware_policy,
+    }
+)
+"""Policy name in the configuration -> how to make one."""

@@ -1,0 +1,345 @@
+"""The kvstore role: the authority on one node's pool blocks. Grants room, makes blocks readable,
+pins them, evicts, and tells the gateway what it holds.
+
+Owns who is writing and who is reading; `dram` owns the memory. No bytes pass through here: peers
+read and write the registered arena themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+
+import msgspec
+
+from mooncake.base import (
+    BlockKey,
+    Drain,
+    KvLayout,
+    PeerLost,
+    PinBlocks,
+    PinGranted,
+    PutEnd,
+    PutGranted,
+    PutStart,
+    Tier,
+    Unpin,
+    Welcome,
+    WorkerHello,
+    WorkerLoad,
+    WorkerRef,
+    packed_places,
+)
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.dram import DramTier
+from mooncake.rpc.channel import Channel
+from mooncake.rpc.membership import Membership
+from mooncake.transfer.engine import Region, Transfer
+
+MAX_REMEMBERED = 4_096
+"""Lost epochs and ended tickets remembered, so that a late or repeated message finds nothing."""
+
+Peer = tuple[str, str]
+"""(worker id, epoch)"""
+
+
+class _Grant:
+    """A put between `PutStart` and its last `PutEnd`."""
+
+    __slots__ = ("pending", "run")
+
+    def __init__(self, run: list[BlockKey], granted: Sequence[BlockKey]) -> None:
+        self.run = run
+        """All keys asked for, head first: one use of a chain, whether stored before or now."""
+        self.pending = dict.fromkeys(granted)
+
+
+class _PeerState:
+    """What one boot of one worker has open here, by ticket."""
+
+    __slots__ = ("grants", "pins")
+
+    def __init__(self) -> None:
+        self.grants: dict[int, _Grant] = {}
+        self.pins: dict[int, list[BlockKey]] = {}
+
+
+class KvNode:
+    """The pool of one node, as a machine.
+
+    Two-phase: nobody is told of a block before its writer said that it is whole. A grant ends by
+    its `PutEnd` or by the loss of its writer, never by time: while a writer lives, what was granted
+    to it may still be written. Memory of a lost writer rests in quarantine before it is used again.
+    """
+
+    def __init__(
+        self,
+        config: KvStoreConfig,
+        hello: WorkerHello,
+        layout: KvLayout,
+        channel: Channel,
+        transfer: Transfer,
+        gateway_address: str,
+    ) -> None:
+        """Allocate the arena. `num_blocks` and `block_bytes` of `hello` are filled in here.
+
+        Raises ConfigError when the byte limit holds no block.
+        """
+        num_blocks = config.num_blocks(layout)
+        self._config = config
+        self._layout = layout
+        self._channel = channel
+        self._segment = transfer.segment
+        self._region = transfer.allocate(num_blocks * layout.block_bytes, "kvstore-dram")
+        self._tier = DramTier(config, num_blocks, layout.block_bytes)
+        self._membership = Membership(
+            msgspec.structs.replace(hello, num_blocks=num_blocks, block_bytes=layout.block_bytes),
+            channel,
+            gateway_address,
+            Tier.DRAM,
+            self._tier.stored_keys,
+            config.report_interval_s,
+        )
+        self._peers: dict[Peer, _PeerState] = {}
+        self._lost: OrderedDict[Peer, None] = OrderedDict()
+        self._ended: OrderedDict[tuple[Peer, str, int], None] = OrderedDict()
+        self._overdue_at: deque[tuple[float, _Grant]] = deque()
+        self._draining = False
+        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+
+    @property
+    def region(self) -> Region:
+        """The arena (its owner may release it once the machine is driven no more)."""
+        return self._region
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Counts since start, by name; see `COUNTERS`."""
+        return dict(self._counters)
+
+    # ------------------------------------------------------------------ the machine
+
+    def handle(self, event: msgspec.Struct, now: float) -> None:
+        """Take one message; unknown ones are ignored."""
+        if isinstance(event, PutStart):
+            self._on_put_start(event, now)
+        elif isinstance(event, PutEnd):
+            self._on_put_end(event)
+        elif isinstance(event, PinBlocks):
+            self._on_pin(event)
+        elif isinstance(event, Unpin):
+            self._on_unpin(event)
+        elif isinstance(event, PeerLost):
+            self._on_peer_lost(event.worker, now)
+        elif isinstance(event, Welcome):
+            self._membership.on_welcome(event)
+        elif isinstance(event, Drain):
+            self._draining = True
+
+    def tick(self, now: float) -> float | None:
+        """End quarantines, count overdue puts, evict to the watermark, report."""
+        times = [self._tier.end_quarantine(now)]
+        while self._overdue_at and self._overdue_at[0][0] <= now:
+            self._counters["puts_overdue"] += bool(self._overdue_at.popleft()[1].pending)
+        times.append(self._overdue_at[0][0] if self._overdue_at else None)
+        self._evicted(self._tier.evict_to_watermark())
+        times.append(self._membership.tick(now, self._load))
+        return min(time for time in times if time is not None)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when memory, grants and pins do not add up."""
+        self._tier.check_integrity()
+        pins: Counter[BlockKey] = Counter()
+        writing: set[BlockKey] = set()
+        for peer, state in self._peers.items():
+            assert state.grants or state.pins, f"{peer} holds nothing and is still known"
+            assert peer not in self._lost, f"{peer} is lost and still holds something"
+            for keys in state.pins.values():
+                pins.update(keys)
+            for grant in state.grants.values():
+                assert grant.pending, "an ended grant is still open"
+                assert writing.isdisjoint(grant.pending), "two writers of one block"
+                writing.update(grant.pending)
+        assert dict(pins) == self._tier.pin_counts()
+        assert len(writing) == self._tier.num_writing
+        assert not any(self._tier.has(key) for key in writing)
+
+    # ------------------------------------------------------------------ writing
+
+    def _on_put_start(self, message: PutStart, now: float) -> None:
+        peer = _peer_of(message.writer)
+        state = self._peers.get(peer)
+        grant = state.grants.get(message.ticket) if state is not None else None
+        if grant is None and self._may_open(peer, "put", message.ticket) and not self._draining:
+            granted, evicted = self._tier.reserve(message.keys, message.tenant)
+            self._evicted(evicted)
+            if granted:
+                grant = _Grant(message.keys, list(granted))
+                self._peers.setdefault(peer, _PeerState()).grants[message.ticket] = grant
+                self._overdue_at.append((now + self._config.put_timeout_s, grant))
+            else:
+                self._tier.use(message.keys)
+            self._count_put(message.keys, granted)
+        keys = list(grant.pending) if grant is not None else []
+        self._channel.send(
+            message.writer.address,
+            PutGranted(
+                ticket=message.ticket,
+                store=self._membership.worker,
+                keys=keys,
+                places=packed_places(
+                    self._layout, self._segment, self._region.region_id, self._tier.offsets(keys)
+                ),
+            ),
+        )
+
+    def _on_put_end(self, message: PutEnd) -> None:
+        peer = _peer_of(message.writer)
+        state = self._peers.get(peer)
+        grant = state.grants.get(message.ticket) if state is not None else None
+        if state is None or grant is None:
+            self._counters["stray_messages"] += bool(message.written or message.dropped)
+            self._remember_ended(peer, "put", message.ticket)
+            return
+        written = [key for key in dict.fromkeys(message.written) if key in grant.pending]
+        for key in written:
+            del grant.pending[key]
+        self._tier.commit(written)
+        for key in message.dropped:
+            if key in grant.pending:
+                del grant.pending[key]
+                self._tier.abandon(key, None)
+                self._counters["blocks_dropped"] += 1
+        self._counters["blocks_put"] += len(written)
+        self._counters["bytes_put"] += len(written) * self._layout.block_bytes
+        self._membership.send_blocks(written, [])
+        if not grant.pending:
+            self._tier.use(grant.run)
+            grant.run = []
+            del state.grants[message.ticket]
+            self._remember_ended(peer, "put", message.ticket)
+            self._drop_if_idle(peer)
+
+    # ------------------------------------------------------------------ reading
+
+    def _on_pin(self, message: PinBlocks) -> None:
+        peer = _peer_of(message.reader)
+        state = self._peers.get(peer)
+        run = state.pins.get(message.ticket, []) if state is not None else []
+        if run:
+            offsets = self._tier.offsets(run)
+        else:
+            may = self._may_open(peer, "pin", message.ticket)
+            run = message.keys[: self._tier.leading(message.keys)] if may else []
+            offsets = self._tier.pin(run)
+            if run:
+                self._peers.setdefault(peer, _PeerState()).pins[message.ticket] = run
+            self._counters["pins"] += 1
+            self._counters["blocks_hit"] += len(run)
+            self._counters["blocks_missed"] += len(message.keys) - len(run)
+        self._channel.send(
+            message.reader.address,
+            PinGranted(
+                ticket=message.ticket,
+                store=self._membership.worker,
+                num_blocks=len(run),
+                places=packed_places(self._layout, self._segment, self._region.region_id, offsets),
+            ),
+        )
+
+    def _on_unpin(self, message: Unpin) -> None:
+        peer = _peer_of(message.reader)
+        state = self._peers.get(peer)
+        if state is not None and message.ticket in state.pins:
+            self._tier.unpin(state.pins.pop(message.ticket))
+            self._drop_if_idle(peer)
+        self._remember_ended(peer, "pin", message.ticket)
+
+    # ------------------------------------------------------------------ peers
+
+    def _on_peer_lost(self, worker: WorkerRef, now: float) -> None:
+        peer = _peer_of(worker)
+        self._lost[peer] = None
+        if len(self._lost) > MAX_REMEMBERED:
+            self._lost.popitem(last=False)
+        self._membership.on_peer_lost(worker)
+        state = self._peers.pop(peer, None)
+        if state is None:
+            return
+        reuse_at_s = now + self._config.quarantine_s
+        for grant in state.grants.values():
+            for key in grant.pending:
+                self._tier.abandon(key, reuse_at_s)
+            self._counters["grants_reclaimed"] += 1
+            self._counters["blocks_quarantined"] += len(grant.pending)
+            grant.pending, grant.run = {}, []
+        for run in state.pins.values():
+            self._tier.unpin(run)
+            self._counters["pins_reclaimed"] += 1
+
+    def _may_open(self, peer: Peer, kind: str, ticket: int) -> bool:
+        """Whether a new ticket is fresh, from a live worker, and within its worker's bound."""
+        if peer in self._lost or (peer, kind, ticket) in self._ended:
+            self._counters["stray_messages"] += 1
+            return False
+        state = self._peers.get(peer)
+        if state is None:
+            return True
+        return len(state.grants) + len(state.pins) < self._config.max_tickets_per_worker
+
+    def _remember_ended(self, peer: Peer, kind: str, ticket: int) -> None:
+        self._ended[peer, kind, ticket] = None
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _drop_if_idle(self, peer: Peer) -> None:
+        state = self._peers[peer]
+        if not state.grants and not state.pins:
+            del self._peers[peer]
+
+    # ------------------------------------------------------------------ what is told
+
+    def _evicted(self, keys: list[BlockKey]) -> None:
+        self._counters["blocks_evicted"] += len(keys)
+        self._membership.send_blocks([], keys)
+
+    def _count_put(self, keys: list[BlockKey], granted: dict[BlockKey, int]) -> None:
+        self._counters["puts"] += 1
+        refused = sum(not self._tier.is_known(key) for key in keys)
+        self._counters["blocks_granted"] += len(granted)
+        self._counters["blocks_refused"] += refused
+
+    def _load(self) -> WorkerLoad:
+        tier = self._tier
+        return WorkerLoad(
+            num_running=sum(len(state.pins) for state in self._peers.values()),
+            num_waiting=sum(len(state.grants) for state in self._peers.values()),
+            num_free_blocks=tier.num_free,
+            num_total_blocks=tier.num_blocks,
+            num_cached_blocks=tier.num_stored,
+            counters=self.counters,
+        )
+
+
+COUNTERS = {
+    "puts": "PutStarts that were looked at",
+    "blocks_granted": "blocks given room",
+    "blocks_refused": "blocks not given room although they were not here",
+    "blocks_put": "blocks that became whole",
+    "bytes_put": "bytes of those",
+    "blocks_dropped": "granted blocks that their writer gave up",
+    "blocks_evicted": "blocks evicted for room",
+    "pins": "PinBlocks that were looked at",
+    "blocks_hit": "blocks pinned",
+    "blocks_missed": "blocks asked for and not pinned: not here, or behind one that is not",
+    "grants_reclaimed": "puts open when their writer was lost",
+    "pins_reclaimed": "pins held when their reader was lost",
+    "blocks_quarantined": "blocks of lost writers that went to quarantine",
+    "puts_overdue": "puts open for longer than put_timeout_s though their writer lives",
+    "stray_messages": "messages about tickets unknown or ended, or from lost workers",
+}
+"""Counter name -> what it counts."""
+
+
+def _peer_of(worker: WorkerRef) -> Peer:
+    return worker.worker_id, worker.epoch

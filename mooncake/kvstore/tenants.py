@@ -1,0 +1,103 @@
+"""Whose blocks go when room is short: quotas of tenants over the eviction policy of a tier.
+
+Pure; owned by one tier. Counts blocks, knows no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from mooncake.base import BlockKey
+from mooncake.kvstore.eviction import EvictionPolicy
+
+
+class TenantEviction:
+    """One order over all blocks, and for each tenant with a quota one more over its own.
+
+    A tenant at its quota makes room among its own blocks only, so it cannot push out others. Block
+    keys are salted by tenant, so no two tenants share a block.
+    """
+
+    def __init__(
+        self, make_policy: Callable[[], EvictionPolicy], quotas: Mapping[str, int]
+    ) -> None:
+        """`quotas`: tenant -> most blocks it may have reserved or stored at once."""
+        self._quotas = dict(quotas)
+        self._all = make_policy()
+        self._own = {tenant: make_policy() for tenant in quotas}
+        self._used = dict.fromkeys(quotas, 0)
+        self._tenants: dict[BlockKey, str] = {}
+
+    def __len__(self) -> int:
+        """Return how many blocks may be evicted."""
+        return len(self._all)
+
+    def num_used(self, tenant: str) -> int:
+        """Return how many blocks a tenant with a quota has reserved or stored."""
+        return self._used[tenant]
+
+    def is_full(self, tenant: str) -> bool:
+        """Whether `tenant` may not have another block."""
+        return tenant in self._quotas and self._used[tenant] >= self._quotas[tenant]
+
+    def charge(self, key: BlockKey, tenant: str) -> None:
+        """Count a block that `tenant` is about to write."""
+        if tenant in self._quotas:
+            self._tenants[key] = tenant
+            self._used[tenant] += 1
+
+    def release(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks may be evicted; head of the chain first."""
+        self._all.release(keys)
+        for tenant, own_keys in self._by_tenant(keys).items():
+            self._own[tenant].release(own_keys)
+
+    def hold(self, key: BlockKey) -> None:
+        """This block may not be evicted until released."""
+        self._all.hold(key)
+        if (own := self._policy_of(key)) is not None:
+            own.hold(key)
+
+    def access(self, keys: Sequence[BlockKey]) -> None:
+        """A request wrote or read this run."""
+        self._all.access(keys)
+        for tenant, own_keys in self._by_tenant(keys).items():
+            self._own[tenant].access(own_keys)
+
+    def forget(self, key: BlockKey) -> None:
+        """This block is gone, or was never finished: its tenant may have another."""
+        self._all.forget(key)
+        if (own := self._policy_of(key)) is not None:
+            own.forget(key)
+            self._used[self._tenants.pop(key)] -= 1
+
+    def pop(self, tenant: str | None = None) -> BlockKey | None:
+        """Choose and forget the block to evict, of all or of one tenant that has a quota."""
+        key = self._all.pop() if tenant is None else self._own[tenant].pop()
+        if key is not None:
+            self.forget(key)
+        return key
+
+    def _policy_of(self, key: BlockKey) -> EvictionPolicy | None:
+        tenant = self._tenants.get(key)
+        return None if tenant is None else self._own[tenant]
+
+    def _by_tenant(self, keys: Sequence[BlockKey]) -> dict[str, list[BlockKey]]:
+        """Return those keys that are charged to tenants with a quota (one a run, if all is well)."""
+        groups: dict[str, list[BlockKey]] = {}
+        if self._tenants:
+            for key in keys:
+                tenant = self._tenants.get(key)
+                if tenant is not None:
+                    groups.setdefault(tenant, []).append(key)
+        return groups
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a tenant's count is not that of its blocks."""
+        counts = dict.fromkeys(self._quotas, 0)
+        for tenant in self._tenants.values():
+            counts[tenant] += 1
+        assert counts == self._used
+        for tenant, used in self._used.items():
+            assert used <= self._quotas[tenant], f"{tenant!r} is over its quota"
+            assert len(self._own[tenant]) <= used
