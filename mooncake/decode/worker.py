@@ -56,7 +56,7 @@ class DecodeWorker:
                 if job is not None and job.attempt <= event.attempt:
                     self._abort(job, now)
             case StepResult():
-                self._on_step(event, now)
+                self._take(self.instance.on_step(event, now), now)
             case PeerLost():
                 self.instance.handle(event, now)
                 self._on_peer_lost(event, now)
@@ -68,6 +68,7 @@ class DecodeWorker:
     def tick(self, now: float) -> float | None:
         while (job := self._waiting.peek()) is not None and self._admit(job, now):
             self._waiting.pop()
+        self._take(self.instance.start_steps(now), now)
         return self.instance.tick(now)
 
     @property
@@ -148,7 +149,6 @@ class DecodeWorker:
                 self.instance.pool.release(pages)
                 return
             job.pages = pages
-            job.num_blocks_put = len(pages)
             self._run(job, len(pages) * self.instance.layout.block_tokens, at)
 
         job.reuse = PrefixReuse(
@@ -198,13 +198,10 @@ class DecodeWorker:
 
     # ------------------------------------------------------------ generating
 
-    def _on_step(self, result: StepResult, now: float) -> None:
-        for output in self.instance.on_step(result, now):
-            job = self._by_sequence.get(output.sequence.sequence_id)
-            if job is None:
-                if output.finish is not None:
-                    self.instance.engine.release(output.sequence)
-                continue
+    def _take(self, outputs: list[SequenceOutput], now: float) -> None:
+        """Pass tokens and ends on, put full blocks into the pool, let go of what ended."""
+        for output in outputs:
+            job = self._by_sequence[output.sequence.sequence_id]
             if output.failure is None:
                 self._write_through(job, now)
             self._say(job, output)
@@ -224,8 +221,8 @@ class DecodeWorker:
         first = job.local and num_outputs - len(tokens) == len(job.order.output_tokens)
         if first and tokens:
             cached = output.sequence.num_cached_tokens
-            self.instance.count("tokens_cached", cached)
-            self.instance.count("tokens_computed", job.num_tokens - cached)
+            self.instance.count("prompt_tokens", job.num_tokens)
+            self.instance.count("prompt_tokens_cached", cached)
         self.instance.say(
             job.order.gateway,
             RequestOutput(
@@ -247,7 +244,8 @@ class DecodeWorker:
         num_full = sequence.num_computed // self.instance.layout.block_tokens
         if num_full <= job.num_blocks_put or self.instance.kvstore is None:
             return
-        indexes = range(job.num_blocks_put, num_full)
+        num_cached = sequence.num_cached_tokens // self.instance.layout.block_tokens
+        indexes = range(max(job.num_blocks_put, num_cached), num_full)
         job.num_blocks_put = num_full
         push = self.instance.open_push()  # one for these blocks alone: it holds them only briefly
         for index in indexes:

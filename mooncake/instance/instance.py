@@ -111,16 +111,19 @@ class Instance:
 
     def on_step(self, result: StepResult, now: float) -> list[SequenceOutput]:
         """Commit a step to the engine and remember what it cost."""
-        sample = self.engine.cost_sample(result)
         outputs = self.engine.on_step(result, now)
+        sample = self.engine.cost_sample()
         if sample is not None:
             self._membership.add_sample(sample)
         return outputs
 
+    def start_steps(self, now: float) -> list[SequenceOutput]:
+        """Start what the engine can start; return the ends of sequences that can never run here."""
+        return self.engine.tick(now)
+
     def tick(self, now: float) -> float:
-        """Give up what is overdue, start the next step, report; return the next wake-up."""
+        """Give up what is overdue, send what is due; return the next wake-up."""
         wakes = [self.fetcher.tick(now), self.write_through.tick(now), self.quarantine.tick(now)]
-        self.engine.tick(now)
         self._membership.send_blocks(*self.pool.drain_events())
         self._flush()
         wakes.append(self._membership.tick(now, self.load))
@@ -191,25 +194,16 @@ class Instance:
 
     def load(self) -> WorkerLoad:
         """Return the state for a report."""
-        engine, pool = self.engine, self.pool
+        load = self.engine.load()
         counters = {
+            **load.counters,
+            **self.counters,
             "blocks_fetched": self.fetcher.num_blocks_fetched,
             "fetches_failed": self.fetcher.num_fetches_failed,
             "blocks_put": self.write_through.num_blocks_put,
             "puts_failed": self.write_through.num_puts_failed,
-            "preemptions": engine.num_preemptions,
-            **self.counters,
         }
-        return WorkerLoad(
-            num_running=engine.num_running,
-            num_waiting=engine.num_waiting,
-            num_queued_tokens=engine.num_queued_tokens,
-            num_context_tokens=engine.num_context_tokens,
-            num_free_blocks=pool.num_available,
-            num_total_blocks=self._num_pages,
-            num_cached_blocks=pool.num_cached,
-            counters=counters,
-        )
+        return msgspec.structs.replace(load, counters=counters)
 
     @property
     def quiet(self) -> bool:

@@ -15,7 +15,7 @@ from mooncake.instance.fetch import Fetcher
 from mooncake.instance.pages import PagePool
 
 Gathered = Callable[[list[int], float], None]
-"""(pages of the leading blocks, held for the receiver; now)"""
+"""(pages of the leading blocks, held for the receiver, or none when nothing was fetched; now)"""
 
 
 class PrefixReuse:
@@ -35,6 +35,7 @@ class PrefixReuse:
         self._sources = sorted(sources, key=lambda source: source.first)
         self._gathered = gathered
         self._pages: list[int] = []
+        self._num_fetched = 0
         self._ticket: int | None = None
         self._cancelled = False
 
@@ -62,6 +63,10 @@ class PrefixReuse:
                 break
             self._fetch(source, pages, have, now)
             return
+        if self._num_fetched == 0:
+            # The engine matches its own cache when the sequence's turn comes, and may find more.
+            self._pool.release(self._pages)
+            self._pages = []
         self._gathered(self._pages, now)
 
     def _fetch(self, source: BlockSource, pages: list[int], have: int, now: float) -> None:
@@ -70,6 +75,7 @@ class PrefixReuse:
             for offset in range(num_blocks):
                 self._pool.publish(self._keys[have + offset], pages[offset])
             self._pages.extend(pages[:num_blocks])
+            self._num_fetched += num_blocks
             if num_blocks < len(pages):
                 self._pool.release(pages[num_blocks:])
             self._next(at)

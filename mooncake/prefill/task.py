@@ -36,6 +36,9 @@ class PrefillJob:
         self.sequence: Sequence | None = None
         self.decode: Destination | None = None
         """The pages decode reserved, once it said so."""
+        self.num_final = 0
+        """Leading blocks that the push knows of and that need no more computing."""
+        self.put_asked = False
         self.num_cached_tokens = 0
         self.token: int | None = None
         self.sampled_s = 0.0

@@ -85,6 +85,7 @@ class PrefillWorker:
                 break
             self._early.popitem(last=False)
             self._push_ended(reserved.decode, reserved.request_id, reserved.attempt, failed=True)
+        self._take(self.instance.start_steps(now), now)
         return self.instance.tick(now)
 
     @property
@@ -155,11 +156,6 @@ class PrefillWorker:
             return
         job.sequence, job.stage = sequence, Stage.COMPUTING
         self._by_sequence[sequence.sequence_id] = job
-        for index, page in enumerate(pages):
-            job.push.add_block(index, page)
-        job.push.advance(range(len(pages)), instance.layout.num_layers, now)
-        new = {key: index for index, key in enumerate(job.keys) if index >= len(pages)}
-        instance.put(job.push, new, order.request.tenant, lambda at: self._settle(job, at))
         early = self._early.pop((job.request_id, job.attempt), None)
         if early is not None:
             self._on_reserved(early[1], now)
@@ -196,29 +192,43 @@ class PrefillWorker:
             job = self._by_sequence.get(slot.sequence_id)
             if job is None:
                 continue
+            self._take_cached(job, slot.pages, slot.start // block_tokens, now)
             end = slot.start + len(slot.tokens)
             last = end if end == job.num_tokens else end - end % block_tokens
             indexes = range(slot.start // block_tokens, -(-last // block_tokens))
             for index in indexes:
                 job.push.add_block(index, slot.pages[index])
+            job.num_final = max(job.num_final, last // block_tokens)
             job.push.advance(indexes, num_layers, now)
+
+    def _take_cached(self, job: PrefillJob, pages: list[int], num_cached: int, now: float) -> None:
+        """Blocks before the step that this job did not compute come from a cache: push them whole,
+        and put only what follows them into the pool.
+        """
+        cached = range(job.num_final, num_cached)
+        for index in cached:
+            job.push.add_block(index, pages[index])
+        job.push.advance(cached, self.instance.layout.num_layers, now)
+        job.num_final = max(job.num_final, num_cached)
+        if not job.put_asked:
+            job.put_asked = True
+            new = {job.keys[index]: index for index in range(num_cached, len(job.keys))}
+            tenant = job.order.request.tenant
+            self.instance.put(job.push, new, tenant, lambda at: self._settle(job, at))
 
     def _on_step(self, result: StepResult, now: float) -> None:
         if result.error is None:
             self._advance(result.step_id, self.instance.layout.num_layers, now)
-        for output in self.instance.on_step(result, now):
-            job = self._by_sequence.get(output.sequence.sequence_id)
-            if output.finish is None:
-                continue
+        self._take(self.instance.on_step(result, now), now)
+
+    def _take(self, outputs: list[SequenceOutput], now: float) -> None:
+        """Every output is an end here: a sequence wants just one token."""
+        for output in outputs:
             self.instance.engine.release(output.sequence)
-            if job is None:
-                continue
-            del self._by_sequence[output.sequence.sequence_id]
-            if output.token is None or output.failure is not None:
-                failure = output.failure or Failure(
-                    status=500, error_type="InternalServerError", message="prefill gave no token"
-                )
-                self._fail(job, failure, now)
+            job = self._by_sequence.pop(output.sequence.sequence_id)
+            if output.token is None:
+                assert output.failure is not None
+                self._fail(job, output.failure, now)
             else:
                 self._on_sampled(job, output, output.token, now)
 
@@ -231,8 +241,8 @@ class PrefillWorker:
         )
         finish = FinishInfo(reason=reason, stop_token_id=stop_token_id) if reason else None
         job.num_cached_tokens = output.sequence.num_cached_tokens
-        self.instance.count("tokens_computed", job.num_tokens - job.num_cached_tokens)
-        self.instance.count("tokens_cached", job.num_cached_tokens)
+        self.instance.count("prompt_tokens", job.num_tokens)
+        self.instance.count("prompt_tokens_cached", job.num_cached_tokens)
         self.instance.say(
             job.order.gateway,
             RequestOutput(
