@@ -20,8 +20,9 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill keeps finished blocks this long for a decode worker without room; then they stay in
     the
     pool only and decode fetches them from there."""
-    quarantine_s: float = 1.0
-    """Pages a lost peer may still be writing to are not used again before."""
+    quarantine_s: float = 30.0
+    """Pages reserved for a lost prefill worker are not used again before: cut off but not dead, it
+    may go on writing until its pushes time out."""
     max_reservations: int = 256
     """Requests that may wait for room on a decode worker; more are refused."""
 

@@ -1,0 +1,168 @@
+"""A fetch ends once, with the blocks that truly arrived; the owner is always unpinned."""
+
+from __future__ import annotations
+
+from mooncake.base import BlockSource, PinBlocks, PinGranted, Unpin, WorkerRef
+from mooncake.instance.fetch import Fetcher
+from mooncake.instance.reuse import PrefixReuse
+from tests.support.duo import Duo
+
+HERE = WorkerRef("prefill-0", "e1", "here")
+STORE = WorkerRef("kvstore-0", "e2", "there")
+KEYS = [bytes([index]) * 16 for index in range(4)]
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.duo = Duo()
+        self.fetcher = Fetcher(HERE, self.duo.channel, self.duo.mover, timeout_s=5.0)
+        self.ended: list[int] = []
+
+    def start(self, num_blocks: int) -> list[int]:
+        pages = self.duo.pool.allocate(num_blocks) or []
+        keys = KEYS[:num_blocks]
+        self.fetcher.start(
+            STORE, keys, pages, self.duo.heap.now(), lambda n, at: self.ended.append(n)
+        )
+        self.duo.run()
+        return pages
+
+    def grant(self, blocks: list[int], ticket: int = 1) -> None:
+        places = self.duo.places(blocks)
+        message = PinGranted(ticket=ticket, store=STORE, num_blocks=len(blocks), places=places)
+        self.fetcher.on_pin_granted(message, self.duo.heap.now())
+
+    @property
+    def unpinned(self) -> list[int]:
+        return [m.ticket for m in self.duo.there_inbox if isinstance(m, Unpin)]
+
+
+def test_blocks_are_pinned_read_and_unpinned() -> None:
+    scene = Scene()
+    pages = scene.start(2)
+    assert scene.duo.there_inbox == [PinBlocks(reader=HERE, ticket=1, keys=KEYS[:2])]
+    expected = [scene.duo.fill_pool(5, 50), scene.duo.fill_pool(2, 20)]
+    scene.grant([5, 2])
+    scene.duo.run()
+    assert scene.ended == [2]
+    assert [scene.duo.page_bytes(page) for page in pages] == expected
+    assert scene.unpinned == [1]
+
+
+def test_a_shorter_run_is_what_arrives() -> None:
+    scene = Scene()
+    scene.start(3)
+    scene.grant([0])
+    scene.duo.run()
+    assert scene.ended == [1]
+
+
+def test_a_miss_ends_with_nothing() -> None:
+    scene = Scene()
+    scene.start(2)
+    scene.grant([])
+    assert scene.ended == [0]
+    assert scene.fetcher.num_fetches_failed == 1
+
+
+def test_a_silent_owner_is_given_up_and_its_late_grant_unpinned() -> None:
+    scene = Scene()
+    scene.start(1)
+    assert scene.fetcher.tick(1.0) == 5.0
+    scene.fetcher.tick(5.0)
+    assert scene.ended == [0]
+    scene.grant([0])
+    scene.duo.run()
+    assert scene.ended == [0]
+    assert scene.unpinned == [1, 1]
+
+
+def test_a_lost_owner_is_a_miss() -> None:
+    scene = Scene()
+    scene.start(1)
+    scene.fetcher.on_peer_lost(STORE, 0.0)
+    assert scene.ended == [0]
+
+
+def test_an_owner_lost_in_mid_read_is_a_miss() -> None:
+    scene = Scene()
+    scene.start(1)
+    scene.grant([0])
+    scene.duo.network.detach("there")
+    scene.fetcher.on_peer_lost(STORE, scene.duo.heap.now())
+    assert scene.ended == [], "the read may still write to the pages"
+    scene.duo.run()
+    assert scene.ended == [0]
+
+
+def test_a_cancelled_read_ends_when_it_has_stopped() -> None:
+    scene = Scene()
+    scene.start(1)
+    scene.grant([0])
+    scene.fetcher.cancel(1, scene.duo.heap.now())
+    assert scene.ended == []
+    scene.duo.run()
+    assert scene.ended == [0]
+    assert scene.fetcher.num_open == 0
+
+
+class Reuse:
+    def __init__(self, scene: Scene, sources: list[BlockSource]) -> None:
+        self.gathered: list[list[int]] = []
+        self.reuse = PrefixReuse(
+            scene.duo.pool,
+            scene.fetcher,
+            KEYS,
+            sources,
+            lambda pages, at: self.gathered.append(pages),
+        )
+        self.reuse.start(scene.duo.heap.now())
+
+
+def test_reuse_without_sources_leaves_matching_to_the_engine() -> None:
+    scene = Scene()
+    held = scene.duo.pool.allocate(1) or []
+    scene.duo.pool.publish(KEYS[0], held[0])
+    assert Reuse(scene, []).gathered == [[]]
+    assert scene.duo.pool.num_held == 1
+
+
+def test_reuse_extends_the_own_prefix_by_fetched_blocks() -> None:
+    scene = Scene()
+    held = scene.duo.pool.allocate(1) or []
+    scene.duo.pool.publish(KEYS[0], held[0])
+    reuse = Reuse(scene, [BlockSource(store=STORE, first=1, stop=3)])
+    assert reuse.gathered == []
+    scene.grant([0, 1])
+    scene.duo.run()
+    (pages,) = reuse.gathered
+    assert pages[0] == held[0]
+    assert scene.duo.pool.match(KEYS) == pages
+    assert len(pages) == 3
+    scene.duo.pool.release(pages)
+    scene.duo.pool.release(held)
+    assert scene.duo.pool.num_held == 0
+
+
+def test_reuse_keeps_what_came_of_a_partial_fetch() -> None:
+    scene = Scene()
+    reuse = Reuse(scene, [BlockSource(store=STORE, first=0, stop=4)])
+    scene.grant([3])
+    scene.duo.run()
+    (pages,) = reuse.gathered
+    assert len(pages) == 1
+    assert scene.duo.pool.num_held == 1
+
+
+def test_reuse_without_room_recomputes() -> None:
+    scene = Scene()
+    scene.duo.pool.allocate(7)
+    assert Reuse(scene, [BlockSource(store=STORE, first=0, stop=4)]).gathered == [[]]
+
+
+def test_a_cancelled_reuse_ends_holding_nothing_new() -> None:
+    scene = Scene()
+    reuse = Reuse(scene, [BlockSource(store=STORE, first=0, stop=2)])
+    reuse.reuse.cancel(scene.duo.heap.now())
+    assert reuse.gathered == [[]]
+    assert scene.duo.pool.num_held == 0
