@@ -1,0 +1,149 @@
+"""The loop that drives one machine in real life: wait for events or the next timer, hand them over.
+
+Owns the thread it runs in and nothing else. The simulator has its own loop; decisions never know
+which of the two drives them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import selectors
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from mooncake.base import Clock, Machine, MonotonicClock
+from mooncake.engine.ports import PolledRunner
+from mooncake.rpc.channel import PolledChannel
+from mooncake.transfer.engine import PolledTransfer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Work of another thread, to be done between two events."""
+
+    work: Callable[[Any, float], Any]
+    future: Future[Any]
+
+
+class Driver:
+    """Drives `machine` until `stop`; a fault in the machine ends the loop and is raised.
+
+    A machine that raised may have lost what it held, so it is never driven on: its process ends, a
+    fresh one takes its place and everybody is told.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        channel: PolledChannel,
+        *,
+        transfer: PolledTransfer | None = None,
+        runner: PolledRunner | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._machine = machine
+        self._clock = clock or MonotonicClock()
+        self._sources: list[tuple[int, Callable[[], Sequence[msgspec.Struct]]]] = [
+            (channel.fileno(), channel.receive)
+        ]
+        self._sources += [
+            (port.fileno(), port.poll) for port in (transfer, runner) if port is not None
+        ]
+        self._lock = threading.Lock()
+        self._calls: deque[_Call] = deque()
+        self._stopping = False
+        self._ended = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def run(self) -> None:
+        """Drive until `stop`. To be called once.
+
+        Raises:
+            Exception: whatever the machine raised; it has been logged with its trace.
+        """
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake_fd, selectors.EVENT_READ)
+                for descriptor, _ in self._sources:
+                    selector.register(descriptor, selectors.EVENT_READ)
+                self._loop(selector)
+        except Exception:
+            _log.exception("%s failed and cannot go on", type(self._machine).__name__)
+            raise
+        finally:
+            self._end()
+
+    def stop(self) -> None:
+        """Ask the loop to end; from any thread, any number of times."""
+        self._stopping = True
+        self._ring()
+
+    def call(self, work: Callable[[Any, float], Any]) -> Future[Any]:
+        """Run `work(machine, now)` between two events, in the loop's thread.
+
+        A fault in `work` is the caller's and comes back in the future. When the loop has ended, or
+        ends before it gets there, the future is cancelled.
+        """
+        call = _Call(work, Future())
+        with self._lock:
+            if not self._ended:
+                self._calls.append(call)
+                os.eventfd_write(self._wake_fd, 1)
+                return call.future
+        call.future.cancel()
+        return call.future
+
+    def _loop(self, selector: selectors.BaseSelector) -> None:
+        clock, machine = self._clock, self._machine
+        while True:
+            now = clock.now()
+            wake_s = machine.tick(now)
+            if self._stopping:
+                return
+            selector.select(None if wake_s is None else max(0.0, wake_s - now))
+            self._silence()
+            now = clock.now()
+            self._do_calls(now)
+            # All sources each time: a look at an empty one is cheap, and descriptors of the
+            # edge-triggered kind never strand an event.
+            for _, drain in self._sources:
+                for event in drain():
+                    machine.handle(event, now)
+
+    def _do_calls(self, now: float) -> None:
+        while self._calls:
+            call = self._calls.popleft()
+            if not call.future.set_running_or_notify_cancel():
+                continue
+            try:
+                call.future.set_result(call.work(self._machine, now))
+            except Exception as error:
+                call.future.set_exception(error)
+
+    def _ring(self) -> None:
+        with self._lock:
+            if not self._ended:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _silence(self) -> None:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            return
+
+    def _end(self) -> None:
+        with self._lock:
+            self._ended = True
+            os.close(self._wake_fd)
+            calls, self._calls = list(self._calls), deque()
+        for call in calls:
+            call.future.cancel()

@@ -1,0 +1,213 @@
+"""What a configuration means for one model on one machine: sizes, limits, memory.
+
+Pure but for reading the small files of a checkpoint; needs no torch, so mistakes show at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from mooncake.base import (
+    DTYPE_BYTES,
+    CheckpointError,
+    ConfigError,
+    KvLayout,
+    ModelSpec,
+    format_bytes,
+)
+from mooncake.engine.config import EngineConfig
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.launch.settings import ServeConfig
+from mooncake.scheduler.config import SchedulerConfig
+
+DEFAULT_KV_BYTES = 2**30
+OVERHEAD_BYTES = 512 * 2**20
+"""Of an engine's process besides weights and KV: libraries and the activations of a step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """The model as it will be served."""
+
+    path: Path
+    spec: ModelSpec
+    dtype: str
+    max_model_len: int
+    weight_bytes: int
+    """Of the tensors on disk."""
+
+    def layout(self, block_tokens: int, weights_revision: str) -> KvLayout:
+        """Return the shape of this model's KV blocks."""
+        return KvLayout.for_model(
+            self.spec,
+            block_tokens=block_tokens,
+            dtype=self.dtype,
+            weights_revision=weights_revision,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServePlan:
+    """Everything that follows from a `ServeConfig`."""
+
+    model: ModelPlan
+    engine: EngineConfig
+    kvstore: KvStoreConfig
+    scheduler: SchedulerConfig
+    num_engines: int
+    num_kvstores: int
+    num_threads: int
+    block_bytes: int
+
+    @property
+    def engine_bytes(self) -> int:
+        """Memory of one engine's process."""
+        return self.model.weight_bytes + self.kv_bytes + OVERHEAD_BYTES
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of one engine's pages."""
+        return self.engine.num_blocks * self.block_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of all workers on this machine."""
+        return self.num_engines * self.engine_bytes + self.num_kvstores * self.kvstore.dram_bytes
+
+    def memory_rows(self) -> list[tuple[str, str, str]]:
+        """Return what takes memory, for a table: (what, each, all together)."""
+        engines, stores = self.num_engines, self.num_kvstores
+        pages = f"{self.engine.num_blocks} pages of {self.engine.block_tokens} tokens"
+        rows = [
+            (f"weights ({self.model.dtype})", self.model.weight_bytes, engines),
+            (f"KV cache, {pages}", self.kv_bytes, engines),
+            ("activations and libraries", OVERHEAD_BYTES, engines),
+            ("kvstore pool", self.kvstore.dram_bytes, stores),
+        ]
+        shown = [
+            (what, f"{format_bytes(each)} x {count}", format_bytes(each * count))
+            for what, each, count in rows
+        ]
+        return [*shown, ("total", "", format_bytes(self.total_bytes))]
+
+
+def read_model(path: str, dtype: str, max_model_len: int | None) -> ModelPlan:
+    """Return what is known of the checkpoint in directory `path` without opening its tensors.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or not one that can be served.
+        ConfigError: `max_model_len` is longer than the model can do.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        what = "is a file, not a directory" if directory.exists() else "is not there"
+        raise CheckpointError(
+            f"{path} {what}; give the directory of a checkpoint "
+            "(nothing is downloaded; `mooncake model init` writes a small one)"
+        )
+    config_file = directory / "config.json"
+    try:
+        config = json.loads(config_file.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} has no config.json: it is no checkpoint") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{config_file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{config_file} is not a JSON object")
+    spec = ModelSpec.from_config(config)
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path} has no *.safetensors file: the weights are missing")
+    longest = spec.max_position_embeddings
+    if max_model_len is not None and max_model_len > longest:
+        raise ConfigError(f"max-model-len: {max_model_len} is more than this model's {longest}")
+    wanted = spec.dtype if dtype == "auto" else dtype
+    if wanted not in DTYPE_BYTES:
+        raise CheckpointError(
+            f"{config_file}: dtype {wanted!r} is none of {', '.join(DTYPE_BYTES)}"
+        )
+    stored = sum(file.stat().st_size for file in files)
+    scale = DTYPE_BYTES[wanted] / DTYPE_BYTES[spec.dtype] if spec.quantization is None else 1
+    return ModelPlan(
+        path=directory.resolve(),
+        spec=spec,
+        dtype=wanted,
+        max_model_len=max_model_len or longest,
+        weight_bytes=int(stored * scale),
+    )
+
+
+def make_plan(config: ServeConfig, cores: int) -> ServePlan:
+    """Return what `config` means here.
+
+    Raises:
+        CheckpointError, ConfigError: the model cannot be served, or not with these settings.
+    """
+    model = read_model(config.model, config.dtype, config.max_model_len)
+    block_bytes = model.layout(config.block_size, "").block_bytes
+    if config.colocated:
+        num_engines, num_kvstores = 1, config.kvstore
+    elif config.role is not None:
+        num_engines, num_kvstores = int(config.role != "kvstore"), int(config.role == "kvstore")
+    else:
+        num_engines, num_kvstores = config.prefill + config.decode, config.kvstore
+    kvstore = KvStoreConfig(dram_bytes=config.kvstore_dram_bytes)
+    if num_kvstores:
+        kvstore.num_blocks(model.layout(config.block_size, ""))
+    return ServePlan(
+        model=model,
+        engine=EngineConfig(
+            num_blocks=_num_pages(config, model, block_bytes),
+            max_num_seqs=config.max_num_seqs,
+            max_batched_tokens=config.max_num_batched_tokens,
+            max_chunk_tokens=config.max_num_batched_tokens,
+            max_model_len=model.max_model_len,
+            max_waiting=config.max_waiting_requests,
+            block_tokens=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        ),
+        kvstore=kvstore,
+        scheduler=SchedulerConfig(
+            policy=config.policy,
+            ttft_slo_s=config.slo_ttft_s,
+            tbt_slo_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1000,
+            max_inflight=config.max_waiting_requests,
+        ),
+        num_engines=num_engines,
+        num_kvstores=num_kvstores,
+        num_threads=config.num_threads or max(1, cores // max(1, num_engines)),
+        block_bytes=block_bytes,
+    )
+
+
+def _num_pages(config: ServeConfig, model: ModelPlan, block_bytes: int) -> int:
+    """Return how many KV pages an engine gets; one sequence of full length must fit."""
+    longest = -(-model.max_model_len // config.block_size)
+    if config.num_gpu_blocks_override is not None:
+        pages, name = config.num_gpu_blocks_override, "num-gpu-blocks-override"
+    elif config.kv_cache_memory_bytes is not None:
+        pages, name = config.kv_cache_memory_bytes // block_bytes, "kv-cache-memory-bytes"
+    else:
+        return max(longest, DEFAULT_KV_BYTES // block_bytes)
+    if pages < longest:
+        raise ConfigError(
+            f"{name}: room for {pages} pages, one sequence of {model.max_model_len} tokens takes "
+            f"{name}: room for {pages} pages, one sequence of {model.max_model_len} tokens takes "
+            f"{longest} ({format_bytes(longest * block_bytes)}); give more or lower --max-model-len"
+            f"{longest} ({format_bytes(longest * block_bytes)}); give more or lower --max-model-len"
+        )
+        )
+    return pages
+
+
+def check_memory(plan: ServePlan, available: int | None) -> None:
+    """Raise ConfigError when the workers would not fit into the memory that is there."""
+    if available is None or plan.total_bytes <= available:
+        return
+    parts = ", ".join(f"{what} {total}" for what, _, total in plan.memory_rows()[:-1])
+    raise ConfigError(
+        f"this needs {format_bytes(plan.total_bytes)} ({parts}) and {format_bytes(available)} are "
+        "free; use fewer workers, --kv-cache-memory-bytes, --kvstore-dram-bytes or --max-model-len"
+    )

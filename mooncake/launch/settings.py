@@ -1,0 +1,170 @@
+"""What `mooncake serve` can be told: every setting with its kind, group and help. Reads nothing.
+
+Names are those of the flags; where vLLM has the same setting it has the same name here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from mooncake.launch import options
+from mooncake.launch.options import flag, setting
+from mooncake.scheduler.config import POLICIES
+
+MODEL = "model and its memory"
+CLUSTER = "cluster"
+DOOR = "HTTP door"
+ENGINE = "engine"
+LIMITS = "placement and limits"
+OTHER = "other"
+
+SECRETS = ("api_key", "cluster_secret")
+"""Never shown."""
+
+_ONE_PROCESS = "a worker is one process with the whole model; add workers: --prefill N --decode N"
+_ROLES = ("prefill", "decode", "kvstore")
+_DTYPES = ("auto", "bfloat16", "float32", "float16")
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """All settings, resolved; frozen from then on."""
+
+    model: str = setting(
+        "", options.text, MODEL, "MODEL", "directory of a checkpoint", positional=True
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (), options.texts, MODEL, "NAME", "name in the API, may be repeated",
+        repeat=True,
+    )  # fmt: skip
+    dtype: str = setting(
+        "auto", options.one_of(*_DTYPES), MODEL, "TYPE", "of weights and KV; auto: the checkpoint's"
+    )
+    max_model_len: int | None = setting(
+        None, options.count(1), MODEL, "TOKENS",
+        "longest prompt plus output, e.g. 32k (default: the model's)",
+    )  # fmt: skip
+    kv_cache_memory_bytes: int | None = setting(
+        None, options.size(1), MODEL, "SIZE", "memory for KV pages of each engine (default: 1GiB)"
+    )
+    num_gpu_blocks_override: int | None = setting(
+        None, options.count(1), MODEL, "PAGES", "number of KV pages of each engine, not a size"
+    )
+    block_size: int = setting(
+        64, options.count(1, 1024), MODEL, "TOKENS", "tokens in a KVCache block"
+    )
+    kvstore_dram_bytes: int = setting(
+        2**30, options.size(1), MODEL, "SIZE", "memory of each kvstore worker's pool"
+    )
+    prefill: int = setting(1, options.count(0, 512), CLUSTER, "N", "prefill workers")
+    decode: int = setting(1, options.count(1, 512), CLUSTER, "N", "decode workers")
+    kvstore: int = setting(1, options.count(0, 512), CLUSTER, "N", "kvstore workers")
+    colocated: bool = setting(
+        False, options.truth, CLUSTER, "", "one process, one engine for everything, no Ray",
+        switch=True,
+    )  # fmt: skip
+    ray_address: str | None = setting(
+        None, options.host_and_port, CLUSTER, "HOST:PORT", "use this Ray cluster, start none"
+    )
+    role: str | None = setting(
+        None, options.one_of(*_ROLES), CLUSTER, "ROLE", "run one worker of this role; needs --join"
+    )
+    join: str | None = setting(
+        None, options.host_and_port, CLUSTER, "HOST:PORT", "Ray address of the cluster to join"
+    )
+    node_id: str | None = setting(
+        None, options.text, CLUSTER, "NAME", "name of this machine (default: its host name)"
+    )
+    transfer_protocols: tuple[str, ...] = setting(
+        ("shm", "tcp"), options.some_of("shm", "tcp"), CLUSTER, "LIST", "how KV may move"
+    )
+    bind_host: str = setting(
+        "127.0.0.1", options.text, CLUSTER, "HOST", "address workers listen on for each other"
+    )
+    cluster_secret: str | None = setting(
+        None, options.text, CLUSTER, "TEXT",
+        "shared by all workers (env MOONCAKE_CLUSTER_SECRET; default: drawn at start)",
+    )  # fmt: skip
+    tensor_parallel_size: int = setting(
+        1, options.only_one(_ONE_PROCESS), CLUSTER, "N", "only 1 so far", short="-tp"
+    )
+    pipeline_parallel_size: int = setting(
+        1, options.only_one(_ONE_PROCESS), CLUSTER, "N", "only 1 so far", short="-pp"
+    )
+    data_parallel_size: int = setting(
+        1, options.only_one(_ONE_PROCESS), CLUSTER, "N", "only 1 so far", short="-dp"
+    )
+    host: str = setting("127.0.0.1", options.text, DOOR, "HOST", "address of the API")
+    port: int = setting(
+        8000, options.count(0, 65535), DOOR, "PORT", "port of the API; 0: any free one"
+    )
+    api_key: tuple[str, ...] = setting(
+        (), options.texts, DOOR, "KEY", "accepted key, may be repeated (env MOONCAKE_API_KEY)",
+        repeat=True,
+    )  # fmt: skip
+    allowed_origins: tuple[str, ...] = setting(
+        (), options.texts, DOOR, "ORIGIN", "web origin whose pages may call, may be repeated",
+        repeat=True,
+    )  # fmt: skip
+    access_log: bool = setting(
+        False, options.truth, DOOR, "", "log every HTTP request", switch=True
+    )
+    shutdown_timeout: float = setting(
+        30.0, options.positive, DOOR, "S", "seconds that running requests get to finish at the end"
+    )
+    max_num_seqs: int = setting(
+        64, options.count(1, 65536), ENGINE, "N", "sequences in an engine's batch"
+    )
+    max_num_batched_tokens: int = setting(
+        2048, options.count(1), ENGINE, "N", "tokens in one step: the chunk of a long prompt"
+    )
+    enable_prefix_caching: bool = setting(
+        True, options.truth, ENGINE, "", "reuse blocks of earlier requests", switch=True
+    )
+    num_threads: int | None = setting(
+        None,
+        options.count(1, 1024),
+        ENGINE,
+        "N",
+        "CPU threads of each engine (default: a fair share)",
+    )
+    self_profile: bool = setting(
+        True, options.truth, ENGINE, "", "time a few steps at start, for placement", switch=True
+    )
+    seed: int = setting(0, options.count(0), ENGINE, "N", "of random choices in placement")
+    policy: str = setting(
+        POLICIES[0],
+        options.one_of(*POLICIES),
+        LIMITS,
+        "NAME",
+        f"of placement: {', '.join(POLICIES)}",
+    )
+    slo_ttft_s: float | None = setting(
+        None, options.positive, LIMITS, "S",
+        "answer 429 when the first token would take longer (default: no limit)",
+    )  # fmt: skip
+    slo_tbt_ms: float | None = setting(
+        None, options.positive, LIMITS, "MS",
+        "answer 429 when gaps between tokens would be longer (default: no limit)",
+    )  # fmt: skip
+    max_waiting_requests: int = setting(
+        1024, options.count(1), LIMITS, "N", "accepted requests at a time; more get 503"
+    )
+    log_level: str = setting(
+        "info", options.one_of(*_LEVELS), OTHER, "LEVEL", f"one of {', '.join(_LEVELS)}"
+    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names the model answers to; the first is the one reported."""
+        return self.served_model_name or (Path(self.model).resolve().name,)
+
+    def shown(self) -> dict[str, Any]:
+        """Return all settings for a person, secrets hidden."""
+        values = dataclasses.asdict(self)
+        for secret in SECRETS:
+            values[secret] = "(set)" if values[secret] else None
+        return {flag(name): value for name, value in values.items()}
