@@ -83,7 +83,7 @@ class TenantEviction:
         return None if tenant is None else self._own[tenant]
 
     def _by_tenant(self, keys: Sequence[BlockKey]) -> dict[str, list[BlockKey]]:
-        """Return those keys that are charged to tenants with a quota (one a run, if all is well)."""
+        """Return the keys charged to a tenant with a quota; one tenant a run, if all is well."""
         groups: dict[str, list[BlockKey]] = {}
         if self._tenants:
             for key in keys:
