@@ -180,6 +180,8 @@ class KvNode:
             else:
                 self._tier.use(message.keys)
             self._count_put(message.keys, granted)
+        if grant is None:
+            self._remember_ended(peer, "put", message.ticket)
         keys = list(grant.pending) if grant is not None else []
         self._channel.send(
             message.writer.address,
@@ -234,6 +236,8 @@ class KvNode:
             offsets = self._tier.pin(run)
             if run:
                 self._peers.setdefault(peer, _PeerState()).pins[message.ticket] = run
+            else:
+                self._remember_ended(peer, "pin", message.ticket)
             self._counters["pins"] += 1
             self._counters["blocks_hit"] += len(run)
             self._counters["blocks_missed"] += len(message.keys) - len(run)
@@ -288,6 +292,7 @@ class KvNode:
         return len(state.grants) + len(state.pins) < self._config.max_tickets_per_worker
 
     def _remember_ended(self, peer: Peer, kind: str, ticket: int) -> None:
+        """A ticket that ended, or was answered with nothing, never opens again."""
         self._ended[peer, kind, ticket] = None
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)

@@ -81,7 +81,7 @@ class NodeAgainstModel(RuleBasedStateMachine):
 
     def bring(self, message: AnyMessage) -> list[AnyMessage]:
         """Hand a message over, follow evictions, and return the answers to peers."""
-        before = self.world.inventory
+        before = set(self.world.inventory)
         sent = self.world.handle(message)
         self.evictions(before - self.world.inventory)
         fresh = self.world.inventory - before
@@ -214,7 +214,7 @@ class NodeAgainstModel(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 3.0, QUARANTINE_S]))
     def wait(self, seconds: float) -> None:
-        before = self.world.inventory
+        before = set(self.world.inventory)
         self.world.tick(self.world.now + seconds)
         self.zombies = [zombie for zombie in self.zombies if zombie[0] > self.world.now]
         self.evictions(before - self.world.inventory)
@@ -250,6 +250,6 @@ class NodeAgainstModel(RuleBasedStateMachine):
 
 
 NodeAgainstModel.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
+    max_examples=200, stateful_step_count=50, deadline=None
 )
 TestNodeAgainstModel = NodeAgainstModel.TestCase
