@@ -1,0 +1,257 @@
+"""A simulated cluster: the shipped gateway, Conductor, engines, prefill, decode and kvstore
+machines on simulated wires.
+
+The world owns what is outside the machines: processes, nodes, the supervisor that notices deaths
+and restarts, and the clients that submit requests and keep what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+
+from mooncake.base.ids import SeededIds
+from mooncake.base.kv_layout import KvLayout
+from mooncake.base.machine import Machine
+from mooncake.base.messages import Role, WorkerHello, WorkerRef
+from mooncake.base.request import FinalEvent, GenerateRequest, OutputEvent, TokensEvent
+from mooncake.decode.worker import DecodeWorker
+from mooncake.engine.config import EngineConfig
+from mooncake.engine.engine import Engine
+from mooncake.engine.ports import Runner
+from mooncake.instance.config import InstanceConfig
+from mooncake.instance.instance import Instance, InstancePorts
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.node import KvNode
+from mooncake.prefill.worker import PrefillWorker
+from mooncake.scheduler.conductor import Conductor
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.gateway import Gateway
+from mooncake.sim.clock import EventHeap
+from mooncake.sim.network import Endpoint, Network, NetworkConfig, SimChannel, SimTransfer
+from mooncake.sim.process import SimProcess
+from mooncake.telemetry.events import Recorder
+from mooncake.transfer.engine import Region
+
+GATEWAY_ADDRESS = "gateway"
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of the cluster to be."""
+
+    worker_id: str
+    role: Role
+    node_id: str
+
+
+class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast deaths are noticed and mended."""
+
+    notice_s: float = 0.05
+    restart_s: float | None = 5.0
+    """None: a dead worker stays dead."""
+
+
+class WorldConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is the same for all workers."""
+
+    layout: KvLayout
+    engine: dict[Role, EngineConfig]
+    kvstore: KvStoreConfig
+    instance: InstanceConfig = InstanceConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    network: NetworkConfig = NetworkConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+    with_bytes: bool = False
+    """Move real bytes, so that contents can be compared (small worlds)."""
+    seed: int = 0
+
+
+RunnerFactory = Callable[[WorkerSpec, EventHeap, Region, Callable[[msgspec.Struct], None]], Runner]
+"""(worker, heap, its pages, where to deliver events) -> its runner"""
+
+
+class Stream:
+    """What a client has received for one request."""
+
+    def __init__(self, request: GenerateRequest, submitted_s: float) -> None:
+        self.request = request
+        self.submitted_s = submitted_s
+        self.tokens: list[int] = []
+        self.token_times_s: list[float] = []
+        self.finals: list[FinalEvent] = []
+        self.finished_s: float | None = None
+
+
+class Worker:
+    """A worker's place in the cluster: it may die and live again, as another epoch."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.num_starts = 0
+        self.process: SimProcess | None = None
+        self.address: str | None = None
+        self.machine: PrefillWorker | DecodeWorker | KvNode | None = None
+        self.runner: Runner | None = None
+        self.pages: Region | None = None
+
+
+class World:
+    """The cluster. `submit`, `kill` and the heap move it; everything else follows."""
+
+    def __init__(
+        self,
+        config: WorldConfig,
+        workers: list[WorkerSpec],
+        make_runner: RunnerFactory,
+        recorder: Recorder,
+        after_event: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config = config
+        self.heap = EventHeap()
+        self.random = Random(config.seed)
+        self.network = Network(self.heap, config.network, Random(config.seed + 1))
+        self.streams: dict[str, Stream] = {}
+        self._make_runner = make_runner
+        self._after_event = after_event
+        self.conductor = Conductor(config.scheduler, SeededIds(config.seed + 2))
+        self._gateway_process = SimProcess("gateway", self.heap, after_event)
+        endpoint = Endpoint(GATEWAY_ADDRESS, "gateway", self._gateway_process.deliver)
+        self.network.attach(endpoint)
+        self.gateway = Gateway(
+            config.scheduler,
+            WorkerRef("gateway", "e0", GATEWAY_ADDRESS),
+            self.conductor,
+            SimChannel(self.network, endpoint),
+            SeededIds(config.seed + 3),
+            recorder,
+        )
+        self._gateway_process.start(self.gateway)
+        self.workers = {spec.worker_id: Worker(spec) for spec in workers}
+        for worker in self.workers.values():
+            self.start(worker.spec.worker_id)
+
+    # ------------------------------------------------------------ clients
+
+    def submit(self, request: GenerateRequest) -> Stream:
+        """Send a request now and return what will hold its answer."""
+        now = self.heap.now()
+        stream = Stream(request, now)
+        self.streams[request.request_id] = stream
+        self.gateway.submit(request, lambda event: self._receive(stream, event), now)
+        self._gateway_process.wake(now)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """The client goes away."""
+        self.gateway.abort(request_id, self.heap.now())
+        self._gateway_process.wake(self.heap.now())
+
+    def _receive(self, stream: Stream, event: OutputEvent) -> None:
+        now = self.heap.now()
+        if isinstance(event, TokensEvent):
+            stream.tokens += event.tokens
+            stream.token_times_s += [now] * len(event.tokens)
+        else:
+            stream.finals.append(event)
+            stream.finished_s = now
+
+    # ------------------------------------------------------------ processes
+
+    def start(self, worker_id: str) -> None:
+        """Start a worker that is not running, with a fresh epoch and empty memory."""
+        worker = self.workers[worker_id]
+        worker.num_starts += 1
+        epoch = f"e{worker.num_starts}"
+        address = f"{worker_id}/{epoch}"
+        process = SimProcess(address, self.heap, self._after_event)
+        endpoint = Endpoint(address, worker.spec.node_id, process.deliver)
+        self.network.attach(endpoint)
+        channel = SimChannel(self.network, endpoint)
+        transfer = SimTransfer(self.network, endpoint, with_bytes=self.config.with_bytes)
+        ref = WorkerRef(worker_id, epoch, address)
+        if worker.spec.role is Role.KVSTORE:
+            worker.machine = KvNode(
+                self.config.kvstore,
+                self._hello(worker.spec, ref, num_blocks=0),
+                self.config.layout,
+                channel,
+                transfer,
+                GATEWAY_ADDRESS,
+            )
+        else:
+            worker.machine = self._make_instance(worker, ref, process, channel, transfer)
+        worker.process, worker.address = process, address
+        process.start(worker.machine)
+
+    def kill(self, worker_id: str) -> None:
+        """kill -9: nothing of the worker is left; the supervisor notices a moment later."""
+        worker = self.workers[worker_id]
+        if worker.process is None or worker.address is None:
+            return
+        worker.process.kill()
+        self.network.detach(worker.address)
+        worker.process = worker.machine = worker.address = None
+        supervisor = self.config.supervisor
+        self.heap.after(supervisor.notice_s, lambda: self._notice(worker_id))
+        if supervisor.restart_s is not None:
+            self.heap.after(supervisor.restart_s, lambda: self._restart(worker_id))
+
+    def machines(self) -> list[tuple[str, Machine]]:
+        """Return every living machine with its name."""
+        living: list[tuple[str, Machine]] = [("gateway", self.gateway)]
+        for worker_id, worker in self.workers.items():
+            if worker.machine is not None:
+                living.append((worker_id, worker.machine))
+        return living
+
+    def _notice(self, worker_id: str) -> None:
+        if self.workers[worker_id].process is None:
+            self.gateway.worker_lost(worker_id, self.heap.now())
+            self._gateway_process.wake(self.heap.now())
+
+    def _restart(self, worker_id: str) -> None:
+        if self.workers[worker_id].process is None:
+            self.start(worker_id)
+
+    def _make_instance(
+        self,
+        worker: Worker,
+        ref: WorkerRef,
+        process: SimProcess,
+        channel: SimChannel,
+        transfer: SimTransfer,
+    ) -> PrefillWorker | DecodeWorker:
+        layout, engine_config = self.config.layout, self.config.engine[worker.spec.role]
+        num_bytes = engine_config.num_blocks * layout.block_bytes
+        worker.pages = transfer.allocate(num_bytes, "pages")
+        runner = self._make_runner(worker.spec, self.heap, worker.pages, process.deliver)
+        worker.runner = runner
+        instance = Instance(
+            self.config.instance,
+            layout,
+            Engine(engine_config, layout.fingerprint, runner),
+            self._hello(worker.spec, ref, num_blocks=engine_config.num_blocks),
+            InstancePorts(channel, transfer, worker.pages.region_id, GATEWAY_ADDRESS),
+        )
+        if worker.spec.role is Role.PREFILL:
+            return PrefillWorker(instance)
+        return DecodeWorker(instance)
+
+    def _hello(self, spec: WorkerSpec, ref: WorkerRef, num_blocks: int) -> WorkerHello:
+        engine = self.config.engine.get(spec.role)
+        return WorkerHello(
+            worker=ref,
+            role=spec.role,
+            node_id=spec.node_id,
+            host=spec.node_id,
+            pid=0,
+            layout_fingerprint=self.config.layout.fingerprint,
+            block_tokens=self.config.layout.block_tokens,
+            num_blocks=num_blocks,
+            block_bytes=self.config.layout.block_bytes,
+            max_num_seqs=engine.max_num_seqs if engine else 0,
+            max_batched_tokens=engine.max_batched_tokens if engine else 0,
+        )
