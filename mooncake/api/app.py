@@ -1,0 +1,107 @@
+"""Puts the door together: routes, access, errors, the OpenAPI document. Holds no state itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from mooncake import __version__
+from mooncake.api.access import Access
+from mooncake.api.backend import Backend
+from mooncake.api.config import ApiConfig
+from mooncake.api.door import Door
+from mooncake.api.errors import ApiError
+from mooncake.api.http import error_response
+from mooncake.api.model import ServedModel
+from mooncake.api.routes.chat import chat_routes
+from mooncake.api.routes.completions import completion_routes
+from mooncake.api.routes.models import model_routes
+from mooncake.api.routes.operations import operation_routes
+from mooncake.api.routes.tokens import token_routes
+from mooncake.api.schema.chat import ChatRequest
+from mooncake.api.schema.completion import CompletionRequest
+from mooncake.api.schema.openapi import add_schemas
+from mooncake.api.schema.tokens import DetokenizeRequest, TokenizeRequest
+from mooncake.base import IdSource, InternalError, MooncakeError, SystemIds
+
+_log = logging.getLogger(__name__)
+
+_ERROR_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
+
+
+def create_app(
+    backend: Backend, model: ServedModel, config: ApiConfig, *, ids: IdSource | None = None
+) -> FastAPI:
+    """Return the ASGI application; its `state.door` is the `Door`."""
+    ids = ids or SystemIds()
+    door = Door(backend, model, config, ids=ids)
+    app = FastAPI(
+        title="Mooncake",
+        version=__version__,
+        docs_url="/docs" if config.docs else None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if config.docs else None,
+    )
+    app.state.door = door
+    for routes in (chat_routes, completion_routes, model_routes, token_routes, operation_routes):
+        app.include_router(routes(door))
+    app.add_exception_handler(MooncakeError, _on_mooncake_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_unexpected_error)
+    app.add_middleware(Access, api_keys=config.api_keys, ids=ids)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    _complete_openapi(app)
+    return app
+
+
+def _complete_openapi(app: FastAPI) -> None:
+    def openapi() -> dict[str, Any]:
+        if not app.openapi_schema:
+            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            add_schemas(
+                document, [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
+            )
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+
+
+async def _on_mooncake_error(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, MooncakeError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = _ERROR_TYPES.get(error.status_code, "BadRequestError")
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    response = error_response(ApiError(error.status_code, kind, message))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    del request, error
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _on_unexpected_error(request: Request, error: Exception) -> Response:
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return error_response(InternalError("the server failed on this request; its log says why"))

@@ -1,0 +1,128 @@
+"""What the door needs behind it: take requests, give back tokens. All calls come from one event
+loop; nothing here knows HTTP or text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from mooncake.base import FinalEvent, GenerateRequest, MooncakeError, OutputEvent
+
+Sink = Callable[[OutputEvent], None]
+"""Called in the event loop's thread, possibly from inside `submit` or `abort`; must not raise."""
+
+
+class Backend(Protocol):
+    """The generating side. Every submitted request gets exactly one `FinalEvent`, the last event
+    of it; after `abort` it comes without waiting for the model."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be placed now: workers are there and nobody drains."""
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Start a request; a refusal comes as its `FinalEvent`."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; unknown and ended ones are ignored."""
+
+    def status(self) -> Any:
+        """Return what `mooncake status` shows: anything msgspec turns into a JSON object."""
+
+    def metrics(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+
+    def drain(self) -> None:
+        """Take no new requests from now on; finish those that run."""
+
+
+class EventStream:
+    """The events of all requests of one call, merged in order of arrival.
+
+    Leaving the `async with` block aborts whatever has not ended. The queue is bounded by what was
+    asked for: at most `max_tokens` + 1 events a request, so a slow reader never slows the engine
+    and costs no more memory than its whole answer.
+    """
+
+    def __init__(self, backend: Backend, requests: Sequence[GenerateRequest]) -> None:
+        self._backend = backend
+        self._requests = requests
+        self._open: dict[str, None] = {}
+        self._pending: list[OutputEvent] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: MooncakeError | None = None
+
+    async def __aenter__(self) -> EventStream:
+        try:
+            for request in self._requests:
+                self._open[request.request_id] = None
+                self._backend.submit(request, self._take)
+        except BaseException:
+            self._abort_open()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._abort_open()
+
+    async def batch(self) -> list[OutputEvent]:
+        """Return the events that came since the last call, waiting for the first; [] at the end.
+
+        Raises:
+            MooncakeError: the call was ended from outside by `fail`.
+        """
+        while not self._pending:
+            if self._failure is not None:
+                raise self._failure
+            if not self._open:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        pending, self._pending = self._pending, []
+        return pending
+
+    def abort(self, request_id: str) -> None:
+        """End one request early; its `FinalEvent` still comes."""
+        if request_id in self._open:
+            self._backend.abort(request_id)
+
+    def fail(self, error: MooncakeError) -> None:
+        """End the call: whoever waits in `batch` gets `error` after what has arrived."""
+        self._failure = error
+        self._wake()
+
+    def _take(self, event: OutputEvent) -> None:
+        if event.request_id not in self._open:
+            return
+        if isinstance(event, FinalEvent):
+            del self._open[event.request_id]
+        self._pending.append(event)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _abort_open(self) -> None:
+        ids, self._open = list(self._open), {}
+        for request_id in ids:
+            self._backend.abort(request_id)
+
+
+async def generate(backend: Backend, request: GenerateRequest) -> AsyncIterator[OutputEvent]:
+    """Yield the events of one request; closing the iterator early aborts it."""
+    async with EventStream(backend, [request]) as stream:
+        while events := await stream.batch():
+            for event in events:
+                yield event

@@ -1,0 +1,36 @@
+"""Settings of the door. Frozen; `launch` fills them from flags and files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiConfig:
+    """How and to whom the door is open. Every limit's answer is an error that names the limit."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 = any free port, told to the `ready` callback."""
+    served_model_names: tuple[str, ...] = ()
+    """Names that `model` may have, the first is reported back; empty = those of the model."""
+    api_keys: tuple[str, ...] = ()
+    """Any of them opens all routes; empty = no key is asked for."""
+    cors_origins: tuple[str, ...] = ()
+    """Web origins whose pages may call us; "*" = all."""
+    max_body_bytes: int = 32 * 1024 * 1024
+    """Larger bodies get 413. A prompt of 256k tokens is about 1.5 MB."""
+    max_choices: int = 128
+    """Largest `n`."""
+    max_sequences: int = 1024
+    """Largest number of prompts times `n` in one call."""
+    max_stops: int = 32
+    max_stop_chars: int = 1024
+    max_logprobs: int = 20
+    keep_alive_s: int = 120
+    """Idle connections stay open longer than usual proxies' 60 to 90 s, so that the proxy is the
+    one to close and never sends a request into a closing connection."""
+    drain_s: float = 30.0
+    """On shutdown, running requests get this long before they are ended with an error."""
+    access_log: bool = False
+    docs: bool = True

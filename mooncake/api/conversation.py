@@ -1,0 +1,62 @@
+"""A chat request's messages and tools in the form that chat templates expect. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mooncake.api.chat_template import ChatTemplate
+from mooncake.api.schema.chat import ChatMessage, Tool
+from mooncake.base import InvalidRequest
+
+
+def render_conversation(
+    template: ChatTemplate,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None,
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    kwargs: Mapping[str, Any] | None,
+) -> str:
+    """Return the prompt text of a conversation.
+
+    Raises:
+        InvalidRequest: the two flags contradict each other, or the template refused.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message exclude each other",
+            param="continue_final_message",
+        )
+    if kwargs and (reserved := RESERVED_KWARGS & set(kwargs)):
+        raise InvalidRequest(
+            f"chat_template_kwargs: {min(reserved)} is a field of its own",
+            param="chat_template_kwargs",
+        )
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    return template.render(
+        [template_message(message) for message in messages],
+        tools=[tool.raw for tool in tools] if tools else None,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=bool(continue_final_message),
+        kwargs=kwargs,
+    )
+
+
+RESERVED_KWARGS = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+)
+
+
+def template_message(message: ChatMessage) -> dict[str, Any]:
+    """Return a message as templates know it: text content, `developer` as system, the reasoning
+    under both its names, no absent fields."""
+    turn = message.model_dump(exclude_none=True)
+    turn["role"] = "system" if message.role == "developer" else message.role
+    turn["content"] = message.text
+    reasoning = message.reasoning or message.reasoning_content
+    if reasoning is not None:
+        turn["reasoning"] = turn["reasoning_content"] = reasoning
+    return turn

@@ -1,0 +1,156 @@
+"""What the routes share: the backend, the model, the settings, and which calls are running."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from mooncake import __version__
+from mooncake.api.backend import Backend
+from mooncake.api.config import ApiConfig
+from mooncake.api.errors import shorten
+from mooncake.api.generation import Call, Choice, TextOptions
+from mooncake.api.model import ServedModel
+from mooncake.api.sampling import choice_seed, request_priority
+from mooncake.api.schema.fields import GenerationFields
+from mooncake.base import (
+    GenerateRequest,
+    IdSource,
+    InvalidRequest,
+    ModelNotFound,
+    MooncakeError,
+    SamplingParams,
+    SystemIds,
+    Unavailable,
+)
+
+_log = logging.getLogger(__name__)
+
+THREAD_CHARS = 20_000
+"""Longer texts are encoded in a thread (about 5 ms of work), so that streams do not stutter."""
+
+MAX_LOGGED_NAMES = 16
+
+
+class Door:
+    """Owns the set of running calls; everything else in it is shared and read only."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: ServedModel,
+        config: ApiConfig,
+        *,
+        ids: IdSource | None = None,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self.backend = backend
+        self.model = model
+        self.config = config
+        self.names = config.served_model_names or model.names
+        self.fingerprint = f"mooncake-{__version__}"
+        self.draining = False
+        self._ids = ids or SystemIds()
+        self._wall_s = wall_s
+        self._calls: set[Call] = set()
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and self.backend.ready
+
+    def now_s(self) -> int:
+        """Return Unix time for `created`."""
+        return int(self._wall_s())
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model name we do not serve; no name means ours."""
+        if name is not None and name not in self.names:
+            raise ModelNotFound(
+                f"The model {shorten(name)} does not exist here; served: {', '.join(self.names)}",
+                param="model",
+            )
+
+    def check_fields(self, fields: GenerationFields) -> None:
+        """Refuse what we cannot honour, log what we do not know."""
+        if unknown := fields.refuse_unsupported():
+            names = ", ".join(shorten(name) for name in sorted(unknown)[:MAX_LOGGED_NAMES])
+            _log.warning("%d unknown request fields were ignored: %s", len(unknown), names)
+
+    async def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Tokenize `text`, in a thread when it is long."""
+        encode = self.model.tokenizer.encode
+        if len(text) <= THREAD_CHARS:
+            return encode(text, add_special=add_special)
+        return await asyncio.to_thread(encode, text, add_special=add_special)
+
+    def new_id(self) -> str:
+        """Return a fresh random id."""
+        return self._ids.hex(16)
+
+    def new_call(
+        self,
+        call_id: str,
+        prompts: Sequence[tuple[list[int], SamplingParams]],
+        fields: GenerationFields,
+    ) -> Call:
+        """Make the sequences of a call: `n` for each prompt, prompt by prompt.
+
+        Two calls may carry the same id of a client's choice, so the ids that the cluster sees end
+        in a random part.
+        """
+        if self.draining:
+            raise Unavailable("the server is shutting down", retry_after_s=self.config.drain_s)
+        n = fields.n or 1
+        if len(prompts) * n > self.config.max_sequences:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts with n={n} are more than {self.config.max_sequences} "
+                "sequences in one call",
+                param="prompt" if n == 1 else "n",
+            )
+        seed = self._ids.integer(64) if fields.seed is None else fields.seed
+        base = f"{call_id}-{self._ids.hex(4)}"
+        options = TextOptions(
+            stops=tuple(fields.stops),
+            include_stop=bool(fields.include_stop_str_in_output),
+            skip_special=fields.skip_special_tokens is not False,
+        )
+        requests: list[GenerateRequest] = []
+        for tokens, sampling in prompts:
+            for _ in range(n):
+                which = len(requests)
+                requests.append(
+                    GenerateRequest(
+                        request_id=f"{base}-{which}",
+                        prompt_tokens=tokens,
+                        sampling=msgspec.structs.replace(
+                            sampling, seed=choice_seed(seed, which % n)
+                        ),
+                        cache_salt=fields.cache_salt or "",
+                        priority=request_priority(fields),
+                    )
+                )
+        choices = [
+            Choice(which, request, self.model.tokenizer, options, self.model.eos_token_ids)
+            for which, request in enumerate(requests)
+        ]
+        return Call(self.backend, call_id, requests, choices, n)
+
+    def opened(self, call: Call) -> None:
+        """Remember a running call, so that a shutdown can end it."""
+        self._calls.add(call)
+
+    def closed(self, call: Call) -> None:
+        self._calls.discard(call)
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def fail_all(self, error: MooncakeError) -> None:
+        """End all running calls with `error`."""
+        for call in list(self._calls):
+            call.fail(error)

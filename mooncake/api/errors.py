@@ -1,0 +1,139 @@
+"""Errors as OpenAI clients expect them: `{"error": {message, type, param, code}}` and a status.
+
+Validation errors of pydantic are put into one readable sentence that names the field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from mooncake.base import Failure, InvalidRequest, MooncakeError
+
+MAX_ECHO_CHARS = 200
+"""Of a client's own input that is repeated in a message."""
+
+
+class ApiError(MooncakeError):
+    """An error with a status of its own: what a worker reported, or plain HTTP trouble."""
+
+    def __init__(
+        self,
+        status: int,
+        error_type: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.http_status = status
+        self.error_type = error_type
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """The inner object of an error reply."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """What every failed call gets."""
+
+    error: ErrorInfo
+
+
+def error_reply(error: MooncakeError) -> bytes:
+    """Return the JSON body for `error`."""
+    info = ErrorInfo(error.message, error.error_type, error.param, error.http_status)
+    return msgspec.json.encode(ErrorReply(info))
+
+
+def error_headers(error: MooncakeError) -> dict[str, str]:
+    """Return the headers for `error`: when to try again, whom to authenticate to."""
+    headers: dict[str, str] = {}
+    if error.http_status in (429, 503):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
+    if error.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers
+
+
+def failure_error(failure: Failure) -> ApiError:
+    """Turn what the cluster reported into the error the client sees."""
+    return ApiError(
+        failure.status,
+        failure.error_type,
+        failure.message,
+        param=failure.param,
+        retry_after_s=failure.retry_after_s,
+    )
+
+
+def validation_error(error: ValidationError, body: bytes) -> InvalidRequest:
+    """Turn pydantic's findings about `body` into one error that names the first wrong field."""
+    findings = error.errors(include_url=False, include_context=False)
+    first = findings[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {first['msg']}")
+    document = _parse(body)
+    path = _real_path(first, document)
+    reasons = [_reason(item["msg"]) for item in findings if _real_path(item, document) == path]
+    param = _spell(path)
+    message = " or ".join(dict.fromkeys(reasons))
+    return InvalidRequest(f"{param}: {message}" if param else message, param=param or None)
+
+
+def shorten(value: object) -> str:
+    """Return a client's value for a message, cut to a sensible length."""
+    text = repr(value)
+    return text if len(text) <= MAX_ECHO_CHARS else f"{text[: MAX_ECHO_CHARS - 1]}…"
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _real_path(finding: Mapping[str, Any], document: Any) -> tuple[int | str, ...]:
+    """Keep those steps of a location that exist in the document: pydantic also names the members
+    of unions there."""
+    path: list[int | str] = []
+    for step in finding["loc"]:
+        if _holds(document, step):
+            document = document[step]
+        elif finding["type"] != "missing" or step != finding["loc"][-1]:
+            continue
+        path.append(step)
+    return tuple(path)
+
+
+def _holds(document: Any, step: int | str) -> bool:
+    if isinstance(document, list):
+        return isinstance(step, int) and step < len(document)
+    return isinstance(document, dict) and step in document
+
+
+def _spell(path: Iterable[int | str]) -> str:
+    """Write a path as clients do: `messages[0].content`."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
+    return text
+
+
+def _reason(message: str) -> str:
+    text = message.removeprefix("Value error, ")
+    if text.startswith("Input should be "):
+        return f"must be {text.removeprefix('Input should be ')}"
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,157 @@
+"""Drives the gateway machine from an asyncio loop: messages in, timer, calls from the door.
+
+Owns the loop's side only (reader, timer, thread hand-over). Every call into the machine is made in
+the loop's thread; `worker_lost_threadsafe` is the one entrance for other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from mooncake.api.backend import Sink
+from mooncake.base import Clock, GenerateRequest
+
+_log = logging.getLogger(__name__)
+
+MAX_READS_A_TURN = 64
+"""Reads of the channel before other tasks of the loop get their turn."""
+
+
+class GatewayMachine(Protocol):
+    """The part of `scheduler.gateway.Gateway` that is used here."""
+
+    def submit(self, request: GenerateRequest, sink: Sink, now: float) -> None: ...
+
+    def abort(self, request_id: str, now: float) -> None: ...
+
+    def handle(self, event: msgspec.Struct, now: float) -> None: ...
+
+    def tick(self, now: float) -> float | None: ...
+
+    def worker_lost(self, worker_id: str, now: float) -> None: ...
+
+    def status(self, now: float) -> Any: ...
+
+    def drain(self, now: float) -> None: ...
+
+
+class Inbox(Protocol):
+    """The reading side of a channel (`rpc.channel.PolledChannel`)."""
+
+    def fileno(self) -> int: ...
+
+    def receive(self) -> Sequence[msgspec.Struct]: ...
+
+
+class GatewayBackend:
+    """A `Backend` over the gateway machine. `start` and `stop` are called in the loop.
+
+    `is_ready` looks at the machine's status and says whether it would place a request.
+    """
+
+    def __init__(
+        self,
+        gateway: GatewayMachine,
+        inbox: Inbox,
+        clock: Clock,
+        *,
+        is_ready: Callable[[Any], bool],
+        metrics: Callable[[], bytes],
+    ) -> None:
+        self._gateway = gateway
+        self._inbox = inbox
+        self._clock = clock
+        self._is_ready = is_ready
+        self._metrics = metrics
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._turn: asyncio.Handle | None = None
+        self._draining = False
+
+    def start(self) -> None:
+        """Begin to read the channel and to keep the machine's time."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._inbox.fileno(), self._schedule_turn)
+        self._schedule_turn()
+
+    def stop(self) -> None:
+        """Leave the loop; the machine and the channel stay with their owner."""
+        loop, self._loop = self._loop, None
+        if loop is None:
+            return
+        loop.remove_reader(self._inbox.fileno())
+        for handle in (self._timer, self._turn):
+            if handle is not None:
+                handle.cancel()
+        self._timer = self._turn = None
+
+    @property
+    def ready(self) -> bool:
+        if self._loop is None or self._draining:
+            return False
+        return self._is_ready(self.status())
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        self._gateway.submit(request, sink, self._clock.now())
+        self._schedule_turn()
+
+    def abort(self, request_id: str) -> None:
+        self._gateway.abort(request_id, self._clock.now())
+        self._schedule_turn()
+
+    def status(self) -> Any:
+        return self._gateway.status(self._clock.now())
+
+    def metrics(self) -> bytes:
+        return self._metrics()
+
+    def drain(self) -> None:
+        self._draining = True
+        self._gateway.drain(self._clock.now())
+        self._schedule_turn()
+
+    def worker_lost_threadsafe(self, worker_id: str) -> None:
+        """Tell the machine that a worker's process ended; callable from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._worker_lost, worker_id)
+
+    def _worker_lost(self, worker_id: str) -> None:
+        self._gateway.worker_lost(worker_id, self._clock.now())
+        self._schedule_turn()
+
+    def _schedule_turn(self) -> None:
+        """One turn is enough for everything that happens before the loop gets to it."""
+        if self._loop is not None and self._turn is None:
+            self._turn = self._loop.call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._turn = None
+        if self._loop is None:
+            return
+        # A channel's descriptor may be edge-triggered, so it is read until nothing is left.
+        for _ in range(MAX_READS_A_TURN):
+            events = self._inbox.receive()
+            if not events:
+                break
+            for event in events:
+                self._handle(event)
+        else:
+            self._schedule_turn()
+        now = self._clock.now()
+        wake_s = self._gateway.tick(now)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if wake_s is not None:
+            self._timer = self._loop.call_later(max(0.0, wake_s - now), self._schedule_turn)
+
+    def _handle(self, event: msgspec.Struct) -> None:
+        try:
+            self._gateway.handle(event, self._clock.now())
+        except Exception:  # one bad message must not silence the gateway for everybody
+            _log.exception("the gateway failed on a %s", type(event).__name__)

@@ -1,0 +1,250 @@
+"""One HTTP call's generation: several sequences, each with its text, stop strings and end.
+
+`Choice` turns one sequence's events into text; `Call` runs all of them and is what a shutdown or a
+disconnect ends. Replies and streams are made from the same `Delta`s, so they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import msgspec
+
+from mooncake.api.backend import Backend, EventStream
+from mooncake.api.errors import failure_error
+from mooncake.api.stream import Detokenizer, StopMatcher
+from mooncake.api.tokenizer import Tokenizer
+from mooncake.base import (
+    FinalEvent,
+    FinishReason,
+    GenerateRequest,
+    InternalError,
+    MooncakeError,
+    OutputEvent,
+    TokenLogprobs,
+    TokensEvent,
+    Unavailable,
+)
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens become text, the same for all choices of a call."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """What was added to one choice since the last `Delta` of it."""
+
+    index: int
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    """As long as `tokens` when asked for, else empty."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    """"stop" or "length" with the last one."""
+    stop_reason: int | str | None = None
+    """The stop string or extra stop id that ended it; None for the model's own end of text."""
+
+
+class Choice:
+    """Text and end of one sequence. Fed with its events, asked for what is new with `take`."""
+
+    def __init__(
+        self,
+        index: int,
+        request: GenerateRequest,
+        tokenizer: Tokenizer,
+        options: TextOptions,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.num_cached_tokens: int | None = None
+        self.finish_reason: str | None = None
+        self._eos = frozenset(eos_token_ids)
+        self._stop_ids = frozenset(request.sampling.stop_token_ids)
+        self._min_tokens = request.sampling.min_tokens
+        self._include_stop = options.include_stop
+        self._detokenizer = Detokenizer(tokenizer, skip_special=options.skip_special)
+        self._matcher = StopMatcher(options.stops, include_stop=options.include_stop)
+        self._held_stop_id: int | None = None
+        self._stop_reason: int | str | None = None
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def feed(self, event: OutputEvent) -> None:
+        """Take the next event; what comes after the end of the text is ignored.
+
+        Raises:
+            MooncakeError: the sequence was refused, failed, or was ended by the server.
+        """
+        if isinstance(event, FinalEvent):
+            self.num_cached_tokens = event.num_cached_tokens
+            if not self.finished:
+                self._end(event)
+        elif not self.finished:
+            self._add(event)
+
+    def take(self) -> Delta:
+        """Return what is new since the last call."""
+        delta = Delta(
+            index=self.index,
+            text="".join(self._text),
+            tokens=self._tokens,
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+        self._text, self._tokens, self._logprobs = [], [], []
+        self._prompt_logprobs = None
+        return delta
+
+    def _add(self, event: TokensEvent) -> None:
+        # A sequence that went on on another worker may repeat what we have.
+        repeated = self.num_tokens - event.start
+        if repeated < 0:
+            raise InternalError(f"tokens {self.num_tokens} to {event.start} of the answer are lost")
+        if event.prompt_logprobs is not None and self.num_tokens == 0:
+            self._prompt_logprobs = event.prompt_logprobs
+        for at in range(repeated, len(event.tokens)):
+            self._tokens.append(event.tokens[at])
+            if event.logprobs is not None:
+                self._logprobs.append(event.logprobs[at])
+            self.num_tokens += 1
+            self._show(event.tokens[at])
+            if self.finished:
+                return
+
+    def _show(self, token: int) -> None:
+        """Turn one token into text. A stop id is held back: it only shows if it does not stop."""
+        if self._held_stop_id is not None:
+            held, self._held_stop_id = self._held_stop_id, None
+            self._show_text(self._detokenizer.push(held))
+        if token in self._stop_ids and not self.finished:
+            self._held_stop_id = token
+        elif not self.finished:
+            self._show_text(self._detokenizer.push(token))
+
+    def _show_text(self, text: str) -> None:
+        if self.num_tokens <= self._min_tokens:
+            self._text.append(text)
+            return
+        shown, stop = self._matcher.push(text)
+        self._text.append(shown)
+        if stop is not None:
+            self.finish_reason = "stop"
+            self._stop_reason = stop
+
+    def _end(self, event: FinalEvent) -> None:
+        if event.failure is not None:
+            raise failure_error(event.failure)
+        if event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise Unavailable("the server ended this request before it was finished; try again")
+        stop_id = event.stop_token_id
+        held, self._held_stop_id = self._held_stop_id, None
+        if held is not None and (held != stop_id or self._include_stop):
+            self._show_text(self._detokenizer.push(held))
+        if self.finished:
+            return
+        self._text.append(self._matcher.flush())
+        self.finish_reason = event.reason.value
+        if stop_id is not None and stop_id not in self._eos:
+            self._stop_reason = stop_id
+
+
+class Call:
+    """All sequences of one HTTP call. Leaving the `async with` block aborts what still runs."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        call_id: str,
+        requests: Sequence[GenerateRequest],
+        choices: Sequence[Choice],
+        num_per_prompt: int,
+    ) -> None:
+        self.call_id = call_id
+        self.requests = requests
+        self.choices = choices
+        self._num_per_prompt = num_per_prompt
+        self._by_id = {
+            request.request_id: choice for request, choice in zip(requests, choices, strict=True)
+        }
+        self._stream = EventStream(backend, requests)
+
+    async def __aenter__(self) -> Call:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stream.__aexit__(kind, error, trace)
+
+    def fail(self, error: MooncakeError) -> None:
+        """End the call from outside: whoever waits for deltas gets `error`."""
+        self._stream.fail(error)
+
+    async def deltas(self) -> list[Delta] | None:
+        """Return what is new, one `Delta` a choice at most (possibly none); None at the end.
+
+        Raises:
+            MooncakeError: a sequence was refused or failed, or the call was ended by `fail`.
+        """
+        events = await self._stream.batch()
+        if not events:
+            return None
+        return [choice.take() for choice in self._feed(events)]
+
+    async def finish(self) -> list[Delta]:
+        """Run to the end and return the whole of every choice, in order."""
+        while events := await self._stream.batch():
+            self._feed(events)
+        return [choice.take() for choice in self.choices]
+
+    def _feed(self, events: Sequence[OutputEvent]) -> list[Choice]:
+        """Feed every choice and return those that have something new."""
+        fed: dict[int, Choice] = {}
+        for event in events:
+            choice = self._by_id[event.request_id]
+            was_finished = choice.finished
+            choice.feed(event)
+            if was_finished:
+                continue
+            fed[choice.index] = choice
+            if choice.finished and not isinstance(event, FinalEvent):
+                self._stream.abort(event.request_id)  # a stop string ended it
+        return list(fed.values())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts, each counted once however many choices it has."""
+        return sum(len(request.prompt_tokens) for request in self._first_of_prompts())
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed, of the first choice of each prompt."""
+        firsts = self.choices[:: self._num_per_prompt]
+        return sum(choice.num_cached_tokens or 0 for choice in firsts)
+
+    def _first_of_prompts(self) -> Sequence[GenerateRequest]:
+        return self.requests[:: self._num_per_prompt]

@@ -1,0 +1,176 @@
+"""HTTP's side of a call: reading bodies within limits, JSON and event-stream replies, disconnects.
+
+Pure of models and text: a `Renderer` says what goes into the replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mooncake.api.door import Door
+from mooncake.api.errors import ApiError, error_headers, error_reply, validation_error
+from mooncake.api.generation import Call, Delta
+from mooncake.base import InternalError, MooncakeError
+
+_log = logging.getLogger(__name__)
+
+Body = TypeVar("Body", bound=BaseModel)
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(MooncakeError):
+    """The client closed the connection; nobody reads a reply."""
+
+
+class Renderer(Protocol):
+    """Writes the replies of one call."""
+
+    def whole(self, call: Call, deltas: list[Delta]) -> bytes:
+        """Return the JSON body for a finished call; `deltas` are the whole choices in order."""
+
+    def begin(self, call: Call) -> list[bytes]:
+        """Return the JSON of the events before the first token."""
+
+    def chunk(self, call: Call, delta: Delta) -> list[bytes]:
+        """Return the JSON of the events for `delta`."""
+
+    def end(self, call: Call) -> list[bytes]:
+        """Return the JSON of the events after the last token."""
+
+
+async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
+    """Read, size-check, parse and validate the body of `request`.
+
+    Raises:
+        MooncakeError: 413 too large, 415 not JSON, 400 not valid; the message names the field.
+    """
+    content_type = request.headers.get("content-type", "application/json")
+    media = content_type.split(";", 1)[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        raise ApiError(
+            415,
+            "UnsupportedMediaTypeError",
+            f"the body must be JSON: send 'Content-Type: application/json', not {media[:80]!r}",
+        )
+    too_large = ApiError(
+        413, "RequestTooLargeError", f"the body is larger than the limit of {max_bytes} bytes"
+    )
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise too_large
+        parts.append(part)
+    body = b"".join(parts)
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise validation_error(error, body) from error
+
+
+def call_id(prefix: str, request: Request, given: str | None) -> str:
+    """Return the id of a call: the body's word for it, else the request's (header or random)."""
+    return f"{prefix}-{given or request.state.request_id}"
+
+
+def json_response(body: bytes, status: int = 200) -> Response:
+    """Return a reply of ready JSON."""
+    return Response(body, status_code=status, media_type="application/json")
+
+
+def error_response(error: MooncakeError) -> Response:
+    """Return the reply for `error`."""
+    return Response(
+        error_reply(error),
+        status_code=error.http_status,
+        headers=error_headers(error),
+        media_type="application/json",
+    )
+
+
+class CallResponse(Response):
+    """Runs a call and sends its reply; the call ends with the connection.
+
+    A streaming reply's headers wait for the first token, so a refusal still has its own status.
+    """
+
+    def __init__(self, door: Door, call: Call, renderer: Renderer, *, stream: bool) -> None:
+        super().__init__()
+        self._door = door
+        self._call = call
+        self._renderer = renderer
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = self._call
+        self._door.opened(call)
+        watcher = asyncio.create_task(_watch_disconnect(receive, call))
+        try:
+            async with call:
+                await self._reply(scope, receive, send)
+        except ClientGone:
+            _log.debug("a client disconnected")
+        except MooncakeError as error:  # before anything was sent; a stream keeps its own errors
+            await error_response(error)(scope, receive, send)
+        finally:
+            watcher.cancel()
+            self._door.closed(call)
+
+    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._stream:
+            await self._send_stream(send, await self._call.deltas())
+        else:
+            body = self._renderer.whole(self._call, await self._call.finish())
+            await json_response(body)(scope, receive, send)
+
+    async def _send_stream(self, send: Send, deltas: list[Delta] | None) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        try:
+            events = self._renderer.begin(self._call)
+            while deltas is not None:
+                for delta in deltas:
+                    events += self._renderer.chunk(self._call, delta)
+                if events:
+                    await _send_events(send, events)
+                events = []
+                deltas = await self._call.deltas()
+            events = self._renderer.end(self._call)
+        except ClientGone:
+            raise
+        except MooncakeError as error:
+            events = [error_reply(error)]
+        except Exception:
+            _log.exception("a stream failed")
+            events = [error_reply(InternalError("the server failed while it streamed the answer"))]
+        await _send_events(send, events)
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the stream otherwise
+]
+
+
+async def _send_events(send: Send, events: list[bytes]) -> None:
+    body = b"".join(b"data: %b\n\n" % event for event in events)
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _watch_disconnect(receive: Receive, call: Call) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    call.fail(ClientGone("the client closed the connection"))

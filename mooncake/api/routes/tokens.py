@@ -1,0 +1,55 @@
+"""`POST /tokenize` and `POST /detokenize`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mooncake.api.conversation import render_conversation
+from mooncake.api.door import Door
+from mooncake.api.http import json_response, read_body
+from mooncake.api.sampling import check_ids
+from mooncake.api.schema.openapi import json_body
+from mooncake.api.schema.replies import DetokenizeReply, TokenizeReply, encode
+from mooncake.api.schema.tokens import DetokenizeRequest, TokenizeRequest
+
+
+def token_routes(door: Door) -> APIRouter:
+    """Return the tokenizer routes over `door`."""
+    router = APIRouter()
+    tokenizer = door.model.tokenizer
+
+    @router.post("/tokenize", openapi_extra=json_body(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Return the ids of a prompt, or of a conversation after the chat template."""
+        body = await read_body(request, TokenizeRequest, door.config.max_body_bytes)
+        door.check_model(body.model)
+        if body.messages is not None:
+            text = render_conversation(
+                door.model.template,
+                body.messages,
+                body.tools,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                kwargs=body.chat_template_kwargs,
+            )
+            add_special = bool(body.add_special_tokens)
+        else:
+            text = body.prompt or ""
+            add_special = body.add_special_tokens is not False
+        tokens = await door.encode(text, add_special=add_special)
+        reply = TokenizeReply(len(tokens), door.model.max_model_len, tokens)
+        if body.return_token_strs:
+            reply.token_strs = [tokenizer.decode([token]) for token in tokens]
+        return json_response(encode(reply))
+
+    @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """Return the text of token ids, special tokens included."""
+        body = await read_body(request, DetokenizeRequest, door.config.max_body_bytes)
+        door.check_model(body.model)
+        check_ids("tokens", body.tokens, door.model)
+        return json_response(encode(DetokenizeReply(tokenizer.decode(body.tokens))))
+
+    return router

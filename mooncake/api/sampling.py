@@ -1,0 +1,193 @@
+"""From a validated body to `SamplingParams`: defaults filled in, ids and lengths checked against
+the model. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+
+from mooncake.api.config import ApiConfig
+from mooncake.api.errors import shorten
+from mooncake.api.model import ServedModel
+from mooncake.api.schema.fields import GenerationFields
+from mooncake.base import ContextTooLong, InvalidRequest, Priority, SamplingParams
+
+SEED_SPACE = 2**64
+
+Number = TypeVar("Number", int, float)
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What chat and completions spell differently."""
+
+    max_tokens: int | None
+    """None = not asked: `default_max_tokens`."""
+    max_tokens_param: str
+    default_max_tokens: int | None = None
+    """None = the rest of the context, which no default exceeds."""
+    num_logprobs: int | None
+    logprobs_param: str
+    num_prompt_logprobs: int | None
+
+
+def sampling_params(
+    fields: GenerationFields, wanted: Wanted, model: ServedModel, config: ApiConfig
+) -> SamplingParams:
+    """Return the settings of all choices but for seed and, where it depends on the prompt,
+    `max_tokens`.
+
+    Raises:
+        InvalidRequest: names the first field out of range.
+    """
+    _check_limits(fields, wanted, config)
+    defaults = model.defaults
+    stop_ids = list(fields.stop_token_ids or [])
+    check_ids("stop_token_ids", stop_ids, model)
+    if not fields.ignore_eos:
+        stop_ids += model.eos_token_ids
+    allowed = list(fields.allowed_token_ids or [])
+    check_ids("allowed_token_ids", allowed, model)
+    if fields.allowed_token_ids is not None and not allowed:
+        raise InvalidRequest("allowed_token_ids: must not be empty", param="allowed_token_ids")
+    return SamplingParams(
+        max_tokens=wanted.max_tokens or 0,
+        min_tokens=fields.min_tokens or 0,
+        temperature=_first(fields.temperature, defaults.temperature),
+        top_p=_first(fields.top_p, defaults.top_p),
+        top_k=max(0, _first(fields.top_k, defaults.top_k)),
+        min_p=_first(fields.min_p, defaults.min_p),
+        repetition_penalty=_first(fields.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(fields, model),
+        allowed_token_ids=allowed,
+        stop_token_ids=list(dict.fromkeys(stop_ids)),
+        ignore_eos=bool(fields.ignore_eos),
+        num_logprobs=wanted.num_logprobs,
+        num_prompt_logprobs=wanted.num_prompt_logprobs,
+    )
+
+
+def fit_prompt(
+    tokens: list[int], fields: GenerationFields, sampling: SamplingParams, model: ServedModel
+) -> list[int]:
+    """Return the prompt, cut where `truncate_prompt_tokens` asks for it.
+
+    Raises:
+        InvalidRequest: the prompt is empty or has ids the model does not know.
+    """
+    keep = fields.truncate_prompt_tokens
+    if keep is not None:
+        if keep == -1:
+            keep = model.max_model_len - max(1, sampling.max_tokens)
+        if len(tokens) > keep:
+            right = fields.truncation_side == "right"
+            tokens = tokens[:keep] if right else tokens[len(tokens) - keep :]
+    if not tokens:
+        raise InvalidRequest("the prompt is empty: it needs at least one token", param="prompt")
+    return tokens
+
+
+def fit_output(
+    num_prompt_tokens: int, sampling: SamplingParams, wanted: Wanted, model: ServedModel
+) -> SamplingParams:
+    """Return `sampling` with `max_tokens` for this prompt: what was asked, else what is left.
+
+    Raises:
+        ContextTooLong: prompt and output do not fit the context together.
+    """
+    limit = model.max_model_len
+    if num_prompt_tokens >= limit:
+        raise ContextTooLong(
+            f"This model's maximum context length is {limit} tokens. However, the prompt has "
+            f"{num_prompt_tokens} tokens, which leaves no room for an answer. Please shorten it.",
+            param="messages" if wanted.max_tokens_param == "max_completion_tokens" else "prompt",
+        )
+    if wanted.max_tokens is None:
+        left = limit - num_prompt_tokens
+        default = wanted.default_max_tokens
+        sampling = msgspec.structs.replace(
+            sampling, max_tokens=left if default is None else min(default, left)
+        )
+    elif num_prompt_tokens + wanted.max_tokens > limit:
+        raise ContextTooLong(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{num_prompt_tokens + wanted.max_tokens} tokens ({num_prompt_tokens} in the prompt, "
+            f"{wanted.max_tokens} in the answer). Please ask for less or shorten the prompt.",
+            param=wanted.max_tokens_param,
+        )
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: {sampling.min_tokens} is more than the answer's limit of "
+            f"{sampling.max_tokens} tokens",
+            param="min_tokens",
+        )
+    return sampling
+
+
+def check_ids(name: str, tokens: Iterable[int], model: ServedModel) -> None:
+    """Refuse ids that the model does not know; `name` is the field they came in."""
+    size = model.spec.vocab_size
+    for token in tokens:
+        if not 0 <= token < size:
+            raise InvalidRequest(
+                f"{name}: token id {token} is out of range, the vocabulary has {size} ids",
+                param=name,
+            )
+
+
+def choice_seed(seed: int, which: int) -> int:
+    """Return the seed of sequence `which` of a call: the call's seed plus its number, modulo 2**64.
+
+    So choice 0 of a seeded call equals the same call with n=1, and choice i the call with seed+i.
+    """
+    return (seed + which) % SEED_SPACE
+
+
+def request_priority(fields: GenerationFields) -> Priority:
+    """Return the class of service a request asks for."""
+    if isinstance(fields.priority, str):
+        return Priority(fields.priority)
+    level = fields.priority or 0
+    if level < 0:
+        return Priority.PREMIUM
+    return Priority.BATCH if level > 0 else Priority.INTERACTIVE
+
+
+def _first(asked: Number | None, default: Number) -> Number:
+    return default if asked is None else asked
+
+
+def _check_limits(fields: GenerationFields, wanted: Wanted, config: ApiConfig) -> None:
+    if (fields.n or 1) > config.max_choices:
+        raise InvalidRequest(f"n: at most {config.max_choices} choices per prompt", param="n")
+    stops = fields.stops
+    if len(stops) > config.max_stops:
+        raise InvalidRequest(f"stop: at most {config.max_stops} stop strings", param="stop")
+    if any(not 1 <= len(stop) <= config.max_stop_chars for stop in stops):
+        raise InvalidRequest(
+            f"stop: a stop string has 1 to {config.max_stop_chars} characters", param="stop"
+        )
+    for name, number in (
+        (wanted.logprobs_param, wanted.num_logprobs),
+        ("prompt_logprobs", wanted.num_prompt_logprobs),
+    ):
+        if number is not None and number > config.max_logprobs:
+            raise InvalidRequest(
+                f"{name}: {number} is more than the limit of {config.max_logprobs}", param=name
+            )
+
+
+def _logit_bias(fields: GenerationFields, model: ServedModel) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in (fields.logit_bias or {}).items():
+        if not key.isdecimal() or not key.isascii() or len(key) > 10:
+            raise InvalidRequest(
+                f"logit_bias: {shorten(key)} is not a token id", param="logit_bias"
+            )
+        bias[int(key)] = value
+    check_ids("logit_bias", bias, model)
+    return bias

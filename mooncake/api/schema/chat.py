@@ -1,0 +1,144 @@
+"""The body of `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
+
+from mooncake.api.schema.fields import GenerationFields
+
+
+class FunctionCall(BaseModel):
+    """A call the model made earlier in the conversation."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str = Field(min_length=1)
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(BaseModel):
+    """One entry of an assistant turn's `tool_calls`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ContentPart(BaseModel):
+    """A piece of a message's content; this model takes text only."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+    text: str | None = None
+
+    @field_validator("type")
+    @classmethod
+    def _is_text(cls, value: str) -> str:
+        if value not in ("text", "input_text", "output_text", "refusal"):
+            raise ValueError(f"content of type {value[:40]!r} is not supported, only text")
+        return value
+
+
+class ChatMessage(BaseModel):
+    """One turn of the conversation."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text; None and empty lists are the empty text."""
+        if isinstance(self.content, list):
+            return "".join(part.text or "" for part in self.content)
+        return self.content or ""
+
+
+class FunctionSpec(BaseModel):
+    """A function the model may call."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """One entry of `tools`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"]
+    function: FunctionSpec
+    _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_raw(cls, value: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
+        tool = handler(value)
+        tool.remember(value)
+        return tool
+
+    def remember(self, raw: dict[str, Any]) -> None:
+        """Keep what the client wrote, in its own order."""
+        self._raw = raw
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """What the client wrote: that goes into prompts."""
+        return self._raw
+
+
+class NamedFunction(BaseModel):
+    """The function in a named `tool_choice`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str
+
+
+class NamedToolChoice(BaseModel):
+    """`tool_choice` that names the function to call."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(GenerationFields):
+    """Answer a conversation."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """Wins over `max_tokens`, its older name."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None

@@ -1,0 +1,26 @@
+"""The body of `POST /v1/completions`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from mooncake.api.schema.fields import GenerationFields, TokenId
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionRequest(GenerationFields):
+    """Go on with one or more prompts, given as text or token ids."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: int | None = Field(None, ge=0)
+    """Also of so many most likely tokens."""
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts as a list, each text or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        ids = [item for item in prompt if isinstance(item, int)]
+        return [ids] if ids else [item for item in prompt if not isinstance(item, int)]

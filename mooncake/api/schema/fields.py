@@ -1,0 +1,142 @@
+"""What every generating call may ask for: OpenAI's fields and vLLM's extras.
+
+Types are strict as OpenAI's are ("5" is no integer). Unknown fields are accepted and logged, known
+ones that this engine cannot honour are refused, so that nothing is ignored silently.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from mooncake.base import InvalidRequest
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+QUIET_FIELDS = frozenset(
+    {
+        "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+        "service_tier", "session_id", "spaces_between_special_tokens", "store", "user",
+    }
+)  # fmt: skip
+"""Accepted without a word: they have no effect on the tokens here."""
+
+UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "this model writes text only"),
+    "bad_words": (([],), "ban single tokens with logit_bias instead"),
+    "best_of": ((1,), "ask for n choices and pick one"),
+    "chat_template": ((), "templates come from the checkpoint"),
+    "function_call": (("none",), "use tools and tool_choice"),
+    "functions": (([],), "use tools"),
+    "guided_choice": ((), "structured output is not supported yet"),
+    "guided_grammar": ((), "structured output is not supported yet"),
+    "guided_json": ((), "structured output is not supported yet"),
+    "guided_regex": ((), "structured output is not supported yet"),
+    "length_penalty": ((1, 1.0), "beam search is not supported"),
+    "logprob_token_ids": (([],), "use top_logprobs"),
+    "modalities": ((["text"],), "this model writes text only"),
+    "prompt_embeds": ((), "send text or token ids"),
+    "repetition_detection": ((), "use repetition_penalty"),
+    "response_format": (({"type": "text"},), "structured output is not supported yet"),
+    "structured_outputs": ((), "structured output is not supported yet"),
+    "suffix": (("",), "this model does not fill in the middle"),
+    "thinking_token_budget": ((), "limit the whole answer with max_tokens"),
+    "use_beam_search": ((False,), "sample with n instead"),
+}
+"""Field -> (values that ask for nothing, what to do instead). null always asks for nothing."""
+
+
+class StreamOptions(BaseModel):
+    """What else a stream carries."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    include_usage: bool | None = None
+    """One more chunk at the end, with usage and no choices."""
+    continuous_usage_stats: bool | None = None
+    """Usage so far in every chunk."""
+
+
+class GenerationFields(BaseModel):
+    """Root of the chat and completion requests. None = the model's default."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    min_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    """0 and -1 = off."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Keep so many tokens of the prompt; -1 = as many as fit."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Which end is cut off; left by default, so that the newest text stays."""
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | Literal["premium", "interactive", "batch"] | None = None
+    """Lower is sooner, as in vLLM: below 0 premium, 0 interactive, above 0 batch."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=128)
+    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
+
+    @field_validator("cache_salt")
+    @classmethod
+    def _salt_is_plain(cls, value: str | None) -> str | None:
+        if value is not None and any(letter in value for letter in "@/\\\0"):
+            raise ValueError("must not contain @ / \\ or NUL")
+        return value
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def refuse_unsupported(self) -> list[str]:
+        """Refuse fields we know and cannot honour; return the names of those we do not know.
+
+        Raises:
+            InvalidRequest: names the field and what to do instead.
+        """
+        unknown: list[str] = []
+        for name, value in (self.model_extra or {}).items():
+            if name in UNSUPPORTED_FIELDS:
+                neutral, advice = UNSUPPORTED_FIELDS[name]
+                if value is not None and value not in neutral:
+                    raise InvalidRequest(f"{name} is not supported: {advice}", param=name)
+            elif name not in QUIET_FIELDS:
+                unknown.append(name)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest(
+                "stream_options is only allowed with stream=true", param="stream_options"
+            )
+        return unknown

@@ -1,0 +1,206 @@
+"""What we send, as msgspec structs: encoding one is a microsecond, which a token stream needs.
+
+Fields left UNSET do not appear; None appears as null, as OpenAI's clients expect.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+encode = msgspec.json.Encoder().encode
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    """How much of the prompt was reused."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What the call cost, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class TokenLogprob(msgspec.Struct):
+    """One candidate in chat form."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct):
+    """One sampled token in chat form, with the most likely candidates."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """`logprobs` of a chat choice."""
+
+    content: list[ChatLogprob]
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """`logprobs` of a completion choice: four columns of equal length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct):
+    """One candidate of a prompt position (vLLM's form)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class FunctionText(msgspec.Struct, omit_defaults=True):
+    """Name and arguments of a call, or a piece of the arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallReply(msgspec.Struct):
+    """A call the model makes; in a stream, the piece of it with this index."""
+
+    function: FunctionText
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+class ChatText(msgspec.Struct):
+    """A message, or what a chunk adds to it."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallReply] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer."""
+
+    index: int
+    message: ChatText
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatReply(msgspec.Struct):
+    """The whole answer to a chat request."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """What a chunk adds to one answer."""
+
+    index: int
+    delta: ChatText
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    """One event of a chat stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct):
+    """One continuation, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionReply(msgspec.Struct):
+    """The whole answer to a completion request, or one event of its stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(msgspec.Struct):
+    """One name under which the model is served."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    permission: list[Any]
+
+
+class ModelList(msgspec.Struct):
+    """`GET /v1/models`."""
+
+    object: str
+    data: list[ModelCard]
+
+
+class TokenizeReply(msgspec.Struct):
+    """`POST /tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeReply(msgspec.Struct):
+    """`POST /detokenize`."""
+
+    prompt: str

@@ -1,0 +1,41 @@
+"""The bodies of `POST /tokenize` and `POST /detokenize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mooncake.api.schema.chat import ChatMessage, Tool
+from mooncake.api.schema.fields import TokenId
+
+
+class TokenizeRequest(BaseModel):
+    """Either `prompt` or `messages`, which go through the chat template first."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("exactly one of prompt and messages is needed")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """Token ids to be spelled as text, special tokens included."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    tokens: list[TokenId]

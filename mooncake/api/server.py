@@ -1,0 +1,102 @@
+"""Serves the door with uvicorn inside a running event loop, and shuts it down in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from mooncake.api.config import ApiConfig
+from mooncake.api.door import Door
+from mooncake.base import ConfigError, Unavailable
+
+_log = logging.getLogger(__name__)
+
+LISTEN_BACKLOG = 2048
+START_POLL_S = 0.01
+GRACE_S = 2.0
+"""After the drain time, for the last events to leave."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: signals are the launcher's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(config: ApiConfig) -> socket.socket:
+    """Return a listening socket for `config`.
+
+    Raises:
+        ConfigError: the address is taken or is not ours.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server(
+            (config.host, config.port), family=family, backlog=LISTEN_BACKLOG
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; "
+            "choose another --port"
+        ) from error
+
+
+async def serve(
+    app: FastAPI,
+    config: ApiConfig,
+    *,
+    stop: asyncio.Event,
+    ready: Callable[[str, int], None] | None = None,
+    listener: socket.socket | None = None,
+) -> None:
+    """Serve `app` until `stop` is set, then drain.
+
+    `ready` is called with host and port once connections are accepted. On `stop` no new
+    connections or requests are taken, running ones get `config.drain_s`, what is left then ends
+    with a 503 error.
+    """
+    door: Door = app.state.door
+    listener = listener or bind(config)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=config.access_log,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=config.keep_alive_s,
+            timeout_graceful_shutdown=int(config.drain_s + GRACE_S) + 1,
+            server_header=False,
+        )
+    )
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        while not server.started and not running.done():
+            await asyncio.sleep(START_POLL_S)
+        if ready is not None and server.started:
+            host, port = listener.getsockname()[:2]
+            ready(host, port)
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        door.draining = True
+        door.backend.drain()
+        server.should_exit = True
+        done, _ = await asyncio.wait({running}, timeout=config.drain_s)
+        if not done:
+            _log.warning("ending %d calls that did not finish in time", door.num_calls)
+            door.fail_all(Unavailable("the server is shutting down", retry_after_s=1.0))
+        await running
+    finally:
+        stopping.cancel()
+        if not running.done():
+            running.cancel()
+        listener.close()

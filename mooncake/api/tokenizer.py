@@ -1,0 +1,352 @@
+"""Text to token ids and back, from the files of a checkpoint. Stateless after loading; runs no code
+from the checkpoint.
+
+Two formats: Kimi-K2's `tiktoken.model` + `tokenizer_config.json`, and a `tokenizer.json` of the
+byte-level or byte-fallback kind. Both end in one table of bytes a token, which is what streaming
+needs: a token's bytes never depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tiktoken
+import tokenizers
+
+from mooncake.base import CheckpointError
+
+_CASED = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+KIMI_K2_PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_CASED}+{_SUFFIX}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_CASED}*{_SUFFIX}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+"""How Kimi-K2 cuts text before merging: Han runs apart from other letters (`&&` is class
+intersection)."""
+
+NUM_RESERVED_IDS = 256
+"""Kimi-K2 keeps this many ids after the base ranks for special tokens, named or not."""
+
+MAX_ENCODE_CHARS = 400_000
+MAX_RUN_CHARS = 25_000
+"""Longer texts, and longer runs without (or of) white space, are cut before they are encoded, as
+Kimi-K2's own tokenizer does: the merge loop is quadratic in such a run."""
+
+_LONG_RUN = re.compile(rf"\S{{{MAX_RUN_CHARS + 1},}}|\s{{{MAX_RUN_CHARS + 1},}}")
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer(Protocol):
+    """What the door asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that has a meaning."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that are left out of text when special tokens are skipped."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The checkpoint's named tokens for templates: bos_token, eos_token, …"""
+
+    @property
+    def strips_leading_space(self) -> bool:
+        """Whether the first token's leading space is an artefact (sentencepiece)."""
+
+    def encode(
+        self, text: str, *, allow_special: bool = True, add_special: bool = False
+    ) -> list[int]:
+        """Return the ids of `text`.
+
+        `allow_special`: text that spells a special token becomes that token. `add_special`: put
+        around it what the checkpoint asks for, such as BOS.
+        """
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token; an id without a meaning has none."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Return the text; bytes that are no UTF-8 become U+FFFD."""
+
+    def special_id(self, name: str) -> int | None:
+        """Return the id of the added token spelled `name`, if there is one."""
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read the tokenizer of the checkpoint directory `path`.
+
+    Raises:
+        CheckpointError: no known tokenizer file, or a broken one; the message names the file.
+    """
+    config = read_json(path / "tokenizer_config.json")
+    if (path / "tiktoken.model").is_file():
+        return TiktokenTokenizer(read_ranks(path / "tiktoken.model"), config)
+    if (path / "tokenizer.json").is_file():
+        return JsonTokenizer(path / "tokenizer.json", config)
+    raise CheckpointError(f"{path}: neither tiktoken.model nor tokenizer.json is there")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, {} when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: a JSON object is expected")
+    return value
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Read a `tiktoken.model`: one base64 token and its rank a line."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: line {number}: {error}") from error
+    if not ranks:
+        raise CheckpointError(f"{path}: no tokens in it")
+    return ranks
+
+
+class _ByteTable:
+    """Bytes by token id and which ids are special: what both tokenizers decode with."""
+
+    def __init__(self, table: list[bytes], special: frozenset[int]) -> None:
+        self._table = table
+        self._special = special
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._table)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special
+
+    @property
+    def strips_leading_space(self) -> bool:
+        return False
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._table[token_id] if 0 <= token_id < len(self._table) else b""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        special = self._special if skip_special else frozenset()
+        data = b"".join(self.token_bytes(token) for token in token_ids if token not in special)
+        if self.strips_leading_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", errors="replace")
+
+
+class TiktokenTokenizer(_ByteTable):
+    """Kimi-K2's tokenizer: byte-pair ranks, special tokens by name from `tokenizer_config.json`.
+
+    Adds neither BOS nor EOS by itself. Ids after the base ranks that the configuration does not
+    name are called `<|reserved_token_ID|>`, as in the checkpoint's own code.
+    """
+
+    def __init__(self, ranks: dict[bytes, int], config: Mapping[str, Any]) -> None:
+        base = max(ranks.values()) + 1
+        added = _added_tokens(config)
+        named = {token_id: token["content"] for token_id, token in added.items()}
+        for token_id in range(base, base + NUM_RESERVED_IDS):
+            named.setdefault(token_id, f"<|reserved_token_{token_id}|>")
+        table = [b""] * (max(named) + 1)
+        for token, rank in ranks.items():
+            table[rank] = token
+        for token_id, name in named.items():
+            if token_id >= base:
+                table[token_id] = name.encode()
+        plain = {token_id for token_id, token in added.items() if not token.get("special", True)}
+        super().__init__(table, frozenset(set(named) - plain))
+        self._ids = {name: token_id for token_id, name in named.items()}
+        self._tokens = _special_tokens(config)
+        self._encoding = tiktoken.Encoding(
+            name="checkpoint",
+            pat_str=config.get("pat_str") or KIMI_K2_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens=self._ids,
+        )
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        return self._tokens
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._ids.get(self._tokens.get("eos_token", ""))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._ids.get(self._tokens.get("bos_token", ""))
+
+    def special_id(self, name: str) -> int | None:
+        return self._ids.get(name)
+
+    def encode(
+        self, text: str, *, allow_special: bool = True, add_special: bool = False
+    ) -> list[int]:
+        del add_special  # this family has nothing to add
+        ids: list[int] = []
+        for piece in cut_text(text):
+            if allow_special:
+                ids += self._encoding.encode(piece, allowed_special="all")
+            else:
+                ids += self._encoding.encode_ordinary(piece)
+        return ids
+
+
+class JsonTokenizer(_ByteTable):
+    """A `tokenizer.json` whose pieces stand for bytes: byte-level or byte-fallback."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        try:
+            self._special_aware = tokenizers.Tokenizer.from_file(str(path))
+            self._special_blind = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(f"{path}: {error}") from error
+        self._special_blind.encode_special_tokens = True
+        added = self._special_aware.get_added_tokens_decoder()
+        kind = _decoder_kind(read_json(path), path)
+        vocab = self._special_aware.get_vocab(with_added_tokens=True)
+        table = [b""] * (max(vocab.values()) + 1)
+        for piece, token_id in vocab.items():
+            if token_id not in added:
+                table[token_id] = _level_bytes(piece) if kind == "level" else _fallback_bytes(piece)
+        for token_id, token in added.items():
+            table[token_id] = token.content.encode()
+        super().__init__(table, frozenset(i for i, token in added.items() if token.special))
+        self._strips = kind == "fallback"
+        self._tokens = _special_tokens(config)
+
+    @property
+    def strips_leading_space(self) -> bool:
+        return self._strips
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        return self._tokens
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.special_id(self._tokens.get("eos_token", ""))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.special_id(self._tokens.get("bos_token", ""))
+
+    def special_id(self, name: str) -> int | None:
+        token_id: int | None = self._special_aware.token_to_id(name) if name else None
+        return token_id
+
+    def encode(
+        self, text: str, *, allow_special: bool = True, add_special: bool = False
+    ) -> list[int]:
+        tokenizer = self._special_aware if allow_special else self._special_blind
+        return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
+
+
+def cut_text(text: str) -> list[str]:
+    """Cut `text` where Kimi-K2's tokenizer does before it encodes: pieces of at most
+    `MAX_ENCODE_CHARS`, runs of at most `MAX_RUN_CHARS`."""
+    if len(text) <= MAX_RUN_CHARS:
+        return [text] if text else []
+    pieces: list[str] = []
+    for start in range(0, len(text), MAX_ENCODE_CHARS):
+        part = text[start : start + MAX_ENCODE_CHARS]
+        cuts = [
+            cut
+            for run in _LONG_RUN.finditer(part)
+            for cut in range(run.start() + MAX_RUN_CHARS, run.end(), MAX_RUN_CHARS)
+        ]
+        bounds = [0, *cuts, len(part)]
+        pieces += [part[a:b] for a, b in itertools.pairwise(bounds)]
+    return pieces
+
+
+def _added_tokens(config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    added = config.get("added_tokens_decoder") or {}
+    try:
+        return {int(token_id): dict(token) for token_id, token in added.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"tokenizer_config.json: added_tokens_decoder: {error}") from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _decoder_kind(document: Mapping[str, Any], path: Path) -> str:
+    """Say whether pieces are byte-level ("level") or text with byte pieces ("fallback")."""
+    decoder = document.get("decoder") or {}
+    kinds = {step.get("type") for step in [decoder, *(decoder.get("decoders") or [])]}
+    if "ByteLevel" in kinds:
+        return "level"
+    if "ByteFallback" in kinds:
+        return "fallback"
+    raise CheckpointError(
+        f"{path}: decoder {decoder.get('type')!r} is not supported, only byte-level and "
+        "byte-fallback tokenizers"
+    )
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: bytes that print stand for themselves, the others for
+    the letters from U+0100 on, in order."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in shown}
+    hidden = [byte for byte in range(256) if byte not in set(shown)]
+    return letters | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}
+
+
+_LETTERS = _byte_letters()
+
+
+def _level_bytes(piece: str) -> bytes:
+    try:
+        return bytes(_LETTERS[letter] for letter in piece)
+    except KeyError:
+        return piece.encode()
+
+
+def _fallback_bytes(piece: str) -> bytes:
+    match = _BYTE_PIECE.fullmatch(piece)
+    return bytes([int(match[1], 16)]) if match else piece.replace("\u2581", " ").encode()
