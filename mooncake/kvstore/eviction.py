@@ -150,6 +150,11 @@ class RankedPolicy:
     def __len__(self) -> int:
         return self._num_released
 
+    @property
+    def num_heap_entries(self) -> int:
+        """Entries kept, outdated ones included: at most twice the blocks that may go, plus 64."""
+        return len(self._heap)
+
     def _push(self, key: BlockKey, usage: _Usage) -> None:
         if not usage.rank:
             usage.rank = self._rank(usage, self._floor)
