@@ -85,10 +85,17 @@ def validation_error(error: ValidationError, body: bytes) -> InvalidRequest:
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['msg']}")
     document = _parse(body)
-    path = _real_path(first, document)
-    reasons = [_reason(item["msg"]) for item in findings if _real_path(item, document) == path]
+    start = _real_path(first, document)
+    paths = [_real_path(finding, document) for finding in findings]
+    # Of the alternatives at the first wrong place, the one that got furthest is what was meant.
+    path = max((path for path in paths if path[: len(start)] == start), key=len)
+    reasons = [
+        _reason(finding["msg"])
+        for finding, where in zip(findings, paths, strict=True)
+        if where == path
+    ]
     param = _spell(path)
-    message = " or ".join(dict.fromkeys(reasons))
+    message = " or ".join(dict.fromkeys(reasons)).replace(" or must be ", " or ")
     return InvalidRequest(f"{param}: {message}" if param else message, param=param or None)
 
 

@@ -100,7 +100,7 @@ class ChatRenderer:
 
     def __init__(self, door: Door, body: ChatRequest) -> None:
         self._body = body
-        self._model = body.model or door.names[0]
+        self._model = door.names[0]
         self._fingerprint = door.fingerprint
         self._created = door.now_s()
         self._speller = LogprobSpeller(

@@ -111,7 +111,7 @@ class CompletionRenderer:
 
     def __init__(self, door: Door, body: CompletionRequest, texts: Sequence[str]) -> None:
         self._body = body
-        self._model = body.model or door.names[0]
+        self._model = door.names[0]
         self._fingerprint = door.fingerprint
         self._created = door.now_s()
         self._texts = texts
