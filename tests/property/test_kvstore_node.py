@@ -121,6 +121,8 @@ class NodeAgainstModel(RuleBasedStateMachine):
         if granted.keys:
             taken = set(self.open_places())
             assert taken.isdisjoint(granted.places.offsets)
+            resting = {zombie.places[block] for _, zombie in self.zombies for block in zombie.open}
+            assert resting.isdisjoint(granted.places.offsets), "may still be written to"
             self.grants[message.writer, message.ticket] = Grant(message.writer, granted)
         return message
 
