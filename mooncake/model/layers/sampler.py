@@ -1,0 +1,238 @@
+"""From logits to tokens. Owns what sampling must remember of each running sequence: its settings,
+how many tokens it has put out, and the token counts that penalties need.
+
+No model, no pages, no generator state: the random number of a token follows from the request's seed
+and the token's place in the output, so a sequence goes on unchanged on another worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mooncake.base import InternalError, SamplingParams, TokenLogprobs
+from mooncake.engine.plan import Sample, SequenceStart
+from mooncake.model.layers.sampling_math import (
+    DrawSettings,
+    draw,
+    penalize,
+    token_logprobs,
+    uniform,
+)
+
+
+class Sampler:
+    """Samples the next tokens of many sequences, each by its own settings.
+
+    The order is vLLM's: allowed tokens and masks, stop tokens held back before `min_tokens`, logit
+    bias, penalties; then the most likely token (temperature 0), or temperature, min-p, top-k, top-p
+    and a draw. Logprobs are those of the logits as the model gave them.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._sequences: dict[int, _Sequence] = {}
+
+    def start(self, start: SequenceStart) -> None:
+        """Take up a sequence, new or resumed (`output_tokens` not empty).
+
+        A sequence that has this id already is replaced.
+        """
+        self._sequences[start.sequence_id] = _Sequence.begin(start, self._vocab_size, self._device)
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop a sequence; one that is not known is passed over."""
+        self._sequences.pop(sequence_id, None)
+
+    def set_mask(self, sequence_id: int, allowed: torch.Tensor | None) -> None:
+        """Allow only the tokens where `allowed` (bool [vocab]) holds, until the next call.
+
+        For grammars: whoever follows one sets the mask before each step. None lifts it.
+        """
+        self._known(sequence_id).mask = None if allowed is None else ~allowed.to(self._device)
+
+    def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
+        """Return one sample per row of `logits` [rows, vocab] fp32; each is added to its sequence.
+
+        Raises:
+            InternalError: a sequence was not started, or its logits hold NaN or infinity, or all
+                tokens are masked; the message names it. No sequence is changed then.
+        """
+        if tuple(logits.shape) != (len(sequence_ids), self._vocab_size):
+            raise InternalError(
+                f"logits of shape {tuple(logits.shape)} for {len(sequence_ids)} sequences and "
+                f"{self._vocab_size} tokens"
+            )
+        sequences = [self._known(sequence_id) for sequence_id in sequence_ids]
+        if not sequences:
+            return []
+        adjusted = _adjusted(logits, sequences)
+        tokens = self._choose(adjusted, sequences, sequence_ids)
+        logprobs = _logprobs(logits, tokens, sequences)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.append(token)
+        return [
+            Sample(sequence_id=sequence_id, token=token, logprobs=logprobs.get(row))
+            for row, (sequence_id, token) in enumerate(zip(sequence_ids, tokens, strict=True))
+        ]
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, next_tokens: Sequence[int], num: int
+    ) -> list[TokenLogprobs]:
+        """Return the logprobs of each prompt token that follows a row of `logits` [rows, vocab]."""
+        return token_logprobs(logits, next_tokens, [num] * len(next_tokens))
+
+    def _known(self, sequence_id: int) -> _Sequence:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise InternalError(f"sequence {sequence_id} was not started in the sampler")
+        return sequence
+
+    def _choose(
+        self, logits: torch.Tensor, sequences: list[_Sequence], sequence_ids: Sequence[int]
+    ) -> list[int]:
+        best = logits.max(dim=-1)
+        finite = torch.isfinite(best.values)
+        if not bool(finite.all()):
+            row = finite.tolist().index(False)
+            raise InternalError(
+                f"sequence {sequence_ids[row]}: the largest logit is {float(best.values[row])}"
+            )
+        tokens: list[int] = best.indices.tolist()
+        drawn = [row for row, sequence in enumerate(sequences) if not sequence.sampling.greedy]
+        if drawn:
+            rows = logits if len(drawn) == len(sequences) else logits[drawn]
+            found = draw(rows, self._settings([sequences[row] for row in drawn])).tolist()
+            for row, token in zip(drawn, found, strict=True):
+                tokens[row] = token
+        return tokens
+
+    def _settings(self, sequences: list[_Sequence]) -> DrawSettings:
+        def column(
+            value: Callable[[SamplingParams], float], dtype: torch.dtype = torch.float64
+        ) -> torch.Tensor:
+            values = [[value(sequence.sampling)] for sequence in sequences]
+            return torch.tensor(values, dtype=dtype, device=self._device)
+
+        places = [[uniform(s.sampling.seed, s.num_output)] for s in sequences]
+        return DrawSettings(
+            temperature=column(lambda sampling: sampling.temperature, torch.float32),
+            top_k=column(lambda sampling: sampling.top_k, torch.int64),
+            top_p=column(lambda sampling: sampling.top_p),
+            min_p=column(lambda sampling: sampling.min_p),
+            uniform=torch.tensor(places, dtype=torch.float64, device=self._device),
+        )
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sequence's settings, as tensors where they touch logits, and its history."""
+
+    sampling: SamplingParams
+    num_output: int
+    forbidden: torch.Tensor | None
+    """bool [vocab]: tokens outside `allowed_token_ids`."""
+    held_back: torch.Tensor | None
+    """int64: stop tokens, until `min_tokens` are out."""
+    bias_ids: torch.Tensor | None
+    bias_values: torch.Tensor | None
+    seen: torch.Tensor | None
+    """bool [vocab]: tokens of prompt and output, where a repetition penalty asks for them."""
+    counts: torch.Tensor | None
+    """fp32 [vocab]: how often each token is in the output, where a penalty asks for it."""
+    mask: torch.Tensor | None = None
+    """bool [vocab]: tokens a grammar forbids at this step."""
+
+    @classmethod
+    def begin(cls, start: SequenceStart, vocab_size: int, device: torch.device) -> _Sequence:
+        sampling = start.sampling
+
+        def ids(tokens: Sequence[int]) -> torch.Tensor:
+            inside = [token for token in tokens if 0 <= token < vocab_size]
+            return torch.tensor(inside, dtype=torch.int64, device=device)
+
+        def marked(tokens: Sequence[int]) -> torch.Tensor:
+            marks = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            marks[ids(tokens)] = True
+            return marks
+
+        counts = None
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            counts = torch.bincount(ids(start.output_tokens), minlength=vocab_size).float()
+        biases = list(sampling.logit_bias.items())
+        bias_ids = ids([token for token, _ in biases])
+        bias_values = [value for token, value in biases if 0 <= token < vocab_size]
+        return cls(
+            sampling=sampling,
+            num_output=len(start.output_tokens),
+            forbidden=~marked(sampling.allowed_token_ids) if sampling.allowed_token_ids else None,
+            held_back=ids(sampling.stop_token_ids) if sampling.min_tokens else None,
+            bias_ids=bias_ids if biases else None,
+            bias_values=torch.tensor(bias_values, device=device) if biases else None,
+            seen=marked(start.prompt_tokens + start.output_tokens)
+            if sampling.repetition_penalty != 1.0
+            else None,
+            counts=counts,
+        )
+
+    @property
+    def holds_back(self) -> bool:
+        return self.held_back is not None and self.num_output < self.sampling.min_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        tensors = (self.forbidden, self.bias_ids, self.seen, self.counts, self.mask)
+        return self.holds_back or any(tensor is not None for tensor in tensors)
+
+    def adjust(self, row: torch.Tensor) -> torch.Tensor:
+        """Return `row` [vocab] with masks, bias and penalties applied."""
+        for forbidden in (self.forbidden, self.mask):
+            if forbidden is not None:
+                row = row.masked_fill(forbidden, -torch.inf)
+        if self.holds_back and self.held_back is not None:
+            row = row.index_fill(0, self.held_back, -torch.inf)
+        if self.bias_ids is not None and self.bias_values is not None:
+            row = row.index_add(0, self.bias_ids, self.bias_values)
+        return penalize(
+            row,
+            self.seen,
+            self.counts,
+            self.sampling.repetition_penalty,
+            self.sampling.presence_penalty,
+            self.sampling.frequency_penalty,
+        )
+
+    def append(self, token: int) -> None:
+        self.num_output += 1
+        if self.seen is not None:
+            self.seen[token] = True
+        if self.counts is not None:
+            self.counts[token] += 1
+
+
+def _adjusted(logits: torch.Tensor, sequences: list[_Sequence]) -> torch.Tensor:
+    changed = [row for row, sequence in enumerate(sequences) if sequence.changes_logits]
+    if not changed:
+        return logits
+    adjusted = logits.clone()
+    for row in changed:
+        adjusted[row] = sequences[row].adjust(logits[row])
+    return adjusted
+
+
+def _logprobs(
+    logits: torch.Tensor, tokens: list[int], sequences: list[_Sequence]
+) -> dict[int, TokenLogprobs]:
+    asked = {
+        row: sequence.sampling.num_logprobs
+        for row, sequence in enumerate(sequences)
+        if sequence.sampling.num_logprobs is not None
+    }
+    if not asked:
+        return {}
+    rows = list(asked)
+    results = token_logprobs(logits[rows], [tokens[row] for row in rows], list(asked.values()))
+    return dict(zip(rows, results, strict=True))

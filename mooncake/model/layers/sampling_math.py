@@ -1,0 +1,164 @@
+"""The arithmetic of choosing a token: pure functions on rows of logits, no state of any sequence.
+
+Every function treats rows independently, so what a row gets does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mooncake.base import TokenLogprobs
+
+_MASK64 = 2**64 - 1
+_NUCLEUS_SIZES = (128, 2048, 32768)
+"""Most nuclei are small and `topk` is far cheaper than a sort: these sizes are tried before one."""
+_LOGPROB_ROWS = 64
+"""Rows of prompt logprobs worked on at a time: bounds the temporary [rows, vocab] tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawSettings:
+    """Per row, on the device of the logits, each of shape [rows, 1]."""
+
+    temperature: torch.Tensor
+    """fp32, > 0."""
+    top_k: torch.Tensor
+    """int64; 0 = off."""
+    top_p: torch.Tensor
+    """fp64; 1 = off."""
+    min_p: torch.Tensor
+    """fp64; 0 = off."""
+    uniform: torch.Tensor
+    """fp64 in [0, 1): the place in the distribution that is taken."""
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return a number in [0, 1) with 53 random bits that depends on `seed` and `position` only.
+
+    Counter based (two rounds of splitmix64, Steele et al. 2014): token 900 of a request can be
+    drawn on a worker that never drew token 899.
+    """
+    mixed = _splitmix64(_splitmix64(seed & _MASK64) ^ (position & _MASK64))
+    return (mixed >> 11) * 2.0**-53
+
+
+def _splitmix64(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return state ^ (state >> 31)
+
+
+def penalize(
+    row: torch.Tensor,
+    seen: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> torch.Tensor:
+    """Return `row` [vocab] with vLLM's three penalties taken off.
+
+    `seen` (bool [vocab]) marks tokens of prompt or output: their logit is divided by `repetition`
+    when positive, multiplied when negative. `counts` (fp32 [vocab]) counts tokens of the output:
+    `frequency` times the count and, where it is not zero, `presence` are subtracted. None = that
+    penalty is off.
+    """
+    if seen is not None:
+        repeated = torch.where(row > 0, row / repetition, row * repetition)
+        row = torch.where(seen, repeated, row)
+    if counts is not None:
+        row = row - frequency * counts - presence * (counts > 0)
+    return row
+
+
+def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
+    """Return one token id per row of `logits` [rows, vocab] fp32: int64 [rows].
+
+    Temperature first; then min-p, top-k and top-p (over what the first two left), as vLLM orders
+    them. Each filter is a threshold, so tokens that tie with the last one kept stay in. The token
+    is found by inverting the cumulative distribution in order of token id: in that order a small
+    error in a logit moves the bounds a little and never swaps two tokens.
+    """
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / settings.temperature
+    # min-p: p / p_max >= min_p, and the largest scaled logit is 0.
+    threshold = settings.min_p.log().to(scaled.dtype)
+    threshold = torch.maximum(threshold, _top_k_threshold(scaled, settings.top_k))
+    if bool((settings.top_p < 1.0).any()):
+        threshold = torch.maximum(threshold, _top_p_threshold(scaled, threshold, settings.top_p))
+    weights = scaled.exp().masked_fill_(scaled < threshold, 0.0)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Rounding must not carry the target up to the total: there is no token beyond it.
+    target = torch.minimum(settings.uniform * total, torch.nextafter(total, total.new_zeros(())))
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+
+
+def _top_k_threshold(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    vocab = scaled.shape[-1]
+    limited = (top_k > 0) & (top_k < vocab)
+    largest = int(torch.where(limited, top_k, 0).max())
+    if largest == 0:
+        return torch.full_like(scaled[:, :1], -torch.inf)
+    best = scaled.topk(largest, dim=-1).values
+    kth = best.gather(1, (top_k - 1).clamp(0, largest - 1))
+    return torch.where(limited, kth, -torch.inf)
+
+
+def _top_p_threshold(
+    scaled: torch.Tensor, floor: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """Return the logit of the last token of each row's nucleus among those at or above `floor`."""
+    kept = scaled.exp().masked_fill_(scaled < floor, 0.0)
+    wanted = top_p * kept.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    vocab = scaled.shape[-1]
+    for size in (*_NUCLEUS_SIZES, vocab):
+        best = (
+            scaled.topk(size, dim=-1).values
+            if size < vocab
+            else scaled.sort(dim=-1, descending=True).values
+        )
+        cumulative = best.exp().masked_fill_(best < floor, 0.0).cumsum(dim=-1, dtype=torch.float64)
+        if size >= vocab or not bool(((cumulative[:, -1:] < wanted) & (top_p < 1.0)).any()):
+            break
+    # A token is in the nucleus while the tokens before it have not reached top_p.
+    before = torch.cat((torch.zeros_like(wanted), cumulative[:, :-1]), dim=-1)
+    num_kept = (before < wanted).sum(dim=-1, keepdim=True).clamp(min=1)
+    last = best.gather(1, num_kept - 1)
+    return torch.where(top_p < 1.0, last, -torch.inf)
+
+
+def token_logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Return, per row of `logits` [rows, vocab] fp32, the logprob and rank of its token and its
+    `num_top` most likely tokens, under log_softmax of the row as given.
+    """
+    results: list[TokenLogprobs] = []
+    for begin in range(0, len(tokens), _LOGPROB_ROWS):
+        end = min(begin + _LOGPROB_ROWS, len(tokens))
+        results += _chunk_logprobs(logits[begin:end], tokens[begin:end], num_top[begin:end])
+    return results
+
+
+def _chunk_logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
+    normalizer = logits.logsumexp(dim=-1, keepdim=True)
+    ranks = (logits > chosen).sum(dim=-1).add_(1).tolist()
+    values = (chosen - normalizer).squeeze(1).tolist()
+    most = min(max(num_top), logits.shape[1])
+    best = logits.topk(most, dim=-1)
+    best_values, best_ids = (best.values - normalizer).tolist(), best.indices.tolist()
+    return [
+        TokenLogprobs(
+            logprob=values[row],
+            rank=ranks[row],
+            top=list(zip(best_ids[row][:count], best_values[row][:count], strict=True)),
+        )
+        for row, count in enumerate(num_top)
+    ]
