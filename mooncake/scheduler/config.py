@@ -1,0 +1,89 @@
+"""What may be set about scheduling: limits, thresholds, time-outs. Frozen; made by `launch`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mooncake.base import ConfigError
+
+POLICIES = ("kvcache-centric", "local-cache-aware", "load-balance", "round-robin", "random")
+"""Ways to choose a prefill worker."""
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the Conductor and the gateway.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the key.
+    """
+
+    policy: str = "kvcache-centric"
+    ttft_slo_s: float | None = None
+    """Refuse a request whose predicted time to first token is longer. None = no limit."""
+    tbt_slo_s: float | None = None
+    """Refuse a request that would bring the predicted gap between tokens over this. None = no
+    limit.
+    """
+    kvcache_balancing_threshold: float = 1.0
+    """Fetching a longer prefix from another node is considered only where that prefix is longer
+    than this many times the local one (Mooncake, FAST'25, Algorithm 1). 1 = always.
+    """
+    max_inflight: int = 1024
+    """Permits: requests accepted and not yet ended."""
+    max_queue: int = 256
+    """Of these, requests that may wait for a worker to come back."""
+    max_attempts: int = 3
+    """Placements of one request before it fails."""
+    replace_wait_s: float = 30.0
+    """How long a request whose worker was lost waits for one to take it over."""
+    heartbeat_timeout_s: float = 10.0
+    """A worker not heard from for this long is lost. Dead processes are noticed at once, by their
+    supervisor; this is for those that hang.
+    """
+    stall_timeout_s: float = 300.0
+    """A placed request that has brought no token for this long (and ten times the prediction) is
+    placed again.
+    """
+    gap_timeout_s: float = 5.0
+    """The same for a request whose later tokens are here while earlier ones are missing."""
+    whole_on_decode_max_tokens: int = 0
+    """Prompts with at most this many tokens to compute may run whole on a decode worker, where
+    that is faster. 0 = only when no prefill worker is alive.
+    """
+    local_bytes_per_s: float = 4e9
+    """First guess of how fast blocks come from the pool of the worker's own node."""
+    remote_bytes_per_s: float = 1e9
+    """First guess of how fast blocks come from another node's pool."""
+    fetch_latency_s: float = 0.002
+    """Of any fetch, whatever its size."""
+    expected_output_tokens: float = 256.0
+    """First guess of an output's length; refined by what is seen."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(
+                f"policy: {self.policy!r} is none of {', '.join(POLICIES)}", param="policy"
+            )
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}: must be above 0, not {value}", param=name)
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if not value >= 0:
+                raise ConfigError(f"{name}: must not be negative, not {value}", param=name)
+        if not self.kvcache_balancing_threshold >= 1:
+            raise ConfigError(
+                "kvcache_balancing_threshold: must be at least 1, not "
+                f"{self.kvcache_balancing_threshold}",
+                param="kvcache_balancing_threshold",
+            )
+
+
+_POSITIVE = (
+    "ttft_slo_s", "tbt_slo_s", "max_inflight", "max_queue", "max_attempts", "heartbeat_timeout_s",
+    "stall_timeout_s", "gap_timeout_s", "local_bytes_per_s", "remote_bytes_per_s",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "replace_wait_s", "whole_on_decode_max_tokens", "fetch_latency_s", "expected_output_tokens",
+)  # fmt: skip

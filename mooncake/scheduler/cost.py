@@ -1,0 +1,228 @@
+"""How long things take: a step of a worker, a prompt, a gap between tokens, a fetch of blocks.
+
+Pure values and small fits; each model is owned by the view of its worker. No clock: times come in
+with the samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake.base import CostSample
+
+Array = NDArray[np.float64]
+
+NUM_FEATURES = 4
+DEFAULT_COEFFICIENTS = (5e-3, 1e-4, 1e-9, 1e-9)
+"""Seconds a step, a token, a (token, context token) pair, a (token, token) pair: only used until
+the first sample is there.
+"""
+DECAY = 1 - 1 / 256
+"""An old sample's weight falls to 1/e in 256 newer ones."""
+PROFILE_WEIGHT = 16.0
+"""The start-up profile counts as this many samples, for ever: what has not been seen lately is not
+forgotten.
+"""
+RIDGE = 1e-4
+OUTLIER_RATIO = 1.0
+"""Samples further off than this (relative) count less: a page fault is not the cost of a step."""
+ERROR_DECAY = 1 - 1 / 64
+
+
+class StepCostModel:
+    """Seconds of one step: a polynomial with coefficients >= 0, fitted to *relative* errors.
+
+    Terms, with n new tokens in s sequences that have c context tokens together: 1, n, n*c/s (pairs
+    of new and cached tokens) and n*n/s (pairs within a chunk). So one model covers a chunk of
+    prefill (s = 1), a decode batch (n = s) and a mix (Mooncake, FAST'25, 6.1: polynomial of request
+    length and prefix length).
+    """
+
+    def __init__(self, profile: Sequence[CostSample] = ()) -> None:
+        self._profile = np.zeros((NUM_FEATURES, NUM_FEATURES)), np.zeros(NUM_FEATURES)
+        self._online = np.zeros((NUM_FEATURES, NUM_FEATURES)), np.zeros(NUM_FEATURES)
+        self._coefficients: tuple[float, ...] = DEFAULT_COEFFICIENTS
+        self._stale = False
+        self._num_samples = 0
+        self._error_sum = 0.0
+        self._error_weight = 0.0
+        usable = [sample for sample in profile if sample.seconds > 0 and sample.num_new_tokens > 0]
+        if usable:
+            gram, moment = self._profile
+            for sample in usable:
+                _accumulate(gram, moment, sample, PROFILE_WEIGHT / len(usable))
+            self._num_samples = len(usable)
+            self._stale = True
+
+    @property
+    def num_samples(self) -> int:
+        """Samples taken in so far, profile included."""
+        return self._num_samples
+
+    @property
+    def error_ratio(self) -> float | None:
+        """Mean relative error of predictions made *before* each online sample was taken in (recent
+        ones count more); None before the first.
+        """
+        return self._error_sum / self._error_weight if self._error_weight else None
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """The fitted terms, in the order of the class docstring."""
+        if self._stale:
+            self._coefficients = self._fit()
+            self._stale = False
+        return self._coefficients
+
+    def observe(self, samples: Iterable[CostSample]) -> None:
+        """Refine the model with measured steps; samples without time or tokens are skipped."""
+        usable = [s for s in samples if s.seconds > 0 and s.num_new_tokens > 0]
+        if not usable:
+            return
+        predictions = [
+            self.step_s(s.num_new_tokens, s.num_context_tokens, s.num_sequences) for s in usable
+        ]
+        gram, moment = self._online
+        seen_any = self._num_samples > 0
+        for sample, predicted_s in zip(usable, predictions, strict=True):
+            error = abs(predicted_s - sample.seconds) / sample.seconds
+            gram *= DECAY
+            moment *= DECAY
+            self._error_sum = self._error_sum * ERROR_DECAY + error
+            self._error_weight = self._error_weight * ERROR_DECAY + 1.0
+            weight = min(1.0, OUTLIER_RATIO / error) if seen_any and error > 0 else 1.0
+            _accumulate(gram, moment, sample, weight)
+        self._num_samples += len(usable)
+        self._stale = True
+
+    def step_s(self, num_new_tokens: int, num_context_tokens: int, num_sequences: int) -> float:
+        """Return the predicted seconds of one step."""
+        fixed, token, pair, square = self.coefficients
+        sequences = max(num_sequences, 1)
+        spread = num_new_tokens / sequences
+        return (
+            fixed
+            + token * num_new_tokens
+            + pair * spread * num_context_tokens
+            + square * spread * num_new_tokens
+        )
+
+    def prefill_s(self, num_new_tokens: int, num_context_tokens: int, chunk_tokens: int) -> float:
+        """Return the predicted seconds to compute a prompt's last `num_new_tokens` tokens after
+        `num_context_tokens` that are there, in steps of at most `chunk_tokens` (0 = one step).
+        """
+        if num_new_tokens <= 0:
+            return 0.0
+        chunk = min(chunk_tokens, num_new_tokens) if chunk_tokens > 0 else num_new_tokens
+        full, rest = divmod(num_new_tokens, chunk)
+        fixed, token, pair, square = self.coefficients
+        num_pairs = chunk * (full * num_context_tokens + chunk * full * (full - 1) // 2)
+        num_pairs += rest * (num_context_tokens + full * chunk)
+        num_squares = full * chunk * chunk + rest * rest
+        num_steps = full + (rest > 0)
+        return fixed * num_steps + token * num_new_tokens + pair * num_pairs + square * num_squares
+
+    def tbt_s(self, num_sequences: int, num_context_tokens: int) -> float:
+        """Return the predicted gap between tokens of a decode batch."""
+        return self.step_s(num_sequences, num_context_tokens, num_sequences)
+
+    def _fit(self) -> tuple[float, ...]:
+        gram = self._profile[0] + self._online[0]
+        moment = self._profile[1] + self._online[1]
+        diagonal = np.diag(gram).copy()
+        ridge = np.where(diagonal > 0, RIDGE * diagonal, 1.0)
+        prior = np.array(DEFAULT_COEFFICIENTS)
+        return non_negative_least_squares(gram + np.diag(ridge), moment + ridge * prior)
+
+
+def non_negative_least_squares(gram: Array, moment: Array) -> tuple[float, ...]:
+    """Return the x >= 0 that minimises x'Gx/2 - m'x, exactly, for a small positive definite G.
+
+    Tries the free solution first, then every choice of coefficients held at zero (2^4 of them).
+    """
+    scale = 1.0 / np.sqrt(np.diag(gram))
+    scaled_gram, scaled_moment = gram * np.outer(scale, scale), moment * scale
+    size = len(scaled_moment)
+    free = np.linalg.solve(scaled_gram, scaled_moment)
+    if (free >= 0).all():
+        return tuple(float(value) for value in free * scale)
+    best, best_value = np.zeros(size), 0.0
+    for count in range(1, size):
+        for kept in combinations(range(size), count):
+            index = list(kept)
+            part = np.linalg.solve(scaled_gram[np.ix_(index, index)], scaled_moment[index])
+            if (part < 0).any():
+                continue
+            value = -0.5 * float(part @ scaled_moment[index])
+            if value < best_value:
+                best, best_value = np.zeros(size), value
+                best[index] = part
+    return tuple(float(value) for value in best * scale)
+
+
+def _accumulate(gram: Array, moment: Array, sample: CostSample, weight: float) -> None:
+    """Add one sample to the normal equations of sum((prediction / seconds - 1)^2)."""
+    spread = sample.num_new_tokens / max(sample.num_sequences, 1)
+    row = np.array(
+        (
+            1.0,
+            sample.num_new_tokens,
+            spread * sample.num_context_tokens,
+            spread * sample.num_new_tokens,
+        )
+    )
+    row /= sample.seconds
+    gram += weight * np.outer(row, row)
+    moment += weight * row
+
+
+class BandwidthEstimate:
+    """Seconds of a transfer from its bytes, refined by finished transfers (recent ones count
+    more).
+    """
+
+    def __init__(self, bytes_per_s: float, latency_s: float) -> None:
+        if not bytes_per_s > 0 or latency_s < 0:
+            raise ValueError("bandwidth must be above 0 and latency not negative")
+        self._latency_s = latency_s
+        self._seconds = 1.0
+        self._bytes = bytes_per_s
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self._bytes / self._seconds
+
+    def observe(self, num_bytes: float, seconds: float) -> None:
+        """Take in one transfer, or the sum of several that ran one after another."""
+        if num_bytes <= 0 or seconds <= 0:
+            return
+        keep = math.exp(-seconds)
+        self._seconds = self._seconds * keep + seconds
+        self._bytes = self._bytes * keep + num_bytes
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the predicted seconds; nothing to move takes no time."""
+        return self._latency_s + num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0
+
+
+class RunningMean:
+    """A mean in which the newest value has at least `1 / window` of the weight."""
+
+    def __init__(self, first_guess: float, window: int) -> None:
+        self._value = first_guess
+        self._count = 0
+        self._window = window
+
+    @property
+    def value(self) -> float:
+        return self._value
+
+    def add(self, value: float) -> None:
+        """Take in one value; the first one replaces the guess."""
+        self._count = min(self._count + 1, self._window)
+        self._value += (value - self._value) / self._count

@@ -1,0 +1,86 @@
+"""Which decode worker a request joins: by predicted gap between tokens and room, in tokens and
+blocks rather than in requests.
+
+Pure; facts come from the views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mooncake.scheduler.views import InstanceView
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeQuery:
+    """What a request will hold on a decode worker."""
+
+    num_tokens: int
+    """Prompt and output so far."""
+    num_output_tokens: int
+    """Expected, still to come."""
+    block_tokens: int
+
+    @property
+    def num_blocks_now(self) -> int:
+        """Blocks needed to join: all tokens so far and the next one."""
+        return -(-(self.num_tokens + 1) // self.block_tokens)
+
+    @property
+    def num_blocks_expected(self) -> int:
+        """Blocks held when the expected output is there."""
+        return -(-(self.num_tokens + max(self.num_output_tokens, 1)) // self.block_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeOption:
+    """One decode worker and what joining it means."""
+
+    view: InstanceView
+    tbt_s: float
+    """Predicted gap between tokens with this request in the batch."""
+    num_short_blocks: int
+    """Blocks that are missing for the expected output; 0 = it fits."""
+    full: bool
+    """Not even the tokens so far fit now: the request would wait for room."""
+
+
+def evaluate(query: DecodeQuery, view: InstanceView) -> DecodeOption:
+    """Return what joining this worker would mean for the request and for those that run there."""
+    free = view.num_free_blocks()
+    limit = view.hello.max_num_seqs
+    sequences = view.num_sequences() + 1
+    # The batch grows to the worker's limit at most; whoever is over it waits.
+    batch = min(sequences, limit) if limit else sequences
+    context = view.num_context_tokens() + query.num_tokens
+    return DecodeOption(
+        view=view,
+        tbt_s=view.cost.tbt_s(batch, round(context * batch / sequences)),
+        num_short_blocks=max(0, query.num_blocks_expected - free),
+        full=query.num_blocks_now > free or (limit > 0 and sequences > limit),
+    )
+
+
+def choose_decode(query: DecodeQuery, instances: Sequence[InstanceView]) -> DecodeOption | None:
+    """Return the best worker: one with room before one without, then the least predicted gap.
+
+    Where all are full it is the one that lacks the fewest blocks. Workers too small for the request
+    even when empty are never chosen; None when no other is there.
+    """
+    options = [
+        evaluate(query, view) for view in instances if view.hello.num_blocks >= query.num_blocks_now
+    ]
+    return min(options, key=_rank, default=None)
+
+
+def _rank(option: DecodeOption) -> tuple[bool, int, float, int, str]:
+    short = option.num_short_blocks
+    view = option.view
+    return (
+        option.full,
+        short if option.full else short > 0,
+        option.tbt_s,
+        view.num_assigned,
+        (view.worker_id),
+    )

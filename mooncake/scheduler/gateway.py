@@ -1,0 +1,206 @@
+"""The gateway machine: the one process clients' requests go through. It listens to workers, keeps
+the roster, and hands requests to the desk.
+
+Owns the roster and the desk (which owns the requests); choices are the Conductor's. Text, HTTP and
+sockets may not go in.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from mooncake.base import (
+    BlockEvents,
+    Drain,
+    GenerateRequest,
+    IdSource,
+    LoadReport,
+    Role,
+    StepOutputs,
+    WorkerHello,
+    WorkerRef,
+)
+from mooncake.rpc.channel import Channel
+from mooncake.scheduler.admission import draining
+from mooncake.scheduler.conductor import Conductor
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.desk import RequestDesk
+from mooncake.scheduler.ports import GatewayPorts
+from mooncake.scheduler.record import Sink
+from mooncake.scheduler.roster import Roster
+from mooncake.scheduler.status import ClusterStatus, load_status, pool_status, worker_status
+from mooncake.telemetry.events import Recorder, WorkerJoined, WorkerLeft, WorkerReported
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """The machine between the door and the workers.
+
+    A sink gets `TokensEvent`s in order of position and then exactly one `FinalEvent`; it may call
+    `abort` or `submit` from within, and must not raise.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        worker: WorkerRef,
+        conductor: Conductor,
+        channel: Channel,
+        ids: IdSource,
+        recorder: Recorder,
+    ) -> None:
+        self._conductor = conductor
+        self._channel = channel
+        self._recorder = recorder
+        self._roster = Roster(worker, channel, config.heartbeat_timeout_s)
+        ports = GatewayPorts(worker=worker, channel=channel, ids=ids, recorder=recorder)
+        self._desk = RequestDesk(config, ports, conductor, self._roster)
+        self._draining_since_s: float | None = None
+
+    # ------------------------------------------------------- the door's side
+
+    def submit(self, request: GenerateRequest, sink: Sink, now: float) -> None:
+        """Take a request, or refuse it with a final event (REJECTED) before this returns."""
+        if self._draining_since_s is not None:
+            self._desk.refuse(request, draining(), sink, now)
+        else:
+            self._desk.submit(request, sink, now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """End a request at its client's wish: its final event (ABORT) comes before this returns,
+        and its workers are told to forget it. Unknown or ended ones are ignored.
+        """
+        self._desk.abort(request_id, now)
+
+    def drain(self, now: float) -> None:
+        """Refuse new requests from now on; `idle` says when the old ones have ended."""
+        if self._draining_since_s is None:
+            logger.info("draining: %d requests to finish", len(self._desk))
+            self._draining_since_s = now
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is in the house."""
+        return len(self._desk) == 0
+
+    def status(self, now: float) -> ClusterStatus:
+        """Return the cluster as it is seen now."""
+        views = self._conductor.views
+        workers = []
+        for member in self._roster.members:
+            view = self._conductor.view(member.hello.worker.worker_id)
+            assert view is not None, "a member the Conductor does not know"
+            workers.append(worker_status(member, view, now))
+        is_draining = self._draining_since_s is not None
+        return ClusterStatus(
+            ready=not is_draining and any(v.role == Role.DECODE and not v.draining for v in views),
+            draining=is_draining,
+            workers=workers,
+            pool=pool_status(views, self._conductor.num_indexed_blocks),
+            load=load_status(views, self._desk.states()),
+            counters=dict(self._desk.counters),
+        )
+
+    # -------------------------------------------------- the supervisor's side
+
+    def worker_lost(self, worker_id: str, now: float, reason: str = "its process died") -> None:
+        """A worker is gone: tell the others, and place again what it was doing."""
+        hello = self._roster.lose(worker_id, now)
+        if hello is None:
+            return
+        logger.warning("worker %s (%s) is lost: %s", worker_id, hello.role.value, reason)
+        self._conductor.on_lost(worker_id)
+        self._desk.counters["workers_lost"] += 1
+        self._recorder.record(
+            WorkerLeft(worker_id=worker_id, at_s=now, role=hello.role, reason=reason)
+        )
+        self._desk.worker_lost(worker_id, now)
+
+    def drain_worker(self, worker_id: str) -> None:
+        """Place nothing more on a worker and tell it to finish what it has."""
+        member = self._roster.get(worker_id)
+        if member is not None:
+            member.draining = True
+            self._conductor.on_draining(worker_id)
+            self._channel.send(member.hello.worker.address, Drain())
+
+    # --------------------------------------------------------------- machine
+
+    def handle(self, event: msgspec.Struct, now: float) -> None:
+        """Take one message of a worker; what is not for a gateway, or from a worker that is not
+        (any more) a member, is ignored.
+        """
+        match event:
+            case StepOutputs():
+                if self._roster.hear(event.worker, now):
+                    for output in event.outputs:
+                        self._desk.on_output(output, event.worker, now)
+            case LoadReport():
+                if self._roster.hear(event.worker, now):
+                    self._on_load(event, now)
+            case BlockEvents():
+                if self._roster.hear(event.worker, now):
+                    self._conductor.on_blocks(event)
+                    self._check_snapshot(event.worker, now)
+            case WorkerHello():
+                self._on_hello(event, now)
+            case _:
+                pass
+
+    def tick(self, now: float) -> float | None:
+        """Notice silence, deadlines, stalls; place what waits. Returns when to come again."""
+        for worker_id in self._roster.silent(now):
+            self.worker_lost(worker_id, now, "no heartbeat")
+        wakes = (self._desk.tick(now), self._roster.next_check_s(now))
+        return min((wake for wake in wakes if wake is not None), default=None)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when permits, requests, queues and books disagree."""
+        self._roster.check_integrity()
+        self._desk.check_integrity()
+
+    # --------------------------------------------------------------- workers
+
+    def _on_hello(self, hello: WorkerHello, now: float) -> None:
+        worker = hello.worker
+        if self._roster.hear(worker, now):
+            self._roster.welcome(worker, now, send_snapshot=True)
+            return
+        if self._roster.fenced(worker):
+            return
+        self.worker_lost(worker.worker_id, now, "it was started again")
+        reason = self._conductor.on_hello(hello)
+        if reason is not None:
+            self._roster.refuse(worker, reason)
+            return
+        self._roster.join(hello, now)
+        logger.info("worker %s (%s) is up on %s", worker.worker_id, hello.role.value, hello.host)
+        self._recorder.record(
+            WorkerJoined(
+                worker_id=worker.worker_id, at_s=now, role=hello.role, num_blocks=hello.num_blocks
+            )
+        )
+        self._desk.worker_joined(now)
+
+    def _on_load(self, report: LoadReport, now: float) -> None:
+        worker_id = report.worker.worker_id
+        self._conductor.on_load(report, now)
+        view = self._conductor.view(worker_id)
+        assert view is not None, "a member the Conductor does not know"
+        self._recorder.record(
+            WorkerReported(
+                worker_id=worker_id,
+                at_s=now,
+                role=view.role,
+                load=report.load,
+                cost_error_ratio=view.cost.error_ratio,
+            )
+        )
+        self._check_snapshot(report.worker, now)
+
+    def _check_snapshot(self, worker: WorkerRef, now: float) -> None:
+        if self._conductor.needs_snapshot(worker.worker_id):
+            self._roster.ask_snapshot(worker, now)

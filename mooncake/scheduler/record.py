@@ -1,0 +1,152 @@
+"""One accepted request as the gateway holds it, from permit to final event.
+
+A value with checked moves; owned by the gateway, touched by nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mooncake.base import (
+    BlockKey,
+    DecodeTask,
+    Failure,
+    FinalEvent,
+    FinishReason,
+    GenerateRequest,
+    OutputEvent,
+    PrefillTask,
+    RequestState,
+    WorkerRef,
+    extend_chain,
+)
+from mooncake.base.blocks import chain_root
+from mooncake.base.messages import FinishInfo
+from mooncake.base.request import TRANSITIONS
+from mooncake.scheduler.conductor import Layout, Placement
+from mooncake.scheduler.outputs import OutputOrder
+
+Sink = Callable[[OutputEvent], None]
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """A request between its permit and its final event."""
+
+    request: GenerateRequest
+    sink: Sink
+    accepted_s: float
+    order: OutputOrder
+    state: RequestState = RequestState.QUEUED
+    attempt: int = 0
+    """Placements so far; the current one's number."""
+    placement: Placement | None = None
+    """None while the request waits to be placed (again)."""
+    decode_joined: bool = False
+    """Decode has brought tokens in this attempt: prefill is not needed any more."""
+    num_cached_tokens: int | None = None
+    exclude: set[str] = field(default_factory=set)
+    """Workers that failed it."""
+    wait_until_s: float = 0.0
+    last_progress_s: float = 0.0
+    gap_since_s: float | None = None
+    """Since when later tokens wait for earlier ones."""
+    keys: list[BlockKey] = field(default_factory=list)
+    keys_layout: Layout | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.order.tokens)
+
+    def workers(self) -> list[WorkerRef]:
+        """Return the workers of the current placement, decode first."""
+        if self.placement is None:
+            return []
+        prefill = self.placement.prefill
+        return [self.placement.decode] if prefill is None else [self.placement.decode, prefill]
+
+    def move(self, state: RequestState) -> None:
+        """Go to `state`; an illegal move is our own fault."""
+        assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} to {state}"
+        self.state = state
+
+    def tasks(self, gateway: WorkerRef) -> list[tuple[str, DecodeTask | PrefillTask]]:
+        """Return what to send where to start the current attempt: decode first, so that it
+        reserves room while prefill computes.
+        """
+        placement = self.placement
+        assert placement is not None, "tasks of a request that is not placed"
+        output_tokens, sources = list(self.order.tokens), list(placement.sources)
+        decode, prefill = placement.decode, placement.prefill
+        decode_task = DecodeTask(
+            request=self.request,
+            attempt=self.attempt,
+            gateway=gateway,
+            prefill=prefill,
+            output_tokens=output_tokens,
+            sources=sources if prefill is None else [],
+        )
+        if prefill is None:
+            return [(decode.address, decode_task)]
+        prefill_task = PrefillTask(
+            request=self.request,
+            attempt=self.attempt,
+            gateway=gateway,
+            decode=decode,
+            output_tokens=output_tokens,
+            sources=sources,
+        )
+        return [(decode.address, decode_task), (prefill.address, prefill_task)]
+
+    def final_event(
+        self, reason: FinishReason, stop_token_id: int | None, failure: Failure | None
+    ) -> FinalEvent:
+        """Return the request's last event."""
+        return FinalEvent(
+            request_id=self.request_id,
+            reason=reason,
+            num_prompt_tokens=len(self.request.prompt_tokens),
+            num_output_tokens=self.num_output_tokens,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            stop_token_id=stop_token_id,
+            failure=failure,
+        )
+
+    def ended_by_its_tokens(self) -> FinishInfo | None:
+        """Return how the request has ended if its tokens so far end it: the worker was lost between
+        its last token and the word that it was the last.
+        """
+        tokens, sampling = self.order.tokens, self.request.sampling
+        if tokens and len(tokens) >= sampling.min_tokens and tokens[-1] in sampling.stop_token_ids:
+            return FinishInfo(reason=FinishReason.STOP, stop_token_id=tokens[-1])
+        if len(tokens) >= sampling.max_tokens:
+            return FinishInfo(reason=FinishReason.LENGTH)
+        return None
+
+    def block_keys(self, layout: Layout | None) -> list[BlockKey]:
+        """Return the keys of all full blocks of prompt and output so far, under `layout`; hashes
+        only what is new since the last call.
+        """
+        if layout is None:
+            return []
+        if layout != self.keys_layout:
+            self.keys, self.keys_layout = [], layout
+        request = self.request
+        done = len(self.keys) * layout.block_tokens
+        num_prompt = len(request.prompt_tokens)
+        if done < num_prompt:
+            tail = request.prompt_tokens[done:] + self.order.tokens
+        else:
+            tail = self.order.tokens[done - num_prompt :]
+        parent = (
+            self.keys[-1]
+            if self.keys
+            else chain_root(layout.fingerprint, request.tenant, request.cache_salt)
+        )
+        self.keys.extend(extend_chain(parent, tail, layout.block_tokens))
+        return self.keys

@@ -1,0 +1,204 @@
+"""What Prometheus reads: every series is derived from lifetime events, in a registry of our own.
+
+Names follow vLLM's with the prefix `mooncake:`, so that its dashboards need one word changed. The
+metrics object owns the running state of requests it has seen accepted and not yet finished.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from mooncake.base import FinishReason
+from mooncake.telemetry.events import (
+    Accepted,
+    AnyEvent,
+    Finished,
+    FirstToken,
+    Placed,
+    Refused,
+    Requeued,
+    Tokens,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReported,
+)
+from mooncake.telemetry.series import RequestSeries, WorkerSeries
+from mooncake.telemetry.stats import slow_gap_mean
+
+_FINISHED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(slots=True)
+class _Live:
+    accepted_s: float
+    num_prompt_tokens: int
+    max_tokens: int
+    ttft_slo_s: float | None
+    tbt_slo_s: float | None
+    placed_s: float | None = None
+    predicted_ttft_s: float = 0.0
+    waiting: bool = True
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+
+
+class Metrics:
+    """A recorder that turns events into Prometheus series.
+
+    `model_name` is the label vLLM's dashboards select by.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = RequestSeries(self._registry, model_name)
+        self._workers = WorkerSeries(self._registry, model_name)
+        self._live: dict[str, _Live] = {}
+        self._counters: dict[str, dict[str, float]] = {}
+
+    def render(self) -> bytes:
+        """Return all series in the Prometheus text format."""
+        return generate_latest(self._registry)
+
+    @property
+    def num_live(self) -> int:
+        """Requests accepted and not yet finished."""
+        return len(self._live)
+
+    def record(self, event: AnyEvent) -> None:
+        """Take one event. Events of requests never accepted (or already finished) are ignored."""
+        match event:
+            case Tokens():
+                self._on_tokens(event)
+            case WorkerReported():
+                self._on_report(event)
+            case Accepted():
+                self._on_accepted(event)
+            case Refused():
+                self._requests.refused(event.reason, event.status)
+            case Placed():
+                self._on_placed(event)
+            case FirstToken():
+                self._on_first_token(event)
+            case Requeued():
+                self._on_requeued(event)
+            case Finished():
+                self._on_finished(event)
+            case WorkerJoined():
+                self._counters[event.worker_id] = {}
+                self._workers.joined(event.worker_id, event.role, event.num_blocks)
+            case WorkerLeft():
+                self._counters.pop(event.worker_id, None)
+                self._workers.left(event.worker_id, event.role)
+
+    def _on_accepted(self, event: Accepted) -> None:
+        self._live[event.request_id] = _Live(
+            accepted_s=event.at_s,
+            num_prompt_tokens=event.num_prompt_tokens,
+            max_tokens=event.max_tokens,
+            ttft_slo_s=event.ttft_slo_s,
+            tbt_slo_s=event.tbt_slo_s,
+        )
+        self._requests.waiting.inc()
+
+    def _on_placed(self, event: Placed) -> None:
+        live = self._live.get(event.request_id)
+        if live is None:
+            return
+        if live.placed_s is None:
+            self._requests.queue_s.observe(event.at_s - live.accepted_s)
+            live.placed_s = event.at_s
+            live.predicted_ttft_s = event.predicted_ttft_s
+        else:
+            self._requests.resumed.inc()
+        where = "decode" if event.prefill is None else "prefill"
+        self._requests.placements.labels(where).inc()
+        self._requests.planned_fetch_blocks.inc(event.num_fetch_blocks)
+
+    def _on_first_token(self, event: FirstToken) -> None:
+        live = self._live.get(event.request_id)
+        if live is None:
+            return
+        self._leave_waiting(live)
+        ttft_s = event.at_s - live.accepted_s
+        live.first_token_s = live.last_token_s = event.at_s
+        self._requests.ttft_s.observe(ttft_s)
+        self._requests.prompt_tokens.inc(live.num_prompt_tokens)
+        self._requests.cached_tokens.inc(event.num_cached_tokens)
+        self._requests.cache_queries.inc(live.num_prompt_tokens)
+        self._requests.cache_hits.inc(event.num_cached_tokens)
+        if live.placed_s is not None:
+            since_placed_s = event.at_s - live.placed_s
+            self._requests.prefill_s.observe(since_placed_s)
+            self._requests.ttft_error_s.observe(abs(since_placed_s - live.predicted_ttft_s))
+
+    def _on_tokens(self, event: Tokens) -> None:
+        live = self._live.get(event.request_id)
+        if live is None:
+            return
+        self._requests.generation_tokens.inc(event.num_tokens)
+        self._requests.tokens_per_event.observe(event.num_tokens)
+        if event.start > 0:
+            gap_s = event.at_s - live.last_token_s
+            live.last_token_s = event.at_s
+            live.gaps_s.append(gap_s)
+            self._requests.gap_s.observe(gap_s)
+
+    def _on_requeued(self, event: Requeued) -> None:
+        if event.request_id in self._live:
+            self._requests.requeued.inc()
+
+    def _on_finished(self, event: Finished) -> None:
+        live = self._live.pop(event.request_id, None)
+        if live is None:
+            return
+        if live.waiting:
+            self._leave_waiting(live)
+        self._requests.running.dec()
+        self._requests.e2e_s.observe(event.at_s - live.accepted_s)
+        self._requests.request_prompt_tokens.observe(event.num_prompt_tokens)
+        self._requests.request_generation_tokens.observe(event.num_output_tokens)
+        self._requests.max_tokens.observe(live.max_tokens)
+        if event.reason in {*_FINISHED_WELL, FinishReason.ABORT}:
+            self._requests.success.labels(event.reason.value).inc()
+        else:
+            self._requests.failure.labels(str(event.status)).inc()
+        if live.first_token_s is not None:
+            self._observe_decode(live, event)
+        if event.reason in _FINISHED_WELL:
+            self._requests.slo.labels(_slo_outcome(live)).inc()
+
+    def _observe_decode(self, live: _Live, event: Finished) -> None:
+        assert live.first_token_s is not None
+        decode_s = event.at_s - live.first_token_s
+        self._requests.decode_s.observe(decode_s)
+        if event.num_output_tokens > 1:
+            per_token_s = (live.last_token_s - live.first_token_s) / (event.num_output_tokens - 1)
+            self._requests.time_per_token_s.observe(per_token_s)
+            self._requests.slow_gap_s.observe(slow_gap_mean(live.gaps_s))
+
+    def _leave_waiting(self, live: _Live) -> None:
+        live.waiting = False
+        self._requests.waiting.dec()
+        self._requests.running.inc()
+
+    def _on_report(self, event: WorkerReported) -> None:
+        before = self._counters.get(event.worker_id)
+        if before is None:
+            return
+        self._workers.reported(event.worker_id, event.role, event.load, event.cost_error_ratio)
+        for name, value in event.load.counters.items():
+            self._workers.count(event.worker_id, name, value - before.get(name, 0.0))
+            before[name] = max(value, before.get(name, 0.0))
+
+
+def _slo_outcome(live: _Live) -> str:
+    """Return "met", or which limit a successful request missed (no limit is always met)."""
+    ttft_s = (live.first_token_s or live.accepted_s) - live.accepted_s
+    if live.ttft_slo_s is not None and ttft_s > live.ttft_slo_s:
+        return "ttft_missed"
+    if live.tbt_slo_s is not None and slow_gap_mean(live.gaps_s) > live.tbt_slo_s:
+        return "tbt_missed"
+    return "met"

@@ -1,0 +1,199 @@
+"""The Prometheus series by name. Each is set by `telemetry.metrics`, and a test proves it.
+
+Owns the `prometheus_client` objects; knows nothing of events.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from mooncake.base import Role, WorkerLoad
+
+_TTFT_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
+)  # fmt: skip
+_GAP_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5,
+    10, 20, 40,
+)  # fmt: skip
+_REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 1920, 7680)
+_TOKENS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000
+)  # fmt: skip
+_BURST = (1, 2, 4, 8, 16, 32)
+
+
+class RequestSeries:
+    """Series about requests, bound to one `model_name`."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"mooncake:{name}", text, ["model_name"], registry=registry).labels(
+                model_name
+            )
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"mooncake:{name}", text, ["model_name"], registry=registry).labels(
+                model_name
+            )
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(
+                f"mooncake:{name}", text, ["model_name"], buckets=buckets, registry=registry
+            ).labels(model_name)
+
+        def labelled(name: str, text: str, label: str) -> _Labelled:
+            names = ["model_name", label]
+            return _Labelled(
+                Counter(f"mooncake:{name}", text, names, registry=registry), model_name
+            )
+
+        self.running = gauge("num_requests_running", "Requests that have had their first token.")
+        self.waiting = gauge("num_requests_waiting", "Requests that wait for their first token.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens reused, not computed.")
+        self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
+        self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found in any tier.")
+        self.planned_fetch_blocks = counter(
+            "planned_fetch_blocks", "Blocks the Conductor told workers to fetch from a pool node."
+        )
+        self.requeued = counter("requests_requeued", "Attempts lost to a worker or its failure.")
+        self.resumed = counter("requests_resumed", "Requests placed again after a lost attempt.")
+        self.success = labelled("request_success", "Requests that ended well.", "finished_reason")
+        self.failure = labelled("request_failure", "Accepted requests that failed.", "status")
+        self.placements = labelled("placements", "Where prompts were placed.", "prompt_on")
+        self.slo = labelled("request_slo", "Finished requests by limits met or missed.", "outcome")
+        self._refusals = Counter(
+            "mooncake:requests_rejected",
+            "Requests refused before any work.",
+            ["model_name", "reason", "status"],
+            registry=registry,
+        )
+        self._model_name = model_name
+        self.ttft_s = histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
+        self.gap_s = histogram("inter_token_latency_seconds", "Gap between tokens.", _GAP_S)
+        self.slow_gap_s = histogram(
+            "request_tbt_seconds", "Mean of the slowest 10 % of a request's gaps.", _GAP_S
+        )
+        self.time_per_token_s = histogram(
+            "request_time_per_output_token_seconds", "Mean time a token after the first.", _GAP_S
+        )
+        self.e2e_s = histogram("e2e_request_latency_seconds", "Arrival to end.", _REQUEST_S)
+        self.queue_s = histogram("request_queue_time_seconds", "Arrival to placement.", _TTFT_S)
+        self.prefill_s = histogram(
+            "request_prefill_time_seconds", "First placement to first token.", _REQUEST_S
+        )
+        self.decode_s = histogram("request_decode_time_seconds", "First token to end.", _REQUEST_S)
+        self.ttft_error_s = histogram(
+            "ttft_prediction_error_seconds", "Distance of predicted and real TTFT.", _TTFT_S
+        )
+        self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt length.", _TOKENS)
+        self.request_generation_tokens = histogram(
+            "request_generation_tokens", "Output length.", _TOKENS
+        )
+        self.max_tokens = histogram("request_params_max_tokens", "max_tokens asked for.", _TOKENS)
+        self.tokens_per_event = histogram("tokens_per_event", "Tokens sent at once.", _BURST)
+
+    def refused(self, reason: str, status: int) -> None:
+        """Count a refusal."""
+        self._refusals.labels(self._model_name, reason, str(status)).inc()
+
+
+class _Labelled:
+    """A counter family with `model_name` filled in."""
+
+    def __init__(self, family: Counter, model_name: str) -> None:
+        self._family = family
+        self._model_name = model_name
+
+    def labels(self, value: str) -> Counter:
+        return self._family.labels(self._model_name, value)
+
+
+class WorkerSeries:
+    """Series about workers, labelled with the worker's name and role."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._model_name = model_name
+
+        def gauge(name: str, text: str) -> Gauge:
+            labels = ["model_name", "worker", "role"]
+            return Gauge(f"mooncake:{name}", text, labels, registry=registry)
+
+        self._up = Gauge(
+            "mooncake:workers_up", "Workers alive.", ["model_name", "role"], registry=registry
+        )
+        self._lost = Counter(
+            "mooncake:workers_lost", "Workers lost.", ["model_name", "role"], registry=registry
+        )
+        self._running = gauge("worker_requests_running", "Sequences in a worker's batch.")
+        self._waiting = gauge("worker_requests_waiting", "Sequences waiting on a worker.")
+        self._queued = gauge("worker_queued_tokens", "Prompt tokens accepted, not yet computed.")
+        self._context = gauge("worker_context_tokens", "Tokens in the KV of running sequences.")
+        self._total = gauge("worker_blocks", "KV blocks a worker has.")
+        self._free = gauge("worker_free_blocks", "KV blocks free, cached ones included.")
+        self._cached = gauge("worker_cached_blocks", "Free KV blocks that hold reusable content.")
+        self._usage = gauge("kv_cache_usage_perc", "Share of a worker's KV blocks in use, 0 to 1.")
+        self._cost_error = gauge("cost_model_error_ratio", "Mean relative error of step times.")
+        self._gauges = (
+            self._running, self._waiting, self._queued, self._context, self._total, self._free,
+            self._cached, self._usage, self._cost_error,
+        )  # fmt: skip
+        labels = ["model_name", "worker", "name"]
+        self._counts = Counter(
+            "mooncake:worker_events", "Counts a worker reports.", labels, registry=registry
+        )
+        named = {
+            "preemptions": ("num_preemptions", "Sequences preempted for want of blocks."),
+            "blocks_fetched": ("blocks_fetched", "KV blocks fetched from a pool node."),
+            "blocks_pushed": ("blocks_pushed", "KV blocks pushed from prefill to decode."),
+        }
+        self._named = {
+            name: Counter(f"mooncake:{series}", text, ["model_name"], registry=registry).labels(
+                model_name
+            )
+            for name, (series, text) in named.items()
+        }
+
+    def joined(self, worker_id: str, role: Role, num_blocks: int) -> None:
+        """A worker is up."""
+        self._up.labels(self._model_name, role.value).inc()
+        self._lost.labels(self._model_name, role.value)
+        self._total.labels(self._model_name, worker_id, role.value).set(num_blocks)
+
+    def left(self, worker_id: str, role: Role) -> None:
+        """A worker is gone: its gauges go with it."""
+        self._up.labels(self._model_name, role.value).dec()
+        self._lost.labels(self._model_name, role.value).inc()
+        for gauge in self._gauges:
+            gauge.remove(self._model_name, worker_id, role.value)
+
+    def reported(
+        self, worker_id: str, role: Role, load: WorkerLoad, cost_error_ratio: float | None
+    ) -> None:
+        """Show a worker's newest load."""
+        total = load.num_total_blocks
+        values = {
+            self._running: load.num_running,
+            self._waiting: load.num_waiting,
+            self._queued: load.num_queued_tokens,
+            self._context: load.num_context_tokens,
+            self._total: total,
+            self._free: load.num_free_blocks,
+            self._cached: load.num_cached_blocks,
+            self._usage: (total - load.num_free_blocks) / total if total else 0.0,
+        }
+        for gauge, value in values.items():
+            gauge.labels(self._model_name, worker_id, role.value).set(value)
+        if cost_error_ratio is not None:
+            self._cost_error.labels(self._model_name, worker_id, role.value).set(cost_error_ratio)
+
+    def count(self, worker_id: str, name: str, amount: float) -> None:
+        """Add what a worker's counter `name` grew by since its last report."""
+        if amount <= 0:
+            return
+        self._counts.labels(self._model_name, worker_id, name).inc(amount)
+        if name in self._named:
+            self._named[name].inc(amount)
