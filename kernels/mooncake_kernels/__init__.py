@@ -1,0 +1,1 @@
+"""Kernels of Mooncake; see the modules, nothing is imported here on purpose."""

@@ -1,0 +1,70 @@
+"""Routed experts: tokens are sorted by expert, each expert computes all of its tokens at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class ExpertOrder:
+    """The (token, choice) pairs of a batch, sorted by expert; pairs of one expert in token order.
+
+    `tokens` [pairs]: the token of each sorted pair. `places` [tokens, k]: where each pair went.
+    """
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    sorted_experts: torch.Tensor
+
+
+def order_by_expert(experts: torch.Tensor) -> ExpertOrder:
+    """Return the expert order of `experts` [tokens, k] int64."""
+    num_choices = experts.shape[1]
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel(), device=order.device)
+    return ExpertOrder(order // num_choices, places.view_as(experts), sorted_experts)
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up of `gate_up` [rows, 2 * inner] as [rows, inner]."""
+    inner = gate_up.shape[-1] // 2
+    return functional.silu(gate_up[:, :inner]).mul_(gate_up[:, inner:])
+
+
+def weighted_sum(outputs: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
+    """Return each token's sum of its experts' `outputs` [pairs, hidden] by `weights` [tokens, k].
+
+    One gather, product and sum: an embedding bag whose table is the sorted outputs.
+    """
+    return functional.embedding_bag(
+        order.places, outputs, mode="sum", per_sample_weights=weights.to(outputs.dtype)
+    )
+
+
+class StackedExperts:
+    """All experts of a layer in two tensors; products by `torch.nn.functional.grouped_mm`.
+
+    gate_up: [experts, 2 * inner, hidden], the gate's rows first; down: [experts, hidden, inner].
+    """
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._gate_up = gate_up.transpose(1, 2)
+        self._down = down.transpose(1, 2)
+        self._ids = torch.arange(gate_up.shape[0], device=gate_up.device)
+
+    def __call__(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, [tokens, hidden] in x's dtype.
+
+        x: [tokens, hidden]; experts: [tokens, k] int64; weights: [tokens, k] float32.
+        """
+        order = order_by_expert(experts)
+        ends = torch.searchsorted(order.sorted_experts, self._ids, right=True).to(torch.int32)
+        rows = x.index_select(0, order.tokens)
+        inner = gated(functional.grouped_mm(rows, self._gate_up, offs=ends))
+        return weighted_sum(functional.grouped_mm(inner, self._down, offs=ends), order, weights)

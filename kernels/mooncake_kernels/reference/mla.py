@@ -1,0 +1,118 @@
+"""Multi-head latent attention over paged latent KV, in its two forms (DeepSeek-V2, 2405.04434).
+
+A cached row is `[latent | key part]`: the normed latent (rank numbers), then the rotated key part
+that all heads share. Absorbed: queries are moved into the latent space and attend to the cached
+rows as they are. Expanded: keys and values of each head are made from the latents. Both are the
+same function; which is cheaper is the caller's business. Scores are softmaxed in float32 inside and
+kept in the input's dtype. Queries come scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mooncake_kernels.reference.paged import PagedSpan
+from torch.nn import functional
+
+_SCORES_PER_CHUNK = 1 << 22
+"""Bounds the score matrix: 8 MiB in bfloat16."""
+_MAX_CHUNK_ROWS = 256
+
+
+def mla_absorbed(
+    q: torch.Tensor, kv: torch.Tensor, spans: Sequence[PagedSpan], rank: int
+) -> torch.Tensor:
+    """Return the attended latents, [rows, heads, rank] in q's dtype.
+
+    q: [rows, heads, rank + rope] scaled queries in the latent space; every row is in one span.
+    kv: [pages, block_tokens, rank + rope], any float dtype.
+    """
+    out = q.new_empty(*q.shape[:2], rank)
+    for span in spans:
+        keys = [part.to(q.dtype) for part in span.keys(kv)]
+        if span.num_rows == 1:
+            _attend_one(q[span.first_row], keys, out[span.first_row])
+        else:
+            rows = slice(span.first_row, span.first_row + span.num_rows)
+            _attend_many(q[rows], _joined(keys), out[rows])
+    return out
+
+
+def _attend_one(q: torch.Tensor, keys: list[torch.Tensor], out: torch.Tensor) -> None:
+    """One token, all keys seen, heads as rows; the keys may stay in parts."""
+    rank = out.shape[-1]
+    if len(keys) == 1:
+        probs = torch.softmax(q @ keys[0].t(), dim=-1)
+        torch.mm(probs, keys[0][:, :rank], out=out)
+        return
+    probs = torch.softmax(torch.cat([q @ part.t() for part in keys], dim=-1), dim=-1)
+    parts = torch.split(probs, [part.shape[0] for part in keys], dim=-1)
+    torch.mm(parts[0], keys[0][:, :rank], out=out)
+    for prob, part in zip(parts[1:], keys[1:], strict=True):
+        out.addmm_(prob, part[:, :rank])
+
+
+def _attend_many(q: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
+    """Several tokens, causal, (token, head) pairs as rows, in chunks of tokens."""
+    num_rows, heads, _ = q.shape
+    context, rank = keys.shape[0], out.shape[-1]
+    step = max(1, min(num_rows, _SCORES_PER_CHUNK // (heads * context)))
+    for begin in range(0, num_rows, step):
+        end = min(begin + step, num_rows)
+        seen = context - num_rows + end
+        scores = q[begin:end].reshape(-1, q.shape[-1]) @ keys[:seen].t()
+        _hide_later(scores.view(end - begin, heads, seen))
+        probs = torch.softmax(scores, dim=-1)
+        out[begin:end] = (probs @ keys[:seen, :rank]).view(end - begin, heads, rank)
+
+
+def mla_expanded(
+    q: torch.Tensor, kv: torch.Tensor, spans: Sequence[PagedSpan], kv_b: torch.Tensor, nope: int
+) -> torch.Tensor:
+    """Return the attended values, [rows, heads, value width] in q's dtype.
+
+    q: [rows, heads, nope + rope] scaled queries; every row is in one span.
+    kv: [pages, block_tokens, rank + rope], any float dtype.
+    kv_b: [heads, nope + value width, rank] in q's dtype, the key's rows of a head first.
+
+    One head at a time and queries in chunks, so the workspace is one head's keys and values and a
+    bounded score matrix however long the context is.
+    """
+    heads, per_head, rank = kv_b.shape
+    out = q.new_empty(q.shape[0], heads, per_head - nope)
+    for span in spans:
+        cached = _joined([part.to(q.dtype) for part in span.keys(kv)])
+        latent, shared = cached[:, :rank].contiguous(), cached[:, rank:]
+        rows = slice(span.first_row, span.first_row + span.num_rows)
+        queries = q[rows].transpose(0, 1).contiguous()
+        for head in range(heads):
+            made = functional.linear(latent, kv_b[head])
+            keys = torch.cat((made[:, :nope], shared), dim=-1)
+            _attend_head(queries[head], keys, made[:, nope:], out[rows, head])
+    return out
+
+
+def _attend_head(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+) -> None:
+    num_rows, context = q.shape[0], keys.shape[0]
+    step = max(1, min(_MAX_CHUNK_ROWS, num_rows, _SCORES_PER_CHUNK // context))
+    for begin in range(0, num_rows, step):
+        end = min(begin + step, num_rows)
+        seen = context - num_rows + end
+        scores = q[begin:end] @ keys[:seen].t()
+        _hide_later(scores[:, None])
+        out[begin:end] = torch.softmax(scores, dim=-1) @ values[:seen]
+
+
+def _hide_later(scores: torch.Tensor) -> None:
+    """Set scores [rows, heads, seen] of keys after the row's own to -inf; the last row sees all."""
+    rows, _, seen = scores.shape
+    if rows > 1:
+        later = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu_(1)
+        scores[:, :, seen - rows :].masked_fill_(later[:, None], float("-inf"))
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

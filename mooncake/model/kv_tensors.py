@@ -1,0 +1,69 @@
+"""The engine's KV pages as tensors: a view of registered memory, never a copy of it.
+
+Owns no allocation policy: which page belongs to whom is the engine's business. A row is
+`[normed latent | rotated key part]`; the key part keeps the order of `kv_a_proj_with_mqa`'s output
+(see `mooncake_kernels.reference.rope`), so blocks may travel between engines.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mooncake.base import DTYPE_BYTES, ConfigError, KvLayout
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+class KvTensors:
+    """Latent KV of `num_pages` pages: one `[num_pages, block_tokens, kv_width]` tensor a layer."""
+
+    def __init__(self, layout: KvLayout, pages: torch.Tensor) -> None:
+        """Use `view` or `allocate`."""
+        self.layout = layout
+        self.pages = pages
+        self.layers = list(pages.unbind(0))
+        self._rows = [layer.view(-1, layout.kv_width) for layer in self.layers]
+
+    @classmethod
+    def view(cls, layout: KvLayout, num_pages: int, buffer: memoryview) -> KvTensors:
+        """Return the pages that lie at the start of `buffer` (a transfer region's memory).
+
+        Raises:
+            ConfigError: the buffer is too small, or the dtype is not one KV can be kept in.
+        """
+        dtype = _dtype(layout)
+        shape = (layout.num_layers, num_pages, layout.block_tokens, layout.kv_width)
+        num_bytes = num_pages * layout.block_bytes
+        if buffer.nbytes < num_bytes:
+            raise ConfigError(f"{num_pages} KV pages need {num_bytes} bytes, have {buffer.nbytes}")
+        count = num_bytes // DTYPE_BYTES[layout.dtype]
+        return cls(layout, torch.frombuffer(buffer, dtype=dtype, count=count).view(shape))
+
+    @classmethod
+    def allocate(cls, layout: KvLayout, num_pages: int, device: torch.device) -> KvTensors:
+        """Return zeroed pages in `device` memory."""
+        shape = (layout.num_layers, num_pages, layout.block_tokens, layout.kv_width)
+        return cls(layout, torch.zeros(shape, dtype=_dtype(layout), device=device))
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.shape[1]
+
+    @property
+    def page_shape(self) -> torch.Size:
+        """`[num_pages, block_tokens, kv_width]`."""
+        return self.layers[0].shape
+
+    def write(self, layer: int, places: torch.Tensor, rows: torch.Tensor) -> None:
+        """Store `rows` [tokens, kv_width] at `places` [tokens] (page * block_tokens + offset)."""
+        self._rows[layer].index_copy_(0, places, rows.to(self.pages.dtype))
+
+
+def _dtype(layout: KvLayout) -> torch.dtype:
+    if layout.dtype not in _DTYPES:
+        raise ConfigError(f"kv dtype {layout.dtype!r} is not supported, only {', '.join(_DTYPES)}")
+    return _DTYPES[layout.dtype]

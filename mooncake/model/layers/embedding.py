@@ -1,0 +1,37 @@
+"""Token embedding and the vocabulary head, of one weight when they are tied."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from mooncake.model.layers.linear import Linear
+
+
+class Embedding:
+    """Rows of a table; weight: [vocab, hidden]."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [rows, hidden] for `tokens` [rows] int64. IndexError: no such token."""
+        return functional.embedding(tokens, self.weight)
+
+
+class Head:
+    """Logits over the vocabulary; weight: [vocab, hidden].
+
+    A head tied to the embedding reads the embedding's own tensor: packing it would keep it twice.
+    """
+
+    def __init__(self, weight: torch.Tensor, *, tied: bool) -> None:
+        self._linear = None if tied else Linear(weight)
+        self._tied_weight = weight if tied else None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [rows, vocab] float32 for `hidden` [rows, hidden]."""
+        if self._linear is not None:
+            return self._linear(hidden).float()
+        assert self._tied_weight is not None
+        return functional.linear(hidden, self._tied_weight).float()

@@ -1,0 +1,130 @@
+"""Multi-head latent attention of one layer (DeepSeek-V2, arXiv 2405.04434 section 2.1).
+
+Writes the latent KV of the step's rows into their pages, then attends: absorbed for few new tokens
+over a long context, expanded for long chunks. Which form a row takes is decided in `inputs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from mooncake_kernels.dispatch import kernel
+
+from mooncake.base import ModelSpec
+from mooncake.model.inputs import PrefersAbsorbed, Queries
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layers.linear import Linear
+from mooncake.model.layers.norm import RmsNorm
+from mooncake.model.layers.rope import Rope
+
+LATENT_NORM_EPS = 1e-6
+"""Of the two inner norms: DeepSeek-V3's code fixes it, `rms_norm_eps` is for the outer ones."""
+
+_FLOPS_PER_HEAD_CALL = 1.5e7
+"""What the expanded form's separate calls for each head cost, in the FLOPs of a busy CPU core."""
+
+
+@dataclass(frozen=True)
+class MlaWeights:
+    """Weights of one layer, all in the model's dtype.
+
+    query_kv_a: [q rank (or heads * qk width) + kv_width, hidden], the query's rows first.
+    query_b and query_norm: None when queries are not compressed.
+    kv_b: [heads, nope + value width, kv_lora_rank].
+    """
+
+    query_kv_a: Linear
+    query_norm: RmsNorm | None
+    query_b: Linear | None
+    kv_norm: RmsNorm
+    kv_b: torch.Tensor
+    output: Linear
+
+
+class Mla:
+    """The attention of layer `layer`."""
+
+    def __init__(self, spec: ModelSpec, layer: int, weights: MlaWeights, rope: Rope) -> None:
+        self._layer = layer
+        self._w = weights
+        self._rope = rope
+        self._heads = spec.num_attention_heads
+        self._rank = spec.kv_lora_rank
+        self._kv_width = spec.kv_width
+        self._nope = spec.qk_nope_head_dim
+        self._scale = spec.softmax_scale
+        self._absorb_query = weights.kv_b[:, : self._nope]
+        self._absorb_value = weights.kv_b[:, self._nope :].transpose(1, 2)
+        self._mla_absorbed = kernel("mla_absorbed")
+        self._mla_expanded = kernel("mla_expanded")
+
+    def write_kv(
+        self, x: torch.Tensor, rotation: torch.Tensor, places: torch.Tensor, kv: KvTensors
+    ) -> torch.Tensor:
+        """Store the KV of normed input `x` [rows, hidden] and return the queries' first stage."""
+        joined = self._w.query_kv_a(x)
+        query = joined[:, : -self._kv_width]
+        latent = joined[:, -self._kv_width : self._rank - self._kv_width]
+        key = joined[:, self._rank - self._kv_width :]
+        turned = self._rope(key[:, None], rotation)[:, 0]
+        kv.write(self._layer, places, torch.cat((self._w.kv_norm(latent), turned), dim=-1))
+        return query
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        rotation: torch.Tensor,
+        queries: Queries,
+        kv: KvTensors,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return `residual + attention`, [rows, hidden].
+
+        query: `write_kv`'s result for the rows of `queries`; rotation: of the same rows.
+        """
+        q = self._queries(query, rotation)
+        pages = kv.layers[self._layer]
+        split = queries.split
+        parts = []
+        if queries.absorbed:
+            parts.append(self._absorbed(q[:split], pages, queries))
+        if queries.expanded:
+            parts.append(
+                self._mla_expanded(q[split:], pages, queries.expanded, self._w.kv_b, self._nope)
+            )
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._w.output.add(attended.flatten(1), residual)
+
+    def _queries(self, query: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """Return scaled, rotated queries [rows, heads, nope + rope]."""
+        if self._w.query_b is not None and self._w.query_norm is not None:
+            query = self._w.query_b(self._w.query_norm(query))
+        q = (query * self._scale).view(query.shape[0], self._heads, -1)
+        q[..., self._nope :] = self._rope(q[..., self._nope :], rotation)
+        return q
+
+    def _absorbed(self, q: torch.Tensor, pages: torch.Tensor, queries: Queries) -> torch.Tensor:
+        latent_q = torch.bmm(q[..., : self._nope].transpose(0, 1), self._absorb_query)
+        whole = torch.cat((latent_q.transpose(0, 1), q[..., self._nope :]), dim=-1)
+        latent = self._mla_absorbed(whole, pages, queries.absorbed, self._rank)
+        return torch.bmm(latent.transpose(0, 1), self._absorb_value).transpose(0, 1)
+
+
+def absorbed_is_cheaper(spec: ModelSpec) -> PrefersAbsorbed:
+    """Return the rule that picks a form for `new` tokens at the end of `context`, by FLOPs a head.
+
+    Expanding costs each context token one product with kv_b; absorbing costs each new token the
+    same, and makes every score wider. A single token is always absorbed: those batch best.
+    """
+    rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
+    nope, value = spec.qk_nope_head_dim, spec.v_head_dim
+    made = 2 * rank * (nope + value)
+
+    def rule(new: int, context: int) -> bool:
+        pairs = new * context - new * (new - 1) // 2
+        absorbed = made * new + 2 * (2 * rank + rope) * pairs
+        expanded = made * context + 2 * (nope + rope + value) * pairs + _FLOPS_PER_HEAD_CALL
+        return new == 1 or absorbed <= expanded
+
+    return rule

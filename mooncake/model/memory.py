@@ -1,0 +1,106 @@
+"""How memory is shared out between weights and KV pages, from the spec alone: no torch, no device.
+
+Used by `--dry-run` and at start-up; the numbers are computed, not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mooncake.base import DTYPE_BYTES, ConfigError, KvLayout, ModelSpec, format_bytes
+from mooncake.model.tensor_shapes import tensor_shapes
+
+_ROUTER_PARTS = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Numbers in the weights; `router` (kept in float32) is part of `total`."""
+
+    total: int
+    router: int
+    active: int
+    """Read for one token: of the routed experts only those a token is sent to."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one instance on one device."""
+
+    weights_bytes: int
+    workspace_bytes: int
+    """Activations and logits of the largest step, an upper estimate."""
+    kv_page_bytes: int
+    num_pages: int
+    num_kv_tokens: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_pages * self.kv_page_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.workspace_bytes + self.kv_bytes
+
+
+def count_parameters(spec: ModelSpec) -> ParameterCount:
+    """Return how many numbers a model of this shape has."""
+    total = router = routed = 0
+    for name, shape in tensor_shapes(spec).items():
+        size = math.prod(shape)
+        total += size
+        if name.endswith(_ROUTER_PARTS):
+            router += size
+        if ".mlp.experts." in name:
+            routed += size
+    idle = routed * (spec.n_routed_experts - spec.num_experts_per_tok) // spec.n_routed_experts
+    return ParameterCount(total=total, router=router, active=total - idle)
+
+
+def weights_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Return the bytes of the loaded weights: all in `dtype`, the routers in float32."""
+    count = count_parameters(spec)
+    plain = (count.total - count.router) * DTYPE_BYTES[dtype]
+    return plain + count.router * DTYPE_BYTES["float32"]
+
+
+def workspace_bytes(spec: ModelSpec, dtype: str, *, step_tokens: int, step_sequences: int) -> int:
+    """Return an upper estimate of what one step of `step_tokens` needs beside weights and KV.
+
+    Counts the widest moments of a layer as if they were alive together, and float32 logits.
+    """
+    heads = spec.num_attention_heads
+    attention = 2 * heads * spec.qk_head_dim + heads * spec.v_head_dim + spec.kv_width
+    routed = spec.num_experts_per_tok * (2 * spec.hidden_size + 3 * spec.moe_intermediate_size)
+    dense = 3 * spec.intermediate_size
+    width = 4 * spec.hidden_size + max(attention, routed, dense)
+    activations = step_tokens * width * DTYPE_BYTES[dtype]
+    return activations + step_sequences * spec.vocab_size * 2 * DTYPE_BYTES["float32"]
+
+
+def plan_memory(
+    spec: ModelSpec, layout: KvLayout, *, dtype: str, budget_bytes: int, workspace: int
+) -> MemoryPlan:
+    """Return how many KV pages fit into `budget_bytes` beside weights and `workspace` bytes.
+
+    Raises:
+        ConfigError: not even one page fits; says what is needed.
+    """
+    weights = weights_bytes(spec, dtype)
+    left = budget_bytes - weights - workspace
+    num_pages = left // layout.block_bytes
+    if num_pages < 1:
+        needed = weights + workspace + layout.block_bytes
+        raise ConfigError(
+            f"the model needs at least {format_bytes(needed)} "
+            f"(weights {format_bytes(weights)}, workspace {format_bytes(workspace)}, one KV page "
+            f"{format_bytes(layout.block_bytes)}), the budget is {format_bytes(budget_bytes)}"
+        )
+    return MemoryPlan(
+        weights_bytes=weights,
+        workspace_bytes=workspace,
+        kv_page_bytes=layout.block_bytes,
+        num_pages=num_pages,
+        num_kv_tokens=num_pages * layout.block_tokens,
+    )

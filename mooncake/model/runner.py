@@ -1,0 +1,199 @@
+"""Runs step plans on the model, in order, on a thread of its own (`engine.ports.PolledRunner`).
+
+Owns what it knows of each sequence: its prompt (for prompt logprobs) and, in the sampler, its
+history. Which pages a sequence has is said by every plan.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from mooncake.base import TokenLogprobs
+from mooncake.engine.plan import (
+    LayerDone,
+    RunnerEvent,
+    Sample,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+)
+from mooncake.model.inputs import OutputRows, StepInputs, build_inputs
+from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layers.mla import absorbed_is_cheaper
+
+_LOGPROB_ROWS = 128
+"""Prompt positions whose logits are made at once: bounds their memory."""
+
+
+class TokenSampler(Protocol):
+    """Chooses tokens; `layers.sampler.Sampler` in production."""
+
+    def start(self, start: SequenceStart) -> None:
+        """Begin to keep a sequence's settings and history."""
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop a sequence."""
+
+    def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
+        """Return one sample a row of `logits` [rows, vocab] float32; adds it to the history."""
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, next_tokens: Sequence[int], num: int
+    ) -> list[TokenLogprobs]:
+        """Return for each row the log-probability of its next token and of the `num` best."""
+
+
+class ModelRunner:
+    """One model, its KV pages and a sampler behind a queue of plans."""
+
+    def __init__(
+        self,
+        model: KimiK2,
+        kv: KvTensors,
+        sampler: TokenSampler,
+        *,
+        num_threads: int | None = None,
+    ) -> None:
+        """Start the thread. `num_threads`: torch's CPU threads, of the whole process; None = as is.
+
+        The queue is as long as the engine lets it be (two steps in flight).
+        """
+        self._model = model
+        self._kv = kv
+        self._sampler = sampler
+        self._num_threads = num_threads
+        self._prefers_absorbed = absorbed_is_cheaper(model.spec)
+        self._starts: dict[int, SequenceStart] = {}
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._events: deque[RunnerEvent] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._readable, self._signal = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="model-runner", daemon=True)
+        self._thread.start()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a step; never blocks. RuntimeError: the runner is closed."""
+        if self._closed:
+            raise RuntimeError("the runner is closed")
+        self._plans.put(plan)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while events wait."""
+        return self._readable
+
+    def poll(self) -> Sequence[RunnerEvent]:
+        """Return the events since the last call, oldest first, without waiting."""
+        with self._lock:
+            events = list(self._events)
+            if events:
+                self._events.clear()
+                os.read(self._readable, 1)
+        return events
+
+    def close(self) -> None:
+        """Finish the running step, drop queued ones and free the descriptor. May be called twice.
+
+        Events not polled yet are lost.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._plans.put(None)
+        self._thread.join()
+        os.close(self._readable)
+        os.close(self._signal)
+
+    def _emit(self, event: RunnerEvent) -> None:
+        with self._lock:
+            if not self._events:
+                os.write(self._signal, b"\0")
+            self._events.append(event)
+
+    def _run(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        with torch.inference_mode():
+            while True:
+                plan = self._plans.get()
+                if plan is None or self._closed:
+                    return
+                self._emit(self._step(plan))
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        begin = time.perf_counter()
+        try:
+            samples, logprobs = self._execute(plan)
+        except Exception as error:  # whatever it was, the engine must hear that the step ended
+            return StepResult(
+                step_id=plan.step_id,
+                samples=[],
+                seconds=time.perf_counter() - begin,
+                error=f"step {plan.step_id}: {type(error).__name__}: {error}",
+            )
+        return StepResult(
+            step_id=plan.step_id,
+            samples=samples,
+            seconds=time.perf_counter() - begin,
+            prompt_logprobs=logprobs,
+        )
+
+    def _execute(self, plan: StepPlan) -> tuple[list[Sample], dict[int, list[TokenLogprobs]]]:
+        for sequence_id in plan.ended:
+            self._starts.pop(sequence_id, None)
+            self._sampler.forget(sequence_id)
+        for start in plan.starts:
+            self._starts[start.sequence_id] = start
+            self._sampler.start(start)
+        if not plan.slots:
+            return [], {}
+        unknown = [s.sequence_id for s in plan.slots if s.sequence_id not in self._starts]
+        if unknown:
+            raise ValueError(f"sequences {unknown} were never started")
+        whole = frozenset(s.sequence_id for s in plan.slots if self._logprobs_wanted(s.sequence_id))
+        inputs = build_inputs(plan.slots, whole, self._kv.page_shape, self._prefers_absorbed)
+
+        def after_write(layer: int) -> None:
+            self._emit(LayerDone(step_id=plan.step_id, layer=layer))
+
+        hidden = self._model.forward(inputs, self._kv, after_write if plan.report_layers else None)
+        logprobs = {
+            rows.slot.sequence_id: self._prompt_logprobs(rows, hidden)
+            for rows in inputs.output_rows
+            if rows.slot.sequence_id in whole
+        }
+        return self._sample(inputs, hidden), logprobs
+
+    def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> list[Sample]:
+        sampling = [rows for rows in inputs.output_rows if rows.slot.sample]
+        if not sampling:
+            return []
+        last = torch.tensor([rows.first + rows.num_rows - 1 for rows in sampling])
+        logits = self._model.logits(hidden.index_select(0, last.to(hidden.device)))
+        return self._sampler.sample(logits, [rows.slot.sequence_id for rows in sampling])
+
+    def _logprobs_wanted(self, sequence_id: int) -> bool:
+        return self._starts[sequence_id].sampling.num_prompt_logprobs is not None
+
+    def _prompt_logprobs(self, rows: OutputRows, hidden: torch.Tensor) -> list[TokenLogprobs]:
+        start = self._starts[rows.slot.sequence_id]
+        num = start.sampling.num_prompt_logprobs
+        assert num is not None
+        first_next = rows.slot.start + 1
+        following = start.prompt_tokens[first_next : first_next + rows.num_rows]
+        found: list[TokenLogprobs] = []
+        for begin in range(0, len(following), _LOGPROB_ROWS):
+            tokens = following[begin : begin + _LOGPROB_ROWS]
+            row = rows.first + begin
+            logits = self._model.logits(hidden[row : row + len(tokens)])
+            found += self._sampler.prompt_logprobs(logits, tokens, num)
+        return found
