@@ -247,6 +247,8 @@ class DecodeWorker:
         num_cached = sequence.num_cached_tokens // self.instance.layout.block_tokens
         indexes = range(max(job.num_blocks_put, num_cached), num_full)
         job.num_blocks_put = num_full
+        if not indexes:
+            return
         push = self.instance.open_push()  # one for these blocks alone: it holds them only briefly
         for index in indexes:
             push.add_block(index, sequence.pages[index])
