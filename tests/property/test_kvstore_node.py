@@ -9,9 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hypothesis import assume, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from mooncake.base import (
     AnyMessage,
@@ -38,8 +45,11 @@ a_run = st.builds(
     lambda base, split, first, stop: [
         key(n if n < split else 100 * base + n) for n in range(first, stop)
     ],
-    st.integers(1, 3), st.integers(0, 5), st.integers(0, 2), st.integers(3, 8),
-)  # fmt: skip
+    st.integers(1, 2),
+    st.integers(0, 5),
+    st.sampled_from([0, 0, 0, 2]),
+    st.integers(3, 8),
+)
 
 
 class Grant:
@@ -126,16 +136,21 @@ class NodeAgainstModel(RuleBasedStateMachine):
             self.grants[message.writer, message.ticket] = Grant(message.writer, granted)
         return message
 
-    @rule(target=messages, data=st.data(), some=st.booleans())
-    def put_end(self, data: st.DataObject, some: bool) -> AnyMessage:
+    @precondition(lambda self: self.grants)
+    @rule(
+        target=messages, data=st.data(), some=st.booleans(),
+        fate=st.sampled_from(["written", "written", "dropped", "mixed"]),
+    )  # fmt: skip
+    def put_end(self, data: st.DataObject, some: bool, fate: str) -> AnyMessage:
         """End a put, in one message or in several, with every block written or dropped."""
-        assume(self.grants)
         at = data.draw(st.sampled_from(sorted(self.grants, key=lambda at: at[1])))
         grant = self.grants[at]
         ending = sorted(grant.open)
         if some:
             ending = data.draw(st.lists(st.sampled_from(ending), unique=True))
-        written = [block for block in ending if data.draw(st.booleans())]
+        written = {"written": ending, "dropped": []}.get(fate)
+        if written is None:
+            written = [block for block in ending if data.draw(st.booleans())]
         for block in written:
             self.world.write(grant.granted.places, grant.places[block], block)
         message = PutEnd(
@@ -175,9 +190,9 @@ class NodeAgainstModel(RuleBasedStateMachine):
             self.pins[message.reader, message.ticket] = (run[: granted.num_blocks], granted)
         return message
 
+    @precondition(lambda self: self.pins)
     @rule(target=messages, data=st.data())
     def unpin(self, data: st.DataObject) -> AnyMessage:
-        assume(self.pins)
         at = data.draw(st.sampled_from(sorted(self.pins, key=lambda at: at[1])))
         del self.pins[at]
         message = Unpin(reader=at[0], ticket=at[1])

@@ -145,6 +145,24 @@ def test_a_put_of_what_is_all_here_is_a_use_of_it() -> None:
     assert world.inventory == {key(1), key(3)}
 
 
+def test_policies_that_count_uses_count_a_put_of_what_is_all_here() -> None:
+    world = NodeWorld(num_blocks=2, high_watermark=1.0, eviction="lfu")
+    world.put(WRITER, keys(1))
+    world.put(WRITER, keys(1))
+    world.put(WRITER, keys(2))
+    world.put(WRITER, keys(3))
+    assert world.inventory == {key(1), key(3)}
+
+
+def test_a_pinned_block_asked_for_again_stays_pinned() -> None:
+    world = NodeWorld(num_blocks=2, high_watermark=1.0)
+    world.put(WRITER, keys(1))
+    world.pin(READER, keys(1))
+    assert world.put(WRITER, keys(1, 2)) == keys(2)
+    assert world.put(WRITER, keys(11, 12)) == keys(11)
+    assert world.inventory == {key(1), key(11)}
+
+
 def test_a_run_does_not_evict_its_own_head() -> None:
     world = NodeWorld(num_blocks=3, high_watermark=1.0)
     world.put(WRITER, keys(1, 2))
@@ -316,6 +334,16 @@ def test_a_put_that_never_ends_is_counted_but_not_taken_away() -> None:
     world.tick(2_000.0)
     assert world.inventory == {key(1)}
     assert world.node.counters["puts_overdue"] == 1
+
+
+def test_a_put_that_ended_in_time_is_not_overdue() -> None:
+    world = NodeWorld(put_timeout_s=10.0)
+    world.put(WRITER, keys(1))
+    grant = world.start(WRITER, keys(2))
+    world.handle(PeerLost(worker=WRITER))
+    world.tick(1_000.0)
+    world.end(WRITER, grant)
+    assert world.node.counters["puts_overdue"] == 0
 
 
 def test_what_is_remembered_of_the_past_is_bounded() -> None:
