@@ -34,11 +34,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[api,ray,dev]'
 	@touch $@
 
-# Written under another name first, so that a stopped run leaves no half checkpoint behind.
 $(MODEL)/config.json: | $(STAMP)
-	@rm -rf $(MODEL).part
-	$(BIN)/mooncake model init --preset $(PRESET) --seed 0 --out $(MODEL).part
-	@rm -rf $(MODEL) && mv $(MODEL).part $(MODEL)
+	$(BIN)/mooncake model init --preset $(PRESET) --seed 0 --out $(MODEL)
 
 serve: $(STAMP) $(MODEL)/config.json
 	@exec $(BIN)/mooncake serve $(MODEL) --served-model-name $(PRESET) $(ARGS)

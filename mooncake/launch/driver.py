@@ -18,12 +18,16 @@ from typing import Any
 
 import msgspec
 
-from mooncake.base import Clock, Machine, MonotonicClock
+from mooncake.base import Clock, Machine, MonotonicClock, PeerLost, WorkerRef
 from mooncake.engine.ports import PolledRunner
 from mooncake.rpc.channel import PolledChannel
 from mooncake.transfer.engine import PolledTransfer
 
 _log = logging.getLogger(__name__)
+
+
+class FencedOff(Exception):
+    """The cluster gave this worker up (it paused too long): peers reclaimed what it held."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +53,11 @@ class Driver:
         transfer: PolledTransfer | None = None,
         runner: PolledRunner | None = None,
         clock: Clock | None = None,
+        own: WorkerRef | None = None,
     ) -> None:
+        """Drive `machine`, whose name in the cluster is `own` (workers have one)."""
         self._machine = machine
+        self._own = own
         self._clock = clock or MonotonicClock()
         self._sources: list[tuple[int, Callable[[], Sequence[msgspec.Struct]]]] = [
             (channel.fileno(), channel.receive)
@@ -117,6 +124,8 @@ class Driver:
             # edge-triggered kind never strand an event.
             for _, drain in self._sources:
                 for event in drain():
+                    if isinstance(event, PeerLost) and event.worker == self._own:
+                        raise FencedOff(f"{event.worker.worker_id} was given up by the cluster")
                     machine.handle(event, now)
 
     def _do_calls(self, now: float) -> None:

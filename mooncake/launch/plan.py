@@ -56,10 +56,16 @@ class ServePlan:
     engine: EngineConfig
     kvstore: KvStoreConfig
     scheduler: SchedulerConfig
-    num_engines: int
+    num_prefills: int
+    num_decodes: int
     num_kvstores: int
     num_threads: int
     block_bytes: int
+
+    @property
+    def num_engines(self) -> int:
+        """Workers with a model."""
+        return self.num_prefills + self.num_decodes
 
     @property
     def engine_bytes(self) -> int:
@@ -147,12 +153,8 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     """
     model = read_model(config.model, config.dtype, config.max_model_len)
     block_bytes = model.layout(config.block_size, "").block_bytes
-    if config.colocated:
-        num_engines, num_kvstores = 1, config.kvstore
-    elif config.role is not None:
-        num_engines, num_kvstores = int(config.role != "kvstore"), int(config.role == "kvstore")
-    else:
-        num_engines, num_kvstores = config.prefill + config.decode, config.kvstore
+    num_prefills, num_decodes, num_kvstores = _counts(config)
+    num_engines = num_prefills + num_decodes
     kvstore = KvStoreConfig(dram_bytes=config.kvstore_dram_bytes)
     if num_kvstores:
         kvstore.num_blocks(model.layout(config.block_size, ""))
@@ -175,11 +177,25 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
             tbt_slo_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1000,
             max_inflight=config.max_waiting_requests,
         ),
-        num_engines=num_engines,
+        num_prefills=num_prefills,
+        num_decodes=num_decodes,
         num_kvstores=num_kvstores,
         num_threads=config.num_threads or max(1, cores // max(1, num_engines)),
         block_bytes=block_bytes,
     )
+
+
+def _counts(config: ServeConfig) -> tuple[int, int, int]:
+    """Return how many prefill, decode and kvstore workers run on this machine."""
+    if config.role is not None:
+        return (
+            int(config.role == "prefill"),
+            int(config.role == "decode"),
+            int(config.role == "kvstore"),
+        )
+    if config.colocated:
+        return 0, 1, config.kvstore or 0
+    return config.prefill, config.decode, 1 if config.kvstore is None else config.kvstore
 
 
 def _num_pages(config: ServeConfig, model: ModelPlan, block_bytes: int) -> int:
@@ -194,10 +210,7 @@ def _num_pages(config: ServeConfig, model: ModelPlan, block_bytes: int) -> int:
     if pages < longest:
         raise ConfigError(
             f"{name}: room for {pages} pages, one sequence of {model.max_model_len} tokens takes "
-            f"{name}: room for {pages} pages, one sequence of {model.max_model_len} tokens takes "
             f"{longest} ({format_bytes(longest * block_bytes)}); give more or lower --max-model-len"
-            f"{longest} ({format_bytes(longest * block_bytes)}); give more or lower --max-model-len"
-        )
         )
     return pages
 

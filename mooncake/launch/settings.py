@@ -61,7 +61,9 @@ class ServeConfig:
     )
     prefill: int = setting(1, options.count(0, 512), CLUSTER, "N", "prefill workers")
     decode: int = setting(1, options.count(1, 512), CLUSTER, "N", "decode workers")
-    kvstore: int = setting(1, options.count(0, 512), CLUSTER, "N", "kvstore workers")
+    kvstore: int | None = setting(
+        None, options.count(0, 512), CLUSTER, "N", "kvstore workers (default: 1, colocated 0)"
+    )
     colocated: bool = setting(
         False, options.truth, CLUSTER, "", "one process, one engine for everything, no Ray",
         switch=True,

@@ -1,0 +1,96 @@
+"""The gateway process' own part: HTTP door, gateway machine and Conductor over one channel.
+
+The same for every layout; where the workers are is the caller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from mooncake.api import (
+    ApiConfig,
+    GatewayBackend,
+    ServedModel,
+    bind,
+    create_app,
+    serve,
+)
+from mooncake.base import Clock, IdSource, MonotonicClock, SystemIds, WorkerRef
+from mooncake.launch.plan import ServePlan
+from mooncake.launch.settings import ServeConfig
+from mooncake.rpc.channel import PolledChannel
+from mooncake.scheduler.conductor import Conductor
+from mooncake.scheduler.gateway import Gateway
+from mooncake.telemetry.events import Recorders
+from mooncake.telemetry.metrics import Metrics
+
+GATEWAY_ID = "gateway"
+
+
+class Front:
+    """Gateway, Conductor and metrics over `channel`; driven by the event loop that runs it."""
+
+    def __init__(
+        self,
+        plan: ServePlan,
+        channel: PolledChannel,
+        model_name: str,
+        *,
+        ids: IdSource | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        ids = ids or SystemIds()
+        self._clock = clock or MonotonicClock()
+        self._metrics = Metrics(model_name)
+        self.channel = channel
+        self.gateway = Gateway(
+            plan.scheduler,
+            WorkerRef(GATEWAY_ID, ids.hex(8), channel.address),
+            Conductor(plan.scheduler, ids),
+            channel,
+            ids,
+            Recorders(self._metrics),
+        )
+        self.backend = GatewayBackend(
+            self.gateway,
+            channel,
+            self._clock,
+            metrics=self._metrics.render,
+        )
+
+
+def api_config(config: ServeConfig) -> ApiConfig:
+    """Return the door's settings."""
+    return ApiConfig(
+        host=config.host,
+        port=config.port,
+        served_model_names=config.names,
+        api_keys=config.api_key,
+        cors_origins=config.allowed_origins,
+        drain_s=config.shutdown_timeout,
+        access_log=config.access_log,
+    )
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """Return the API's listening socket: a taken port shows before anything is started."""
+    return bind(api_config(config))
+
+
+async def open_door(
+    front: Front,
+    config: ServeConfig,
+    model: ServedModel,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    ready: Callable[[str, int], None],
+) -> None:
+    """Serve HTTP on `listener` until `stop`, then drain. `ready` is told the address."""
+    app = create_app(front.backend, model, api_config(config))
+    front.backend.start()
+    try:
+        await serve(app, api_config(config), stop=stop, ready=ready, listener=listener)
+    finally:
+        front.backend.stop()

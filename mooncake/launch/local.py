@@ -1,0 +1,122 @@
+"""All roles in this process: `--colocated`, the class `LLM`, and tests of many workers at once.
+
+Owns one thread a worker (its driver) over in-process channels and copies; the machines are the very
+ones that run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mooncake.base import MooncakeError, Role
+from mooncake.launch.process import Model, Progress, Worker, WorkerSettings, build, no_progress
+from mooncake.rpc.inproc import InprocChannel, InprocNetwork
+from mooncake.transfer.engine import PolledTransfer
+
+_log = logging.getLogger(__name__)
+
+END_S = 30.0
+"""A driver that has not ended this long after `stop` is stuck in a step."""
+
+Lost = Callable[[str], None]
+"""Told the id of a worker whose machine failed."""
+
+
+class LocalCluster:
+    """Workers as threads. `start` them, `stop` them; `kill` one to see what the others do."""
+
+    def __init__(
+        self,
+        network: InprocNetwork,
+        open_transfer: Callable[[WorkerSettings], PolledTransfer],
+        model: Model,
+        *,
+        lost: Lost,
+        progress: Progress = no_progress,
+    ) -> None:
+        self._network = network
+        self._open_transfer = open_transfer
+        self._model = model
+        self._lost = lost
+        self._progress = progress
+        self._workers: dict[str, Worker] = {}
+        self._threads: dict[str, threading.Thread] = {}
+        self._num_boots = 0
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """The workers that run, in the order they were started."""
+        return list(self._workers)
+
+    def start(self, settings: Sequence[WorkerSettings]) -> None:
+        """Build the workers one after the other, then drive them.
+
+        Raises:
+            MooncakeError: one cannot be built; those built before are closed again.
+        """
+        built: list[tuple[str, Worker]] = []
+        try:
+            for each in settings:
+                self._progress(f"starting {each.worker_id}", 0, 0)
+                built.append((each.worker_id, self._build(each)))
+        except BaseException:
+            for _, worker in built:
+                worker.close()
+            raise
+        for worker_id, worker in built:
+            self._workers[worker_id] = worker
+            thread = threading.Thread(
+                target=self._drive, args=(worker_id, worker), name=worker_id, daemon=True
+            )
+            self._threads[worker_id] = thread
+            thread.start()
+
+    def _build(self, settings: WorkerSettings) -> Worker:
+        self._num_boots += 1
+        channel = InprocChannel(self._network, f"{settings.worker_id}#{self._num_boots}")
+        transfer = self._open_transfer(settings)
+        model = None if settings.role is Role.KVSTORE else self._model
+        try:
+            return build(settings, channel, transfer, model=model, progress=self._progress)
+        except BaseException:
+            channel.close()
+            transfer.close()
+            raise
+
+    def _drive(self, worker_id: str, worker: Worker) -> None:
+        try:
+            worker.driver.run()
+        except Exception:  # the driver has logged it
+            self._lost(worker_id)
+
+    def call(self, worker_id: str, work: Callable[[Any, float], Any]) -> Any:
+        """Run `work(machine, now)` in a worker's thread and return what it returns."""
+        return self._workers[worker_id].driver.call(work).result(END_S)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when any worker lost or double-counts a resource."""
+        for worker_id in self.worker_ids:
+            self.call(worker_id, lambda machine, now: machine.check_integrity())
+
+    def kill(self, worker_id: str) -> None:
+        """End a worker without a word to anybody, as a crash would; then tell `lost`."""
+        self._end([worker_id])
+        self._lost(worker_id)
+
+    def stop(self) -> None:
+        """End all workers and free what they hold."""
+        self._end(self.worker_ids)
+
+    def _end(self, worker_ids: Sequence[str]) -> None:
+        for worker_id in worker_ids:
+            self._workers[worker_id].driver.stop()
+        for worker_id in worker_ids:
+            thread = self._threads.pop(worker_id)
+            thread.join(END_S)
+            worker = self._workers.pop(worker_id)
+            if thread.is_alive():
+                raise MooncakeError(f"{worker_id} did not stop within {END_S:.0f} s")
+            worker.close()

@@ -1,0 +1,203 @@
+"""One worker in this process: memory, model, machine and driver, put together from plain settings.
+
+The only place that knows how a role is wired; `local` and `ray_cluster` both start workers here.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from mooncake.base import (
+    CheckpointError,
+    Clock,
+    IdSource,
+    KvLayout,
+    Machine,
+    MonotonicClock,
+    Role,
+    SystemIds,
+    WorkerHello,
+    WorkerRef,
+)
+from mooncake.decode import DecodeWorker
+from mooncake.engine.config import EngineConfig
+from mooncake.engine.engine import Engine
+from mooncake.engine.ports import PolledRunner
+from mooncake.instance import Instance, InstanceConfig
+from mooncake.instance.instance import InstancePorts
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.node import KvNode
+from mooncake.launch.driver import Driver
+from mooncake.launch.profile import profile, shapes_for
+from mooncake.prefill import PrefillWorker
+from mooncake.rpc.channel import PolledChannel
+from mooncake.transfer.engine import PolledTransfer, Region
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, how much is done, of how much); of 0: it is not counted."""
+
+
+def no_progress(what: str, done: int, whole: int) -> None:
+    """Tell nobody."""
+
+
+class Model(Protocol):
+    """What a worker needs of the tensor side (`model.opening.ModelSource`)."""
+
+    @property
+    def revision(self) -> str: ...
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None: ...
+
+    def runner(
+        self, layout: KvLayout, num_pages: int, buffer: memoryview, num_threads: int | None
+    ) -> PolledRunner: ...
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one worker is started with: plain values that travel to its process."""
+
+    role: Role
+    worker_id: str
+    node_id: str
+    host: str
+    """As shown to people."""
+    bind_host: str
+    gateway_address: str
+    cluster_secret: str
+    transfer_protocols: list[str]
+    model: str
+    """Directory of the checkpoint."""
+    dtype: str
+    weights_revision: str
+    layout: KvLayout
+    engine: EngineConfig
+    kvstore: KvStoreConfig
+    instance: InstanceConfig = InstanceConfig()
+    num_threads: int = 1
+    self_profile: bool = True
+    log_level: str = "info"
+
+
+class Worker:
+    """A worker that is ready to be driven. `close` frees what it took, after its driver ended."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        ref: WorkerRef,
+        ports: tuple[PolledChannel, PolledTransfer, PolledRunner | None],
+        regions: list[Region],
+        clock: Clock,
+    ) -> None:
+        self.machine = machine
+        self.ref = ref
+        self._channel, self._transfer, self._runner = ports
+        self._regions = regions
+        self.driver = Driver(
+            machine,
+            self._channel,
+            transfer=self._transfer,
+            runner=self._runner,
+            clock=clock,
+            own=ref,
+        )
+
+    def close(self) -> None:
+        """Free model, memory and sockets. The driver must have ended."""
+        if self._runner is not None:
+            self._runner.close()
+        self._channel.close()
+        for region in self._regions:
+            self._transfer.unregister(region)
+        self._transfer.close()
+
+
+def build(
+    settings: WorkerSettings,
+    channel: PolledChannel,
+    transfer: PolledTransfer,
+    *,
+    model: Model | None = None,
+    progress: Progress = no_progress,
+    ids: IdSource | None = None,
+) -> Worker:
+    """Return the worker that `settings` describe, over the given ports. Engines need `model`.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        TransferError: there is not enough memory for the pages or the pool.
+    """
+    ref = WorkerRef(settings.worker_id, (ids or SystemIds()).hex(8), channel.address)
+    hello = WorkerHello(
+        worker=ref,
+        role=settings.role,
+        node_id=settings.node_id,
+        host=settings.host,
+        pid=os.getpid(),
+        layout_fingerprint=settings.layout.fingerprint,
+        block_tokens=settings.layout.block_tokens,
+        num_blocks=0,
+        block_bytes=settings.layout.block_bytes,
+    )
+    clock = MonotonicClock()
+    if settings.role is Role.KVSTORE:
+        progress("allocating the pool", 0, 0)
+        node = KvNode(
+            settings.kvstore, hello, settings.layout, channel, transfer, settings.gateway_address
+        )
+        return Worker(node, ref, (channel, transfer, None), [node.region], clock)
+    assert model is not None, "an engine needs a model"
+    return _build_engine(settings, hello, (channel, transfer), model, progress, clock)
+
+
+def _build_engine(
+    settings: WorkerSettings,
+    hello: WorkerHello,
+    ports: tuple[PolledChannel, PolledTransfer],
+    model: Model,
+    progress: Progress,
+    clock: Clock,
+) -> Worker:
+    channel, transfer = ports
+    layout, config = settings.layout, settings.engine
+    if model.revision != settings.weights_revision:
+        raise CheckpointError(
+            f"{settings.model} holds other weights (revision {model.revision}) than those of the "
+            f"cluster ({settings.weights_revision})"
+        )
+    model.load(lambda done, whole: progress("loading weights", done, whole))
+    progress("allocating KV pages", 0, 0)
+    region = transfer.allocate(config.num_blocks * layout.block_bytes, "kv-pages")
+    runner = model.runner(layout, config.num_blocks, region.buffer, settings.num_threads)
+    samples = []
+    if settings.self_profile:
+        progress("timing a few steps", 0, 0)
+        samples = profile(runner, shapes_for(settings.role, config), config, clock)
+    hello = msgspec.structs.replace(
+        hello,
+        num_blocks=config.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+        profile=samples,
+    )
+    instance = Instance(
+        settings.instance,
+        layout,
+        Engine(config, layout.fingerprint, runner),
+        hello,
+        InstancePorts(channel, transfer, region.region_id, settings.gateway_address),
+    )
+    machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)
+    # What was made so far lives as long as the process: full collections need not walk it again.
+    gc.collect()
+    gc.freeze()
+    return Worker(machine, hello.worker, (channel, transfer, runner), [region], clock)

@@ -1,0 +1,54 @@
+"""Which workers a plan asks for, as the settings each is started with. Pure."""
+
+from __future__ import annotations
+
+from mooncake.base import KvLayout, Role
+from mooncake.launch.plan import ServePlan
+from mooncake.launch.process import WorkerSettings
+from mooncake.launch.settings import ServeConfig
+
+
+def cluster_workers(
+    config: ServeConfig,
+    plan: ServePlan,
+    model: tuple[KvLayout, str],
+    gateway_address: str,
+    cluster_secret: str,
+    host: str,
+) -> list[WorkerSettings]:
+    """Return the settings of all workers of this machine; `model` is layout and revision.
+
+    With several kvstore workers the others are dealt out among them: each pool and its engines
+    count as one node, as they would on machines of their own.
+    """
+    layout, revision = model
+    counts = {
+        Role.KVSTORE: plan.num_kvstores,
+        Role.DECODE: plan.num_decodes,
+        Role.PREFILL: plan.num_prefills,
+    }
+    node = config.node_id or host
+    num_nodes = max(1, plan.num_kvstores)
+    return [
+        WorkerSettings(
+            role=role,
+            worker_id=f"{role.value}-{index}",
+            node_id=node if num_nodes == 1 else f"{node}/{index % num_nodes}",
+            host=host,
+            bind_host=config.bind_host,
+            gateway_address=gateway_address,
+            cluster_secret=cluster_secret,
+            transfer_protocols=list(config.transfer_protocols),
+            model=str(plan.model.path),
+            dtype=plan.model.dtype,
+            weights_revision=revision,
+            layout=layout,
+            engine=plan.engine,
+            kvstore=plan.kvstore,
+            num_threads=plan.num_threads,
+            self_profile=config.self_profile,
+            log_level=config.log_level,
+        )
+        for role, number in counts.items()
+        for index in range(number)
+    ]
