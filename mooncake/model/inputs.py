@@ -92,11 +92,12 @@ def build_inputs(
         torch.arange(want.count) + first_row[want.slot.sequence_id] + want.skipped
         for want, _ in outputs
     ]
+    queries = _queries(computed, None, kv_shape)  # checks the page tables that _places relies on
     return StepInputs(
         tokens=torch.tensor([token for want, _ in computed for token in want.slot.tokens]),
         positions=_joined([want.positions() for want, _ in computed]),
         places=_joined([_places(want, kv_shape[1]) for want, _ in computed]),
-        queries=_queries(computed, None, kv_shape),
+        queries=queries,
         outputs=_queries(outputs, _joined(rows), kv_shape),
         output_rows=_output_rows(outputs),
     )
