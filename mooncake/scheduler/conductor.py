@@ -33,8 +33,10 @@ from mooncake.scheduler.inflight_prefixes import InflightPrefixes
 from mooncake.scheduler.prefill_choice import (
     PrefillOption,
     PrefillQuery,
-    best_option,
+    PrefixSources,
+    StoreRun,
     make_policy,
+    option_maker,
 )
 from mooncake.scheduler.views import Assignment, InstanceView
 
@@ -84,6 +86,7 @@ class Conductor:
     def __init__(self, config: SchedulerConfig, ids: IdSource) -> None:
         self._config = config
         self._policy = make_policy(config, ids)
+        self._option = option_maker(config)
         self._index = PrefixIndex()
         self._inflight = InflightPrefixes()
         self._fetch = FetchCosts(config)
@@ -268,22 +271,31 @@ class Conductor:
     def _prefill_query(
         self, num_tokens: int, keys: Sequence[BlockKey], layout: Layout
     ) -> PrefillQuery:
-        own: dict[str, int] = {}
-        stores: list[tuple[InstanceView, int]] = []
-        for worker_id, length in self._index.match(keys).items():
-            view = self._views[worker_id]
-            if view.role == Role.KVSTORE:
-                stores.append((view, length))
-            else:
-                own[worker_id] = length
+        matches = self._index.match(keys)
+        own = {
+            worker_id: length
+            for worker_id, length in matches.items()
+            if self._views[worker_id].role != Role.KVSTORE
+        }
         for worker_id, length in self._inflight.match(keys).items():
             own[worker_id] = max(length, own.get(worker_id, 0))
-        stores.sort(key=lambda entry: (-entry[1], entry[0].worker_id))
+
+        def look_up(first: int) -> list[StoreRun]:
+            found = self._index.match(keys[first:]) if first else matches
+            runs = [
+                self._fetch.run(self._views[worker_id], first, length)
+                for worker_id, length in found.items()
+                if self._views[worker_id].role == Role.KVSTORE
+            ]
+            return sorted(
+                runs, key=lambda run: (-run.stop, run.remote_fixed_s, run.store.worker_id)
+            )
+
         return PrefillQuery(
             num_tokens=num_tokens,
             block_tokens=layout.block_tokens,
             own_matches=own,
-            stores=[self._fetch.store_match(view, length) for view, length in stores],
+            sources=PrefixSources(look_up),
         )
 
     def _decode_query(
@@ -324,9 +336,8 @@ class Conductor:
         self, query: PrefillQuery, wanted: DecodeQuery, decodes: Sequence[InstanceView]
     ) -> tuple[PrefillOption, DecodeOption] | None:
         """Return the decode worker that does a whole request soonest, those with room first."""
-        threshold = self._config.kvcache_balancing_threshold
         pairs = [
-            (best_option(query, view, view.queued_s(), threshold), evaluate(wanted, view))
+            (self._option(query, view, view.queued_s()), evaluate(wanted, view))
             for view in decodes
             if view.hello.num_blocks >= wanted.num_blocks_now
         ]

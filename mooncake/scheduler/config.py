@@ -28,6 +28,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Fetching a longer prefix from another node is considered only where that prefix is longer
     than this many times the local one (Mooncake, FAST'25, Algorithm 1). 1 = always.
     """
+    fetch_remote: bool = True
+    """Workers may fetch prefixes from pools of other nodes, whatever the policy (but for
+    local-cache-aware). False = each node is on its own, as in an engine with a local cache.
+    """
     max_inflight: int = 1024
     """Permits: requests accepted and not yet ended."""
     max_queue: int = 256

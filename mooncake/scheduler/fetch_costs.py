@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from mooncake.base import BlockSource
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.cost import BandwidthEstimate
-from mooncake.scheduler.prefill_choice import StoreMatch
+from mooncake.scheduler.prefill_choice import StoreRun
 from mooncake.scheduler.views import InstanceView
 
 LOCAL_COUNTERS = ("fetch_local_bytes", "fetch_local_seconds")
@@ -43,17 +43,18 @@ class FetchCosts:
         """The worker is lost; its successor counts from zero."""
         self._seen.pop(worker_id, None)
 
-    def store_match(self, store: InstanceView, num_blocks: int) -> StoreMatch:
-        """Return what fetching from `store`, which holds the first `num_blocks`, costs now."""
+    def run(self, store: InstanceView, first: int, num_blocks: int) -> StoreRun:
+        """Return what fetching `num_blocks` blocks from `first` on from `store` costs now."""
         block_bytes = store.hello.block_bytes
         waiting = self._blocks_asked.get(_name(store.worker.worker_id, store.worker.epoch), 0)
         waiting_bytes = waiting * block_bytes
-        return StoreMatch(
+        return StoreRun(
             store=store.worker,
             node_id=store.hello.node_id,
-            num_blocks=num_blocks,
-            fetch_s_per_block=block_bytes / self._remote.bytes_per_s,
-            fetch_fixed_s=self._remote.seconds(max(waiting_bytes, 1)),
+            first=first,
+            stop=first + num_blocks,
+            remote_s_per_block=block_bytes / self._remote.bytes_per_s,
+            remote_fixed_s=self._remote.seconds(max(waiting_bytes, 1)),
             local_s_per_block=block_bytes / self._local.bytes_per_s,
             local_fixed_s=self._local.seconds(max(waiting_bytes, 1)),
         )

@@ -1,37 +1,45 @@
 """Which prefill worker computes a prompt, and which blocks it fetches instead of computing them.
 
-Pure. `KvCacheCentric` is the paper's Algorithm 1 (Mooncake, FAST'25, section 6.1) with its gaps
+Pure. `LeastTtft` is the paper's Algorithm 1 (Mooncake, FAST'25, section 6.1) with its gaps
 closed: the least of recompute, local fetch and remote fetch rather than a ratio test alone, a
 worker without any match costs no division by zero, the sender's queue counts, and so does the time
 a local pool takes. The other policies stand behind the same port for comparison.
 
 Time is concave in the length of a fetched run (attention makes the first blocks the cheapest to
-compute), so the best length is always where one holder's run ends: only those are tried.
+compute), so the best length is always where one holder's run ends: only those are tried. A prefix
+may be gathered from several pools, run by run: the blocks of an earlier answer lie on the node that
+decoded it, those of its prompt where it was prefilled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from mooncake.base import BlockSource, IdSource, WorkerRef
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.views import InstanceView
 
-MAX_REMOTE_STORES = 3
-"""Of the pool nodes with longer prefixes, so many (longest first) are weighed for each worker."""
+MAX_RUNS = 8
+"""Of one prefix, from so many pools in turn."""
+MAX_ALTERNATIVES = 3
+"""Holders of the first run that are weighed against each other, longest run first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoreMatch:
-    """A pool node that holds the first `num_blocks` blocks of the prompt."""
+class StoreRun:
+    """A pool node that holds the blocks [first, stop) of the prompt, and what fetching them
+    costs.
+    """
 
     store: WorkerRef
     node_id: str
-    num_blocks: int
-    fetch_s_per_block: float
-    fetch_fixed_s: float
+    first: int
+    stop: int
+    remote_s_per_block: float
+    remote_fixed_s: float
     """Latency, and what other fetches from this node will take first."""
     local_s_per_block: float
     local_fixed_s: float
@@ -39,11 +47,24 @@ class StoreMatch:
 
     def fetch_s(self, num_blocks: int, *, local: bool) -> float:
         """Return the predicted seconds to fetch so many blocks."""
-        if num_blocks <= 0:
-            return 0.0
         if local:
             return self.local_fixed_s + num_blocks * self.local_s_per_block
-        return self.fetch_fixed_s + num_blocks * self.fetch_s_per_block
+        return self.remote_fixed_s + num_blocks * self.remote_s_per_block
+
+
+class PrefixSources:
+    """Which pools hold a run of the prompt's blocks from a given one on; asked once for each."""
+
+    def __init__(self, look_up: Callable[[int], Sequence[StoreRun]]) -> None:
+        self._look_up = look_up
+        self._known: dict[int, Sequence[StoreRun]] = {}
+
+    def at(self, first: int) -> Sequence[StoreRun]:
+        """Return the runs that begin with block `first`, longest first."""
+        runs = self._known.get(first)
+        if runs is None:
+            runs = self._known[first] = self._look_up(first)
+        return runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +76,7 @@ class PrefillQuery:
     block_tokens: int
     own_matches: Mapping[str, int]
     """Worker id of an engine -> leading blocks in its HBM, or being computed there."""
-    stores: Sequence[StoreMatch]
-    """Pool nodes with a match, longest first."""
+    sources: PrefixSources
 
     @property
     def max_cached_blocks(self) -> int:
@@ -98,11 +118,17 @@ class PrefillPolicy(Protocol):
         """Return the chosen option, or None when there are no instances."""
 
 
-class KvCacheCentric:
-    """Least predicted TTFT over all workers and all ways to get the prefix."""
+OptionMaker = Callable[[PrefillQuery, InstanceView, float], PrefillOption]
+"""(prompt, worker, its queue in seconds) -> the quickest way for this worker to get the prefix."""
 
-    def __init__(self, balancing_threshold: float) -> None:
-        self._threshold = balancing_threshold
+
+class LeastTtft:
+    """Least predicted TTFT over all workers. With remote fetches this is kvcache-centric
+    scheduling, without them it is local-cache-aware.
+    """
+
+    def __init__(self, make: OptionMaker) -> None:
+        self._make = make
 
     def choose(
         self, query: PrefillQuery, instances: Sequence[InstanceView]
@@ -110,26 +136,19 @@ class KvCacheCentric:
         best: PrefillOption | None = None
         for view in instances:
             queue_s = view.queued_s()
-            if best is not None and queue_s >= best.ttft_s:
+            if best is not None and queue_s > best.ttft_s:
                 continue
-            option = best_option(query, view, queue_s, self._threshold)
+            option = self._make(query, view, queue_s)
             if best is None or _rank(option) < _rank(best):
                 best = option
         return best
 
 
-class LocalCacheAware:
-    """Least predicted TTFT with what a worker and its own node hold; nothing comes from afar."""
-
-    def choose(
-        self, query: PrefillQuery, instances: Sequence[InstanceView]
-    ) -> PrefillOption | None:
-        options = [local_option(query, view, view.queued_s()) for view in instances]
-        return min(options, key=_rank, default=None)
-
-
 class LoadBalance:
     """The shortest queue, whatever is cached where."""
+
+    def __init__(self, make: OptionMaker) -> None:
+        self._make = make
 
     def choose(
         self, query: PrefillQuery, instances: Sequence[InstanceView]
@@ -138,13 +157,14 @@ class LoadBalance:
         if not ranked:
             return None
         queue_s, _, _, view = min(ranked, key=lambda entry: entry[:3])
-        return local_option(query, view, queue_s)
+        return self._make(query, view, queue_s)
 
 
 class RoundRobin:
     """Each in turn, by worker id."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: OptionMaker) -> None:
+        self._make = make
         self._last_id = ""
 
     def choose(
@@ -156,13 +176,14 @@ class RoundRobin:
         after = [view for view in ordered if view.worker_id > self._last_id]
         view = (after or ordered)[0]
         self._last_id = view.worker_id
-        return local_option(query, view, view.queued_s())
+        return self._make(query, view, view.queued_s())
 
 
 class RandomChoice:
     """Any, by the identifiers' source (so a seed replays it)."""
 
-    def __init__(self, ids: IdSource) -> None:
+    def __init__(self, make: OptionMaker, ids: IdSource) -> None:
+        self._make = make
         self._ids = ids
 
     def choose(
@@ -171,81 +192,113 @@ class RandomChoice:
         if not instances:
             return None
         view = instances[self._ids.integer(32) % len(instances)]
-        return local_option(query, view, view.queued_s())
+        return self._make(query, view, view.queued_s())
 
 
 def make_policy(config: SchedulerConfig, ids: IdSource) -> PrefillPolicy:
     """Return the policy the configuration names (its names are checked there)."""
+    make = option_maker(config)
     makers: dict[str, Callable[[], PrefillPolicy]] = {
-        "kvcache-centric": lambda: KvCacheCentric(config.kvcache_balancing_threshold),
-        "local-cache-aware": LocalCacheAware,
-        "load-balance": LoadBalance,
-        "round-robin": RoundRobin,
-        "random": lambda: RandomChoice(ids),
+        "kvcache-centric": lambda: LeastTtft(make),
+        "local-cache-aware": lambda: LeastTtft(local_option),
+        "load-balance": lambda: LoadBalance(make),
+        "round-robin": lambda: RoundRobin(make),
+        "random": lambda: RandomChoice(make, ids),
     }
     return makers[config.policy]()
 
 
+def option_maker(config: SchedulerConfig) -> OptionMaker:
+    """Return how a worker gets a prefix: with fetches from other nodes, or only from its own."""
+    if not config.fetch_remote or config.policy == "local-cache-aware":
+        return local_option
+    return partial(best_option, threshold=config.kvcache_balancing_threshold)
+
+
+Chain = tuple[StoreRun, ...]
+"""Runs to fetch one after another; each begins where the one before stops."""
+Pick = Callable[[Sequence[StoreRun]], StoreRun | None]
+
+
 def local_option(query: PrefillQuery, view: InstanceView, queue_s: float) -> PrefillOption:
-    """Return the quicker of: use what the worker has, or also fetch from its own node's pool."""
+    """Return the quickest of: use what the worker has, or also fetch from its own node's pool."""
     own = query.own_blocks(view.worker_id)
-    options = [_option(query, view, queue_s, own, ())]
-    store = _local_store(query, view)
-    if store is not None and store.num_blocks > own:
-        options.append(_option(query, view, queue_s, own, ((store, store.num_blocks),)))
+    chain = _chain(query, own, partial(_local_run, view.hello.node_id))
+    options = [_option(query, view, queue_s, part) for part in _parts(chain)]
     return min(options, key=_rank)
 
 
 def best_option(
     query: PrefillQuery, view: InstanceView, queue_s: float, threshold: float
 ) -> PrefillOption:
-    """Return the quickest way for this worker: recompute, or fetch from its own node's pool, from
-    another's, or first the one and then the other.
+    """Return the quickest way for this worker: recompute, or gather more or less of the prefix from
+    its own node's pool and from others.
 
-    Another node is asked only where its prefix is longer than `threshold` times the local one.
+    Other nodes are asked only where that makes a prefix longer than `threshold` times the local
+    one.
     """
     own = query.own_blocks(view.worker_id)
-    best = local_option(query, view, queue_s)
-    local = _local_store(query, view)
-    here = max(own, local.num_blocks if local is not None else 0)
-    tried = 0
-    for store in query.stores:
-        if tried == MAX_REMOTE_STORES or store.num_blocks <= max(here, threshold * here):
-            break
-        if store.node_id == view.hello.node_id:
-            continue
-        tried += 1
-        plans: list[tuple[tuple[StoreMatch, int], ...]] = [((store, store.num_blocks),)]
-        if local is not None and local.num_blocks > own:
-            plans.append(((local, local.num_blocks), (store, store.num_blocks)))
-        options = [_option(query, view, queue_s, own, plan) for plan in plans]
-        best = min([best, *options], key=_rank)
-    return best
+    local = partial(_local_run, view.hello.node_id)
+    local_chain = _chain(query, own, local)
+    here = local_chain[-1].stop if local_chain else own
+    options = [_option(query, view, queue_s, part) for part in _parts(local_chain)]
+
+    def nearest(runs: Sequence[StoreRun]) -> StoreRun | None:
+        return local(runs) or _longest(runs)
+
+    chains = [_chain(query, own, nearest)]
+    if chains[0]:
+        for run in query.sources.at(own)[:MAX_ALTERNATIVES]:
+            if run is not chains[0][0]:
+                chains.append((run, *_chain(query, run.stop, nearest)))
+    for chain in chains:
+        for part in _parts(chain):
+            if all(run.node_id == view.hello.node_id for run in part):
+                continue  # among the local ones already
+            if min(part[-1].stop, query.max_cached_blocks) > threshold * here:
+                options.append(_option(query, view, queue_s, part))
+    return min(options, key=_rank)
 
 
-def _local_store(query: PrefillQuery, view: InstanceView) -> StoreMatch | None:
-    for store in query.stores:
-        if store.node_id == view.hello.node_id:
-            return store
+def _local_run(node_id: str, runs: Sequence[StoreRun]) -> StoreRun | None:
+    for run in runs:
+        if run.node_id == node_id:
+            return run
     return None
 
 
-def _option(
-    query: PrefillQuery,
-    view: InstanceView,
-    queue_s: float,
-    own_blocks: int,
-    plan: Sequence[tuple[StoreMatch, int]],
-) -> PrefillOption:
-    """Return the option that fetches, store by store, up to the block each one names."""
-    have, fetch_s = own_blocks, 0.0
+def _longest(runs: Sequence[StoreRun]) -> StoreRun | None:
+    return runs[0] if runs else None
+
+
+def _chain(query: PrefillQuery, first: int, pick: Pick) -> Chain:
+    """Return the runs that `pick` chooses one after another, from block `first` as far as it
+    goes.
+    """
+    runs: list[StoreRun] = []
+    while first < query.max_cached_blocks and len(runs) < MAX_RUNS:
+        run = pick(query.sources.at(first))
+        if run is None:
+            break
+        runs.append(run)
+        first = run.stop
+    return tuple(runs)
+
+
+def _parts(chain: Chain) -> Iterator[Chain]:
+    """Yield the chain cut after each run, from nothing to all of it."""
+    for count in range(len(chain) + 1):
+        yield chain[:count]
+
+
+def _option(query: PrefillQuery, view: InstanceView, queue_s: float, chain: Chain) -> PrefillOption:
+    """Return the option to fetch the runs of `chain` after what the worker has itself."""
+    have, fetch_s = query.own_blocks(view.worker_id), 0.0
     sources: list[BlockSource] = []
-    for store, wanted in plan:
-        stop = min(wanted, query.max_cached_blocks)
-        if stop <= have:
-            continue
-        sources.append(BlockSource(store=store.store, first=have, stop=stop))
-        fetch_s += store.fetch_s(stop - have, local=store.node_id == view.hello.node_id)
+    for run in chain:
+        stop = min(run.stop, query.max_cached_blocks)
+        sources.append(BlockSource(store=run.store, first=have, stop=stop))
+        fetch_s += run.fetch_s(stop - have, local=run.node_id == view.hello.node_id)
         have = stop
     context = have * query.block_tokens
     num_new = query.num_tokens - context
