@@ -1,0 +1,157 @@
+"""A few threads that copy memory to memory, for backends that have both ends mapped.
+
+numpy copies without the interpreter lock, so copies run beside each other and beside Python.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.transfer.batches import Job
+from mooncake.transfer.engine import Op
+from mooncake.transfer.plan import Slice, SliceLimits
+from mooncake.transfer.regions import Gates, RegionTable
+
+Bytes = npt.NDArray[np.uint8]
+STEP_BYTES = 2**20
+"""Longest copy between two looks at whether the job goes on."""
+
+COPY_LIMITS = SliceLimits(target_bytes=16 * 2**20, min_bytes=512 * 2**10, max_pieces=1024)
+INLINE_BYTES = 128 * 2**10
+"""A job this small is copied at once: waking a thread would take longer."""
+
+
+class Guard(Protocol):
+    """Says whether two processes' memory may (still) be touched."""
+
+    def refusal(self) -> str | None:
+        """Why not, or None. Asked inside the gate before each step: cheap."""
+
+    def confirm(self) -> str | None:
+        """Why bytes just copied must not count as arrived, or None. Asked once a part."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPart:
+    """Copies of one job that one thread does in a row: (target, source) pairs of equal length."""
+
+    job: Job
+    pairs: Sequence[tuple[Bytes, Bytes]]
+    guard: Guard
+
+
+def copy_part(part: CopyPart, gate: threading.Lock) -> None:
+    """Do one part, in steps; ends it in its job whatever happens."""
+    job, guard = part.job, part.guard
+    if not job.begin():
+        return
+    for target, source in part.pairs:
+        for start in range(0, target.size, STEP_BYTES):
+            stop = start + STEP_BYTES
+            with gate:
+                refusal = guard.refusal()
+                if refusal is None and not job.stopped:
+                    np.copyto(target[start:stop], source[start:stop])
+                    continue
+            if refusal is not None:
+                job.finish(refusal)
+            else:
+                job.give_back()
+            return
+    job.finish(guard.confirm())
+
+
+def copy_parts(
+    job: Job, slices: Sequence[Slice], local: RegionTable, remote: Mapping[int, Bytes], guard: Guard
+) -> list[CopyPart]:
+    """Return the parts that do `slices` of `job`; `remote` holds the peer's checked regions.
+
+    Raises RangeRefused when a local region has gone.
+    """
+    parts = []
+    for part in slices:
+        pairs = []
+        for op in part.pieces:
+            region = local.find(op.local_region, op.local_offset, op.num_bytes)
+            here = region.array[op.local_offset : op.local_offset + op.num_bytes]
+            start = op.remote_offset
+            there = remote[op.remote_region][start : start + op.num_bytes]
+            pairs.append((here, there) if job.op is Op.READ else (there, here))
+        parts.append(CopyPart(job, pairs, guard))
+    return parts
+
+
+class CopyPool:
+    """Copies parts in the order they came, on `num_threads` threads; with none, when pumped."""
+
+    def __init__(self, gates: Gates, num_threads: int, name: str) -> None:
+        self._gates = gates
+        self._own_gate = gates.new()
+        self._ready = threading.Condition()
+        self._parts: deque[CopyPart] = deque()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, job: Job, parts: Sequence[CopyPart]) -> None:
+        """Start the parts of `job`: small ones at once, else on the threads, else in `pump`."""
+        job.expect(len(parts))
+        if self._threads and job.num_bytes <= INLINE_BYTES:
+            for part in parts:
+                copy_part(part, self._own_gate)
+            return
+        with self._ready:
+            if self._closed:
+                job.stop("the transfer engine is closed")
+                return
+            self._parts.extend(parts)
+            self._ready.notify(len(parts))
+
+    def pump(self) -> None:
+        """Without threads: copy all parts queued so far, in the caller's thread."""
+        if self._threads:
+            return
+        for _ in range(len(self._parts)):
+            copy_part(self._parts.popleft(), self._own_gate)
+
+    @property
+    def num_lanes(self) -> int:
+        """How many parts are copied at the same time."""
+        return max(1, len(self._threads))
+
+    def _run(self) -> None:
+        gate = self._gates.new()
+        try:
+            while True:
+                with self._ready:
+                    while not self._parts and not self._closed:
+                        self._ready.wait()
+                    if self._closed:
+                        return
+                    part = self._parts.popleft()
+                copy_part(part, gate)
+        finally:
+            self._gates.forget(gate)
+
+    def close(self) -> None:
+        """Finish the steps in hand and end the threads."""
+        with self._ready:
+            if self._closed:
+                return
+            self._closed = True
+            self._parts.clear()
+            self._ready.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._gates.forget(self._own_gate)

@@ -1,0 +1,421 @@
+"""One stream to one peer, from our side: connects when needed, proves itself, carries slices.
+
+A lane lives in one I/O loop and asks its peer (`tcp_peer`) for work. It never decides what becomes
+of a slice whose stream broke; it hands such slices back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from mooncake.base.errors import ProtocolError
+from mooncake.transfer.backends import tcp_wire as wire
+from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
+from mooncake.transfer.backends.tcp_server import receive_into, tune_socket, withdrawn
+from mooncake.transfer.batches import Job
+from mooncake.transfer.engine import Op
+from mooncake.transfer.handshake import MAX_HANDSHAKE_BYTES, ConnectingSide, HandshakeRefused
+from mooncake.transfer.plan import Slice
+from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
+
+_ANSWERS = frozenset((wire.DONE, wire.DATA, wire.REFUSED))
+_MAX_IOVECS = 1024
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneLimits:
+    """Bounds of one stream."""
+
+    num_requests: int = 16
+    """Requests sent and not yet answered."""
+    window_bytes: int = 16 * 2**20
+    """Their bytes; one request is always allowed."""
+    connect_s: float = 5.0
+    """To connect and shake hands."""
+    stall_s: float = 30.0
+    """Without any progress for this long a stream with work on it counts as broken."""
+    idle_s: float = 60.0
+    """A stream without work for this long is closed."""
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One slice of a job on its way through lanes."""
+
+    job: Job
+    slice: Slice
+    num_failures: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A part on a stream: sent, or being sent, and not yet answered."""
+
+    request_id: int
+    part: Part
+    regions: list[HostRegion]
+    views: list[memoryview]
+    """READ: where the answer goes. WRITE: unused after sending."""
+    outgoing: list[memoryview]
+    given_up: bool = False
+    """The job has ended: what still comes goes nowhere."""
+    num_left: int = 0
+    reason: bytearray = field(default_factory=bytearray)
+
+
+class LaneState(Enum):
+    IDLE = "idle"
+    CONNECTING = "connecting"
+    READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneFailure:
+    """How a stream ended that had not been closed on purpose."""
+
+    reason: str
+    parts: list[Part]
+    """What it had in hand."""
+    connection_id: str | None
+    """None: it never was ready."""
+
+
+class LaneOwner(Protocol):
+    """What a lane asks of its peer object. All calls come from the lane's loop."""
+
+    def take(self) -> Part | None:
+        """Return the next part, already taken in hand in its job."""
+
+    def new_handshake(self) -> tuple[ConnectingSide, str, frozenset[str]]:
+        """Return a fresh handshake, its connection id and the connections it fences."""
+
+    def ready(self, fenced: frozenset[str]) -> None:
+        """A lane has connected, and with that fenced those connections."""
+
+    def broken(self, lane: Lane, failure: LaneFailure) -> None:
+        """A lane went down."""
+
+
+class Lane:
+    """See the module."""
+
+    def __init__(
+        self,
+        owner: LaneOwner,
+        address: tuple[str, int],
+        table: RegionTable,
+        loop: IoLoop,
+        limits: LaneLimits,
+    ) -> None:
+        self.loop = loop
+        self.state = LaneState.IDLE
+        self._owner = owner
+        self._address = address
+        self._table = table
+        self._limits = limits
+        self._sock: socket.socket | None = None
+        self._events = 0
+        self._handshake: ConnectingSide | None = None
+        self._connection_id = ""
+        self._fencing: frozenset[str] = frozenset()
+        self._timer: Timer | None = None
+        self._requests: deque[Request] = deque()
+        self._unsent: deque[Request] = deque()
+        self._num_bytes = 0
+        self._next_id = 1
+        self._progress_s = 0.0
+        self._want = memoryview(b"")
+        self._num_filled = 0
+        self._then: Callable[[memoryview], None] = self._on_header
+        self._receiving: Request | None = None
+
+    # ------------------------------------------------------------ connecting
+
+    def wake(self) -> None:
+        """There may be work: connect, or take some."""
+        if self.state is LaneState.IDLE:
+            self.connect()
+        elif self.state is LaneState.READY:
+            try:
+                self._pump()
+            except (OSError, RangeRefused) as error:
+                self.abort(str(error))
+
+    def connect(self) -> None:
+        """Open the stream; only when idle."""
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        self.state = LaneState.CONNECTING
+        self._handshake, self._connection_id, self._fencing = self._owner.new_handshake()
+        try:
+            sock = self._sock = socket.socket(family, socket.SOCK_STREAM)
+            tune_socket(sock, self._limits.stall_s)
+            with contextlib.suppress(BlockingIOError):
+                sock.connect(self._address)
+        except OSError as error:
+            self.abort(f"cannot connect: {error}")
+            return
+        self._events = WRITABLE
+        self.loop.add(sock.fileno(), WRITABLE, self._on_event)
+        self._timer = self.loop.call_later(
+            self._limits.connect_s, lambda: self.abort("the peer does not answer")
+        )
+
+    def _on_connected(self, sock: socket.socket) -> None:
+        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, "cannot connect")
+        assert self._handshake is not None
+        self._expect(wire.LENGTH_BYTES, self._on_handshake_length)
+        self._watch(READABLE)
+        sock.sendall(wire.pack_handshake(self._handshake.hello))
+
+    def _on_handshake_length(self, data: memoryview) -> None:
+        length = int.from_bytes(data, "little")
+        if not 0 < length <= MAX_HANDSHAKE_BYTES:
+            raise ProtocolError("the peer does not speak this protocol")
+        self._expect(length, self._on_handshake)
+
+    def _on_handshake(self, data: memoryview) -> None:
+        assert self._handshake is not None
+        assert self._sock is not None
+        answer = self._handshake.step(data)
+        if answer is not None:
+            self._expect(wire.LENGTH_BYTES, self._on_handshake_length)
+            self._sock.sendall(wire.pack_handshake(answer))
+            return
+        self._handshake = None
+        self.state = LaneState.READY
+        self._expect(wire.HEADER_BYTES, self._on_header)
+        self._progress_s = time.monotonic()
+        self._restart_timer()
+        self._owner.ready(self._fencing)
+        self._pump()
+
+    def _restart_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(1.0, self._look_after)
+
+    def _look_after(self) -> None:
+        quiet_s = time.monotonic() - self._progress_s
+        if self._requests and quiet_s > self._limits.stall_s:
+            self.abort(f"no progress for {quiet_s:.0f} s")
+        elif not self._requests and quiet_s > self._limits.idle_s:
+            self._hang_up()
+        else:
+            self._restart_timer()
+
+    # ---------------------------------------------------------------- ending
+
+    def abort(self, reason: str) -> None:
+        """Break the stream; the peer is told at once, and what it has not applied it never will."""
+        if self.state is LaneState.IDLE:
+            return
+        was_ready = self.state is LaneState.READY
+        parts = [request.part for request in self._requests if not request.given_up]
+        connection_id = self._connection_id if was_ready else None
+        self._hang_up(reset=True)
+        self._owner.broken(self, LaneFailure(reason, parts, connection_id))
+
+    def _hang_up(self, *, reset: bool = False) -> None:
+        self.state = LaneState.IDLE
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._sock is not None:
+            self.loop.remove(self._sock.fileno())
+            if reset:
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self._sock.close()
+            self._sock = None
+        self._requests.clear()
+        self._unsent.clear()
+        self._num_bytes = 0
+        self._receiving = None
+        self._handshake = None
+
+    def give_up(self, job: Job) -> bool:
+        """`job` was told to stop: drop its READs here; say whether WRITEs of it are still out."""
+        writes = False
+        for request in list(self._requests):
+            if request.part.job is not job or request.given_up:
+                continue
+            if request.part.job.op is Op.READ:
+                request.given_up = True
+                job.give_back()
+            else:
+                writes = True
+        return writes
+
+    # --------------------------------------------------------------- sending
+
+    def _pump(self) -> None:
+        limits = self._limits
+        while len(self._requests) < limits.num_requests and (
+            not self._requests or self._num_bytes < limits.window_bytes
+        ):
+            part = self._owner.take()
+            if part is None:
+                break
+            self._queue(part)
+        self._flush()
+
+    def _queue(self, part: Part) -> None:
+        views: list[memoryview] = []
+        regions: dict[int, HostRegion] = {}
+        try:
+            for op in part.slice.pieces:
+                region = self._table.find(op.local_region, op.local_offset, op.num_bytes)
+                regions[op.local_region] = region
+                views.append(region.buffer[op.local_offset : op.local_offset + op.num_bytes])
+        except RangeRefused as error:
+            part.job.finish(error.message)
+            return
+        is_read = part.job.op is Op.READ
+        num_bytes = part.slice.num_bytes
+        kind = wire.READ if is_read else wire.WRITE
+        head = memoryview(wire.pack_request(kind, self._next_id, part.slice.pieces, num_bytes))
+        request = Request(
+            request_id=self._next_id,
+            part=part,
+            regions=list(regions.values()),
+            views=views if is_read else [],
+            outgoing=[head] if is_read else [head, *views],
+        )
+        if not self._requests:
+            self._progress_s = time.monotonic()
+        self._next_id += 1
+        self._num_bytes += num_bytes
+        self._requests.append(request)
+        self._unsent.append(request)
+
+    def _flush(self) -> None:
+        assert self._sock is not None
+        while self._unsent:
+            request = self._unsent[0]
+            is_write = request.part.job.op is Op.WRITE
+            with self.loop.gate:
+                gone = withdrawn(request.regions) if is_write else None
+                if gone is None:
+                    try:
+                        count = self._sock.sendmsg(request.outgoing[:_MAX_IOVECS])
+                    except BlockingIOError:
+                        self._watch(READABLE | WRITABLE)
+                        return
+            if gone is not None:  # half a frame cannot be taken back: the stream is lost
+                request.part.job.stop(gone)
+                raise RangeRefused(gone)
+            self._progress_s = time.monotonic()
+            wire.advance(request.outgoing, count)
+            if not request.outgoing:
+                self._unsent.popleft()
+        self._watch(READABLE)
+
+    def _watch(self, events: int) -> None:
+        if events != self._events and self._sock is not None:
+            self._events = events
+            self.loop.modify(self._sock.fileno(), events)
+
+    # ------------------------------------------------------------- receiving
+
+    def _on_event(self, events: int) -> None:
+        sock = self._sock
+        assert sock is not None
+        try:
+            if self.state is LaneState.CONNECTING and self._events == WRITABLE:
+                self._on_connected(sock)
+                return
+            if events & WRITABLE:
+                self._flush()
+            if events & (READABLE | HUNG_UP):
+                self._receive(sock)
+        except HandshakeRefused as error:
+            self.abort(error.message)
+        except (OSError, ProtocolError, RangeRefused) as error:
+            self.abort(str(error))
+
+    def _expect(self, num_bytes: int, then: Callable[[memoryview], None]) -> None:
+        if len(self._want) != num_bytes:
+            self._want = memoryview(bytearray(num_bytes))
+        self._num_filled = 0
+        self._then = then
+
+    def _receive(self, sock: socket.socket) -> None:
+        while self._sock is sock:
+            try:
+                if self._receiving is not None:
+                    count = self._receive_payload(sock, self._receiving)
+                else:
+                    count = sock.recv_into(self._want[self._num_filled :])
+            except BlockingIOError:
+                return
+            if count == 0:
+                raise ConnectionResetError("the peer hung up")
+            self._progress_s = time.monotonic()
+            if self._receiving is None:
+                self._num_filled += count
+                if self._num_filled == len(self._want):
+                    self._then(self._want)
+            elif self._receiving.num_left == 0:
+                self._end_payload(self._receiving)
+
+    def _on_header(self, data: memoryview) -> None:
+        header = wire.parse_header(data, _ANSWERS)
+        if not self._requests or header.request_id != self._requests[0].request_id:
+            raise ProtocolError("answer to a request that was not made")
+        request = self._requests[0]
+        is_read = request.part.job.op is Op.READ
+        fits = header.kind == wire.REFUSED or (header.kind == wire.DATA) == is_read
+        if request.outgoing or not fits:
+            raise ProtocolError("answer of the wrong kind")
+        if header.kind == wire.DONE:
+            self._end_request(None)
+        elif header.kind == wire.REFUSED:
+            self._expect(max(1, header.num_bytes), self._on_reason)
+        elif header.num_bytes != request.part.slice.num_bytes:
+            raise ProtocolError("answer of the wrong length")
+        else:
+            request.num_left = header.num_bytes
+            self._receiving = request
+
+    def _on_reason(self, data: memoryview) -> None:
+        reason = bytes(data).decode(errors="replace")
+        self._end_request(f"{self._requests[0].part.job.peer.engine_id} refused: {reason}")
+
+    def _receive_payload(self, sock: socket.socket, request: Request) -> int:
+        """Take one helping of a READ's payload into our memory, or past it when given up."""
+        with self.loop.gate:
+            gone = withdrawn(request.regions)
+            if request.given_up or gone is not None:
+                room = min(request.num_left, len(self.loop.scratch))
+                count = sock.recv_into(self.loop.scratch[:room])
+            else:
+                count = receive_into(sock, request.views)
+                wire.advance(request.views, count)
+        request.num_left -= count
+        if gone is not None and not request.given_up:
+            request.given_up = True
+            request.part.job.finish(gone)
+        return count
+
+    def _end_payload(self, _request: Request) -> None:
+        self._receiving = None
+        self._end_request(None)
+
+    def _end_request(self, error: str | None) -> None:
+        request = self._requests.popleft()
+        self._num_bytes -= request.part.slice.num_bytes
+        self._expect(wire.HEADER_BYTES, self._on_header)
+        if not request.given_up:
+            request.part.job.finish(error)
+        if self.state is LaneState.READY:
+            self._pump()

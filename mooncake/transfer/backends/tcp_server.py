@@ -1,0 +1,371 @@
+"""The owner's side of TCP: answers peers' READs and WRITEs straight from and to registered memory.
+
+Each connection lives in one I/O loop. Who has not proven to know the cluster secret gets nothing;
+every range is checked against our own table; a connection that its engine gave up (it hung up, or
+fenced it in a later hello) applies no further byte.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mooncake.base.errors import ConfigError, ProtocolError
+from mooncake.transfer.backends import tcp_wire as wire
+from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop
+from mooncake.transfer.handshake import MAX_HANDSHAKE_BYTES, AcceptingSide, PeerIdentity
+from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
+
+_LOG = logging.getLogger(__name__)
+_REQUESTS = frozenset((wire.WRITE, wire.READ))
+_MAX_IOVECS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """Bounds of the owner's side."""
+
+    num_connections: int = 4096
+    handshake_s: float = 5.0
+    """A connection that has not proven itself by then is closed."""
+    dead_host_s: float = 20.0
+    """A host that does not answer the kernel's probes for this long is gone."""
+
+
+class TcpServer:
+    """Listens for peers. All its connections end with `close`."""
+
+    def __init__(
+        self,
+        bind_host: str,
+        new_handshake: Callable[[], AcceptingSide],
+        table: RegionTable,
+        loops: Sequence[IoLoop],
+        limits: ServerLimits,
+    ) -> None:
+        self.new_handshake = new_handshake
+        self.table = table
+        self.limits = limits
+        self._loops = loops
+        self._next_loop = itertools.cycle(loops)
+        self._lock = threading.Lock()
+        self._connections: set[ServerConnection] = set()
+        self._closed = False
+        self._listener = _listen(bind_host)
+        self.port: int = self._listener.getsockname()[1]
+        loops[0].post(self._watch)
+
+    @property
+    def num_connections(self) -> int:
+        """Connections open now, proven or not."""
+        return len(self._connections)
+
+    def _watch(self) -> None:
+        if not self._closed:
+            self._loops[0].add(self._listener.fileno(), READABLE, self._accept)
+
+    def _accept(self, _events: int) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # out of descriptors: leave the queue alone for a while
+            _LOG.warning("cannot accept a transfer connection: %s", error)
+            self._loops[0].remove(self._listener.fileno())
+            self._loops[0].call_later(0.5, self._watch)
+            return
+        with self._lock:
+            if self._closed or len(self._connections) >= self.limits.num_connections:
+                _LOG.warning("transfer connection from %s refused: too many", address)
+                sock.close()
+                return
+            loop = next(self._next_loop)
+            connection = ServerConnection(self, sock, loop)
+            self._connections.add(connection)
+        loop.post(connection.start)
+
+    def fence(self, identity: PeerIdentity) -> None:
+        """Return when the named earlier connections of this engine touch no memory any more."""
+        if not identity.fenced:
+            return
+        with self._lock:
+            stale = [
+                connection
+                for connection in self._connections
+                if connection.identity is not None
+                and connection.identity.engine_id == identity.engine_id
+                and connection.identity.connection_id in identity.fenced
+            ]
+        for connection in stale:
+            connection.fence()
+
+    def forget(self, connection: ServerConnection) -> None:
+        """A connection has closed."""
+        with self._lock:
+            self._connections.discard(connection)
+
+    def close(self) -> None:
+        """Stop listening and close all connections (they go when their loops next turn)."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
+        self._loops[0].post(self._stop_listening)
+        for connection in connections:
+            connection.loop.post(connection.close)
+
+    def _stop_listening(self) -> None:
+        self._loops[0].remove(self._listener.fileno())
+        self._listener.close()
+
+
+class ServerConnection:
+    """One peer's stream, served request by request. Lives in `loop`."""
+
+    def __init__(self, server: TcpServer, sock: socket.socket, loop: IoLoop) -> None:
+        self.loop = loop
+        self.identity: PeerIdentity | None = None
+        self._server = server
+        self._sock = sock
+        self._handshake = server.new_handshake()
+        self._fenced = False
+        self._closed = False
+        self._events = READABLE
+        self._want = memoryview(bytearray(wire.LENGTH_BYTES))
+        self._num_filled = 0
+        self._then: Callable[[memoryview], None] = self._on_handshake_length
+        self._request: wire.Header | None = None
+        self._refusal: str | None = None
+        self._regions: list[HostRegion] = []
+        self._incoming: list[memoryview] = []
+        self._num_incoming = 0
+        self._outgoing: list[memoryview] = []
+
+    def start(self) -> None:
+        """Begin to listen to the peer."""
+        if self._closed:
+            return
+        tune_socket(self._sock, self._server.limits.dead_host_s)
+        self.loop.add(self._sock.fileno(), READABLE, self._on_event)
+        self.loop.call_later(self._server.limits.handshake_s, self._check_handshake)
+
+    def _check_handshake(self) -> None:
+        if self.identity is None and not self._closed:
+            _LOG.warning("transfer connection closed: no handshake in time")
+            self.close()
+
+    def fence(self) -> None:
+        """Apply no further byte; from any thread. On return none is being applied."""
+        self._fenced = True
+        with self.loop.gate:
+            pass
+        self.loop.post(self.close)
+
+    def close(self) -> None:
+        """Hang up."""
+        if not self._closed:
+            self._closed = True
+            self.loop.remove(self._sock.fileno())
+            self._sock.close()
+            self._incoming = []
+            self._outgoing = []
+            self._server.forget(self)
+
+    def _on_event(self, events: int) -> None:
+        try:
+            # A peer that hung up has given up: what it left in the socket must not be applied.
+            if events & HUNG_UP:
+                self.close()
+                return
+            if self._outgoing:
+                self._flush()
+            elif self._num_incoming:
+                self._receive_payload()
+            else:
+                self._receive()
+        except (OSError, ProtocolError, RangeRefused) as error:
+            if self.identity is not None and not isinstance(error, ConnectionError):
+                _LOG.warning("transfer from %s ended: %s", self.identity.engine_id, error)
+            self.close()
+
+    def _expect(self, num_bytes: int, then: Callable[[memoryview], None]) -> None:
+        self._want = memoryview(bytearray(num_bytes))
+        self._num_filled = 0
+        self._then = then
+
+    def _receive(self) -> None:
+        while not (self._closed or self._outgoing or self._num_incoming):
+            try:
+                count = self._sock.recv_into(self._want[self._num_filled :])
+            except BlockingIOError:
+                return
+            if count == 0:
+                self.close()
+                return
+            self._num_filled += count
+            if self._num_filled == len(self._want):
+                self._then(self._want)
+
+    # ------------------------------------------------------------- handshake
+
+    def _on_handshake_length(self, data: memoryview) -> None:
+        length = int.from_bytes(data, "little")
+        if not 0 < length <= MAX_HANDSHAKE_BYTES:
+            _LOG.warning("transfer connection refused: it does not speak this protocol")
+            self.close()
+            return
+        self._expect(length, self._on_handshake)
+
+    def _on_handshake(self, data: memoryview) -> None:
+        answer = self._handshake.step(data)
+        if self._handshake.refusal is not None:
+            _LOG.warning("transfer connection refused: %s", self._handshake.refusal)
+            self._sock.send(wire.pack_handshake(answer))
+            self.close()
+            return
+        identity = self._handshake.identity
+        if identity is None:
+            self._expect(wire.LENGTH_BYTES, self._on_handshake_length)
+        else:
+            self._server.fence(identity)
+            self.identity = identity
+            self._expect(wire.HEADER_BYTES, self._on_header)
+        self._reply([memoryview(wire.pack_handshake(answer))])
+
+    # -------------------------------------------------------------- requests
+
+    def _on_header(self, data: memoryview) -> None:
+        self._request = wire.parse_header(data, _REQUESTS)
+        self._expect(self._request.num_ranges * wire.RANGE_BYTES, self._on_ranges)
+        if self._request.num_ranges == 0:
+            raise ProtocolError("transfer request without ranges")
+
+    def _on_ranges(self, data: memoryview) -> None:
+        request = self._request
+        assert request is not None
+        ranges = wire.parse_ranges(data)
+        lengths = [length for _, _, length in ranges]
+        if sum(lengths) != request.num_bytes or 0 in lengths:
+            raise ProtocolError("transfer request whose ranges do not add up")
+        views: list[memoryview] = []
+        regions: dict[int, HostRegion] = {}
+        self._refusal = None
+        try:
+            for region_id, offset, length in ranges:
+                region = self._server.table.find(region_id, offset, length)
+                regions[region_id] = region
+                views.append(region.buffer[offset : offset + length])
+        except RangeRefused as error:
+            self._refusal = error.message
+        self._regions = list(regions.values())
+        if request.kind == wire.WRITE:
+            self._incoming = views
+            self._num_incoming = request.num_bytes
+        elif self._refusal is not None:
+            self._end_request(wire.pack_refusal(request.request_id, self._refusal))
+        else:
+            header = wire.Header(wire.DATA, 0, request.request_id, request.num_bytes)
+            self._end_request(wire.pack_header(header), views)
+
+    def _receive_payload(self) -> None:
+        """Take one helping of a WRITE's payload into our memory, or past it when refused."""
+        with self.loop.gate:
+            if self._fenced:
+                return
+            if self._refusal is None:
+                self._refusal = withdrawn(self._regions)
+            try:
+                if self._refusal is not None:
+                    room = min(self._num_incoming, len(self.loop.scratch))
+                    count = self._sock.recv_into(self.loop.scratch[:room])
+                else:
+                    count = receive_into(self._sock, self._incoming)
+            except BlockingIOError:
+                return
+        if count == 0:
+            self.close()
+            return
+        self._num_incoming -= count
+        if self._refusal is None:
+            wire.advance(self._incoming, count)
+        if self._num_incoming == 0:
+            assert self._request is not None
+            request_id = self._request.request_id
+            if self._refusal is None:
+                done = wire.Header(wire.DONE, 0, request_id, 0)
+                self._end_request(wire.pack_header(done))
+            else:
+                self._end_request(wire.pack_refusal(request_id, self._refusal))
+
+    def _end_request(self, answer: bytes, payload: Sequence[memoryview] = ()) -> None:
+        self._incoming = []
+        if not payload:
+            self._regions = []
+        self._expect(wire.HEADER_BYTES, self._on_header)
+        self._reply([memoryview(answer), *payload])
+
+    def _reply(self, views: list[memoryview]) -> None:
+        self._outgoing = views
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what is due; while some is left nothing more is read."""
+        while self._outgoing:
+            with self.loop.gate:
+                gone = withdrawn(self._regions)
+                if gone is not None:
+                    raise RangeRefused(gone)  # in mid-answer: the peer asks again and is refused
+                try:
+                    count = self._sock.sendmsg(self._outgoing[:_MAX_IOVECS])
+                except BlockingIOError:
+                    self._watch(WRITABLE)
+                    return
+            wire.advance(self._outgoing, count)
+        self._regions = []
+        self._watch(READABLE)
+
+    def _watch(self, events: int) -> None:
+        if events != self._events:
+            self._events = events
+            self.loop.modify(self._sock.fileno(), events)
+
+
+def withdrawn(regions: Sequence[HostRegion]) -> str | None:
+    """Return why one of `regions` may not be touched any more, or None."""
+    for region in regions:
+        if not region.alive:
+            return f"region {region.region_id} ({region.label}) was unregistered"
+    return None
+
+
+def receive_into(sock: socket.socket, views: list[memoryview]) -> int:
+    """Receive into scattered memory; return the number of bytes, 0 at the end of the stream."""
+    if len(views) == 1:
+        return sock.recv_into(views[0])
+    return sock.recvmsg_into(views[:_MAX_IOVECS])[0]
+
+
+def tune_socket(sock: socket.socket, dead_host_s: float) -> None:
+    """Set what both ends of a transfer connection need."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(dead_host_s / 2)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(dead_host_s / 6)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def _listen(bind_host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((bind_host, 0))
+        listener.listen(512)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"transfer cannot listen on {bind_host}: {error}") from error
+    return listener

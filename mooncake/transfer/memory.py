@@ -1,0 +1,70 @@
+"""Memory that can be handed to other processes of this host: anonymous files, mapped, resident.
+
+Owns nothing after `allocate_shared` returned; the caller closes the descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+
+from mooncake.base.errors import TransferError
+from mooncake.base.memory import format_bytes
+
+PAGE_BYTES = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def allocate_shared(num_bytes: int, label: str) -> tuple[mmap.mmap, int]:
+    """Return zeroed memory of at least `num_bytes`, page aligned and resident, and its descriptor.
+
+    Huge pages are asked for; the size is sealed, so no peer can shrink it under our feet. Raises
+    TransferError when there is not enough memory.
+    """
+    if num_bytes < 1:
+        raise TransferError(f"{label}: cannot allocate {num_bytes} bytes")
+    size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    fd = os.memfd_create(f"mooncake-{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+        with contextlib.suppress(OSError):  # not every kernel has huge pages for such files
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        populate(memory)
+    except OSError as error:
+        os.close(fd)
+        raise TransferError(
+            f"{label}: cannot allocate {format_bytes(num_bytes)} of memory ({error.strerror}); "
+            "lower the size or free memory on this machine"
+        ) from error
+    return memory, fd
+
+
+def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
+    """Return the memory behind `fd` that another process allocated. Raises TransferError when it
+    is shorter than `num_bytes` or could shrink while it is used.
+    """
+    if os.fstat(fd).st_size < num_bytes:
+        raise TransferError(f"the peer's memory is shorter than the {num_bytes} bytes it promised")
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise TransferError("the peer's memory is not sealed against shrinking")
+    size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+    populate(memory)
+    return memory
+
+
+def populate(memory: mmap.mmap) -> None:
+    """Make all pages of `memory` present now, so that no copy pays for page faults later."""
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        for start in range(0, len(memory), PAGE_BYTES):  # before Linux 5.14
+            memory[start] = memory[start]

@@ -1,0 +1,118 @@
+"""How a batch becomes slices: merge what is adjacent, cut what is long, group what is small. Pure.
+
+A slice is what one stream carries in one request, scattered and gathered at both ends. Nothing here
+knows a socket or an address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mooncake.transfer.engine import TransferOp
+
+_ALIGN = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceLimits:
+    """How large slices get on some kind of link."""
+
+    target_bytes: int = 4 * 2**20
+    """No slice is longer than this (rounded up to whole pages)."""
+    min_bytes: int = 256 * 2**10
+    """A batch is not spread over more lanes than it has pieces of this size."""
+    max_pieces: int = 256
+    """Ranges one slice may scatter and gather."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Part of a batch that travels as one request."""
+
+    pieces: tuple[TransferOp, ...]
+    num_bytes: int
+
+
+def merge_ops(ops: Iterable[TransferOp]) -> list[TransferOp]:
+    """Return `ops` in order with empty ones left out and neighbours joined.
+
+    Two ops are joined when the second goes on where the first ends on both sides.
+    """
+    merged: list[TransferOp] = []
+    for op in ops:
+        if op.num_bytes == 0:
+            continue
+        if merged and _continues(merged[-1], op):
+            last = merged[-1]
+            merged[-1] = TransferOp(
+                last.local_region,
+                last.local_offset,
+                last.remote_region,
+                last.remote_offset,
+                last.num_bytes + op.num_bytes,
+            )
+        else:
+            merged.append(op)
+    return merged
+
+
+def _continues(last: TransferOp, op: TransferOp) -> bool:
+    return (
+        last.local_region == op.local_region
+        and last.remote_region == op.remote_region
+        and last.local_offset + last.num_bytes == op.local_offset
+        and last.remote_offset + last.num_bytes == op.remote_offset
+    )
+
+
+def choose_slice_bytes(num_bytes: int, num_lanes: int, limits: SliceLimits) -> int:
+    """Return the slice length that spreads `num_bytes` evenly over `num_lanes`, whole pages."""
+    num_slices = -(-num_bytes // limits.target_bytes)
+    worth = max(1, min(num_lanes, num_bytes // limits.min_bytes))
+    num_slices = max(1, -(-num_slices // worth)) * worth
+    length = -(-num_bytes // num_slices)
+    return max(_ALIGN, -(-length // _ALIGN) * _ALIGN)
+
+
+def cut_slices(ops: Sequence[TransferOp], slice_bytes: int, max_pieces: int) -> list[Slice]:
+    """Return `ops` in order as slices of at most `slice_bytes` bytes and `max_pieces` pieces."""
+    if slice_bytes < 1 or max_pieces < 1:
+        raise ValueError(f"a slice must hold something, not {slice_bytes} bytes, {max_pieces} ops")
+    slices: list[Slice] = []
+    pieces: list[TransferOp] = []
+    room = slice_bytes
+    for op in ops:
+        done = 0
+        while done < op.num_bytes:
+            length = min(room, op.num_bytes - done)
+            pieces.append(_part(op, done, length))
+            done += length
+            room -= length
+            if room == 0 or len(pieces) == max_pieces:
+                slices.append(Slice(tuple(pieces), slice_bytes - room))
+                pieces, room = [], slice_bytes
+    if pieces:
+        slices.append(Slice(tuple(pieces), slice_bytes - room))
+    return slices
+
+
+def _part(op: TransferOp, start: int, length: int) -> TransferOp:
+    if length == op.num_bytes:
+        return op
+    return TransferOp(
+        op.local_region,
+        op.local_offset + start,
+        op.remote_region,
+        op.remote_offset + start,
+        length,
+    )
+
+
+def plan_slices(ops: Sequence[TransferOp], num_lanes: int, limits: SliceLimits) -> list[Slice]:
+    """Return merged `ops` cut for `num_lanes` parallel streams: about equal slices, in order."""
+    num_bytes = sum(op.num_bytes for op in ops)
+    if num_bytes == 0:
+        return []
+    slice_bytes = choose_slice_bytes(num_bytes, num_lanes, limits)
+    return cut_slices(ops, slice_bytes, limits.max_pieces)

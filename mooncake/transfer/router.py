@@ -1,0 +1,175 @@
+"""One transfer engine over several protocols: the memory of a process, its batches, and which way
+each goes.
+
+Same process: plain copies; same host: shared memory; else TCP. All protocols serve the same
+registered memory. What a protocol cannot reach it declines, and the next one is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from mooncake.base.clock import Clock
+from mooncake.base.kv_layout import SegmentRef
+from mooncake.transfer.backends.io_loop import IoLoop
+from mooncake.transfer.backends.port import Backend
+from mooncake.transfer.batches import BatchBook, Job
+from mooncake.transfer.engine import Region, TransferBatch, TransferDone
+from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
+
+_LOG = logging.getLogger(__name__)
+_TICK_S = 0.005
+"""Shortest wait for a deadline, should the driver's clock be slower than real time."""
+
+
+class RoutedTransfer:
+    """A `PolledTransfer`. `submit`, `cancel` and `poll` may be called from any thread."""
+
+    def __init__(self, engine_id: str, host: str, regions: RegionTable, clock: Clock) -> None:
+        self._engine_id = engine_id
+        self._host = host
+        self._regions = regions
+        self._clock = clock
+        self._book = BatchBook(clock)
+        self._backends: list[Backend] = []
+        self._closers: list[Callable[[], None]] = []
+        self._loop: IoLoop | None = None
+        self._armed_s = float("inf")
+        self._closed = False
+
+    def add_backend(self, backend: Backend) -> None:
+        """Take one more protocol, to be tried after those added before. Only before first use."""
+        self._backends.append(backend)
+
+    def add_closer(self, close: Callable[[], None]) -> None:
+        """Have `close` called at the end, after all backends, in the order added."""
+        self._closers.append(close)
+
+    def keep_deadlines(self, loop: IoLoop) -> None:
+        """Have deadlines fire in `loop`; without it they fire in `poll` only."""
+        self._loop = loop
+
+    @property
+    def segment(self) -> SegmentRef:
+        endpoints = {backend.protocol: backend.endpoint for backend in self._backends}
+        return SegmentRef(self._engine_id, endpoints, self._host)
+
+    def allocate(self, num_bytes: int, label: str) -> HostRegion:
+        """Return zeroed, page aligned, resident memory that every protocol serves.
+
+        Raises TransferError when there is not enough memory.
+        """
+        return self._regions.allocate(num_bytes, label)
+
+    def register(self, buffer: memoryview, label: str) -> HostRegion:
+        """Register existing memory (not served by shared memory, which peers cannot map).
+
+        Raises TransferError unless it is writable and contiguous.
+        """
+        return self._regions.register(buffer, label)
+
+    def unregister(self, region: Region) -> None:
+        """Withdraw a region: peers are refused, and on return none of our threads touches it.
+
+        A peer that copies by shared memory may still finish the step of at most 1 MiB it is in.
+        """
+        self._regions.withdraw(region)
+
+    def submit(self, batch: TransferBatch) -> int:
+        """Start a batch and return its id; an impossible one fails through its event."""
+        job = self._book.open(batch)
+        batch_id = job.batch_id
+        try:
+            for op in batch.ops:
+                self._regions.find(op.local_region, op.local_offset, op.num_bytes)
+                if op.remote_offset < 0:
+                    raise RangeRefused(f"remote offset {op.remote_offset} is negative")
+        except RangeRefused as error:
+            job.stop(error.message)
+            return batch_id
+        job.set_ops(batch.ops)
+        if self._closed:
+            job.stop("the transfer engine is closed")
+        elif not job.ops:
+            job.expect(0)
+        else:
+            self._try_next(job, "no common protocol")
+            if batch.deadline_s is not None and self._loop is not None:
+                self._loop.post(self._watch_deadlines)
+        return batch_id
+
+    def decline(self, job: Job, reason: str) -> None:
+        """A backend could not begin `job`: the next one on its route gets it."""
+        _LOG.debug("batch %d to %s goes another way: %s", job.batch_id, job.peer.engine_id, reason)
+        self._try_next(job, reason)
+
+    def _try_next(self, job: Job, reason: str) -> None:
+        while job.num_tried < len(self._backends):
+            backend = self._backends[job.num_tried]
+            job.num_tried += 1
+            if backend.reaches(job.peer):
+                if not job.stopped:
+                    backend.start(job)
+                return
+        job.stop(f"{job.peer.engine_id} cannot be reached: {reason}")
+
+    def cancel(self, batch_id: int) -> None:
+        """Ask a batch to stop; nothing happens when it has ended."""
+        job = self._book.get(batch_id)
+        if job is not None:
+            self._stop(job, "cancelled")
+
+    def _stop(self, job: Job, reason: str) -> None:
+        job.stop(reason)
+        if not job.ended:
+            for backend in self._backends:
+                backend.stop_sent(job)
+
+    def expire(self) -> float | None:
+        """Fail what is past its deadline; return the next deadline, on the driver's clock."""
+        for job in self._book.take_expired(self._clock.now()):
+            self._stop(job, f"deadline passed after {self._clock.now() - job.started_s:.3f} s")
+        return self._book.next_deadline_s()
+
+    def _watch_deadlines(self) -> None:
+        """Runs in the loop: expire what is due and come again for what is next."""
+        assert self._loop is not None
+        next_s = self.expire()
+        now = self._clock.now()
+        if next_s is None or (now < self._armed_s <= next_s):
+            return
+        self._armed_s = next_s
+        self._loop.call_later(max(next_s - now, _TICK_S), self._watch_deadlines)
+
+    def fileno(self) -> int:
+        return self._book.fileno()
+
+    def poll(self) -> Sequence[TransferDone]:
+        """Return the batches that ended since the last call, without waiting."""
+        for backend in self._backends:
+            backend.pump()
+        self.expire()
+        return self._book.poll()
+
+    def close(self) -> None:
+        """Refuse peers, fail open batches, end all threads, free the memory.
+
+        The endings can still be polled; memory still referred to by the caller stays mapped.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for job in self._book.open_jobs():
+            self._stop(job, "the transfer engine is closed")
+        for backend in self._backends:
+            backend.close()
+        for close in self._closers:
+            close()
+        self._regions.close()
+        self._book.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a batch or a region was lost or kept twice."""
+        self._regions.check_integrity()
+        self._book.check_integrity()
