@@ -77,7 +77,7 @@ class DecodeWorker:
         return not self._jobs and not self._aborted and self.instance.quiet
 
     def check_integrity(self) -> None:
-        self.instance.check_integrity()
+        self.instance.check_integrity(role_quiet=self.quiet)
         for job in self._waiting:
             assert job.stage is Stage.WAITING, f"{job.request_id} waits in stage {job.stage}"
             assert not job.pages, f"{job.request_id} waits and holds pages"

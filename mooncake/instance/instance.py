@@ -214,12 +214,15 @@ class Instance:
             and self.fetcher.num_open == 0
             and self.write_through.num_open == 0
             and self.quarantine.num_pages == 0
+            and self.mover.num_in_flight == 0
         )
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError when pages were lost, freed twice, or held by nobody."""
+    def check_integrity(self, *, role_quiet: bool) -> None:
+        """Raise AssertionError when pages were lost, freed twice, or (the role having nothing in
+        progress either) are held by nobody.
+        """
         self.engine.check_integrity()
-        if self.quiet and self.mover.num_in_flight == 0:
+        if role_quiet and self.quiet:
             assert self.pool.num_held == 0, f"{self.pool.num_held} pages are held by nobody"
 
     def _flush(self) -> None:

@@ -62,6 +62,10 @@ class Push:
         return len(self._pages)
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def in_flight(self) -> bool:
         return any(destination.batches for destination in self._destinations)
 

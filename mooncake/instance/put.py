@@ -76,7 +76,7 @@ class WriteThrough:
     def on_granted(self, message: PutGranted, now: float) -> None:
         """The pool gave room: fill it, or give it back when nobody wants it any more."""
         ticket = self._tickets.get(message.ticket)
-        if ticket is None or ticket.store != message.store:
+        if ticket is None or ticket.store != message.store or ticket.push.closed:
             self._send(
                 message.store,
                 PutEnd(writer=self._worker, ticket=message.ticket, dropped=message.keys),

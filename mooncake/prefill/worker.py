@@ -94,7 +94,7 @@ class PrefillWorker:
         return not self._jobs and not self._settling and self.instance.quiet
 
     def check_integrity(self) -> None:
-        self.instance.check_integrity()
+        self.instance.check_integrity(role_quiet=self.quiet)
         for sequence_id, job in self._by_sequence.items():
             assert job.sequence is not None, f"job of sequence {sequence_id} has no sequence"
         assert len(self._early) <= MAX_EARLY, "more early reservations than allowed"

@@ -149,8 +149,10 @@ class Cluster:
         for _, machine in self.world.machines():
             machine.check_integrity()
 
-    def check_streams(self, *, may_fail: bool = False) -> None:
-        """Each request has one final event; those that succeeded have the oracle's tokens."""
+    def check_streams(self, *, may_refuse: bool = False) -> None:
+        """Each request has one final event; those that succeeded have the oracle's tokens. With
+        `may_refuse` a request may be told at once that no worker is up.
+        """
         for stream in self.world.streams.values():
             name = stream.request.request_id
             assert len(stream.finals) == 1, f"{name}: {len(stream.finals)} final events"
@@ -161,7 +163,8 @@ class Cluster:
                 assert final.num_output_tokens == len(expected)
             else:
                 assert stream.tokens == expected[: len(stream.tokens)], f"{name}: wrong tokens"
-                assert may_fail or final.reason is FinishReason.ABORT, f"{name}: {final}"
+                refused = may_refuse and final.reason is FinishReason.REJECTED
+                assert refused or final.reason is FinishReason.ABORT, f"{name}: {final}"
 
     def check_quiet(self) -> None:
         """Nothing is left of any request on any worker."""

@@ -102,3 +102,14 @@ def test_a_grant_that_never_comes_is_given_up() -> None:
     assert scene.puts.tick(0.0) == 5.0
     assert scene.puts.tick(5.0) is None
     assert len(scene.settled) == 1
+
+
+def test_a_grant_for_a_push_being_closed_is_given_back() -> None:
+    scene = Scene(1)
+    scene.push.add_destination(scene.duo.places([4]), [0], lambda *_: None, 0.0)
+    scene.push.advance([0], LAYOUT.num_layers, scene.duo.heap.now())
+    scene.push.close(scene.duo.heap.now(), lambda at: scene.puts.abandon(scene.push, at))
+    scene.grant([0], [2])
+    scene.duo.run()
+    assert scene.ends == [PutEnd(writer=HERE, ticket=1, dropped=[KEYS[0]])]
+    assert len(scene.settled) == 1
