@@ -110,7 +110,7 @@ class ChatTemplate:
         }
         try:
             text = self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program of its author: anything may happen
             raise InvalidRequest(
                 f"the model's chat template refused the conversation: {error}", param="messages"
             ) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -20,6 +20,13 @@ _log = logging.getLogger(__name__)
 
 MAX_READS_A_TURN = 64
 """Reads of the channel before other tasks of the loop get their turn."""
+
+
+class Status(Protocol):
+    """What the machine says about the cluster; more fields are shown as they are."""
+
+    @property
+    def ready(self) -> bool: ...
 
 
 class GatewayMachine(Protocol):
@@ -35,7 +42,7 @@ class GatewayMachine(Protocol):
 
     def worker_lost(self, worker_id: str, now: float) -> None: ...
 
-    def status(self, now: float) -> Any: ...
+    def status(self, now: float) -> Status: ...
 
     def drain(self, now: float) -> None: ...
 
@@ -49,9 +56,8 @@ class Inbox(Protocol):
 
 
 class GatewayBackend:
-    """A `Backend` over the gateway machine. `start` and `stop` are called in the loop.
-
-    `is_ready` looks at the machine's status and says whether it would place a request.
+    """A `Backend` over the gateway machine. `start` and `stop` are called in the loop; `metrics`
+    renders the series that the machine's recorder keeps.
     """
 
     def __init__(
@@ -60,13 +66,11 @@ class GatewayBackend:
         inbox: Inbox,
         clock: Clock,
         *,
-        is_ready: Callable[[Any], bool],
         metrics: Callable[[], bytes],
     ) -> None:
         self._gateway = gateway
         self._inbox = inbox
         self._clock = clock
-        self._is_ready = is_ready
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -94,7 +98,7 @@ class GatewayBackend:
     def ready(self) -> bool:
         if self._loop is None or self._draining:
             return False
-        return self._is_ready(self.status())
+        return self._gateway.status(self._clock.now()).ready
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         self._gateway.submit(request, sink, self._clock.now())
@@ -104,7 +108,7 @@ class GatewayBackend:
         self._gateway.abort(request_id, self._clock.now())
         self._schedule_turn()
 
-    def status(self) -> Any:
+    def status(self) -> Status:
         return self._gateway.status(self._clock.now())
 
     def metrics(self) -> bytes:
