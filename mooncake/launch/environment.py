@@ -7,6 +7,7 @@ good part of a prefill on CPU. Nothing looks anything up on a network.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
 from collections.abc import Mapping
@@ -14,10 +15,14 @@ from collections.abc import Mapping
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_DEDUP_LOGS": "0",
 }
 """For every process of ours, Ray's own included."""
+
+LOOPBACK_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Keeps Ray's own sockets on 127.0.0.1, as on systems where it only ever runs on one machine. To be
+set before ray is imported."""
 
 COMPUTE = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -28,9 +33,25 @@ COMPUTE = {
 """For processes that run the model."""
 
 
-def missing(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what a computing process lacks; what somebody set on purpose stays as it is."""
-    return {name: value for name, value in {**QUIET, **COMPUTE}.items() if name not in environ}
+def missing(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what `environ` lacks of `wanted`; what somebody set on purpose stays as it is."""
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def prepare_ray(bind_host: str) -> None:
+    """Set what must stand in this process before ray is imported."""
+    wanted = {**QUIET, **(LOOPBACK_RAY if is_loopback(bind_host) else {})}
+    os.environ.update(missing(wanted, os.environ))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is only reachable from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def restart_with(environ: Mapping[str, str]) -> None:
@@ -39,7 +60,7 @@ def restart_with(environ: Mapping[str, str]) -> None:
     glibc reads its settings when a process starts, so they cannot be set later. Returns when there
     is nothing to set.
     """
-    lacking = missing(environ)
+    lacking = missing({**QUIET, **COMPUTE}, environ)
     if lacking:
         command = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, command, {**environ, **lacking})

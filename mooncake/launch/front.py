@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from mooncake.api import (
     ApiConfig,
@@ -17,7 +18,7 @@ from mooncake.api import (
     create_app,
     serve,
 )
-from mooncake.base import Clock, IdSource, MonotonicClock, SystemIds, WorkerRef
+from mooncake.base import Clock, IdSource, MonotonicClock, SystemIds, Unavailable, WorkerRef
 from mooncake.launch.plan import ServePlan
 from mooncake.launch.settings import ServeConfig
 from mooncake.rpc.channel import PolledChannel
@@ -45,6 +46,7 @@ class Front:
         self._clock = clock or MonotonicClock()
         self._metrics = Metrics(model_name)
         self.channel = channel
+        self._app: Any = None
         self.gateway = Gateway(
             plan.scheduler,
             WorkerRef(GATEWAY_ID, ids.hex(8), channel.address),
@@ -59,6 +61,36 @@ class Front:
             self._clock,
             metrics=self._metrics.render,
         )
+
+    def worker_lost(self, worker_id: str) -> None:
+        """Tell the gateway that a worker's process ended; from any thread."""
+        self.backend.worker_lost_threadsafe(worker_id)
+
+    def knows(self, worker_ids: Collection[str]) -> bool:
+        """Whether all these workers have joined; in the loop's thread."""
+        members = self.gateway.status(self._clock.now()).workers
+        return {member.id for member in members} >= set(worker_ids)
+
+    def end_calls(self) -> None:
+        """End what runs with an error now, rather than let it finish; in the loop's thread."""
+        if self._app is not None:
+            self._app.state.door.fail_all(Unavailable("the server is shutting down"))
+
+    async def serve(
+        self,
+        config: ServeConfig,
+        model: ServedModel,
+        listener: socket.socket,
+        stop: asyncio.Event,
+        ready: Callable[[str, int], None],
+    ) -> None:
+        """Serve HTTP on `listener` until `stop`, then drain. `ready` is told the address."""
+        self._app = create_app(self.backend, model, api_config(config))
+        self.backend.start()
+        try:
+            await serve(self._app, api_config(config), stop=stop, ready=ready, listener=listener)
+        finally:
+            self.backend.stop()
 
 
 def api_config(config: ServeConfig) -> ApiConfig:
@@ -77,20 +109,3 @@ def api_config(config: ServeConfig) -> ApiConfig:
 def listen(config: ServeConfig) -> socket.socket:
     """Return the API's listening socket: a taken port shows before anything is started."""
     return bind(api_config(config))
-
-
-async def open_door(
-    front: Front,
-    config: ServeConfig,
-    model: ServedModel,
-    listener: socket.socket,
-    stop: asyncio.Event,
-    ready: Callable[[str, int], None],
-) -> None:
-    """Serve HTTP on `listener` until `stop`, then drain. `ready` is told the address."""
-    app = create_app(front.backend, model, api_config(config))
-    front.backend.start()
-    try:
-        await serve(app, api_config(config), stop=stop, ready=ready, listener=listener)
-    finally:
-        front.backend.stop()

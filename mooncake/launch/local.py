@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mooncake.base import MooncakeError, Role
+from mooncake.base import MonotonicClock, MooncakeError, Role, SystemIds
 from mooncake.launch.process import Model, Progress, Worker, WorkerSettings, build, no_progress
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
-from mooncake.transfer.engine import PolledTransfer
+from mooncake.transfer.backends.inproc import InprocFabric
+from mooncake.transfer.factory import TransferConfig, open_transfer
 
 _log = logging.getLogger(__name__)
 
@@ -31,14 +32,14 @@ class LocalCluster:
     def __init__(
         self,
         network: InprocNetwork,
-        open_transfer: Callable[[WorkerSettings], PolledTransfer],
         model: Model,
         *,
         lost: Lost,
         progress: Progress = no_progress,
     ) -> None:
         self._network = network
-        self._open_transfer = open_transfer
+        self._secret = SystemIds().hex(16)
+        self._fabric = InprocFabric()
         self._model = model
         self._lost = lost
         self._progress = progress
@@ -77,7 +78,12 @@ class LocalCluster:
     def _build(self, settings: WorkerSettings) -> Worker:
         self._num_boots += 1
         channel = InprocChannel(self._network, f"{settings.worker_id}#{self._num_boots}")
-        transfer = self._open_transfer(settings)
+        transfer = open_transfer(
+            TransferConfig(secret=self._secret, host="local", protocols=["inproc"]),
+            f"{settings.worker_id}#{self._num_boots}",
+            MonotonicClock(),
+            fabric=self._fabric,
+        )
         model = None if settings.role is Role.KVSTORE else self._model
         try:
             return build(settings, channel, transfer, model=model, progress=self._progress)
@@ -99,7 +105,7 @@ class LocalCluster:
     def check_integrity(self) -> None:
         """Raise AssertionError when any worker lost or double-counts a resource."""
         for worker_id in self.worker_ids:
-            self.call(worker_id, lambda machine, now: machine.check_integrity())
+            self.call(worker_id, lambda machine, _: machine.check_integrity())
 
     def kill(self, worker_id: str) -> None:
         """End a worker without a word to anybody, as a crash would; then tell `lost`."""

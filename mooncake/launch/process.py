@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -33,11 +34,15 @@ from mooncake.instance import Instance, InstanceConfig
 from mooncake.instance.instance import InstancePorts
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.node import KvNode
+from mooncake.launch import machine_facts
 from mooncake.launch.driver import Driver
 from mooncake.launch.profile import profile, shapes_for
 from mooncake.prefill import PrefillWorker
 from mooncake.rpc.channel import PolledChannel
+from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.transfer.backends.tcp import TcpSettings
 from mooncake.transfer.engine import PolledTransfer, Region
+from mooncake.transfer.factory import TransferConfig, open_transfer
 
 _log = logging.getLogger(__name__)
 
@@ -201,3 +206,55 @@ def _build_engine(
     gc.collect()
     gc.freeze()
     return Worker(machine, hello.worker, (channel, transfer, runner), [region], clock)
+
+
+def run(
+    settings: WorkerSettings,
+    *,
+    progress: Progress,
+    started: Callable[[Worker], None],
+    advertise_host: str | None = None,
+) -> None:
+    """Be the worker that `settings` describe until its driver is stopped.
+
+    `advertise_host` is what peers connect to where `bind_host` is a wildcard; `started` is given
+    the worker before it is driven.
+
+    Raises:
+        MooncakeError: it cannot start.
+        Exception: its machine failed.
+    """
+    channel = ZmqChannel(
+        settings.bind_host, secret=settings.cluster_secret, advertise_host=advertise_host
+    )
+    transfer = open_transfer(
+        TransferConfig(
+            secret=settings.cluster_secret,
+            host=machine_facts.boot_id(),
+            protocols=settings.transfer_protocols,
+            tcp=TcpSettings(bind_host=settings.bind_host, advertise_host=advertise_host),
+        ),
+        SystemIds().hex(8),
+        MonotonicClock(),
+    )
+    model: Model | None = None
+    if settings.role is not Role.KVSTORE:
+        progress("importing the tensor library", 0, 0)
+        model = open_model(settings.model, settings.dtype)
+    worker = build(settings, channel, transfer, model=model, progress=progress)
+    try:
+        started(worker)
+        worker.driver.run()
+    finally:
+        worker.close()
+
+
+def open_model(path: str, dtype: str) -> Model:
+    """Return the checkpoint at `path`, weights not loaded yet. The first call imports torch.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    from mooncake.model.opening import ModelSource
+
+    return ModelSource(Path(path), dtype)

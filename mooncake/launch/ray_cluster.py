@@ -1,0 +1,373 @@
+"""Workers as Ray actors: placed, watched, started again. The only module that imports ray.
+
+Ray carries neither tokens nor KV: an actor is a process with `process.run` in it. A death shows
+twice, at once by the process' descriptor on this machine, a little later by its failed Ray call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_get as kv_get
+from ray.experimental.internal_kv import _internal_kv_put as kv_put
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mooncake.base import ConfigError, MooncakeError
+from mooncake.launch import environment, machine_facts, process
+from mooncake.launch.driver import Driver
+from mooncake.launch.process import WorkerSettings
+from mooncake.telemetry.log import configure_logging
+
+_log = logging.getLogger(__name__)
+
+NAMESPACE = "mooncake"
+FACTS_KEY = b"mooncake/cluster"
+OBJECT_STORE_BYTES = 100 * 2**20
+"""Ray insists on one; nothing of ours is ever put there."""
+POLL_S = 0.2
+STOP_S = 10.0
+"""A worker that has not stopped by itself after this long is killed."""
+MAX_EARLY_DEATHS = 3
+"""Deaths in a row before a worker was ready that are taken as a fault no restart can cure."""
+
+
+class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a joining worker must know; kept in Ray's own store for as long as the cluster runs."""
+
+    gateway_address: str
+    cluster_secret: str
+    worker: WorkerSettings
+    """Of any engine: model, layout and limits are the same for all."""
+
+
+class State(msgspec.Struct, frozen=True, array_like=True):
+    """How far an actor's process is."""
+
+    pid: int
+    boot_id: str
+    """Of the machine it runs on."""
+    what: str
+    done: int
+    whole: int
+    ready: bool
+
+
+class WorkerActor:
+    """The process of one worker. `run` blocks in one thread, the others answer beside it."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._state = ("starting", 0, 0)
+        self._driver: Driver | None = None
+        self._lock = threading.Lock()
+        self._stopping = False
+
+    def __repr__(self) -> str:
+        """Ray puts this before each line of the log."""
+        return self._worker_id
+
+    def run(self, encoded: bytes) -> str | None:
+        """Be a worker until `stop`; return None, or why it cannot start. A fault ends all."""
+        settings = msgspec.msgpack.decode(encoded, type=WorkerSettings)
+        configure_logging(settings.worker_id, sys.stderr, level=settings.log_level.upper())
+        try:
+            process.run(
+                settings,
+                progress=self._progress,
+                started=self._started,
+                advertise_host=_own_address(),
+            )
+        except MooncakeError as error:
+            if self._driver is None:
+                return error.message
+            os._exit(1)
+        except BaseException:
+            # The driver has logged it. The process has to go: nobody knows what state it is in.
+            if self._driver is None:
+                _log.exception("%s cannot start", settings.worker_id)
+            sys.stderr.flush()
+            os._exit(1)
+        return None
+
+    def state(self) -> bytes:
+        """Return a `State`."""
+        ready = self._driver is not None
+        state = State(os.getpid(), machine_facts.boot_id(), *self._state, ready)
+        return msgspec.msgpack.encode(state)
+
+    def stop(self) -> None:
+        """End `run`."""
+        with self._lock:
+            self._stopping = True
+            if self._driver is not None:
+                self._driver.stop()
+
+    def _progress(self, what: str, done: int, whole: int) -> None:
+        self._state = (what, done, whole)
+
+    def _started(self, worker: process.Worker) -> None:
+        with self._lock:
+            self._driver = worker.driver
+            if self._stopping:
+                worker.driver.stop()
+
+
+@dataclasses.dataclass
+class _Entry:
+    """One worker as its supervisor knows it."""
+
+    settings: WorkerSettings
+    actor: Any
+    run: Any
+    """The Ray call that lasts as long as the worker."""
+    state_call: Any = None
+    state: State | None = None
+    pidfd: int | None = None
+    lost: bool = False
+    """Its death has been told; the Ray call has yet to fail."""
+    early_deaths: int = 0
+    retry_at_s: float | None = None
+
+
+def _own_address() -> str:
+    """Return this machine's address as Ray knows it."""
+    get_node_ip_address: Any = ray.util.get_node_ip_address
+    return str(get_node_ip_address())
+
+
+def connect(address: str | None, bind_host: str) -> None:
+    """Start Ray on this machine, or attach to the cluster at `address`.
+
+    Raises:
+        ConfigError: there is no cluster at `address`, or this machine is not part of it.
+    """
+    options: dict[str, Any] = {}
+    if address is None:
+        options = {
+            "num_cpus": 0,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_node_ip_address": bind_host,
+        }
+    try:
+        ray.init(
+            address=address or "local",
+            namespace=NAMESPACE,
+            logging_level=logging.ERROR,
+            log_to_driver=True,
+            **options,
+        )
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = f"at {address}" if address else "on this machine"
+        raise ConfigError(f"no Ray cluster {where}: {first}") from error
+
+
+def disconnect() -> None:
+    """Leave Ray; one that `connect` started ends with all its processes."""
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+def address() -> str:
+    """Return the address other machines join by."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def write_facts(facts: ClusterFacts) -> None:
+    """Leave word for those who join."""
+    kv_put(FACTS_KEY, msgspec.msgpack.encode(facts), overwrite=True)
+
+
+def read_facts() -> ClusterFacts:
+    """Return what the cluster's first process left for us.
+
+    Raises:
+        ConfigError: nobody serves in this Ray cluster.
+    """
+    found = kv_get(FACTS_KEY)
+    if found is None:
+        raise ConfigError("nobody serves in this Ray cluster; start `mooncake serve` there first")
+    return msgspec.msgpack.decode(found, type=ClusterFacts)
+
+
+class Supervisor:
+    """Starts worker processes, tells of each death at once, starts them again, ends them all.
+
+    One thread of its own (`watch`) after `start`; `lost` is called in it with a worker's id.
+    """
+
+    def __init__(self, lost: Callable[[str], None]) -> None:
+        self._lost = lost
+        self._entries: list[_Entry] = []
+        self._poll = select.poll()
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+
+    def start(
+        self,
+        settings: list[WorkerSettings],
+        show: Callable[[str, str, int, int], None],
+        *,
+        here_only: bool,
+    ) -> dict[str, int]:
+        """Start the workers and return their pids when all are ready.
+
+        Raises:
+            MooncakeError: one cannot start, or `stop` was called.
+        """
+        for each in settings:
+            self._entries.append(self._launch(each, here_only=here_only))
+        while not all(entry.state is not None and entry.state.ready for entry in self._entries):
+            if self._stopping.is_set():
+                raise MooncakeError("stopped while the workers were starting")
+            self._step()
+            for entry in self._entries:
+                if entry.early_deaths >= MAX_EARLY_DEATHS:
+                    raise MooncakeError(
+                        f"{entry.settings.worker_id} died {entry.early_deaths} times while it was "
+                        "starting (out of memory?); its log above has more"
+                    )
+                if entry.state is not None:
+                    state = entry.state
+                    what = "ready" if state.ready else state.what
+                    show(entry.settings.worker_id, what, state.done, state.whole)
+        self._watcher.start()
+        return {e.settings.worker_id: e.state.pid for e in self._entries if e.state is not None}
+
+    def stop_waiting(self) -> None:
+        """Have `start` give up; from any thread."""
+        self._stopping.set()
+
+    def stop(self) -> None:
+        """End all workers; when this returns their processes are gone."""
+        self._stopping.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        calls = []
+        for entry in self._entries:
+            try:
+                entry.actor.stop.remote()
+                calls.append(entry.run)
+            except RayError:
+                continue
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=STOP_S)
+        for entry in self._entries:
+            ray.kill(entry.actor, no_restart=True)
+            self._forget_process(entry)
+
+    def _launch(self, settings: WorkerSettings, *, here_only: bool) -> _Entry:
+        strategy: Any = "SPREAD"
+        if here_only:
+            node = ray.get_runtime_context().get_node_id()
+            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor: Any = (
+            ray.remote(WorkerActor)
+            .options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=0,
+                max_concurrency=4,
+                scheduling_strategy=strategy,
+                runtime_env={"env_vars": {**environment.QUIET, **environment.COMPUTE}},
+            )
+            .remote(settings.worker_id)
+        )
+        return _Entry(settings, actor, _call_run(actor, settings))
+
+    def _watch(self) -> None:
+        while not self._stopping.is_set():
+            self._step()
+
+    def _step(self) -> None:
+        """Wait a moment; deal with what has happened."""
+        died = {descriptor for descriptor, _ in self._poll.poll(POLL_S * 1000)}
+        if self._stopping.is_set():
+            return
+        for entry in self._entries:
+            if entry.pidfd in died:
+                self._tell_lost(entry)
+        runs = {entry.run: entry for entry in self._entries if entry.retry_at_s is None}
+        ended, _ = ray.wait(list(runs), num_returns=len(runs), timeout=0) if runs else ([], [])
+        for run in ended:
+            self._on_end(runs[run])
+        for entry in self._entries:
+            if entry.retry_at_s is not None and time.monotonic() >= entry.retry_at_s:
+                entry.retry_at_s = None
+                entry.lost = False
+                entry.run = _call_run(entry.actor, entry.settings)
+            self._ask_state(entry)
+
+    def _on_end(self, entry: _Entry) -> None:
+        """The Ray call of a worker ended: it refused to start, or its process died."""
+        worker_id = entry.settings.worker_id
+        try:
+            refusal = ray.get(entry.run)
+        except RayError as error:
+            _log.debug("%s: %s", worker_id, error)
+            entry.early_deaths = 0 if entry.state and entry.state.ready else entry.early_deaths + 1
+            self._tell_lost(entry)
+        else:
+            self._tell_lost(entry)
+            if entry.state is None or not entry.state.ready:
+                raise MooncakeError(f"{worker_id}: {refusal or 'it stopped by itself'}")
+            entry.early_deaths += 1
+            _log.error("%s cannot start again: %s", worker_id, refusal)
+        entry.state = None
+        entry.retry_at_s = time.monotonic() + min(30.0, 0.1 * 4**entry.early_deaths)
+
+    def _tell_lost(self, entry: _Entry) -> None:
+        self._forget_process(entry)
+        if not entry.lost:
+            entry.lost = True
+            self._lost(entry.settings.worker_id)
+
+    def _ask_state(self, entry: _Entry) -> None:
+        """Keep one question about its state open until the worker is ready."""
+        if entry.retry_at_s is not None or entry.lost or (entry.state and entry.state.ready):
+            return
+        if entry.state_call is None:
+            entry.state_call = entry.actor.state.remote()
+        done, _ = ray.wait([entry.state_call], timeout=0)
+        if not done:
+            return
+        call, entry.state_call = entry.state_call, None
+        try:
+            entry.state = msgspec.msgpack.decode(ray.get(call), type=State)
+        except RayError:
+            return
+        if entry.pidfd is None:
+            self._watch_process(entry, entry.state)
+
+    def _watch_process(self, entry: _Entry, state: State) -> None:
+        """Have the kernel tell when a process of this machine ends."""
+        if state.boot_id != machine_facts.boot_id():
+            return
+        try:
+            descriptor = os.pidfd_open(state.pid)
+        except OSError:  # it is gone already: the Ray call will tell
+            return
+        entry.pidfd = descriptor
+        self._poll.register(descriptor, select.POLLIN)
+
+    def _forget_process(self, entry: _Entry) -> None:
+        if entry.pidfd is not None:
+            self._poll.unregister(entry.pidfd)
+            os.close(entry.pidfd)
+            entry.pidfd = None
+
+
+def _call_run(actor: Any, settings: WorkerSettings) -> Any:
+    return actor.run.remote(msgspec.msgpack.encode(settings))

@@ -1,0 +1,196 @@
+"""`mooncake serve`: checks, then door and workers together until a signal, then all of it down.
+
+Owns the order of starting and stopping. What workers are made of and where they run is elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from rich.console import Console
+
+from mooncake.api import ServedModel, load_served_model
+from mooncake.base import IdSource, SystemIds
+from mooncake.launch import environment, machine_facts, report
+from mooncake.launch.front import Front, listen
+from mooncake.launch.plan import ServePlan, check_memory, make_plan
+from mooncake.launch.settings import ServeConfig
+from mooncake.telemetry.log import configure_logging
+
+Result = TypeVar("Result")
+
+
+class Workers(Protocol):
+    """The workers of one cluster, wherever they run."""
+
+    def start(self, front: Front, show: report.Show) -> list[report.WorkerRow]:
+        """Start all workers and return when they are ready; to be called in a thread.
+
+        Raises:
+            MooncakeError: one cannot start, or `stop` was called meanwhile.
+        """
+
+    def stop(self) -> None:
+        """End all workers, also those only half started. Called once, after `start` was."""
+
+
+JOIN_POLL_S = 0.02
+
+
+def dry_run(config: ServeConfig) -> int:
+    """Print what `serve` would do and return the exit code."""
+    machine_facts.check_system()
+    plan = make_plan(config, machine_facts.num_cores())
+    report.print_plan(Console(), config, plan, machine_facts.available_bytes())
+    return 0
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until SIGINT or SIGTERM and return the exit code.
+
+    Raises:
+        MooncakeError: it cannot be started; nothing is left running.
+    """
+    machine_facts.check_system()
+    if config.role is not None:
+        return _join(config)
+    plan = make_plan(config, machine_facts.num_cores())
+    check_memory(plan, machine_facts.available_bytes())
+    machine_facts.check_port(config.host, config.port)
+    if config.colocated:
+        environment.restart_with(os.environ)
+    configure_logging("gateway", sys.stderr, level=config.log_level.upper())
+    listener = listen(config)
+    with contextlib.closing(listener):
+        model = load_served_model(
+            plan.model.path, names=config.names, max_model_len=plan.model.max_model_len
+        )
+        workers, front = _make(config, plan, SystemIds())
+        try:
+            return asyncio.run(_Serving(config, front, workers, model).run(listener))
+        finally:
+            front.channel.close()
+
+
+def _make(config: ServeConfig, plan: ServePlan, ids: IdSource) -> tuple[Workers, Front]:
+    if config.colocated:
+        from mooncake.launch.colocated import ColocatedWorkers
+
+        local = ColocatedWorkers(config, plan)
+        return local, Front(plan, local.gateway_channel, config.names[0], ids=ids)
+    environment.prepare_ray(config.bind_host)
+    from mooncake.launch.ray_workers import RayWorkers
+    from mooncake.rpc.zmq_channel import ZmqChannel
+
+    secret = config.cluster_secret or ids.hex(16)
+    channel = ZmqChannel(config.bind_host, secret=secret)
+    return RayWorkers(config, plan, secret), Front(plan, channel, config.names[0], ids=ids)
+
+
+def _join(config: ServeConfig) -> int:
+    environment.prepare_ray(config.bind_host)
+    configure_logging("join", sys.stderr, level=config.log_level.upper())
+    from mooncake.launch import ray_workers
+
+    return ray_workers.join(config)
+
+
+class _Serving:
+    """One run: door open first, workers started behind it, a signal ends both."""
+
+    def __init__(
+        self, config: ServeConfig, front: Front, workers: Workers, model: ServedModel
+    ) -> None:
+        self._config = config
+        self._front = front
+        self._workers = workers
+        self._model = model
+        self._console = Console(stderr=True)
+        self._stop = asyncio.Event()
+        self._num_signals = 0
+        self._url = ""
+
+    async def run(self, listener: socket.socket) -> int:
+        """Serve until a signal; raises what went wrong otherwise."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        starting = _in_thread(loop, self._start)
+        door = asyncio.create_task(
+            self._front.serve(self._config, self._model, listener, self._stop, self._on_open)
+        )
+        serving = asyncio.create_task(self._until_stopped(starting))
+        try:
+            await asyncio.wait({serving, door}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._stop.set()
+            try:
+                await door
+                await serving
+            finally:
+                await _in_thread(loop, self._workers.stop)
+        return 0
+
+    async def _until_stopped(self, starting: asyncio.Future[list[report.WorkerRow]]) -> None:
+        """Wait for the workers, tell that they serve, wait for the signal."""
+        stopped = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not stopped.done():
+            rows = starting.result()
+            while not (stopped.done() or self._front.knows([row.worker_id for row in rows])):
+                await asyncio.sleep(JOIN_POLL_S)
+            self._announce(rows)
+            await stopped
+        if self._num_signals:
+            self._console.print("stopping; running requests may finish, Ctrl-C again ends them")
+
+    def _start(self) -> list[report.WorkerRow]:
+        with report.StartProgress(self._console) as show:
+            return self._workers.start(self._front, show)
+
+    def _on_open(self, host: str, port: int) -> None:
+        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def _announce(self, rows: list[report.WorkerRow]) -> None:
+        self._console.print(report.started_table(rows))
+        self._console.print(f"serving {self._config.names[0]} on {self._url}/v1 - Ctrl-C stops")
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        self._stop.set()
+        if self._num_signals > 1:
+            self._front.end_calls()
+
+
+def _in_thread(
+    loop: asyncio.AbstractEventLoop, work: Callable[[], Result]
+) -> asyncio.Future[Result]:
+    """Run `work` in a thread that does not hold up the end of the process."""
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def succeed(result: Result) -> None:
+        if not future.done():
+            future.set_result(result)
+
+    def fail(error: BaseException) -> None:
+        if not future.done():
+            future.set_exception(error)
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            loop.call_soon_threadsafe(fail, error)
+        else:
+            loop.call_soon_threadsafe(succeed, result)
+
+    threading.Thread(target=run, name="launch", daemon=True).start()
+    return future
