@@ -105,6 +105,8 @@ def _parse_compressed(config: Mapping[str, Any]) -> Int4Group:
         raise _unsupported("config_groups", groups, "exactly one group")
     ((name, group),) = groups.items()
     where = f"config_groups.{name}"
+    if not isinstance(group, dict):
+        raise _unsupported(where, group, "one group with its settings")
     if group.get("input_activations") is not None:
         raise _unsupported(f"{where}.input_activations", group["input_activations"], "null")
     weights = group.get("weights") or {}

@@ -33,7 +33,8 @@ SPEC_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": 
 _FLOATS = ("BF16", "F16", "F32")
 _LANGUAGE_PREFIX = "language_model."
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-_SAMPLES_PER_FILE = 16
+_WHOLE_FILE_BYTES = 8 * 2**20
+_SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096
 _PART_SUFFIXES = ("_scale_inv", "_packed", "_scale", "_shape")
 
@@ -50,9 +51,9 @@ class Checkpoint:
     tensors are not shown. Reading is safe from several threads at once.
 
     `revision` names the weights: 16 hex digits of SHA-256 over `config.json` and, for each file in
-    name order, its name, size, safetensors header and 16 evenly spread samples of 4 KiB. Two
-    checkpoints with one revision may be taken to give the same KV; it is no defence against
-    forgery.
+    name order, its name, size, safetensors header and data: all of it up to 8 MiB, of a larger
+    file 64 evenly spread samples of 4 KiB. Two checkpoints with one revision may be taken to give
+    the same KV; it is no defence against forgery.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], homes: Homes) -> None:
@@ -277,9 +278,12 @@ def _revision(path: Path, files: list[SafetensorsFile]) -> str:
     for file in sorted(files, key=lambda file: file.path.name):
         digest.update(f"\n{file.path.name} {file.num_bytes}\n".encode())
         digest.update(file.header)
-        data_begin = 8 + len(file.header)
-        room = max(0, file.num_bytes - data_begin - _SAMPLE_BYTES)
+        begin = 8 + len(file.header)
+        if file.num_bytes - begin <= _WHOLE_FILE_BYTES:
+            digest.update(file.bytes_at(begin, file.num_bytes))
+            continue
+        room = file.num_bytes - begin - _SAMPLE_BYTES
         for sample in range(_SAMPLES_PER_FILE):
-            begin = data_begin + room * sample // (_SAMPLES_PER_FILE - 1)
-            digest.update(file.bytes_at(begin, min(begin + _SAMPLE_BYTES, file.num_bytes)))
+            place = begin + room * sample // (_SAMPLES_PER_FILE - 1)
+            digest.update(file.bytes_at(place, place + _SAMPLE_BYTES))
     return digest.hexdigest()[:16]
