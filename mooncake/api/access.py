@@ -56,7 +56,7 @@ class Access:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = headers.get("x-api-key", "")
-        digest = hashlib.sha256(key.strip().encode()).digest()
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # as it came on the wire
         # All keys are compared, each in constant time: the time tells nothing about any of them.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return any(matches)

@@ -69,7 +69,7 @@ async def serve(
         uvicorn.Config(
             app,
             log_config=None,
-            log_level="warning",
+            log_level="info" if config.access_log else "warning",
             access_log=config.access_log,
             lifespan="off",
             ws="none",
@@ -88,6 +88,8 @@ async def serve(
             ready(host, port)
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         door.draining = True
+        for accepting in server.servers:  # at once, not at the server's next look around
+            accepting.close()
         door.backend.drain()
         server.should_exit = True
         done, _ = await asyncio.wait({running}, timeout=config.drain_s)

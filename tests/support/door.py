@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from mooncake.api.app import create_app
 from mooncake.api.backend import Sink
@@ -169,6 +169,7 @@ class ScriptedBackend:
         self.is_ready = True
         self.drained = False
         self._running: dict[str, tuple[GenerateRequest, Sink]] = {}
+        self._hanging: list[tuple[str, Iterator[OutputEvent | None]]] = []
 
     @property
     def ready(self) -> bool:
@@ -202,6 +203,12 @@ class ScriptedBackend:
             )
         )
 
+    def resume(self) -> None:
+        """Go on with the scripts that hang."""
+        hanging, self._hanging = self._hanging, []
+        for request_id, events in hanging:
+            self._play(request_id, events)
+
     def status(self) -> dict[str, object]:
         return {"workers": [], "ready": self.is_ready}
 
@@ -211,16 +218,18 @@ class ScriptedBackend:
     def drain(self) -> None:
         self.drained = True
 
-    def _play(self, request_id: str, events: Iterable[OutputEvent | None]) -> None:
-        iterator = iter(events)
-        event = next(iterator, None)
-        if event is None or request_id not in self._running:
+    def _play(self, request_id: str, events: Iterator[OutputEvent | None]) -> None:
+        if request_id not in self._running:
+            return
+        event = next(events, None)
+        if event is None:
+            self._hanging.append((request_id, events))
             return
         sink = self._running[request_id][1]
         if isinstance(event, FinalEvent):
             del self._running[request_id]
         sink(event)
-        asyncio.get_running_loop().call_soon(self._play, request_id, iterator)
+        asyncio.get_running_loop().call_soon(self._play, request_id, events)
 
 
 def says(text: str, *, group: int = 1, end: str = "<|im_end|>", cached: int = 0) -> Script:
