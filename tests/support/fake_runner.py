@@ -1,4 +1,4 @@
-"""A runner without a model: KV bytes and tokens are hashes of the token history, kept in real pages.
+"""A runner without a model: KV bytes and tokens are hashes of the token history, in real pages.
 
 The KV row of one token in one layer is a function of (layer, tokens up to and including it). A
 sampled token is a function of every KV byte read from the sequence's pages, the seed and the output
@@ -59,8 +59,10 @@ class History:
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self._digest = blake2b(self._digest + token.to_bytes(4, "little"), digest_size=16).digest()
-        for layer, rows in enumerate(self.kv):
-            rows += shake_128(self._digest + layer.to_bytes(2, "little")).digest(self._row_bytes)
+        for layer in range(len(self.kv)):
+            self.kv[layer] += shake_128(self._digest + layer.to_bytes(2, "little")).digest(
+                self._row_bytes
+            )
 
     def rows(self, layer: int, start: int, stop: int) -> bytes:
         """Return the rows of the tokens at [start, stop)."""
@@ -117,10 +119,10 @@ class _State:
 
 
 class FakeRunner:
-    """An `engine.ports.Runner` whose pages lie in `memory`, `[layers, pages, block_tokens, width]`.
+    """An `engine.ports.Runner` with pages in `memory`, `[layers, pages, block_tokens, width]`.
 
-    `memory` is a region of a transfer engine, or left out for memory of its own. Assertions hold the
-    engine to the rules of `engine.plan`.
+    `memory` is a region of a transfer engine, or left out for memory of its own. Assertions hold
+    the engine to the rules of `engine.plan`.
     """
 
     def __init__(

@@ -1,0 +1,339 @@
+"""The rules of planning, one by one, on a batcher alone. Blocks have four tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mooncake.base.request import Priority
+from mooncake.engine.batcher import Batch, Batcher
+from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.sequence import Sequence, SequenceState
+from tests.support.engines import ROOMY, request
+
+WAITING, RUNNING, ENDED = SequenceState.WAITING, SequenceState.RUNNING, SequenceState.ENDED
+
+
+class Planner:
+    """A batcher whose steps always succeed and sample token 1."""
+
+    def __init__(self, **config: Any) -> None:
+        self.config = replace(ROOMY, **config)
+        self.pool = BlockPool(self.config.num_blocks)
+        self.batcher = Batcher(self.config, self.pool)
+        self.last_id = 0
+
+    def add(self, num_prompt_tokens: int, *, num_received: int = 0, **settings: Any) -> Sequence:
+        """Put a sequence in line; with `num_received` pages, in which its prompt's KV lies."""
+        self.last_id += 1
+        sequence = Sequence(self.last_id, request([self.last_id] * num_prompt_tokens, **settings))
+        sequence.arrival = self.last_id
+        if num_received:
+            sequence.output_tokens.append(1)
+            sequence.pages = self.pool.allocate(num_received) or []
+            assert sequence.pages
+            sequence.num_computed = num_prompt_tokens
+        sequence.extend_keys("fp", self.config.block_tokens)
+        self.batcher.enqueue(sequence)
+        return sequence
+
+    def plan(self) -> dict[int, int]:
+        """Return sequence_id -> tokens of the next step, in order; the step is over then."""
+        return self.commit(self.batcher.plan())
+
+    def commit(self, batch: Batch) -> dict[int, int]:
+        shares = {}
+        for sequence, num_tokens in batch.shares.values():
+            shares[sequence.sequence_id] = num_tokens
+            sequence.num_computed += num_tokens
+            if sequence.num_computed == sequence.num_tokens:
+                sequence.output_tokens.append(1)
+            assert len(sequence.pages) * self.config.block_tokens >= sequence.num_computed
+        self.pool.check_integrity()
+        return shares
+
+    def finish(self, sequence: Sequence) -> None:
+        self.batcher.remove(sequence)
+        self.pool.release(sequence.drop_kv())
+
+
+# ------------------------------------------------------------ tokens and seats
+
+
+def test_streams_get_their_token_before_prompts_get_the_rest() -> None:
+    planner = Planner(max_batched_tokens=10, max_chunk_tokens=8, max_num_seqs=4)
+    long, short = planner.add(30), planner.add(2)
+    assert list(planner.plan().items()) == [(1, 8), (2, 2)]
+    assert list(planner.plan().items()) == [(2, 1), (1, 8)]
+    planner.add(5)
+    assert list(planner.plan().items()) == [(2, 1), (1, 8), (3, 1)]
+    assert long.num_computed == 24
+    assert short.num_tokens == 5
+
+
+def test_a_chunk_is_limited_by_the_step_too() -> None:
+    planner = Planner(max_batched_tokens=8, max_chunk_tokens=100)
+    planner.add(20)
+    assert [planner.plan()[1] for _ in range(4)] == [8, 8, 4, 1]
+
+
+def test_seats_are_limited_and_given_in_rank_order() -> None:
+    planner = Planner(max_num_seqs=2)
+    planner.add(3, priority=Priority.BATCH)
+    planner.add(3)
+    premium = planner.add(3, priority=Priority.PREMIUM)
+    assert list(planner.plan()) == [3, 2]
+    planner.finish(premium)
+    assert list(planner.plan()) == [2, 1]
+
+
+# ------------------------------------------------------------ pages and the cache
+
+
+def test_admission_takes_pages_for_all_known_tokens() -> None:
+    planner = Planner(max_chunk_tokens=4)
+    sequence = planner.add(17)
+    planner.plan()
+    assert len(sequence.pages) == 5
+
+
+def test_admission_leaves_a_page_for_each_sequence_that_will_grow() -> None:
+    planner = Planner(num_blocks=4)
+    grows = planner.add(4, max_tokens=10)
+    waits = planner.add(12)
+    assert planner.plan() == {1: 4}  # 3 of 4 pages are left, one of them is spoken for
+    assert waits.state is WAITING
+    planner.finish(grows)
+    assert planner.plan() == {2: 12}
+
+
+def test_no_page_is_left_for_a_sequence_that_has_all_it_wants() -> None:
+    planner = Planner(num_blocks=4)
+    planner.add(4, max_tokens=1)
+    planner.add(12)
+    assert planner.plan() == {1: 4, 2: 12}
+
+
+def publish(planner: Planner, sequence: Sequence) -> None:
+    for key, page in zip(sequence.keys, sequence.pages, strict=False):
+        planner.pool.publish(key, page)
+
+
+def test_cached_blocks_are_shared_but_the_last_token_is_computed() -> None:
+    planner = Planner()
+    first = planner.add(8)
+    planner.plan()
+    publish(planner, first)
+    second = planner.add(0)
+    second.request = first.request
+    second.extend_keys("fp", 4)
+    assert planner.plan()[2] == 4  # 8 tokens are cached, the last block is computed again
+    assert second.pages[0] == first.pages[0]
+    assert second.pages[1] != first.pages[1]
+    assert (second.num_cached_tokens, second.num_published) == (4, 1)
+
+
+def test_nothing_is_matched_without_prefix_caching_or_for_prompt_logprobs() -> None:
+    for config, settings in (
+        ({"enable_prefix_caching": False}, {}),
+        ({}, {"num_prompt_logprobs": 0}),
+    ):
+        planner = Planner(**config)
+        first = planner.add(9, **settings)
+        planner.plan()
+        publish(planner, first)
+        second = Sequence(99, first.request)
+        second.arrival = 99
+        second.extend_keys("fp", 4)
+        planner.batcher.enqueue(second)
+        assert planner.plan()[99] == 9
+
+
+def test_a_failed_admission_holds_nothing() -> None:
+    planner = Planner(num_blocks=4)
+    first = planner.add(8, max_tokens=1)
+    planner.plan()
+    publish(planner, first)
+    twin = planner.add(0)
+    twin.request = request(first.prompt_tokens + [5] * 9)
+    twin.extend_keys("fp", 4)
+    assert 2 not in planner.plan()  # 5 blocks, 2 of them cached; 2 are left
+    assert [planner.pool.ref_count(page) for page in first.pages] == [1, 1, 1]
+    assert twin.pages == []
+
+
+# ------------------------------------------------------------ preemption
+
+
+def test_growth_takes_pages_from_the_last_in_order() -> None:
+    planner = Planner(num_blocks=3)
+    planner.add(4, max_tokens=9)
+    last = planner.add(4, num_received=2, max_tokens=9)
+    assert planner.plan() == {1: 4, 2: 1}
+    batch = planner.batcher.plan()
+    assert batch.preempted == [last]
+    assert (last.state, last.pages, last.num_computed) == (WAITING, [], 0)
+    assert last.output_tokens == [1, 1]
+    assert planner.commit(batch) == {1: 1}
+
+
+def test_growth_takes_pages_even_from_those_that_wait_with_some() -> None:
+    planner = Planner(num_blocks=2, max_num_seqs=1)
+    planner.add(4, max_tokens=9)
+    waits = planner.add(4, num_received=1)
+    planner.plan()
+    assert planner.plan() == {1: 1}
+    assert (waits.state, waits.pages) == (WAITING, [])
+
+
+def test_the_last_in_order_keeps_its_pages_and_sits_out() -> None:
+    planner = Planner(num_blocks=3)
+    first, last = planner.add(4, max_tokens=9), planner.add(4, max_tokens=9)
+    assert planner.plan() == {1: 4, 2: 4}
+    assert planner.plan() == {1: 1}
+    assert (last.state, len(last.pages), last.num_preemptions) == (RUNNING, 1, 0)
+    planner.finish(first)
+    assert planner.plan() == {2: 1}
+
+
+def test_a_preempted_sequence_comes_back_first_and_finds_its_blocks() -> None:
+    planner = Planner(num_blocks=5)
+    first = planner.add(8, max_tokens=9)
+    last = planner.add(8, max_tokens=9)
+    planner.plan()
+    publish(planner, last)
+    held = planner.pool.allocate(1) or []
+    assert planner.batcher.plan().preempted == [last]
+    planner.add(1)
+    planner.pool.release(held)
+    planner.finish(first)
+    # Nine tokens: two cached blocks less the one that the first sequence's growth reused.
+    assert list(planner.plan().items()) == [(2, 5), (3, 1)]
+    assert last.num_cached_tokens == 0
+
+
+def test_a_newcomer_displaces_a_lower_class_only() -> None:
+    planner = Planner(num_blocks=4, max_batched_tokens=20)
+    usual = planner.add(10, max_tokens=9)
+    planner.plan()
+    planner.add(7)
+    assert planner.plan() == {1: 1}
+    batch_usual = planner.batcher.plan()
+    assert batch_usual.preempted == []
+    planner.add(7, priority=Priority.PREMIUM)
+    batch = planner.batcher.plan()
+    assert batch.preempted == [usual]
+    assert batch.budget == 20 - 7  # the share of the displaced one was given back
+    assert planner.commit(batch) == {3: 7}
+
+
+def test_nobody_is_displaced_in_vain() -> None:
+    planner = Planner(num_blocks=4)
+    low = planner.add(4, priority=Priority.BATCH)
+    planner.plan()
+    planner.pool.allocate(2)
+    planner.add(16, priority=Priority.PREMIUM)
+    assert planner.plan() == {1: 1}
+    assert low.num_preemptions == 0
+
+
+def test_pages_shared_with_others_do_not_count_as_room() -> None:
+    planner = Planner(num_blocks=4)
+    low = planner.add(12, priority=Priority.BATCH)
+    planner.plan()
+    planner.pool.hold(low.pages)  # a role still moves them
+    planner.add(5, priority=Priority.PREMIUM)
+    assert 2 not in planner.plan()
+    assert low.num_preemptions == 0
+
+
+def test_sequences_in_flight_are_neither_planned_nor_displaced() -> None:
+    planner = Planner(num_blocks=3)
+    planner.add(4, max_tokens=9)
+    last = planner.add(4, num_received=2, max_tokens=9)
+    planner.plan()
+    last.step_id = 7
+    assert planner.plan() == {}
+    assert len(last.pages) == 2
+    last.step_id = None
+    assert planner.plan() == {1: 1}
+
+
+# ------------------------------------------------------------ something always moves
+
+
+def test_a_blocked_front_does_not_hold_up_those_that_have_pages() -> None:
+    planner = Planner(num_blocks=4)
+    grows = planner.add(4, max_tokens=20)
+    planner.plan()
+    front = planner.add(12)
+    ready = planner.add(3, num_received=1)
+    behind = planner.add(1)
+    assert planner.plan() == {1: 1, 3: 1}
+    assert [front.state, ready.state, behind.state] == [WAITING, RUNNING, WAITING]
+    assert grows.num_preemptions == 0
+
+
+def test_with_nothing_to_run_the_front_takes_pages_from_all_behind_it() -> None:
+    planner = Planner(num_blocks=4)
+    front = planner.add(12)
+    others = [planner.add(4, num_received=1) for _ in range(4)]  # each lacks a page to go on
+    assert planner.plan() == {1: 12}
+    assert front.state is RUNNING
+    assert [len(other.pages) for other in others] == [1, 0, 0, 0]
+
+
+def test_with_nothing_to_run_the_front_takes_the_seat_of_one_behind_it() -> None:
+    planner = Planner(num_blocks=3, max_num_seqs=1)
+    front = planner.add(4, num_received=1)
+    runs = planner.add(3, num_received=1)
+    planner.pool.allocate(1)
+    assert planner.plan() == {2: 1}  # the front lacks a page, the other does not yet
+    # Now both lack one: who runs can take none from the front, so the front takes its place.
+    assert planner.plan() == {1: 1}
+    assert (front.state, runs.state, runs.pages) == (RUNNING, WAITING, [])
+
+
+def test_the_front_leaves_those_before_it_alone() -> None:
+    planner = Planner(num_blocks=2, max_num_seqs=1)
+    first = planner.add(4, max_tokens=9)
+    planner.plan()
+    planner.pool.allocate(1)
+    planner.add(1)
+    assert planner.plan() == {}
+    assert (first.state, len(first.pages)) == (RUNNING, 1)
+
+
+# ------------------------------------------------------------ what can never run
+
+
+def test_a_sequence_that_never_fits_the_pages_fails_and_others_go_on() -> None:
+    planner = Planner(num_blocks=2)
+    never = planner.add(9)
+    planner.add(3)
+    batch = planner.batcher.plan()
+    assert [sequence for sequence, _ in batch.failed] == [never]
+    failure = batch.failed[0][1]
+    assert failure.status == 400
+    assert "9 tokens need 3 blocks of 4, this worker's KV memory has 2" in failure.message
+    assert never.state is ENDED
+    assert planner.commit(batch) == {2: 3}
+
+
+def test_a_sequence_that_outgrows_the_pages_fails_with_its_pages_still_held() -> None:
+    planner = Planner(num_blocks=2)
+    sequence = planner.add(8, max_tokens=3)
+    planner.plan()
+    batch = planner.batcher.plan()
+    assert [failed for failed, _ in batch.failed] == [sequence]
+    assert len(sequence.pages) == 2
+    assert planner.pool.num_held == 2
+
+
+def test_a_prompt_that_fills_the_model_fails() -> None:
+    planner = Planner(max_model_len=10)
+    planner.add(10)
+    fits = planner.add(9)
+    batch = planner.batcher.plan()
+    assert "with max_model_len 10 no further one" in batch.failed[0][1].message
+    assert planner.commit(batch) == {fits.sequence_id: 9}
