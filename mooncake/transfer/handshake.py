@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -86,17 +87,18 @@ class PeerIdentity:
 
 
 class ConnectingSide:
-    """The handshake of who connects: send `hello`, then feed `step` until `done`."""
+    """The handshake of who connects: send `first_message`, then feed `step` until `done`."""
 
     def __init__(self, secret: str, hello: Hello) -> None:
+        self.hello = hello
         self._secret = secret
-        self._hello = _ENCODER.encode(hello)
+        self._first_message = _ENCODER.encode(hello)
         self._expected_mac: bytes | None = None
         self.done = False
 
     @property
-    def hello(self) -> bytes:
-        return self._hello
+    def first_message(self) -> bytes:
+        return self._first_message
 
     def step(self, data: bytes | memoryview) -> bytes | None:
         """Take the peer's message and return the answer, if any. Raises HandshakeRefused."""
@@ -104,7 +106,7 @@ class ConnectingSide:
         if isinstance(message, Refusal):
             raise HandshakeRefused(f"the peer refused: {message.reason}")
         if isinstance(message, Challenge) and self._expected_mac is None:
-            transcript = _transcript(self._hello, bytes(data))
+            transcript = _transcript(self._first_message, bytes(data))
             self._expected_mac = _mac(self._secret, b"owner", transcript)
             return _ENCODER.encode(Proof(_mac(self._secret, b"visitor", transcript)))
         if isinstance(message, Welcome) and self._expected_mac is not None:
@@ -170,3 +172,28 @@ class AcceptingSide:
     def _refuse(self, reason: str) -> bytes:
         self.refusal = reason
         return _ENCODER.encode(Refusal(reason))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """Who this engine is, and what proves that it belongs to the cluster."""
+
+    engine_id: str
+    secret: str
+    ids: IdSource
+
+    def connect(self, wanted_engine_id: str, fenced: Sequence[str] = ()) -> ConnectingSide:
+        """Return the handshake of a new connection to that engine."""
+        hello = Hello(
+            version=HANDSHAKE_VERSION,
+            engine_id=self.engine_id,
+            wanted_engine_id=wanted_engine_id,
+            connection_id=self.ids.hex(8),
+            nonce=bytes.fromhex(self.ids.hex(NONCE_BYTES)),
+            fenced=list(fenced),
+        )
+        return ConnectingSide(self.secret, hello)
+
+    def accept(self) -> AcceptingSide:
+        """Return our side of the handshake of a connection a peer has opened."""
+        return AcceptingSide(self.secret, self.engine_id, self.ids)

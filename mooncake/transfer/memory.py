@@ -15,6 +15,8 @@ from mooncake.base.errors import TransferError
 from mooncake.base.memory import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
+POPULATE_BYTES = 32 * 2**20
+"""Pages made present in one go: about 20 ms when they are new, 3 ms when only our mapping is."""
 _MADV_POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -46,25 +48,30 @@ def allocate_shared(num_bytes: int, label: str) -> tuple[mmap.mmap, int]:
 
 
 def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
-    """Return the memory behind `fd` that another process allocated. Raises TransferError when it
-    is shorter than `num_bytes` or could shrink while it is used.
+    """Return the memory behind `fd` that another process allocated, not yet populated.
+
+    Raises TransferError when it is shorter than `num_bytes` or could shrink while it is used.
     """
     if os.fstat(fd).st_size < num_bytes:
         raise TransferError(f"the peer's memory is shorter than the {num_bytes} bytes it promised")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise TransferError("the peer's memory is not sealed against shrinking")
     size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-    memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
-    populate(memory)
-    return memory
+    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
 
 
-def populate(memory: mmap.mmap) -> None:
-    """Make all pages of `memory` present now, so that no copy pays for page faults later."""
-    try:
-        memory.madvise(_MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        for start in range(0, len(memory), PAGE_BYTES):  # before Linux 5.14
-            memory[start] = memory[start]
+def populate(memory: mmap.mmap, start: int = 0, num_bytes: int | None = None) -> None:
+    """Make pages of `memory` present now, so that no copy pays for page faults later.
+
+    In steps, because the interpreter lock is held during each.
+    """
+    stop = len(memory) if num_bytes is None else min(len(memory), start + num_bytes)
+    for offset in range(start, stop, POPULATE_BYTES):
+        length = min(POPULATE_BYTES, stop - offset)
+        try:
+            memory.madvise(_MADV_POPULATE_WRITE, offset, length)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            for page in range(offset, offset + length, PAGE_BYTES):  # before Linux 5.14
+                memory[page] = memory[page]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +96,11 @@ class RegionTable:
         self._regions: dict[int, HostRegion] = {}
         self._next_id = 1
         self._closed = False
+        self._watchers: list[Callable[[int], None]] = []
+
+    def watch_withdrawals(self, watcher: Callable[[int], None]) -> None:
+        """Have `watcher` called with the id of each region as it is withdrawn."""
+        self._watchers.append(watcher)
 
     def allocate(self, num_bytes: int, label: str) -> HostRegion:
         """Return new zeroed memory that peers of this host can map. Raises TransferError."""
@@ -131,6 +137,8 @@ class RegionTable:
                 raise TransferError(f"region {region.region_id} is not registered here")
             del self._regions[region.region_id]
             known.alive = False
+        for watcher in self._watchers:
+            watcher(known.region_id)
         self.gates.pass_all()
         if known.fd is not None:
             os.close(known.fd)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mooncake.transfer.batches import Job
 from mooncake.transfer.engine import Op
 from mooncake.transfer.plan import Slice, SliceLimits
-from mooncake.transfer.regions import Gates, RegionTable
+from mooncake.transfer.regions import Gates, HostRegion, RegionTable
 
 Bytes = npt.NDArray[np.uint8]
 STEP_BYTES = 2**20
@@ -86,6 +86,11 @@ def copy_parts(
             pairs.append((here, there) if job.op is Op.READ else (there, here))
         parts.append(CopyPart(job, pairs, guard))
     return parts
+
+
+def local_regions(job: Job, table: RegionTable) -> list[HostRegion]:
+    """Return the regions of ours that `job` names. Raises RangeRefused when one has gone."""
+    return [table.find(region_id, 0, 0) for region_id in {op.local_region for op in job.ops}]
 
 
 class CopyPool:

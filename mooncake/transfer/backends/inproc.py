@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.transfer.backends.copying import COPY_LIMITS, CopyPool, copy_parts
+from mooncake.transfer.backends.copying import COPY_LIMITS, CopyPool, copy_parts, local_regions
 from mooncake.transfer.backends.port import Router
 from mooncake.transfer.batches import Job
 from mooncake.transfer.plan import plan_slices
@@ -120,8 +120,3 @@ class RegionGuard:
 
     def confirm(self) -> str | None:
         return None
-
-
-def local_regions(job: Job, table: RegionTable) -> list[HostRegion]:
-    """Return the regions of ours that `job` names. Raises RangeRefused when one has gone."""
-    return [table.find(region_id, 0, 0) for region_id in {op.local_region for op in job.ops}]

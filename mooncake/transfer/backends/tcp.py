@@ -13,10 +13,10 @@ from mooncake.base.errors import ConfigError
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backends.io_loop import IoLoop
 from mooncake.transfer.backends.port import Router
-from mooncake.transfer.backends.tcp_peer import PeerLimits, TcpPeer, Visitor
+from mooncake.transfer.backends.tcp_peer import PeerLimits, TcpPeer
 from mooncake.transfer.backends.tcp_server import ServerLimits, TcpServer
 from mooncake.transfer.batches import Job
-from mooncake.transfer.handshake import AcceptingSide
+from mooncake.transfer.handshake import Credentials
 from mooncake.transfer.regions import RegionTable
 
 _MANY_PEERS = 256
@@ -40,14 +40,14 @@ class TcpBackend:
 
     def __init__(
         self,
-        visitor: Visitor,
+        credentials: Credentials,
         table: RegionTable,
         loops: Sequence[IoLoop],
         router: Router,
         settings: TcpSettings,
     ) -> None:
         """Listen on a free port. Raises ConfigError when the host cannot be bound."""
-        self._visitor = visitor
+        self._credentials = credentials
         self._table = table
         self._loops = loops
         self._router = router
@@ -56,7 +56,7 @@ class TcpBackend:
         self._peers: dict[tuple[str, str], TcpPeer] = {}
         self._server = TcpServer(
             settings.bind_host,
-            lambda: AcceptingSide(visitor.secret, visitor.engine_id, visitor.ids),
+            credentials,
             table,
             loops,
             settings.server,
@@ -91,7 +91,7 @@ class TcpBackend:
             peer = TcpPeer(
                 engine_id,
                 parse_endpoint(endpoint),
-                self._visitor,
+                self._credentials,
                 self._table,
                 self._loops,
                 self._settings.peer,

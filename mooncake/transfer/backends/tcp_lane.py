@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -95,11 +95,11 @@ class LaneOwner(Protocol):
     def take(self) -> Part | None:
         """Return the next part, already taken in hand in its job."""
 
-    def new_handshake(self) -> tuple[ConnectingSide, str, frozenset[str]]:
-        """Return a fresh handshake, its connection id and the connections it fences."""
+    def new_handshake(self) -> ConnectingSide:
+        """Return a fresh handshake that fences our broken streams."""
 
-    def ready(self, fenced: frozenset[str]) -> None:
-        """A lane has connected, and with that fenced those connections."""
+    def ready(self, fenced: Sequence[str]) -> None:
+        """A lane has connected, and with that fenced those streams."""
 
     def broken(self, lane: Lane, failure: LaneFailure) -> None:
         """A lane went down."""
@@ -126,7 +126,6 @@ class Lane:
         self._events = 0
         self._handshake: ConnectingSide | None = None
         self._connection_id = ""
-        self._fencing: frozenset[str] = frozenset()
         self._timer: Timer | None = None
         self._requests: deque[Request] = deque()
         self._unsent: deque[Request] = deque()
@@ -154,7 +153,7 @@ class Lane:
         """Open the stream; only when idle."""
         family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
         self.state = LaneState.CONNECTING
-        self._handshake, self._connection_id, self._fencing = self._owner.new_handshake()
+        self._handshake = self._owner.new_handshake()
         try:
             sock = self._sock = socket.socket(family, socket.SOCK_STREAM)
             tune_socket(sock, self._limits.stall_s)
@@ -176,7 +175,7 @@ class Lane:
         assert self._handshake is not None
         self._expect(wire.LENGTH_BYTES, self._on_handshake_length)
         self._watch(READABLE)
-        sock.sendall(wire.pack_handshake(self._handshake.hello))
+        sock.sendall(wire.pack_handshake(self._handshake.first_message))
 
     def _on_handshake_length(self, data: memoryview) -> None:
         length = int.from_bytes(data, "little")
@@ -192,12 +191,13 @@ class Lane:
             self._expect(wire.LENGTH_BYTES, self._on_handshake_length)
             self._sock.sendall(wire.pack_handshake(answer))
             return
-        self._handshake = None
+        hello, self._handshake = self._handshake.hello, None
+        self._connection_id = hello.connection_id
         self.state = LaneState.READY
         self._expect(wire.HEADER_BYTES, self._on_header)
         self._progress_s = time.monotonic()
         self._restart_timer()
-        self._owner.ready(self._fencing)
+        self._owner.ready(hello.fenced)
         self._pump()
 
     def _restart_timer(self) -> None:

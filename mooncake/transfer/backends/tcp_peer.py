@@ -13,18 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mooncake.base.ids import IdSource
 from mooncake.transfer.backends.io_loop import IoLoop
 from mooncake.transfer.backends.tcp_lane import Lane, LaneFailure, LaneLimits, LaneState, Part
 from mooncake.transfer.batches import Job
 from mooncake.transfer.engine import Op
-from mooncake.transfer.handshake import (
-    HANDSHAKE_VERSION,
-    MAX_FENCED,
-    NONCE_BYTES,
-    ConnectingSide,
-    Hello,
-)
+from mooncake.transfer.handshake import MAX_FENCED, ConnectingSide, Credentials
 from mooncake.transfer.plan import SliceLimits, plan_slices
 from mooncake.transfer.regions import RegionTable
 
@@ -44,15 +37,6 @@ class PeerLimits:
     lane: LaneLimits = field(default_factory=LaneLimits)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Visitor:
-    """Who we are when we connect."""
-
-    engine_id: str
-    secret: str
-    ids: IdSource
-
-
 class TcpPeer:
     """See the module. `put`, `stop_sent` and `close` may be called from any thread."""
 
@@ -60,13 +44,13 @@ class TcpPeer:
         self,
         engine_id: str,
         address: tuple[str, int],
-        visitor: Visitor,
+        credentials: Credentials,
         table: RegionTable,
         loops: Sequence[IoLoop],
         limits: PeerLimits,
     ) -> None:
         self.engine_id = engine_id
-        self._visitor = visitor
+        self._credentials = credentials
         self._limits = limits
         self._lock = threading.Lock()
         self._queue: deque[Part] = deque()
@@ -124,27 +108,18 @@ class TcpPeer:
                     return part
         return None
 
-    def new_handshake(self) -> tuple[ConnectingSide, str, frozenset[str]]:
+    def new_handshake(self) -> ConnectingSide:
         """Return a handshake that tells the peer of our broken streams."""
-        ids = self._visitor.ids
         with self._lock:
             fenced = sorted(self._unfenced)[:MAX_FENCED]
-        hello = Hello(
-            version=HANDSHAKE_VERSION,
-            engine_id=self._visitor.engine_id,
-            wanted_engine_id=self.engine_id,
-            connection_id=ids.hex(8),
-            nonce=bytes.fromhex(ids.hex(NONCE_BYTES)),
-            fenced=fenced,
-        )
-        return ConnectingSide(self._visitor.secret, hello), hello.connection_id, frozenset(fenced)
+        return self._credentials.connect(self.engine_id, fenced)
 
-    def ready(self, fenced: frozenset[str]) -> None:
+    def ready(self, fenced: Sequence[str]) -> None:
         """A handshake has been answered: what it told of is over."""
         self._reachable = True
         self._release(lambda connection_id, _part: connection_id in fenced)
         with self._lock:
-            self._unfenced -= fenced
+            self._unfenced.difference_update(fenced)
             num_waiting = len(self._queue)
         if fenced:
             self._wake(num_waiting)
@@ -166,7 +141,8 @@ class TcpPeer:
             for part in failure.parts:
                 part.job.give_back()
             return
-        _LOG.warning("transfer stream to %s broke: %s", self.engine_id, failure.reason)
+        level = logging.WARNING if failure.parts or failure.connection_id is None else logging.INFO
+        _LOG.log(level, "transfer stream to %s broke: %s", self.engine_id, failure.reason)
         for part in failure.parts:
             part.num_failures += 1
             if part.num_failures >= self._limits.num_failures:

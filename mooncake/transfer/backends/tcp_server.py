@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from mooncake.base.errors import ConfigError, ProtocolError
 from mooncake.transfer.backends import tcp_wire as wire
 from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop
-from mooncake.transfer.handshake import MAX_HANDSHAKE_BYTES, AcceptingSide, PeerIdentity
+from mooncake.transfer.handshake import MAX_HANDSHAKE_BYTES, Credentials, PeerIdentity
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
 
 _LOG = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ class TcpServer:
     def __init__(
         self,
         bind_host: str,
-        new_handshake: Callable[[], AcceptingSide],
+        credentials: Credentials,
         table: RegionTable,
         loops: Sequence[IoLoop],
         limits: ServerLimits,
     ) -> None:
-        self.new_handshake = new_handshake
+        self.credentials = credentials
         self.table = table
         self.limits = limits
         self._loops = loops
@@ -130,7 +130,7 @@ class ServerConnection:
         self.identity: PeerIdentity | None = None
         self._server = server
         self._sock = sock
-        self._handshake = server.new_handshake()
+        self._handshake = server.credentials.accept()
         self._fenced = False
         self._closed = False
         self._events = READABLE

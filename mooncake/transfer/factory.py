@@ -1,0 +1,98 @@
+"""Puts a transfer engine together: which protocols, which threads, in which order.
+
+The only module that knows all backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mooncake.base.clock import Clock
+from mooncake.base.errors import ConfigError
+from mooncake.base.ids import IdSource, SystemIds
+from mooncake.transfer.backends.copying import CopyPool
+from mooncake.transfer.backends.inproc import InprocBackend, InprocFabric
+from mooncake.transfer.backends.io_loop import IoLoop
+from mooncake.transfer.backends.shm import ShmBackend
+from mooncake.transfer.backends.tcp import TcpBackend, TcpSettings
+from mooncake.transfer.handshake import Credentials
+from mooncake.transfer.regions import RegionTable
+from mooncake.transfer.router import RoutedTransfer
+
+PROTOCOLS = ("inproc", "shm", "tcp")
+"""All protocols there are, the one tried first first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """How a process moves KV."""
+
+    secret: str
+    """The cluster secret: peers that do not know it are refused."""
+    host: str
+    """Name of this machine; peers with an equal one may use shared memory."""
+    protocols: Sequence[str] = PROTOCOLS
+    num_io_threads: int = 2
+    """Threads that serve all sockets together."""
+    num_copy_threads: int = 2
+    """Threads that copy memory to memory; 0 = copies are done inside `poll` (tests)."""
+    tcp: TcpSettings = field(default_factory=TcpSettings)
+
+
+def open_transfer(
+    config: TransferConfig,
+    engine_id: str,
+    clock: Clock,
+    *,
+    ids: IdSource | None = None,
+    fabric: InprocFabric | None = None,
+) -> RoutedTransfer:
+    """Return a transfer engine ready for peers, listening where its protocols ask for it.
+
+    `engine_id` must be fresh at every start. Engines of one process see each other's memory when
+    they share `fabric`. Raises ConfigError for unknown protocols and unusable addresses.
+    """
+    _check(config)
+    ids = ids or SystemIds()
+    fabric = fabric or InprocFabric()
+    table = RegionTable(fabric.gates)
+    router = RoutedTransfer(engine_id, config.host, table, clock)
+    credentials = Credentials(engine_id=engine_id, secret=config.secret, ids=ids)
+    loops: list[IoLoop] = []
+    if {"shm", "tcp"} & set(config.protocols):
+        loops = [
+            IoLoop(fabric.gates, f"transfer-io-{index}") for index in range(config.num_io_threads)
+        ]
+        router.keep_deadlines(loops[0])
+    try:
+        if {"inproc", "shm"} & set(config.protocols):
+            pool = CopyPool(fabric.gates, config.num_copy_threads, "transfer-copy")
+            router.add_closer(pool.close)
+            if "inproc" in config.protocols:
+                router.add_backend(InprocBackend(engine_id, fabric, table, pool, router))
+            if "shm" in config.protocols:
+                router.add_backend(
+                    ShmBackend(credentials, table, pool, loops[0], router, config.host)
+                )
+        if "tcp" in config.protocols:
+            router.add_backend(TcpBackend(credentials, table, loops, router, config.tcp))
+        for loop in loops:
+            router.add_closer(loop.close)
+    except ConfigError:
+        router.close()
+        raise
+    return router
+
+
+def _check(config: TransferConfig) -> None:
+    unknown = [name for name in config.protocols if name not in PROTOCOLS]
+    if unknown or not config.protocols:
+        raise ConfigError(
+            f"transfer protocols: {', '.join(unknown) or 'none given'}; known are "
+            f"{', '.join(PROTOCOLS)}"
+        )
+    if not config.secret:
+        raise ConfigError("the cluster secret is empty: set one, the same for all workers")
+    if config.num_io_threads < 1 or config.num_copy_threads < 0:
+        raise ConfigError("transfer needs at least one I/O thread")
