@@ -197,8 +197,9 @@ class _Loader:
         spec = self._spec
         compressed = spec.q_lora_rank is not None
         query = prefix + ("q_a_proj" if compressed else "q_proj")
-        kv_b = self._read(prefix + "kv_b_proj.weight")
-        heads, per_head = spec.num_attention_heads, spec.qk_nope_head_dim + spec.v_head_dim
+        kv_b = self._read(prefix + "kv_b_proj.weight").view(
+            spec.num_attention_heads, -1, spec.kv_lora_rank
+        )
         return MlaWeights(
             query_kv_a=self._joined_linear(query, prefix + "kv_a_proj_with_mqa"),
             query_norm=self._norm(prefix + "q_a_layernorm.weight", LATENT_NORM_EPS)
@@ -206,7 +207,8 @@ class _Loader:
             else None,
             query_b=Linear(self._read(prefix + "q_b_proj.weight")) if compressed else None,
             kv_norm=self._norm(prefix + "kv_a_layernorm.weight", LATENT_NORM_EPS),
-            kv_b=kv_b.view(heads, per_head, spec.kv_lora_rank),
+            key_up=kv_b[:, : spec.qk_nope_head_dim].transpose(1, 2).contiguous(),
+            value_up=kv_b[:, spec.qk_nope_head_dim :].contiguous(),
             output=Linear(
                 self._read(prefix + "o_proj.weight"), self._bias_or_none(prefix + "o_proj")
             ),

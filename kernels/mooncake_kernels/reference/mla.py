@@ -58,43 +58,53 @@ def _attend_many(q: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None
     num_rows, heads, _ = q.shape
     context, rank = keys.shape[0], out.shape[-1]
     step = max(1, min(num_rows, _SCORES_PER_CHUNK // (heads * context)))
+    later = _later(step, q.device)
     for begin in range(0, num_rows, step):
         end = min(begin + step, num_rows)
         seen = context - num_rows + end
         scores = q[begin:end].reshape(-1, q.shape[-1]) @ keys[:seen].t()
-        _hide_later(scores.view(end - begin, heads, seen))
+        _hide_later(scores.view(end - begin, heads, seen), later)
         probs = torch.softmax(scores, dim=-1)
         out[begin:end] = (probs @ keys[:seen, :rank]).view(end - begin, heads, rank)
 
 
 def mla_expanded(
-    q: torch.Tensor, kv: torch.Tensor, spans: Sequence[PagedSpan], kv_b: torch.Tensor, nope: int
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    spans: Sequence[PagedSpan],
+    key_up: torch.Tensor,
+    value_up: torch.Tensor,
 ) -> torch.Tensor:
     """Return the attended values, [rows, heads, value width] in q's dtype.
 
     q: [rows, heads, nope + rope] scaled queries; every row is in one span.
     kv: [pages, block_tokens, rank + rope], any float dtype.
-    kv_b: [heads, nope + value width, rank] in q's dtype, the key's rows of a head first.
+    key_up: [heads, rank, nope]; value_up: [heads, value width, rank]; both in q's dtype.
 
     One head at a time and queries in chunks, so the workspace is one head's keys and values and a
     bounded score matrix however long the context is.
     """
-    heads, per_head, rank = kv_b.shape
-    out = q.new_empty(q.shape[0], heads, per_head - nope)
+    heads, rank, _ = key_up.shape
+    out = q.new_empty(q.shape[0], heads, value_up.shape[1])
     for span in spans:
         cached = _joined([part.to(q.dtype) for part in span.keys(kv)])
         latent, shared = cached[:, :rank].contiguous(), cached[:, rank:]
         rows = slice(span.first_row, span.first_row + span.num_rows)
         queries = q[rows].transpose(0, 1).contiguous()
+        later = _later(min(span.num_rows, _MAX_CHUNK_ROWS), q.device)
         for head in range(heads):
-            made = functional.linear(latent, kv_b[head])
-            keys = torch.cat((made[:, :nope], shared), dim=-1)
-            _attend_head(queries[head], keys, made[:, nope:], out[rows, head])
+            keys = torch.cat((latent @ key_up[head], shared), dim=-1)
+            values = functional.linear(latent, value_up[head])
+            _attend_head(queries[head], keys, values, out[rows, head], later)
     return out
 
 
 def _attend_head(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    later: torch.Tensor,
 ) -> None:
     num_rows, context = q.shape[0], keys.shape[0]
     step = max(1, min(_MAX_CHUNK_ROWS, num_rows, _SCORES_PER_CHUNK // context))
@@ -102,16 +112,21 @@ def _attend_head(
         end = min(begin + step, num_rows)
         seen = context - num_rows + end
         scores = q[begin:end] @ keys[:seen].t()
-        _hide_later(scores[:, None])
+        _hide_later(scores[:, None], later)
         out[begin:end] = torch.softmax(scores, dim=-1) @ values[:seen]
 
 
-def _hide_later(scores: torch.Tensor) -> None:
+def _later(rows: int, device: torch.device) -> torch.Tensor:
+    """Return [rows, rows]: whether a key (column) comes after a query (row)."""
+    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)
+
+
+def _hide_later(scores: torch.Tensor, later: torch.Tensor) -> None:
     """Set scores [rows, heads, seen] of keys after the row's own to -inf; the last row sees all."""
     rows, _, seen = scores.shape
     if rows > 1:
-        later = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu_(1)
-        scores[:, :, seen - rows :].masked_fill_(later[:, None], float("-inf"))
+        hidden = later[:rows, None, :rows]
+        scores[:, :, seen - rows :].masked_fill_(hidden, float("-inf"))
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
