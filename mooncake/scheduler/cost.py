@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,8 +27,10 @@ DECAY = 1 - 1 / 256
 """An old sample's weight falls to 1/e in 256 newer ones."""
 PROFILE_WEIGHT = 16.0
 """The start-up profile counts as this many samples, for ever: what has not been seen lately is not
-forgotten.
+forgotten. It lends its shape only; how fast the machine is now is learned apart.
 """
+SPEED_WINDOW = 64
+MAX_SPEED_RATIO = 20.0
 RIDGE = 1e-4
 OUTLIER_RATIO = 1.0
 """Samples further off than this (relative) count less: a page fault is not the cost of a step."""
@@ -47,6 +50,9 @@ class StepCostModel:
         self._profile = np.zeros((NUM_FEATURES, NUM_FEATURES)), np.zeros(NUM_FEATURES)
         self._online = np.zeros((NUM_FEATURES, NUM_FEATURES)), np.zeros(NUM_FEATURES)
         self._coefficients: tuple[float, ...] = DEFAULT_COEFFICIENTS
+        self._profile_coefficients: tuple[float, ...] | None = None
+        self._log_slowdown = RunningMean(0.0, SPEED_WINDOW)
+        """Of the profile's predictions, against what is measured now."""
         self._stale = False
         self._num_samples = 0
         self._error_sum = 0.0
@@ -57,7 +63,7 @@ class StepCostModel:
             for sample in usable:
                 _accumulate(gram, moment, sample, PROFILE_WEIGHT / len(usable))
             self._num_samples = len(usable)
-            self._stale = True
+            self._profile_coefficients = self._coefficients = self._fit()
 
     @property
     def num_samples(self) -> int:
@@ -90,6 +96,7 @@ class StepCostModel:
         gram, moment = self._online
         seen_any = self._num_samples > 0
         for sample, predicted_s in zip(usable, predictions, strict=True):
+            self._compare_with_profile(sample)
             error = abs(predicted_s - sample.seconds) / sample.seconds
             gram *= DECAY
             moment *= DECAY
@@ -102,15 +109,7 @@ class StepCostModel:
 
     def step_s(self, num_new_tokens: int, num_context_tokens: int, num_sequences: int) -> float:
         """Return the predicted seconds of one step."""
-        fixed, token, pair, square = self.coefficients
-        sequences = max(num_sequences, 1)
-        spread = num_new_tokens / sequences
-        return (
-            fixed
-            + token * num_new_tokens
-            + pair * spread * num_context_tokens
-            + square * spread * num_new_tokens
-        )
+        return _dot(self.coefficients, num_new_tokens, num_context_tokens, num_sequences)
 
     def prefill_s(self, num_new_tokens: int, num_context_tokens: int, chunk_tokens: int) -> float:
         """Return the predicted seconds to compute a prompt's last `num_new_tokens` tokens after
@@ -131,13 +130,40 @@ class StepCostModel:
         """Return the predicted gap between tokens of a decode batch."""
         return self.step_s(num_sequences, num_context_tokens, num_sequences)
 
+    def _compare_with_profile(self, sample: CostSample) -> None:
+        if self._profile_coefficients is None:
+            return
+        new, context, sequences, seconds = msgspec.structs.astuple(sample)
+        ratio = seconds / _dot(self._profile_coefficients, new, context, sequences)
+        ratio = min(max(ratio, 1 / MAX_SPEED_RATIO), MAX_SPEED_RATIO)
+        self._log_slowdown.add(math.log(ratio))
+
     def _fit(self) -> tuple[float, ...]:
-        gram = self._profile[0] + self._online[0]
-        moment = self._profile[1] + self._online[1]
+        slowdown = math.exp(self._log_slowdown.value)
+        # The profile's samples as they would be measured now: all seconds times the slowdown.
+        gram = self._profile[0] / slowdown**2 + self._online[0]
+        moment = self._profile[1] / slowdown + self._online[1]
         diagonal = np.diag(gram).copy()
         ridge = np.where(diagonal > 0, RIDGE * diagonal, 1.0)
         prior = np.array(DEFAULT_COEFFICIENTS)
         return non_negative_least_squares(gram + np.diag(ridge), moment + ridge * prior)
+
+
+def _dot(
+    coefficients: tuple[float, ...],
+    num_new_tokens: int,
+    num_context_tokens: int,
+    num_sequences: int,
+) -> float:
+    """Return the terms of `StepCostModel` times their coefficients."""
+    fixed, token, pair, square = coefficients
+    spread = num_new_tokens / max(num_sequences, 1)
+    return (
+        fixed
+        + token * num_new_tokens
+        + pair * spread * num_context_tokens
+        + square * spread * num_new_tokens
+    )
 
 
 def non_negative_least_squares(gram: Array, moment: Array) -> tuple[float, ...]:

@@ -22,6 +22,7 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
+from mooncake.base.messages import DoubtPeers
 from mooncake.rpc.channel import Channel
 from mooncake.scheduler.admission import draining
 from mooncake.scheduler.conductor import Conductor
@@ -141,10 +142,15 @@ class Gateway:
             case LoadReport():
                 if self._roster.hear(event.worker, now):
                     self._on_load(event, now)
+                else:
+                    self._roster.ask_hello(event.worker)
             case BlockEvents():
                 if self._roster.hear(event.worker, now):
                     self._conductor.on_blocks(event)
                     self._check_snapshot(event.worker, now)
+            case DoubtPeers():
+                if self._roster.hear(event.worker, now):
+                    self._roster.settle_doubts(event.peers, now)
             case WorkerHello():
                 self._on_hello(event, now)
             case _:

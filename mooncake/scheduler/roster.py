@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from mooncake.base import AnyMessage, PeerLost, Role, Welcome, WorkerHello, WorkerRef
+from mooncake.base.messages import WhoAreYou
 from mooncake.rpc.channel import Channel
 
 MAX_FENCED = 4096
@@ -42,6 +43,7 @@ class Roster:
         """(id, epoch) of workers declared lost -> when they were last told."""
         self._refused: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._checked_s: float | None = None
+        self._first_join_s: float | None = None
 
     @property
     def members(self) -> list[Member]:
@@ -74,6 +76,23 @@ class Roster:
             self._channel.send(worker.address, PeerLost(worker=worker))
         return False
 
+    def ask_hello(self, worker: WorkerRef) -> None:
+        """A stranger's heartbeat: it was welcomed by a gateway before this one."""
+        if not self.fenced(worker):
+            self._channel.send(worker.address, WhoAreYou(gateway=self._gateway))
+
+    def settle_doubts(self, peers: list[WorkerRef], now: float) -> None:
+        """Say of those that are not members that they are lost, and mean it.
+
+        A gateway that is new itself says nothing until all that live have had time to come.
+        """
+        if self._first_join_s is None or now - self._first_join_s < self._timeout_s:
+            return
+        for peer in peers:
+            if not self.live(peer):
+                self.fence(peer)
+                self.broadcast(PeerLost(worker=peer))
+
     def fenced(self, worker: WorkerRef) -> bool:
         """Whether this epoch has been declared lost."""
         return (worker.worker_id, worker.epoch) in self._fenced
@@ -98,6 +117,7 @@ class Roster:
         node.
         """
         worker_id = hello.worker.worker_id
+        self._first_join_s = now if self._first_join_s is None else self._first_join_s
         assert worker_id not in self._members, "the old epoch must be lost first"
         self._members[worker_id] = Member(
             hello=hello, joined_s=now, last_heard_s=now, snapshot_asked_s=now

@@ -206,3 +206,12 @@ class House:
         """Nothing is left."""
         assert self.gateway.idle
         self.gateway.check_integrity()
+
+
+class Pair(House):
+    """A gateway, a prefill and a decode worker."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.p0 = self.join("p0", Role.PREFILL)
+        self.d0 = self.join("d0", Role.DECODE)

@@ -55,11 +55,14 @@ def test_a_few_page_faults_do_not_bend_the_model() -> None:
     assert model.step_s(256, 1000, 1) == pytest.approx(seconds(256, 1000, 1), rel=0.2)
 
 
-def test_a_machine_that_became_slower_is_followed() -> None:
+@pytest.mark.parametrize("slowdown", [0.5, 2.0, 10.0])
+def test_a_machine_that_changed_its_speed_is_followed(slowdown: float) -> None:
     model = StepCostModel(GRID)
     for index in range(300):
-        model.observe([sample(128 + index % 4 * 256, index * 20, noise=2.0)])
-    assert model.step_s(512, 2000, 1) == pytest.approx(2 * seconds(512, 2000, 1), rel=0.1)
+        model.observe([sample(128 + index % 4 * 256, index * 20, noise=slowdown)])
+    for new, context in ((512, 2000), (2048, 16_000)):
+        expected = slowdown * seconds(new, context, 1)
+        assert model.step_s(new, context, 1) == pytest.approx(expected, rel=0.1)
 
 
 def test_large_batches_are_not_forgotten_in_a_quiet_hour() -> None:
