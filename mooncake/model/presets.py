@@ -182,7 +182,6 @@ def _write_all(
             "bos_token_id": config["bos_token_id"],
             "eos_token_id": config["eos_token_id"],
             "pad_token_id": config["pad_token_id"],
-            "max_length": spec.max_position_embeddings,
         },
     )
     write_tokenizer_files(directory, preset.num_base_tokens)
@@ -258,6 +257,7 @@ class _WeightMaker:
     EXPERT_GAIN = 0.3
     PULL = 2.8
     BIAS_STD = 0.02
+    NORM_STD = 0.1
     SPECIAL_SCALE = 0.02  # a random model should not end its own turn
 
     def __init__(self, spec: ModelSpec, num_base_tokens: int, seed: int) -> None:
@@ -270,11 +270,11 @@ class _WeightMaker:
         return torch.from_numpy(self._make(name, shape)).to(_dtype_of(name, dtype))
 
     def _make(self, name: str, shape: tuple[int, ...]) -> _Weights:
-        if name.endswith("norm.weight"):
-            return np.ones(shape, dtype=np.float32)
         values = self._random(name).standard_normal(shape, dtype=np.float32)
         if name.endswith("embed_tokens.weight"):
             return values
+        if name.endswith("norm.weight"):
+            return 1 + values * np.float32(self.NORM_STD)
         if name.endswith(("e_score_correction_bias", ".bias")):
             return values * np.float32(self.BIAS_STD)
         values *= np.float32(self._gain(name) / math.sqrt(shape[-1]))

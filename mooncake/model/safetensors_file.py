@@ -99,11 +99,6 @@ class SafetensorsFile:
             flat = flat.clone()
         return flat.view(entry.shape)
 
-    def will_need(self) -> None:
-        """Ask the kernel to read the whole file ahead."""
-        if self._mapping is not None:
-            self._mapping.madvise(mmap.MADV_WILLNEED)
-
     def bytes_at(self, begin: int, end: int) -> bytes:
         """Return bytes [begin, end) of the file."""
         return b"" if self._mapping is None else self._mapping[begin:end]

@@ -128,9 +128,9 @@ class TestReading:
     def test_the_index_decides_which_copy_counts(self, copied: Path) -> None:
         spare = copied / "spare.safetensors"
         save_file({NORM: torch.full((64,), 7.0)}, spare)
-        assert float(Checkpoint.open(copied).tensor(NORM, (64,))[0]) == 1.0
+        assert float(Checkpoint.open(copied).tensor(NORM, (64,)).max()) < 2.0
         edit_json(copied / INDEX_NAME, lambda index: index["weight_map"].update({NORM: spare.name}))
-        assert float(Checkpoint.open(copied).tensor(NORM, (64,))[0]) == 7.0
+        assert bool((Checkpoint.open(copied).tensor(NORM, (64,)) == 7.0).all())
 
     def test_float32_and_float16_keep_their_dtype(self, copied: Path) -> None:
         tensors = stored_tensors(copied)
@@ -177,7 +177,7 @@ class TestReading:
 
     def test_writing_to_a_tensor_changes_no_file(self, copied: Path) -> None:
         Checkpoint.open(copied).tensor(NORM, (64,)).zero_()
-        assert bool((Checkpoint.open(copied).tensor(NORM, (64,)) == 1).all())
+        assert float(Checkpoint.open(copied).tensor(NORM, (64,)).min()) > 0.0
 
     def test_many_threads_read_at_once(self, source: Path) -> None:
         checkpoint = Checkpoint.open(source)
