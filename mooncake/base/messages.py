@@ -153,6 +153,15 @@ class StepOutputs(Message, frozen=True, tag="outputs"):
     outputs: list[RequestOutput]
 
 
+class DoubtPeers(Message, frozen=True, tag="doubt"):
+    """These peers have held something here for long. The gateway says `PeerLost` of each that is
+    not in the cluster (any more): its word may have been lost, or the gateway may be a new one.
+    """
+
+    worker: WorkerRef
+    peers: list[WorkerRef]
+
+
 # ---------------------------------------------------------------- to any worker
 
 
@@ -174,6 +183,12 @@ class PeerLost(Message, frozen=True, tag="peer_lost"):
 
 class Drain(Message, frozen=True, tag="drain"):
     """Take no new work; finish what runs."""
+
+
+class WhoAreYou(Message, frozen=True, tag="who"):
+    """The gateway does not know whom it heard (it has just started): say hello to it again."""
+
+    gateway: WorkerRef
 
 
 # ---------------------------------------------------------------- to prefill
@@ -323,6 +338,6 @@ class Unpin(Message, frozen=True, tag="unpin"):
 AnyMessage = (
     WorkerHello | LoadReport | BlockEvents | StepOutputs | Welcome | PeerLost | Drain
     | PrefillTask | Reserved | DecodeTask | KVReady | PushEnded | AbortTask | PutGranted
-    | PinGranted | PutStart | PutEnd | PinBlocks | Unpin
+    | PinGranted | PutStart | PutEnd | PinBlocks | Unpin | DoubtPeers | WhoAreYou
 )  # fmt: skip
 """The tagged union that travels on a channel."""

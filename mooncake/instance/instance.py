@@ -23,6 +23,7 @@ from mooncake.base.messages import (
     StepOutputs,
     Tier,
     Welcome,
+    WhoAreYou,
     WorkerHello,
     WorkerLoad,
     WorkerRef,
@@ -104,6 +105,8 @@ class Instance:
                 self.fetcher.on_pin_granted(event, now)
             case Welcome():
                 self._membership.on_welcome(event)
+            case WhoAreYou():
+                self._membership.on_who(event)
             case PeerLost():
                 self._membership.on_peer_lost(event.worker)
                 self.fetcher.on_peer_lost(event.worker, now)

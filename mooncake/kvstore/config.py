@@ -26,6 +26,9 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A grant open for longer, its writer alive, is counted as overdue (never taken away)."""
     report_interval_s: float = 0.25
     """Heartbeat and load report."""
+    doubt_interval_s: float = 5.0
+    """How often the gateway is asked whether those who have held something for so long still live:
+    what a lost worker held is reclaimed even if the word of its loss, or the gateway, was lost."""
     max_tickets_per_worker: int = 4_096
     """Puts and pins one worker may have open; further ones are granted nothing."""
     tenant_quota_bytes: dict[str, int] = {}
@@ -33,7 +36,10 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     quota."""
 
     def __post_init__(self) -> None:
-        for name in ("dram_bytes", "put_timeout_s", "report_interval_s", "max_tickets_per_worker"):
+        for name in (
+            "dram_bytes", "put_timeout_s", "report_interval_s", "doubt_interval_s",
+            "max_tickets_per_worker",
+        ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"kvstore.{name} must be positive, not {getattr(self, name)}")
         if self.quarantine_s < 0:

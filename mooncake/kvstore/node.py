@@ -30,6 +30,7 @@ from mooncake.base import (
     WorkerRef,
     packed_places,
 )
+from mooncake.base.messages import WhoAreYou
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.dram import DramTier
 from mooncake.rpc.channel import Channel
@@ -57,9 +58,12 @@ class _Grant:
 class _PeerState:
     """What one boot of one worker has open here, by ticket."""
 
-    __slots__ = ("grants", "pins")
+    __slots__ = ("grants", "pins", "ref", "since_s")
 
-    def __init__(self) -> None:
+    def __init__(self, ref: WorkerRef, since_s: float) -> None:
+        self.ref = ref
+        self.since_s = since_s
+        """Something of it has been open ever since."""
         self.grants: dict[int, _Grant] = {}
         self.pins: dict[int, list[BlockKey]] = {}
 
@@ -104,6 +108,7 @@ class KvNode:
         self._lost: OrderedDict[Peer, None] = OrderedDict()
         self._ended: OrderedDict[tuple[Peer, str, int], None] = OrderedDict()
         self._overdue_at: deque[tuple[float, _Grant]] = deque()
+        self._doubt_s = 0.0
         self._draining = False
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
@@ -117,6 +122,11 @@ class KvNode:
         """Counts since start, by name; see `COUNTERS`."""
         return dict(self._counters)
 
+    @property
+    def num_open(self) -> int:
+        """Puts and pins that peers have open."""
+        return sum(len(state.grants) + len(state.pins) for state in self._peers.values())
+
     # ------------------------------------------------------------------ the machine
 
     def handle(self, event: msgspec.Struct, now: float) -> None:
@@ -126,13 +136,15 @@ class KvNode:
         elif isinstance(event, PutEnd):
             self._on_put_end(event)
         elif isinstance(event, PinBlocks):
-            self._on_pin(event)
+            self._on_pin(event, now)
         elif isinstance(event, Unpin):
             self._on_unpin(event)
         elif isinstance(event, PeerLost):
             self._on_peer_lost(event.worker, now)
         elif isinstance(event, Welcome):
             self._membership.on_welcome(event)
+        elif isinstance(event, WhoAreYou):
+            self._membership.on_who(event)
         elif isinstance(event, Drain):
             self._draining = True
 
@@ -143,6 +155,7 @@ class KvNode:
             self._counters["puts_overdue"] += bool(self._overdue_at.popleft()[1].pending)
         times.append(self._overdue_at[0][0] if self._overdue_at else None)
         self._evicted(self._tier.evict_to_watermark())
+        times.append(self._doubt_old_peers(now))
         times.append(self._membership.tick(now, self._load))
         return min(time for time in times if time is not None)
 
@@ -175,7 +188,7 @@ class KvNode:
             self._evicted(evicted)
             if granted:
                 grant = _Grant(message.keys, list(granted))
-                self._peers.setdefault(peer, _PeerState()).grants[message.ticket] = grant
+                self._state_of(message.writer, now).grants[message.ticket] = grant
                 self._overdue_at.append((now + self._config.put_timeout_s, grant))
             else:
                 self._tier.use(message.keys)
@@ -224,7 +237,7 @@ class KvNode:
 
     # ------------------------------------------------------------------ reading
 
-    def _on_pin(self, message: PinBlocks) -> None:
+    def _on_pin(self, message: PinBlocks, now: float) -> None:
         peer = _peer_of(message.reader)
         state = self._peers.get(peer)
         run = state.pins.get(message.ticket, []) if state is not None else []
@@ -235,7 +248,7 @@ class KvNode:
             run = message.keys[: self._tier.leading(message.keys)] if may else []
             offsets = self._tier.pin(run)
             if run:
-                self._peers.setdefault(peer, _PeerState()).pins[message.ticket] = run
+                self._state_of(message.reader, now).pins[message.ticket] = run
             else:
                 self._remember_ended(peer, "pin", message.ticket)
             self._counters["pins"] += 1
@@ -280,6 +293,19 @@ class KvNode:
         for run in state.pins.values():
             self._tier.unpin(run)
             self._counters["pins_reclaimed"] += 1
+
+    def _doubt_old_peers(self, now: float) -> float:
+        """Ask the gateway about peers that have held something for long; return when to again."""
+        if now >= self._doubt_s:
+            self._doubt_s = now + self._config.doubt_interval_s
+            old_s = now - self._config.doubt_interval_s
+            self._membership.doubt(
+                [state.ref for state in self._peers.values() if state.since_s <= old_s]
+            )
+        return self._doubt_s
+
+    def _state_of(self, worker: WorkerRef, now: float) -> _PeerState:
+        return self._peers.setdefault(_peer_of(worker), _PeerState(worker, now))
 
     def _may_open(self, peer: Peer, kind: str, ticket: int) -> bool:
         """Whether a new ticket is fresh, from a live worker, and within its worker's bound."""

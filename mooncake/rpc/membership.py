@@ -13,9 +13,11 @@ from mooncake.base.blocks import BlockKey
 from mooncake.base.messages import (
     BlockEvents,
     CostSample,
+    DoubtPeers,
     LoadReport,
     Tier,
     Welcome,
+    WhoAreYou,
     WorkerHello,
     WorkerLoad,
     WorkerRef,
@@ -71,6 +73,17 @@ class Membership:
         if welcome.send_snapshot:
             self._send_blocks(self._inventory(), [], snapshot=True)
 
+    def on_who(self, question: WhoAreYou) -> None:
+        """A gateway that knows nothing yet heard us: say hello to it, as at the start."""
+        self._welcomed = False
+        self._gateway_address = question.gateway.address
+        self._next_s = float("-inf")
+
+    def doubt(self, peers: list[WorkerRef]) -> None:
+        """Ask the gateway whether these peers are still there; it answers with `PeerLost`."""
+        if peers and self._welcomed:
+            self._send(DoubtPeers(worker=self.worker, peers=peers))
+
     def on_peer_lost(self, worker: WorkerRef) -> None:
         """Forget the pool if it was ours; a new one comes with a new `Welcome`."""
         if self.kvstore == worker:
@@ -113,5 +126,5 @@ class Membership:
             )
         )
 
-    def _send(self, message: WorkerHello | LoadReport | BlockEvents) -> None:
+    def _send(self, message: WorkerHello | LoadReport | BlockEvents | DoubtPeers) -> None:
         self._channel.send(self._gateway_address, message)

@@ -116,19 +116,10 @@ class World:
         self.streams: dict[str, Stream] = {}
         self._make_runner = make_runner
         self._after_event = after_event
-        self.conductor = Conductor(config.scheduler, SeededIds(config.seed + 2))
-        self._gateway_process = SimProcess("gateway", self.heap, after_event)
-        endpoint = Endpoint(GATEWAY_ADDRESS, "gateway", self._gateway_process.deliver)
-        self.network.attach(endpoint)
-        self.gateway = Gateway(
-            config.scheduler,
-            WorkerRef("gateway", "e0", GATEWAY_ADDRESS),
-            self.conductor,
-            SimChannel(self.network, endpoint),
-            SeededIds(config.seed + 3),
-            recorder,
-        )
-        self._gateway_process.start(self.gateway)
+        self._recorder = recorder
+        self._num_gateways = 0
+        self._gateway_process: SimProcess
+        self.start_gateway()
         self.workers = {spec.worker_id: Worker(spec) for spec in workers}
         for worker in self.workers.values():
             self.start(worker.spec.worker_id)
@@ -159,6 +150,29 @@ class World:
             stream.finished_s = now
 
     # ------------------------------------------------------------ processes
+
+    def start_gateway(self) -> None:
+        """Start the gateway, or put a new one that knows nothing in the old one's place: what it
+        had taken in has no client any more.
+        """
+        if self._num_gateways:
+            self._gateway_process.kill()
+            self.network.detach(GATEWAY_ADDRESS)
+        config, number = self.config, self._num_gateways
+        self._num_gateways += 1
+        self.conductor = Conductor(config.scheduler, SeededIds(config.seed + 2 + 1000 * number))
+        self._gateway_process = SimProcess("gateway", self.heap, self._after_event)
+        endpoint = Endpoint(GATEWAY_ADDRESS, "gateway", self._gateway_process.deliver)
+        self.network.attach(endpoint)
+        self.gateway = Gateway(
+            config.scheduler,
+            WorkerRef("gateway", f"e{number}", GATEWAY_ADDRESS),
+            self.conductor,
+            SimChannel(self.network, endpoint),
+            SeededIds(config.seed + 3 + 1000 * number),
+            self._recorder,
+        )
+        self._gateway_process.start(self.gateway)
 
     def start(self, worker_id: str) -> None:
         """Start a worker that is not running, with a fresh epoch and empty memory."""

@@ -155,3 +155,23 @@ def test_the_only_worker_of_its_kind_is_waited_for(victim: str) -> None:
     cluster.run(60)
     cluster.check_streams()
     cluster.check_quiet()
+
+
+@pytest.mark.parametrize("after_s", [0.01, 0.03, 0.08, 0.2])
+def test_what_died_with_the_gateway_is_reclaimed_by_the_next(after_s: float) -> None:
+    """Nobody told the pools of the death: they ask the new gateway, and it knows who is there."""
+    cluster = Cluster(specs(2, 2), restart_s=None)
+    for index, prompt in enumerate(prompts(10, seed=6, shared=9)):
+        cluster.world.submit(request(f"r{index}", prompt, max_tokens=20, seed=index))
+    cluster.run(after_s)
+    cluster.world.kill("prefill-0")
+    cluster.world.start_gateway()
+    cluster.world.streams.clear()
+    cluster.run(60)
+    pools = cluster.pools()
+    assert sum(pool.counters["puts"] for pool in pools) > 0
+    assert [pool.num_open for pool in pools] == [0] * 4
+    cluster.world.submit(request("later", PROMPT))
+    cluster.run(10)
+    cluster.check_streams()
+    cluster.check_integrity()

@@ -13,6 +13,7 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan, StepResult
 from mooncake.instance import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.node import KvNode
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.clock import EventHeap
 from mooncake.sim.network import NetworkConfig
@@ -144,6 +145,11 @@ class Cluster:
             if worker.spec.role is not Role.KVSTORE:
                 total += worker.machine.instance.load().counters.get(name, 0)
         return total
+
+    def pools(self) -> list[KvNode]:
+        """Return the living pool nodes."""
+        machines = [machine for _, machine in self.world.machines()]
+        return [machine for machine in machines if isinstance(machine, KvNode)]
 
     def check_integrity(self) -> None:
         for _, machine in self.world.machines():

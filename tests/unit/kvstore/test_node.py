@@ -19,7 +19,9 @@ from mooncake.base import (
     Unpin,
     Welcome,
     WorkerHello,
+    WorkerRef,
 )
+from mooncake.base.messages import DoubtPeers, WhoAreYou
 from mooncake.kvstore.node import COUNTERS, MAX_REMEMBERED
 from tests.support.kvstore_world import (
     BLOCK,
@@ -410,3 +412,35 @@ def test_a_draining_node_takes_no_new_blocks_but_gives_those_it_has() -> None:
 
 def test_messages_for_others_are_ignored() -> None:
     assert NodeWorld().handle(AbortTask(request_id="r", attempt=1)) == []
+
+
+def test_the_gateway_is_asked_about_those_who_hold_something_for_long() -> None:
+    world = NodeWorld(doubt_interval_s=5.0)
+    world.put(WRITER, keys(1))
+
+    def doubted() -> list[list[WorkerRef]]:
+        return [m.peers for _, m in world.channel.sent if isinstance(m, DoubtPeers)]
+
+    world.tick(0.0)
+    world.pin(READER, keys(1))
+    world.tick(4.9)
+    quick = world.start(WRITER, keys(2))
+    world.tick(5.0)
+    assert doubted() == [[READER]]
+    world.end(WRITER, quick)
+    world.tick(10.0)
+    assert doubted() == [[READER], [READER]]
+    world.handle(PeerLost(worker=READER))
+    world.tick(20.0)
+    assert len(doubted()) == 2
+
+
+def test_a_new_gateway_is_told_who_is_there_and_what_it_holds() -> None:
+    world = NodeWorld()
+    world.put(WRITER, keys(1))
+    newer = worker("gateway", "g2")
+    world.handle(WhoAreYou(gateway=newer))
+    world.put(WRITER, keys(2))
+    world.tick(0.1)
+    address, hello = world.channel.sent[-1]
+    assert (address, type(hello)) == (newer.address, WorkerHello)

@@ -56,6 +56,8 @@ EXAMPLES: list[m.AnyMessage] = [
     m.PutEnd(writer=WORKER, ticket=1, written=[b"k"]),
     m.PinBlocks(reader=WORKER, ticket=1, keys=[b"k"]),
     m.Unpin(reader=WORKER, ticket=1),
+    m.DoubtPeers(worker=WORKER, peers=[WORKER]),
+    m.WhoAreYou(gateway=WORKER),
 ]  # fmt: skip
 
 
