@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mooncake.base import ConfigError, MooncakeError
 from mooncake.launch import environment, machine_facts, process
+from mooncake.launch.descendants import Descendants
 from mooncake.launch.driver import Driver
 from mooncake.launch.process import WorkerSettings
 from mooncake.telemetry.log import configure_logging
@@ -35,6 +36,8 @@ NAMESPACE = "mooncake"
 FACTS_KEY = b"mooncake/cluster"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray insists on one; nothing of ours is ever put there."""
+AGENTS_S = 0.5
+"""Ray's helpers get this long to end by themselves."""
 POLL_S = 0.2
 STOP_S = 10.0
 """A worker that has not stopped by itself after this long is killed."""
@@ -149,6 +152,8 @@ def _own_address() -> str:
 def connect(address: str | None, bind_host: str) -> None:
     """Start Ray on this machine, or attach to the cluster at `address`.
 
+    Ray's processes end with the *thread* that started them, so it must outlive them.
+
     Raises:
         ConfigError: there is no cluster at `address`, or this machine is not part of it.
     """
@@ -175,9 +180,15 @@ def connect(address: str | None, bind_host: str) -> None:
 
 
 def disconnect() -> None:
-    """Leave Ray; one that `connect` started ends with all its processes."""
-    if ray.is_initialized():
+    """Leave Ray; one that `connect` started has ended with all its processes on return.
+
+    Ray's agents outlive its own shutdown by minutes, so what is left of our descendants is killed.
+    """
+    if not ray.is_initialized():
+        return
+    with Descendants() as descendants:
         ray.shutdown()
+        descendants.end(AGENTS_S)
 
 
 def address() -> str:
@@ -205,7 +216,7 @@ def read_facts() -> ClusterFacts:
 class Supervisor:
     """Starts worker processes, tells of each death at once, starts them again, ends them all.
 
-    One thread of its own (`watch`) after `start`; `lost` is called in it with a worker's id.
+    All in the thread that called `connect`, but for `give_up`. `lost` is told a worker's id.
     """
 
     def __init__(self, lost: Callable[[str], None]) -> None:
@@ -213,7 +224,6 @@ class Supervisor:
         self._entries: list[_Entry] = []
         self._poll = select.poll()
         self._stopping = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
 
     def start(
         self,
@@ -225,7 +235,7 @@ class Supervisor:
         """Start the workers and return their pids when all are ready.
 
         Raises:
-            MooncakeError: one cannot start, or `stop` was called.
+            MooncakeError: one cannot start, or `give_up` was called.
         """
         for each in settings:
             self._entries.append(self._launch(each, here_only=here_only))
@@ -243,27 +253,27 @@ class Supervisor:
                     state = entry.state
                     what = "ready" if state.ready else state.what
                     show(entry.settings.worker_id, what, state.done, state.whole)
-        self._watcher.start()
         return {e.settings.worker_id: e.state.pid for e in self._entries if e.state is not None}
 
-    def stop_waiting(self) -> None:
-        """Have `start` give up; from any thread."""
+    def give_up(self) -> None:
+        """Have `start` or `watch` return soon; from any thread."""
         self._stopping.set()
 
+    def watch(self) -> None:
+        """Look after the workers until `give_up`."""
+        while not self._stopping.is_set():
+            self._step()
+
     def stop(self) -> None:
-        """End all workers; when this returns their processes are gone."""
+        """End all workers, those that have not begun to serve at once."""
         self._stopping.set()
-        if self._watcher.is_alive():
-            self._watcher.join()
-        calls = []
+        runs = []
         for entry in self._entries:
-            try:
+            if entry.state is not None and entry.state.ready and not entry.lost:
                 entry.actor.stop.remote()
-                calls.append(entry.run)
-            except RayError:
-                continue
-        if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=STOP_S)
+                runs.append(entry.run)
+        if runs:
+            ray.wait(runs, num_returns=len(runs), timeout=STOP_S)
         for entry in self._entries:
             ray.kill(entry.actor, no_restart=True)
             self._forget_process(entry)
@@ -286,10 +296,6 @@ class Supervisor:
             .remote(settings.worker_id)
         )
         return _Entry(settings, actor, _call_run(actor, settings))
-
-    def _watch(self) -> None:
-        while not self._stopping.is_set():
-            self._step()
 
     def _step(self) -> None:
         """Wait a moment; deal with what has happened."""

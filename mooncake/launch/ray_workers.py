@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 from rich.console import Console
@@ -21,8 +21,6 @@ from mooncake.launch.process import WorkerSettings, open_model
 from mooncake.launch.settings import ServeConfig
 from mooncake.launch.workers import cluster_workers
 
-START_WAIT_S = 60.0
-
 
 class RayWorkers:
     """The workers of a cluster whose gateway is this process (see `serve.Workers`)."""
@@ -31,45 +29,63 @@ class RayWorkers:
         self._config = config
         self._plan = plan
         self._secret = secret
-        self._supervisor: ray_cluster.Supervisor | None = None
-        self._over = threading.Event()
-        """`start` has returned or raised."""
+        self._started: Future[list[report.WorkerRow]] = Future()
         self._stopping = threading.Event()
+        self._supervisor: ray_cluster.Supervisor | None = None
+        self._thread: threading.Thread | None = None
 
     def start(self, front: Front, show: report.Show) -> list[report.WorkerRow]:
-        try:
-            return self._start(front, show)
-        finally:
-            self._over.set()
+        self._thread = threading.Thread(
+            target=self._run, args=(front, show), name="supervisor", daemon=True
+        )
+        self._thread.start()
+        return self._started.result()
 
-    def _start(self, front: Front, show: report.Show) -> list[report.WorkerRow]:
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._supervisor is not None:
+            self._supervisor.give_up()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, front: Front, show: report.Show) -> None:
+        """The supervisor's whole life, in one thread: Ray's processes end with it."""
+        try:
+            self._supervisor = supervisor = ray_cluster.Supervisor(front.worker_lost)
+            if self._stopping.is_set():
+                supervisor.give_up()
+            try:
+                self._started.set_result(self._start(supervisor, front, show))
+            except BaseException as error:
+                self._started.set_exception(error)
+            else:
+                supervisor.watch()
+            supervisor.stop()
+        finally:
+            ray_cluster.disconnect()
+
+    def _start(
+        self, supervisor: ray_cluster.Supervisor, front: Front, show: report.Show
+    ) -> list[report.WorkerRow]:
         config, plan = self._config, self._plan
         show("ray", "starting", 0, 0)
         # The tensor library is needed once, to name the weights; it loads while Ray starts.
         with ThreadPoolExecutor(1) as pool:
             naming = pool.submit(_layout, plan)
             ray_cluster.connect(config.ray_address, config.bind_host)
-            layout, revision = naming.result()
+            model = naming.result()
         show("ray", report.READY, 1, 1)
-        settings = cluster_workers(
-            config,
-            plan,
-            (layout, revision),
-            front.channel.address,
-            self._secret,
-            machine_facts.host_name(),
+        host = machine_facts.host_name()
+        settings = cluster_workers(config, plan, model, front.channel.address, self._secret, host)
+        ray_cluster.write_facts(
+            ray_cluster.ClusterFacts(
+                gateway_address=front.channel.address,
+                cluster_secret=self._secret,
+                worker=settings[0],
+            )
         )
-        facts = ray_cluster.ClusterFacts(
-            gateway_address=front.channel.address,
-            cluster_secret=self._secret,
-            worker=settings[0],
-        )
-        ray_cluster.write_facts(facts)
-        if self._stopping.is_set():
-            raise MooncakeError("stopped while Ray was starting")
-        self._supervisor = ray_cluster.Supervisor(front.worker_lost)
         here_only = environment.is_loopback(config.bind_host)
-        pids = self._supervisor.start(settings, show, here_only=here_only)
+        pids = supervisor.start(settings, show, here_only=here_only)
         return [
             report.WorkerRow(
                 each.worker_id,
@@ -80,15 +96,6 @@ class RayWorkers:
             )
             for each in settings
         ]
-
-    def stop(self) -> None:
-        self._stopping.set()
-        if self._supervisor is not None:
-            self._supervisor.stop_waiting()
-        self._over.wait(START_WAIT_S)
-        if self._supervisor is not None:
-            self._supervisor.stop()
-        ray_cluster.disconnect()
 
     @property
     def join_address(self) -> str:
@@ -110,39 +117,32 @@ def join(config: ServeConfig) -> int:
     assert config.role is not None
     assert config.join is not None
     console = Console(stderr=True)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    supervisor: ray_cluster.Supervisor | None = None
+    supervisor = ray_cluster.Supervisor(lambda _: None)
+    asked_to_stop = threading.Event()
+
+    def on_signal(*_: object) -> None:
+        asked_to_stop.set()
+        supervisor.give_up()
+
     try:
+        signal.signal(signal.SIGTERM, on_signal)
         ray_cluster.connect(config.join, config.bind_host)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray sets its own
+            signal.signal(number, on_signal)
         settings = _joining(config, ray_cluster.read_facts())
-        supervisor = ray_cluster.Supervisor(lambda _: None)
-        threading.Thread(
-            target=_stop_waiting, args=(stop, supervisor), name="signals", daemon=True
-        ).start()
         with report.StartProgress(console) as show:
             pids = supervisor.start([settings], show, here_only=True)
         console.print(
             f"{settings.worker_id} (pid {pids[settings.worker_id]}) has joined; Ctrl-C takes it out"
         )
-        stop.wait()
-        return 0
+        supervisor.watch()
     except MooncakeError:
-        if stop.is_set():
-            return 0
-        raise
+        if not asked_to_stop.is_set():
+            raise
     finally:
-        if supervisor is not None:
-            supervisor.stop()
+        supervisor.stop()
         ray_cluster.disconnect()
-
-
-def _stop_waiting(stop: threading.Event, supervisor: ray_cluster.Supervisor) -> None:
-    stop.wait()
-    supervisor.stop_waiting()
+    return 0
 
 
 def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts) -> WorkerSettings:

@@ -124,6 +124,8 @@ class _Serving:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         starting = _in_thread(loop, self._start)
+        # When a signal comes first, how the start ends is nobody's concern any more.
+        starting.add_done_callback(lambda future: future.exception())
         door = asyncio.create_task(
             self._front.serve(self._config, self._model, listener, self._stop, self._on_open)
         )

@@ -67,4 +67,8 @@ def configure_logging(
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    return {
+        name: value
+        for name, value in vars(record).items()
+        if name not in _STANDARD and not name.startswith("_")  # others (Ray) add private ones
+    }
