@@ -129,7 +129,7 @@ def _entries(path: Path, header: bytes, file_bytes: int) -> dict[str, StoredTens
             for name, row in parsed.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: the safetensors header is malformed ({error})") from error
     start = 8 + len(header)
     entries = {}
