@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,10 @@ def render_conversation(
         )
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
+    turns = [template_message(message) for message in messages]
+    rename_calls(turns)
     return template.render(
-        [template_message(message) for message in messages],
+        turns,
         tools=[tool.raw for tool in tools] if tools else None,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=bool(continue_final_message),
@@ -48,6 +51,31 @@ def render_conversation(
 RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 )
+
+
+_OWN_ID = re.compile(r"functions\.(.+):\d+")
+
+
+def rename_calls(turns: Sequence[dict[str, Any]]) -> None:
+    """Give every tool call of the history an id in Kimi-K2's own style, `functions.NAME:INDEX`,
+    and its result the same one: other styles mislead the model.
+
+    Ids that are in that style stay, so that a conversation keeps its cached prefix. INDEX counts
+    the calls of the whole conversation.
+    """
+    renamed: dict[str, str] = {}
+    num_calls = 0
+    for turn in turns:
+        for call in turn.get("tool_calls") or []:
+            name, given = call["function"]["name"], call.get("id") or ""
+            match = _OWN_ID.fullmatch(given)
+            if match is None or match[1] != name:
+                call["id"] = f"functions.{name}:{num_calls}"
+            renamed[given] = call["id"]
+            num_calls += 1
+        if turn["role"] == "tool":
+            given = turn.get("tool_call_id") or ""
+            turn["tool_call_id"] = renamed.get(given, given)
 
 
 def template_message(message: ChatMessage) -> dict[str, Any]:

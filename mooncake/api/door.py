@@ -14,6 +14,7 @@ from mooncake.api.backend import Backend
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import shorten
 from mooncake.api.generation import Call, Choice, TextOptions
+from mooncake.api.message_parser import THINK_MARKERS, TOOL_MARKERS, find_markers
 from mooncake.api.model import ServedModel
 from mooncake.api.sampling import choice_seed, request_priority
 from mooncake.api.schema.fields import GenerationFields
@@ -54,6 +55,10 @@ class Door:
         self.names = config.served_model_names or model.names
         self.fingerprint = f"mooncake-{__version__}"
         self.draining = False
+        self.think_markers = find_markers(model.tokenizer, THINK_MARKERS)
+        """Empty when the model does not mark its reasoning."""
+        self.tool_markers = find_markers(model.tokenizer, TOOL_MARKERS)
+        """Empty when the model has no tool-call format that we know."""
         self._ids = ids or SystemIds()
         self._wall_s = wall_s
         self._calls: set[Call] = set()
@@ -96,6 +101,7 @@ class Door:
         call_id: str,
         prompts: Sequence[tuple[list[int], SamplingParams]],
         fields: GenerationFields,
+        options: TextOptions,
     ) -> Call:
         """Make the sequences of a call: `n` for each prompt, prompt by prompt.
 
@@ -113,11 +119,6 @@ class Door:
             )
         seed = self._ids.integer(64) if fields.seed is None else fields.seed
         base = f"{call_id}-{self._ids.hex(4)}"
-        options = TextOptions(
-            stops=tuple(fields.stops),
-            include_stop=bool(fields.include_stop_str_in_output),
-            skip_special=fields.skip_special_tokens is not False,
-        )
         requests: list[GenerateRequest] = []
         for tokens, sampling in prompts:
             for _ in range(n):

@@ -6,13 +6,14 @@ disconnect ends. Replies and streams are made from the same `Delta`s, so they ag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import msgspec
 
 from mooncake.api.backend import Backend, EventStream
 from mooncake.api.errors import failure_error
+from mooncake.api.message_parser import Marker, MessageParser, ToolCallDelta, reasoning_is_open
 from mooncake.api.stream import Detokenizer, StopMatcher
 from mooncake.api.tokenizer import Tokenizer
 from mooncake.base import (
@@ -34,6 +35,10 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
+    markers: Mapping[int, Marker] = {}
+    """Tokens that cut the text into reasoning, content and tool calls; none = plain text."""
+    max_calls: int | None = None
+    """Further tool calls are dropped."""
 
 
 class Delta(msgspec.Struct, kw_only=True):
@@ -41,14 +46,17 @@ class Delta(msgspec.Struct, kw_only=True):
 
     index: int
     text: str
+    """Without reasoning and tool calls."""
     tokens: list[int]
     logprobs: list[TokenLogprobs]
     """As long as `tokens` when asked for, else empty."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
-    """"stop" or "length" with the last one."""
+    """"stop", "length" or "tool_calls" with the last one."""
     stop_reason: int | str | None = None
     """The stop string or extra stop id that ended it; None for the model's own end of text."""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = []
 
 
 class Choice:
@@ -64,6 +72,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self.num_cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self._eos = frozenset(eos_token_ids)
@@ -74,6 +83,13 @@ class Choice:
         self._matcher = StopMatcher(options.stops, include_stop=options.include_stop)
         self._held_stop_id: int | None = None
         self._stop_reason: int | str | None = None
+        self._parser: MessageParser | None = None
+        if options.markers:
+            self._parser = MessageParser(
+                options.markers,
+                reasoning_open=reasoning_is_open(request.prompt_tokens, options.markers),
+                max_calls=options.max_calls,
+            )
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -109,6 +125,10 @@ class Choice:
         )
         self._text, self._tokens, self._logprobs = [], [], []
         self._prompt_logprobs = None
+        if self._parser is not None:
+            message = self._parser.take()
+            delta.text, delta.reasoning = message.content, message.reasoning
+            delta.tool_calls = message.tool_calls
         return delta
 
     def _add(self, event: TokensEvent) -> None:
@@ -131,21 +151,49 @@ class Choice:
         """Turn one token into text. A stop id is held back: it only shows if it does not stop."""
         if self._held_stop_id is not None:
             held, self._held_stop_id = self._held_stop_id, None
-            self._show_text(self._detokenizer.push(held))
+            self._show_token(held)
         if token in self._stop_ids and not self.finished:
             self._held_stop_id = token
         elif not self.finished:
+            self._show_token(token)
+
+    def _show_token(self, token: int) -> None:
+        parser = self._parser
+        if parser is None:
             self._show_text(self._detokenizer.push(token))
+            return
+        if parser.reasoning:
+            self.num_reasoning_tokens += 1
+        marker = parser.markers.get(token)
+        if marker is None:
+            self._show_text(self._detokenizer.push(token))
+        else:
+            parser.text(self._matcher.flush())
+            parser.marker(marker)
 
     def _show_text(self, text: str) -> None:
-        if self.num_tokens <= self._min_tokens:
-            self._text.append(text)
-            return
-        shown, stop = self._matcher.push(text)
-        self._text.append(shown)
+        """Pass text on as far as no stop string can come of it (none is looked for in calls)."""
+        stop = None
+        in_section = self._parser is not None and self._parser.in_section
+        if self.num_tokens > self._min_tokens and not in_section:
+            text, stop = self._matcher.push(text)
+        self._put(text)
         if stop is not None:
-            self.finish_reason = "stop"
+            self._finish("stop")
             self._stop_reason = stop
+
+    def _put(self, text: str) -> None:
+        if self._parser is None:
+            self._text.append(text)
+        else:
+            self._parser.text(text)
+
+    def _finish(self, reason: str) -> None:
+        if self._parser is not None and reason == "stop":
+            self._parser.end()
+            if self._parser.num_calls:
+                reason = "tool_calls"
+        self.finish_reason = reason
 
     def _end(self, event: FinalEvent) -> None:
         if event.failure is not None:
@@ -155,11 +203,11 @@ class Choice:
         stop_id = event.stop_token_id
         held, self._held_stop_id = self._held_stop_id, None
         if held is not None and (held != stop_id or self._include_stop):
-            self._show_text(self._detokenizer.push(held))
+            self._show_token(held)
         if self.finished:
             return
-        self._text.append(self._matcher.flush())
-        self.finish_reason = event.reason.value
+        self._put(self._matcher.flush())
+        self._finish(event.reason.value)
         if stop_id is not None and stop_id not in self._eos:
             self._stop_reason = stop_id
 
@@ -239,6 +287,10 @@ class Call:
     @property
     def num_output_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     @property
     def num_cached_tokens(self) -> int:

@@ -4,13 +4,15 @@ the model. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
 
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import shorten
+from mooncake.api.generation import TextOptions
+from mooncake.api.message_parser import Marker
 from mooncake.api.model import ServedModel
 from mooncake.api.schema.fields import GenerationFields
 from mooncake.base import ContextTooLong, InvalidRequest, Priority, SamplingParams
@@ -137,6 +139,22 @@ def check_ids(name: str, tokens: Iterable[int], model: ServedModel) -> None:
                 f"{name}: token id {token} is out of range, the vocabulary has {size} ids",
                 param=name,
             )
+
+
+def text_options(
+    fields: GenerationFields,
+    *,
+    markers: Mapping[int, Marker] | None = None,
+    max_calls: int | None = None,
+) -> TextOptions:
+    """Return how the tokens of a call become text."""
+    return TextOptions(
+        stops=tuple(fields.stops),
+        include_stop=bool(fields.include_stop_str_in_output),
+        skip_special=fields.skip_special_tokens is not False,
+        markers=markers or {},
+        max_calls=max_calls,
+    )
 
 
 def choice_seed(seed: int, which: int) -> int:

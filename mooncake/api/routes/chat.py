@@ -12,8 +12,15 @@ from mooncake.api.door import Door
 from mooncake.api.generation import Call, Delta
 from mooncake.api.http import CallResponse, call_id, read_body
 from mooncake.api.logprobs import LogprobSpeller
+from mooncake.api.message_parser import ToolCallDelta
 from mooncake.api.routes.usage import call_usage
-from mooncake.api.sampling import Wanted, fit_output, fit_prompt, sampling_params
+from mooncake.api.sampling import (
+    Wanted,
+    fit_output,
+    fit_prompt,
+    sampling_params,
+    text_options,
+)
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.openapi import json_body
 from mooncake.api.schema.replies import (
@@ -23,6 +30,8 @@ from mooncake.api.schema.replies import (
     ChatLogprobs,
     ChatReply,
     ChatText,
+    FunctionText,
+    ToolCallReply,
     Usage,
     encode,
 )
@@ -48,6 +57,9 @@ def chat_routes(door: Door) -> APIRouter:
 
 async def _new_call(door: Door, body: ChatRequest, name: str) -> Call:
     _check_chat(body)
+    calls = bool(body.tools) and body.tool_choice != "none"
+    if calls and not door.tool_markers:
+        raise InvalidRequest("tools: this model has no tool-call format we know", param="tools")
     kwargs = dict(body.chat_template_kwargs or {})
     if body.documents is not None:
         kwargs["documents"] = body.documents
@@ -56,7 +68,7 @@ async def _new_call(door: Door, body: ChatRequest, name: str) -> Call:
     text = render_conversation(
         door.model.template,
         body.messages,
-        None if body.tool_choice == "none" else body.tools,
+        body.tools if calls else None,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         kwargs=kwargs,
@@ -64,7 +76,10 @@ async def _new_call(door: Door, body: ChatRequest, name: str) -> Call:
     tokens = await door.encode(text, add_special=bool(body.add_special_tokens))
     tokens = fit_prompt(tokens, body, sampling, door.model)
     sampling = fit_output(len(tokens), sampling, wanted, door.model)
-    return door.new_call(name, [(tokens, sampling)], body)
+    markers = door.think_markers | (door.tool_markers if calls else {})
+    max_calls = 1 if body.parallel_tool_calls is False else None
+    options = text_options(body, markers=markers, max_calls=max_calls)
+    return door.new_call(name, [(tokens, sampling)], body, options)
 
 
 def _wanted(body: ChatRequest) -> Wanted:
@@ -89,10 +104,18 @@ def _check_chat(body: ChatRequest) -> None:
         raise InvalidRequest(
             "prompt_logprobs is not available with stream=true", param="prompt_logprobs"
         )
-    if body.tools and body.tool_choice != "none":
-        raise InvalidRequest("tools: calling tools is not supported yet", param="tools")
     if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        raise InvalidRequest(
+            'tool_choice: only "auto" and "none" are supported yet', param="tool_choice"
+        )
+
+
+def _tool_call(piece: ToolCallDelta) -> ToolCallReply:
+    function = FunctionText(arguments=piece.arguments)
+    reply = ToolCallReply(index=piece.index, function=function)
+    if piece.call_id is not None and piece.name is not None:
+        reply.id, reply.type, function.name = piece.call_id, "function", piece.name
+    return reply
 
 
 class ChatRenderer:
@@ -122,7 +145,7 @@ class ChatRenderer:
             choices=[
                 ChatChoice(
                     index=delta.index,
-                    message=ChatText(role="assistant", content=self._echo + delta.text),
+                    message=self._message(delta),
                     logprobs=self._logprobs(delta),
                     finish_reason=delta.finish_reason,
                     stop_reason=delta.stop_reason,
@@ -149,17 +172,39 @@ class ChatRenderer:
 
     def chunk(self, call: Call, delta: Delta) -> list[bytes]:
         ended = delta.finish_reason is not None
-        if not (delta.text or delta.logprobs or ended or self._body.return_token_ids):
+        told = delta.text or delta.reasoning or delta.tool_calls or delta.logprobs
+        if not (told or ended or self._body.return_token_ids):
             return []
         choice = ChatChunkChoice(
             index=delta.index,
-            delta=ChatText(content=delta.text) if delta.text else ChatText(),
+            delta=self._text(delta),
             logprobs=self._logprobs(delta) if delta.tokens else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason if ended else UNSET,
             token_ids=delta.tokens if self._body.return_token_ids else UNSET,
         )
         return [encode(self._chunk(call, [choice]))]
+
+    def _message(self, delta: Delta) -> ChatText:
+        """Return a whole message; its content is null when there are only tool calls."""
+        content = self._echo + delta.text
+        message = self._text(delta)
+        message.role = "assistant"
+        message.content = None if delta.tool_calls and not content else content
+        for call in message.tool_calls or []:
+            call.index = UNSET  # a stream's way to tell calls apart
+        return message
+
+    def _text(self, delta: Delta) -> ChatText:
+        """Return what a delta adds; reasoning under both names that clients know."""
+        text = ChatText()
+        if delta.text:
+            text.content = delta.text
+        if delta.reasoning and self._body.include_reasoning is not False:
+            text.reasoning = text.reasoning_content = delta.reasoning
+        if delta.tool_calls:
+            text.tool_calls = [_tool_call(piece) for piece in delta.tool_calls]
+        return text
 
     def end(self, call: Call) -> list[bytes]:
         if not self._body.include_usage:

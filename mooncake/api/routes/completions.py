@@ -20,6 +20,7 @@ from mooncake.api.sampling import (
     fit_output,
     fit_prompt,
     sampling_params,
+    text_options,
 )
 from mooncake.api.schema.completion import DEFAULT_MAX_TOKENS, CompletionRequest
 from mooncake.api.schema.openapi import json_body
@@ -45,7 +46,9 @@ def completion_routes(door: Door) -> APIRouter:
         door.check_fields(body)
         _check_completion(body)
         prompts, texts = await _prompts(door, body)
-        call = door.new_call(call_id("cmpl", request, body.request_id), prompts, body)
+        call = door.new_call(
+            call_id("cmpl", request, body.request_id), prompts, body, text_options(body)
+        )
         renderer = CompletionRenderer(door, body, texts)
         return CallResponse(door, call, renderer, stream=bool(body.stream))
 

@@ -65,6 +65,12 @@ class ChatMessage(BaseModel):
     reasoning: str | None = None
     reasoning_content: str | None = None
 
+    @model_validator(mode="after")
+    def _result_names_its_call(self) -> ChatMessage:
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("a message of role tool needs the tool_call_id it answers")
+        return self
+
     @property
     def text(self) -> str:
         """The content as one text; None and empty lists are the empty text."""

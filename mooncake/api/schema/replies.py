@@ -19,6 +19,12 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    """How much of the output was thinking."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """What the call cost, in tokens."""
 
@@ -26,6 +32,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
 
 
 class TokenLogprob(msgspec.Struct):
@@ -71,7 +78,7 @@ class PromptLogprob(msgspec.Struct):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class FunctionText(msgspec.Struct, omit_defaults=True):
+class FunctionText(msgspec.Struct):
     """Name and arguments of a call, or a piece of the arguments."""
 
     name: str | UnsetType = UNSET

@@ -33,7 +33,7 @@ def run(
     async def main() -> None:
         backend = ScriptedBackend(script)
         async with (
-            live_door(backend) as url,
+            live_door(backend, model=tiny_model(max_model_len=1024)) as url,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
         ):
             await test(client, backend)
@@ -64,7 +64,7 @@ def test_answer_with_usage() -> None:
             "<|im_user|>user<|im_middle|>hi<|im_end|><|im_assistant|>assistant<|im_middle|>"
         )
         assert asked.sampling.seed == 5
-        assert asked.sampling.max_tokens == 256 - len(asked.prompt_tokens)
+        assert asked.sampling.max_tokens == 1024 - len(asked.prompt_tokens)
 
     run(says(TEXT + "<|im_end|>", cached=7), test)
 
@@ -307,3 +307,88 @@ def test_seeds_are_drawn_when_none_is_given() -> None:
         assert len(set(seeds)) == 4
 
     run(says(TEXT), test)
+
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "look-up", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+CALLS = (
+    "<think>need it</think>ok<|tool_calls_section_begin|><|tool_call_begin|>functions.look-up:0"
+    '<|tool_call_argument_begin|>{"q": "你好"}<|tool_call_end|>'
+    "<|tool_call_begin|>functions.look-up:1"
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
+)
+
+
+def test_tool_calls_whole_and_streamed_agree() -> None:
+    async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
+        whole = await client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
+        message = whole.choices[0].message
+        assert whole.choices[0].finish_reason == "tool_calls"
+        assert message.content == "ok"
+        dump = message.model_dump()
+        assert (dump["reasoning"], dump["reasoning_content"]) == ("need it", "need it")
+        assert message.tool_calls is not None
+        calls = [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls]
+        assert calls == [
+            ("functions.look-up:0", "look-up", '{"q": "你好"}'),
+            ("functions.look-up:1", "look-up", "{}"),
+        ]
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens_details is not None
+        assert whole.usage.completion_tokens_details.reasoning_tokens == len("need it") + 1
+        prompt = TOKENIZER.decode(backend.requests[0].prompt_tokens)
+        assert prompt.startswith("<|im_system|>tool_declare<|im_middle|>[{")
+
+        async with client.chat.completions.stream(
+            model="tiny", messages=ASK, tools=TOOLS
+        ) as stream:
+            final = await stream.get_final_completion()
+        streamed = final.choices[0]
+        assert streamed.finish_reason == "tool_calls"
+        assert streamed.message.content == "ok"
+        assert streamed.message.tool_calls is not None
+        assert [
+            (c.id, c.function.name, c.function.arguments) for c in streamed.message.tool_calls
+        ] == calls
+
+    run(says(CALLS), test)
+
+
+def test_calls_without_text_have_null_content_and_one_call_when_not_parallel() -> None:
+    async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
+        reply = await client.chat.completions.create(
+            model="tiny", messages=ASK, tools=TOOLS, parallel_tool_calls=False
+        )
+        message = reply.choices[0].message
+        assert message.content is None
+        assert message.tool_calls is not None
+        assert [call.id for call in message.tool_calls] == ["functions.look-up:0"]
+
+    run(says(CALLS[CALLS.index("<|tool_calls") :]), test)
+
+
+def test_tool_choice_none_shows_no_tools_and_reads_no_calls() -> None:
+    async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
+        reply = await client.chat.completions.create(
+            model="tiny", messages=ASK, tools=TOOLS, tool_choice="none"
+        )
+        assert reply.choices[0].message.tool_calls is None
+        assert "tool_declare" not in TOKENIZER.decode(backend.requests[0].prompt_tokens)
+
+    run(says("hello"), test)
+
+
+def test_reasoning_can_be_left_out() -> None:
+    async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
+        reply = await client.chat.completions.create(
+            model="tiny", messages=ASK, extra_body={"include_reasoning": False}
+        )
+        message = reply.choices[0].message.model_dump()
+        assert message["content"] == "yes"
+        assert "reasoning" not in message
+
+    run(says("<think>hm</think>yes"), test)

@@ -1,0 +1,197 @@
+"""Cuts an answer into reasoning, content and tool calls, as Kimi-K2 marks them.
+
+Works on token ids of the markers, never on their spelling: what a user or a model merely spells is
+text. One object a choice; the cut does not depend on how tokens were grouped.
+
+    content ──<think>──► reasoning ──</think>──► content
+       └───────────┬─────────┘
+           section begin ──► between ──call begin──► id ──argument begin──► arguments
+                                └──────◄── call end ──────────────────────────┘
+    A section ends reasoning too: the model may call tools inside an unfinished think block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+import msgspec
+
+from mooncake.api.tokenizer import Tokenizer
+
+
+class Marker(str, Enum):
+    """The special tokens that structure an answer, by their names in the checkpoint."""
+
+    THINK_BEGIN = "<think>"
+    THINK_END = "</think>"
+    SECTION_BEGIN = "<|tool_calls_section_begin|>"
+    SECTION_END = "<|tool_calls_section_end|>"
+    CALL_BEGIN = "<|tool_call_begin|>"
+    ARGUMENT_BEGIN = "<|tool_call_argument_begin|>"
+    CALL_END = "<|tool_call_end|>"
+
+
+THINK_MARKERS = (Marker.THINK_BEGIN, Marker.THINK_END)
+TOOL_MARKERS = tuple(marker for marker in Marker if marker not in THINK_MARKERS)
+
+PREFILL_WINDOW = 3
+"""A template that opens the think block for the model does so in the last tokens of the prompt."""
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """What was added to one call. `id` and `name` come once, with the first piece."""
+
+    index: int
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class MessageDelta(msgspec.Struct, kw_only=True):
+    """What was added to a message since the last one."""
+
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCallDelta]
+
+
+class _State(Enum):
+    CONTENT = "content"
+    REASONING = "reasoning"
+    BETWEEN = "between"
+    ID = "id"
+    ARGUMENTS = "arguments"
+
+
+_IN_SECTION = (_State.BETWEEN, _State.ID, _State.ARGUMENTS)
+
+_MOVES: dict[tuple[_State, Marker], _State] = {
+    (_State.CONTENT, Marker.THINK_BEGIN): _State.REASONING,
+    (_State.REASONING, Marker.THINK_END): _State.CONTENT,
+    (_State.CONTENT, Marker.SECTION_BEGIN): _State.BETWEEN,
+    (_State.REASONING, Marker.SECTION_BEGIN): _State.BETWEEN,
+    **{(state, Marker.CALL_BEGIN): _State.ID for state in _State},
+    **{(state, Marker.CALL_END): _State.BETWEEN for state in _IN_SECTION},
+    **{(state, Marker.SECTION_END): _State.CONTENT for state in _IN_SECTION},
+}
+
+
+class MessageParser:
+    """Takes text and markers in order, gives `MessageDelta`s."""
+
+    def __init__(
+        self, markers: Mapping[int, Marker], *, reasoning_open: bool, max_calls: int | None
+    ) -> None:
+        self.markers = markers
+        self.num_calls = 0
+        self._max_calls = max_calls
+        self._state = _State.REASONING if reasoning_open else _State.CONTENT
+        self._id_text = ""
+        self._arguments_seen = False
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the model is thinking."""
+        return self._state is _State.REASONING
+
+    @property
+    def in_section(self) -> bool:
+        """Whether text belongs to tool calls, where stop strings do not apply."""
+        return self._state in _IN_SECTION
+
+    def text(self, text: str) -> None:
+        """Take text between markers."""
+        if not text:
+            return
+        match self._state:
+            case _State.CONTENT:
+                self._content.append(text)
+            case _State.REASONING:
+                self._reasoning.append(text)
+            case _State.ID:
+                self._id_text += text
+            case _State.ARGUMENTS:
+                if not self._arguments_seen:
+                    text = text.lstrip()
+                self._add_arguments(text)
+            case _State.BETWEEN:
+                pass  # white space between calls means nothing
+
+    def marker(self, marker: Marker) -> None:
+        """Take a marker; one that makes no sense here is ignored."""
+        if marker is Marker.ARGUMENT_BEGIN:
+            if self._state is _State.ID:
+                self._begin_call()
+            return
+        if marker in (Marker.CALL_BEGIN, Marker.CALL_END, Marker.SECTION_END):
+            self._end_call()
+            self._id_text = ""
+        self._state = _MOVES.get((self._state, marker), self._state)
+
+    def end(self) -> None:
+        """The answer ended by itself: a call that was opened is taken as whole."""
+        self._end_call()
+
+    def take(self) -> MessageDelta:
+        """Return what is new since the last call."""
+        delta = MessageDelta(
+            content="".join(self._content),
+            reasoning="".join(self._reasoning),
+            tool_calls=self._calls,
+        )
+        self._content, self._reasoning, self._calls = [], [], []
+        return delta
+
+    def _begin_call(self) -> None:
+        call_id = self._id_text.strip()
+        name = function_name(call_id)
+        if ":" not in call_id:
+            call_id = f"functions.{name}:{self.num_calls}"
+        self._state, self._arguments_seen = _State.ARGUMENTS, False
+        self.num_calls += 1
+        if self._kept:
+            self._calls.append(ToolCallDelta(index=self.num_calls - 1, call_id=call_id, name=name))
+
+    def _end_call(self) -> None:
+        if self._state is _State.ARGUMENTS and not self._arguments_seen:
+            self._add_arguments("{}")
+
+    def _add_arguments(self, text: str) -> None:
+        if not text:
+            return
+        self._arguments_seen = True
+        if not self._kept:
+            return
+        index = self.num_calls - 1
+        if self._calls and self._calls[-1].index == index:
+            self._calls[-1].arguments += text
+        else:
+            self._calls.append(ToolCallDelta(index=index, arguments=text))
+
+    @property
+    def _kept(self) -> bool:
+        return self._max_calls is None or self.num_calls <= self._max_calls
+
+
+def function_name(call_id: str) -> str:
+    """Return the name in `functions.NAME:INDEX`; the name may itself have dots, dashes and colons,
+    and either end may be missing (`search:2`)."""
+    name = call_id.removeprefix("functions.")
+    head, colon, index = name.rpartition(":")
+    return head if colon and index.strip().isdecimal() else name
+
+
+def find_markers(tokenizer: Tokenizer, wanted: Sequence[Marker]) -> dict[int, Marker]:
+    """Return the ids of `wanted` in this tokenizer; {} unless it has all of them."""
+    ids = {tokenizer.special_id(marker.value): marker for marker in wanted}
+    return {} if None in ids else {key: value for key, value in ids.items() if key is not None}
+
+
+def reasoning_is_open(prompt_tokens: Sequence[int], markers: Mapping[int, Marker]) -> bool:
+    """Whether the prompt ends inside a think block that the template opened."""
+    last = [markers[token] for token in prompt_tokens[-PREFILL_WINDOW:] if token in markers]
+    return bool(last) and last[-1] is Marker.THINK_BEGIN
