@@ -17,6 +17,12 @@ from mooncake.launch import options
 from mooncake.launch.config import resolve, unknown_setting
 from mooncake.launch.settings import ServeConfig
 
+EXTRAS = {
+    "fastapi": "api", "httptools": "api", "httpx": "api", "pydantic": "api", "ray": "ray",
+    "starlette": "api", "uvicorn": "api", "uvloop": "api",
+}  # fmt: skip
+"""Packages that not every installation has -> the extra that brings them."""
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 SERVE_EXAMPLES = """examples:
@@ -63,6 +69,15 @@ def run(argv: Sequence[str]) -> int:
         return act(arguments)
     except MooncakeError as error:
         print(f"mooncake: {error.message}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").split(".")[0])
+        if extra is None:
+            raise
+        print(
+            f"mooncake: {error.name} is not installed: pip install 'mooncake[{extra}]'",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         return 130

@@ -20,6 +20,9 @@ QUIET = {
 }
 """For every process of ours, Ray's own included."""
 
+EARLY = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+"""What still helps when a process has started, if torch was not imported yet."""
+
 LOOPBACK_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray's own sockets on 127.0.0.1, as on systems where it only ever runs on one machine. To be
 set before ray is imported."""
