@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+_GROUPED_MM_ALIGNMENT = 16
+
 
 @dataclass(frozen=True)
 class ExpertOrder:
@@ -45,8 +47,25 @@ def weighted_sum(outputs: torch.Tensor, order: ExpertOrder, weights: torch.Tenso
     )
 
 
+def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return each row times its group's matrix, [rows, out].
+
+    rows: [rows, in]; weights: [groups, in, out]; ends: [groups] int32, where each group's rows end.
+    `torch.nn.functional.grouped_mm` wants rows of whole 16 bytes; other widths take a plain loop.
+    """
+    widths = rows.shape[1] | weights.shape[2]  # a multiple of what both are multiples of
+    if widths * rows.element_size() % _GROUPED_MM_ALIGNMENT == 0:
+        return functional.grouped_mm(rows, weights, offs=ends)
+    out = rows.new_empty(rows.shape[0], weights.shape[2])
+    begin = 0
+    for group, end in enumerate(ends.tolist()):
+        out[begin:end] = rows[begin:end] @ weights[group]
+        begin = end
+    return out
+
+
 class StackedExperts:
-    """All experts of a layer in two tensors; products by `torch.nn.functional.grouped_mm`.
+    """All experts of a layer in two tensors.
 
     gate_up: [experts, 2 * inner, hidden], the gate's rows first; down: [experts, hidden, inner].
     """
@@ -66,5 +85,5 @@ class StackedExperts:
         order = order_by_expert(experts)
         ends = torch.searchsorted(order.sorted_experts, self._ids, right=True).to(torch.int32)
         rows = x.index_select(0, order.tokens)
-        inner = gated(functional.grouped_mm(rows, self._gate_up, offs=ends))
-        return weighted_sum(functional.grouped_mm(inner, self._down, offs=ends), order, weights)
+        inner = gated(grouped_product(rows, self._gate_up, ends))
+        return weighted_sum(grouped_product(inner, self._down, ends), order, weights)
