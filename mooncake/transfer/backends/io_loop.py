@@ -151,6 +151,7 @@ class IoLoop:
             self._closing = True
             os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
+        self._timers.clear()
         self._epoll.close()
         os.close(self._wake_fd)
         self._gates.forget(self.gate)

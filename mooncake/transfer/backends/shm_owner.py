@@ -65,7 +65,6 @@ class ShmOwner:
             return
         session = OwnerSession(self, sock, self._loop, self._credentials.accept())
         self._sessions.add(session)
-        session.start()
 
     def _withdraw(self, region_id: int) -> None:
         with self._lock:
@@ -115,7 +114,7 @@ class ShmOwner:
 
 
 class OwnerSession:
-    """One peer of this host."""
+    """One peer of this host. Made in the loop, which it lives in."""
 
     def __init__(
         self, owner: ShmOwner, sock: socket.socket, loop: IoLoop, handshake: AcceptingSide
@@ -125,16 +124,13 @@ class OwnerSession:
         self._loop = loop
         self._handshake = handshake
         self._closed = False
-
-    def start(self) -> None:
-        """Begin to listen to the peer."""
         self._sock.setblocking(False)
         self._loop.add(self._sock.fileno(), READABLE, self._on_event)
-        self._loop.call_later(_HANDSHAKE_S, self._check_handshake)
+        self._timer = self._loop.call_later(_HANDSHAKE_S, self._on_silence)
 
-    def _check_handshake(self) -> None:
-        if self._handshake.identity is None:
-            self.close()
+    def _on_silence(self) -> None:
+        _LOG.warning("shared-memory peer dropped: no handshake in time")
+        self.close()
 
     def _on_event(self, events: int) -> None:
         try:
@@ -156,6 +152,7 @@ class OwnerSession:
         answer = self._handshake.step(data)
         if self._handshake.identity is not None:
             self._owner.welcome(self._sock, answer)
+            self._timer.cancel()
             return
         self._sock.send(answer)
         if self._handshake.refusal is not None:
@@ -166,6 +163,7 @@ class OwnerSession:
         """Hang up."""
         if not self._closed:
             self._closed = True
+            self._timer.cancel()
             self._loop.remove(self._sock.fileno())
             self._sock.close()
             self._owner.forget(self)

@@ -26,7 +26,7 @@ from mooncake.transfer.backends.copying import (
     copy_parts,
     local_regions,
 )
-from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, IoLoop
+from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, IoLoop, Timer
 from mooncake.transfer.backends.port import Router
 from mooncake.transfer.batches import Job
 from mooncake.transfer.handshake import ConnectingSide, Credentials, HandshakeRefused
@@ -80,6 +80,7 @@ class ShmPeer:
         self._regions: dict[int, MappedRegion] = {}
         self._asked: set[int] = set()
         self._waiting: list[Job] = []
+        self._timer: Timer | None = None
         self._on_gone: Callable[[], None] = lambda: None
 
     # ------------------------------------------------------------ connecting
@@ -98,11 +99,9 @@ class ShmPeer:
         except OSError as error:
             self.end(f"no shared memory with this peer: {error}")
             return
-        self._loop.call_later(_CONNECT_S, self._check_connected)
-
-    def _check_connected(self) -> None:
-        if self._state is None:
-            self.end("the peer does not answer")
+        self._timer = self._loop.call_later(
+            _CONNECT_S, lambda: self.end("the peer does not answer")
+        )
 
     def _on_event(self, events: int) -> None:
         sock = self._sock
@@ -135,7 +134,12 @@ class ShmPeer:
         if len(fds) != 1:
             raise HandshakeRefused("the peer sent no state page")
         self._state = wire.map_state(fds[0])
+        self._forget_timer()
         self._serve_waiting()
+
+    def _forget_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     # --------------------------------------------------------------- regions
 
@@ -264,8 +268,11 @@ class ShmPeer:
         if sock is not None:
             self._loop.remove(sock.fileno())
             sock.close()
+        self._forget_timer()
         self._on_gone()
+        # Copies in hand hold on to the mappings they use; all others go now.
         self._regions = {}
+        self._state = None
         waiting, self._waiting = self._waiting, []
         for job in waiting:
             if not job.stopped:

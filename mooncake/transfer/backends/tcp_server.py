@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from mooncake.base.errors import ConfigError, ProtocolError
 from mooncake.transfer.backends import tcp_wire as wire
-from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop
+from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
 from mooncake.transfer.handshake import MAX_HANDSHAKE_BYTES, Credentials, PeerIdentity
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
 
@@ -131,6 +131,7 @@ class ServerConnection:
         self._server = server
         self._sock = sock
         self._handshake = server.credentials.accept()
+        self._timer: Timer | None = None
         self._fenced = False
         self._closed = False
         self._events = READABLE
@@ -150,12 +151,15 @@ class ServerConnection:
             return
         tune_socket(self._sock, self._server.limits.dead_host_s)
         self.loop.add(self._sock.fileno(), READABLE, self._on_event)
-        self.loop.call_later(self._server.limits.handshake_s, self._check_handshake)
+        self._timer = self.loop.call_later(self._server.limits.handshake_s, self._on_silence)
 
-    def _check_handshake(self) -> None:
-        if self.identity is None and not self._closed:
-            _LOG.warning("transfer connection closed: no handshake in time")
-            self.close()
+    def _on_silence(self) -> None:
+        _LOG.warning("transfer connection closed: no handshake in time")
+        self.close()
+
+    def _forget_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def fence(self) -> None:
         """Apply no further byte; from any thread. On return none is being applied."""
@@ -168,6 +172,7 @@ class ServerConnection:
         """Hang up."""
         if not self._closed:
             self._closed = True
+            self._forget_timer()
             self.loop.remove(self._sock.fileno())
             self._sock.close()
             self._incoming = []
@@ -232,6 +237,7 @@ class ServerConnection:
         else:
             self._server.fence(identity)
             self.identity = identity
+            self._forget_timer()
             self._expect(wire.HEADER_BYTES, self._on_header)
         self._reply([memoryview(wire.pack_handshake(answer))])
 
