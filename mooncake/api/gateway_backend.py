@@ -22,6 +22,10 @@ MAX_READS_A_TURN = 64
 """Reads of the channel before other tasks of the loop get their turn."""
 
 
+RETRY_TICK_S = 1.0
+"""After a tick that failed."""
+
+
 class Status(Protocol):
     """What the machine says about the cluster; more fields are shown as they are."""
 
@@ -147,7 +151,11 @@ class GatewayBackend:
         else:
             self._schedule_turn()
         now = self._clock.now()
-        wake_s = self._gateway.tick(now)
+        try:
+            wake_s = self._gateway.tick(now)
+        except Exception:  # as below: it must go on for all the others
+            _log.exception("the gateway failed on a tick")
+            wake_s = now + RETRY_TICK_S
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=BaseModel)
 
+_FAILED = "the server failed on this request; its log says why"
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -124,6 +126,9 @@ class CallResponse(Response):
             _log.debug("a client disconnected")
         except MooncakeError as error:  # before anything was sent; a stream keeps its own errors
             await error_response(error)(scope, receive, send)
+        except Exception:
+            _log.exception("a call failed")
+            await error_response(InternalError(_FAILED))(scope, receive, send)
         finally:
             watcher.cancel()
             self._door.closed(call)
@@ -153,7 +158,7 @@ class CallResponse(Response):
             events = [error_reply(error)]
         except Exception:
             _log.exception("a stream failed")
-            events = [error_reply(InternalError("the server failed while it streamed the answer"))]
+            events = [error_reply(InternalError(_FAILED))]
         await _send_events(send, events)
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from mooncake.api import gateway_backend
 from mooncake.api.backend import generate
 from mooncake.api.gateway_backend import MAX_READS_A_TURN, GatewayBackend
 from mooncake.base import (
@@ -43,6 +44,7 @@ class RecordingMachine:
         self.told: list[str] = []
         self.threads: set[int] = set()
         self.wake_after_s: float | None = None
+        self.broken_ticks = 0
         self.ticked = asyncio.Event()
         self._sinks: dict[str, Callable[[OutputEvent], None]] = {}
 
@@ -71,6 +73,9 @@ class RecordingMachine:
     def tick(self, now: float) -> float | None:
         self._note("tick")
         self.ticked.set()
+        if self.broken_ticks:
+            self.broken_ticks -= 1
+            raise ValueError("cannot tick")
         wake_after_s, self.wake_after_s = self.wake_after_s, None
         return None if wake_after_s is None else now + wake_after_s
 
@@ -184,6 +189,22 @@ def test_one_broken_message_does_not_silence_the_gateway(caplog: pytest.LogCaptu
 
     run(test)
     assert "failed on a Note" in caplog.text
+
+
+def test_one_broken_tick_does_not_stop_the_timer(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_backend, "RETRY_TICK_S", 0.001)
+
+    async def test(machine: RecordingMachine, inbox: PipeInbox, backend: GatewayBackend) -> None:
+        machine.broken_ticks = 1
+        await machine.ticked.wait()
+        machine.ticked.clear()
+        await machine.ticked.wait()
+        assert machine.told == ["tick", "tick"]
+
+    run(test)
+    assert "failed on a tick" in caplog.text
 
 
 def test_events_of_a_request_are_iterated_to_its_end() -> None:

@@ -1,0 +1,88 @@
+"""Errors have the shape, status and headers that OpenAI clients act on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from mooncake.api.errors import (
+    ApiError,
+    error_headers,
+    error_reply,
+    failure_error,
+    shorten,
+    validation_error,
+)
+from mooncake.api.schema.chat import ChatRequest
+from mooncake.base import (
+    Failure,
+    InvalidRequest,
+    MooncakeError,
+    Overloaded,
+    Unauthorized,
+    Unavailable,
+)
+
+
+def test_shape() -> None:
+    error = InvalidRequest("n: too many", param="n")
+    assert json.loads(error_reply(error)) == {
+        "error": {"message": "n: too many", "type": "BadRequestError", "param": "n", "code": 400}
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "headers"),
+    [
+        (Overloaded("busy", retry_after_s=2.1), {"Retry-After": "3"}),
+        (Overloaded("busy", retry_after_s=0.2), {"Retry-After": "1"}),
+        (Unavailable("starting"), {"Retry-After": "1"}),
+        (Unauthorized("key"), {"WWW-Authenticate": "Bearer"}),
+        (InvalidRequest("x"), {}),
+    ],
+)
+def test_headers(error: MooncakeError, headers: dict[str, str]) -> None:
+    assert error_headers(error) == headers
+
+
+def test_failures_of_the_cluster_keep_everything() -> None:
+    failure = Failure(status=408, error_type="RequestTimeoutError", message="late", param="timeout")
+    error = failure_error(failure)
+    assert isinstance(error, ApiError)
+    assert (error.http_status, error.error_type) == (408, "RequestTimeoutError")
+    assert (error.message, error.param, error.retry_after_s) == ("late", "timeout", None)
+
+
+def refusal(body: str) -> InvalidRequest:
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate_json(body)
+    return validation_error(caught.value, body.encode())
+
+
+def test_members_of_unions_do_not_show_in_paths() -> None:
+    error = refusal('{"messages": [{"role": "user", "content": [{"type": "text"}, {}]}]}')
+    assert error.param == "messages[0].content[1].type"
+    assert error.message == "messages[0].content[1].type: field required"
+
+
+def test_alternatives_are_named_together() -> None:
+    error = refusal('{"messages": [{"role": "user"}], "stop": 5}')
+    assert error.message == "stop: must be a valid string or a valid array"
+
+
+def test_first_of_several_wrong_fields_is_named() -> None:
+    error = refusal('{"messages": [{"role": "user"}], "top_p": 7, "n": 0}')
+    assert error.param in ("top_p", "n")
+    assert error.message.count(":") == 1
+
+
+def test_own_rules_speak_plainly() -> None:
+    error = refusal('{"messages": [{"role": "user"}], "cache_salt": "a@b"}')
+    assert error.message == "cache_salt: must not contain @ / \\ or NUL"
+
+
+def test_values_of_clients_are_cut() -> None:
+    assert shorten("a\nb") == "'a\\nb'"
+    assert len(shorten("x" * 10_000)) == 200
