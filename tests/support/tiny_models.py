@@ -73,10 +73,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Configurations by what is special about them."""
 
 
-def truth(name: str, seed: int = 0) -> DeepseekV3ForCausalLM:
-    """Return transformers' model of `CONFIGS[name]` in float32, with seeded weights and biases."""
+def truth(name: str, seed: int = 0, **changes: Any) -> DeepseekV3ForCausalLM:
+    """Return transformers' model of `CONFIGS[name]` with `changes`, in float32, its weights and
+    biases seeded.
+    """
     torch.manual_seed(seed)
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**(_BASE | CONFIGS[name]))).eval()
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**(_BASE | CONFIGS[name] | changes))).eval()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             if key.endswith(("e_score_correction_bias", "_proj.bias", "kv_a_proj_with_mqa.bias")):
