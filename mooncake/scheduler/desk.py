@@ -296,7 +296,7 @@ class RequestDesk:
             record.wait_until_s = now + self._config.replace_wait_s
             self._next_retry_s = now + RETRY_WAITING_S
         else:
-            text = f"{reason}, and too many requests wait for another worker. Retry later."
+            text = f"Too many requests wait for a worker to take over ({reason}). Retry later."
             self._fail(record, Unavailable, text, now)
 
     def _place_waiting(self, now: float) -> None:

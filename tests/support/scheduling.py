@@ -185,7 +185,7 @@ class House:
         self.gateway.handle(StepOutputs(worker=worker, outputs=[output]), self.now)
         self.gateway.check_integrity()
 
-    def tasks(self, worker: WorkerRef) -> list[PrefillTask | DecodeTask]:
+    def tasks(self, worker: WorkerRef) -> list[Any]:
         found = (PrefillTask, DecodeTask)
         return [m for to, m in self.channel.sent if to == worker.address and isinstance(m, found)]
 
