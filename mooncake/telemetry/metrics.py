@@ -190,7 +190,8 @@ class Metrics:
             return
         self._workers.reported(event.worker_id, event.role, event.load, event.cost_error_ratio)
         for name, value in event.load.counters.items():
-            self._workers.count(event.worker_id, name, value - before.get(name, 0.0))
+            grown = value - before.get(name, 0.0)
+            self._workers.count(event.worker_id, event.role, name, grown)
             before[name] = max(value, before.get(name, 0.0))
 
 

@@ -145,16 +145,11 @@ class WorkerSeries:
         self._counts = Counter(
             "mooncake:worker_events", "Counts a worker reports.", labels, registry=registry
         )
-        named = {
-            "preemptions": ("num_preemptions", "Sequences preempted for want of blocks."),
-            "blocks_fetched": ("blocks_fetched", "KV blocks fetched from a pool node."),
-            "blocks_pushed": ("blocks_pushed", "KV blocks pushed from prefill to decode."),
-        }
         self._named = {
-            name: Counter(f"mooncake:{series}", text, ["model_name"], registry=registry).labels(
-                model_name
-            )
-            for name, (series, text) in named.items()
+            (from_pool, name): Counter(
+                f"mooncake:{series}", text, ["model_name"], registry=registry
+            ).labels(model_name)
+            for from_pool, name, series, text in _NAMED_COUNTS
         }
 
     def joined(self, worker_id: str, role: Role, num_blocks: int) -> None:
@@ -190,10 +185,21 @@ class WorkerSeries:
         if cost_error_ratio is not None:
             self._cost_error.labels(self._model_name, worker_id, role.value).set(cost_error_ratio)
 
-    def count(self, worker_id: str, name: str, amount: float) -> None:
+    def count(self, worker_id: str, role: Role, name: str, amount: float) -> None:
         """Add what a worker's counter `name` grew by since its last report."""
         if amount <= 0:
             return
         self._counts.labels(self._model_name, worker_id, name).inc(amount)
-        if name in self._named:
-            self._named[name].inc(amount)
+        named = self._named.get((role == Role.KVSTORE, name))
+        if named is not None:
+            named.inc(amount)
+
+
+_NAMED_COUNTS = (
+    (False, "preemptions", "num_preemptions", "Sequences preempted for want of blocks."),
+    (False, "blocks_fetched", "blocks_fetched", "KV blocks fetched from a pool node."),
+    (False, "fetches_failed", "fetches_failed", "Fetches of blocks that failed (a miss each)."),
+    (False, "blocks_put", "blocks_put", "KV blocks written through to a pool node."),
+    (True, "blocks_evicted", "pool_blocks_evicted", "KV blocks a pool node gave up for others."),
+)
+"""(counted by a pool node rather than an engine, its name there, series, text)."""

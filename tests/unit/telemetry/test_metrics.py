@@ -1,0 +1,267 @@
+"""Every series is set by something, and says what happened."""
+
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from mooncake.base import FinishReason, Role, WorkerLoad
+from mooncake.telemetry.events import (
+    Accepted,
+    Finished,
+    FirstToken,
+    Placed,
+    Refused,
+    Requeued,
+    Tokens,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReported,
+)
+from mooncake.telemetry.metrics import Metrics
+
+
+def families(metrics: Metrics) -> Iterator[Metric]:
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        if not family.name.endswith("_created"):
+            yield family
+
+
+def value(metrics: Metrics, series: str, /, **labels: str) -> float | None:
+    """Return one sample by its full name."""
+    for family in families(metrics):
+        for sample in family.samples:
+            wanted = {"model_name": "k2", **labels}
+            if sample.name == f"mooncake:{series}" and sample.labels == wanted:
+                return sample.value
+    return None
+
+
+def place(metrics: Metrics, name: str, at_s: float, attempt: int = 1) -> None:
+    metrics.record(
+        Placed(
+            request_id=name,
+            at_s=at_s,
+            attempt=attempt,
+            prefill="p0" if attempt == 1 else None,
+            decode="d0",
+            predicted_ttft_s=0.4,
+            predicted_tbt_s=0.05,
+            num_cached_tokens=10,
+            num_fetch_blocks=3,
+        )
+    )
+
+
+def token(metrics: Metrics, name: str, at_s: float, start: int, count: int = 1) -> None:
+    if start == 0:
+        metrics.record(FirstToken(request_id=name, at_s=at_s, worker_id="p0", num_cached_tokens=40))
+    metrics.record(
+        Tokens(request_id=name, at_s=at_s, start=start, num_tokens=count, worker_id="d0")
+    )
+
+
+def finish(
+    metrics: Metrics, name: str, at_s: float, reason: FinishReason, status: int = 200
+) -> None:
+    metrics.record(
+        Finished(
+            request_id=name,
+            at_s=at_s,
+            reason=reason,
+            num_prompt_tokens=100,
+            num_output_tokens=4,
+            num_cached_tokens=40,
+            status=status,
+        )
+    )
+
+
+def accept(metrics: Metrics, name: str, at_s: float, ttft: float = 9.0, tbt: float = 9.0) -> None:
+    metrics.record(
+        Accepted(
+            request_id=name,
+            at_s=at_s,
+            num_prompt_tokens=100,
+            max_tokens=16,
+            ttft_slo_s=ttft,
+            tbt_slo_s=tbt,
+        )
+    )
+
+
+def report(metrics: Metrics, at_s: float, role: Role = Role.DECODE, **counters: float) -> None:
+    load = WorkerLoad(
+        num_running=3,
+        num_waiting=2,
+        num_queued_tokens=500,
+        num_context_tokens=900,
+        num_free_blocks=25,
+        num_total_blocks=100,
+        num_cached_blocks=5,
+        counters=counters,
+    )
+    metrics.record(
+        WorkerReported(
+            worker_id="kv0" if role is Role.KVSTORE else "d0",
+            at_s=at_s,
+            role=role,
+            load=load,
+            cost_error_ratio=0.1,
+        )
+    )
+
+
+@pytest.fixture
+def busy() -> Metrics:
+    """Return metrics after a day in short: successes, a resumption, a failure, refusals, losses."""
+    metrics = Metrics("k2")
+    metrics.record(WorkerJoined(worker_id="d0", at_s=0.0, role=Role.DECODE, num_blocks=100))
+    metrics.record(WorkerJoined(worker_id="p0", at_s=0.0, role=Role.PREFILL, num_blocks=100))
+    metrics.record(Refused(request_id="x", at_s=0.0, status=429, reason="ttft_limit"))
+    accept(metrics, "a", 1.0)
+    place(metrics, "a", 1.01)
+    token(metrics, "a", 1.5, 0)
+    token(metrics, "a", 1.6, 1)
+    metrics.record(
+        Requeued(request_id="a", at_s=1.7, attempt=1, reason="lost", num_output_tokens=2)
+    )
+    place(metrics, "a", 1.7, attempt=2)
+    token(metrics, "a", 2.6, 2, count=2)
+    finish(metrics, "a", 2.7, FinishReason.STOP)
+    accept(metrics, "b", 2.0)
+    finish(metrics, "b", 3.0, FinishReason.ERROR, status=503)
+    accept(metrics, "running", 4.0)
+    place(metrics, "running", 4.0)
+    token(metrics, "running", 4.4, 0)
+    accept(metrics, "waiting", 4.0)
+    report(metrics, 4.0, preemptions=1, blocks_fetched=7, blocks_put=9, fetches_failed=1, steps=9)
+    metrics.record(WorkerJoined(worker_id="kv0", at_s=0.0, role=Role.KVSTORE, num_blocks=100))
+    report(metrics, 4.0, Role.KVSTORE, blocks_evicted=2, blocks_put=9)
+    metrics.record(WorkerLeft(worker_id="p0", at_s=5.0, role=Role.PREFILL, reason="died"))
+    return metrics
+
+
+def test_every_series_is_set_by_something(busy: Metrics) -> None:
+    for family in families(busy):
+        samples = [s for s in family.samples if not s.name.endswith("_bucket")]
+        assert samples, f"{family.name} has no sample"
+        assert any(sample.value > 0 for sample in samples), f"{family.name} is never set"
+        assert family.documentation
+        assert family.name.startswith("mooncake:")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mooncake:time_to_first_token_seconds_bucket",
+        "mooncake:inter_token_latency_seconds_bucket",
+        "mooncake:e2e_request_latency_seconds_bucket",
+        "mooncake:num_requests_running",
+        "mooncake:num_requests_waiting",
+        "mooncake:kv_cache_usage_perc",
+        "mooncake:prompt_tokens_total",
+        "mooncake:generation_tokens_total",
+        "mooncake:prefix_cache_queries_total",
+        "mooncake:prefix_cache_hits_total",
+        "mooncake:num_preemptions_total",
+        "mooncake:request_success_total",
+        "mooncake:request_queue_time_seconds_bucket",
+        "mooncake:request_prefill_time_seconds_bucket",
+        "mooncake:request_decode_time_seconds_bucket",
+    ],
+)
+def test_vllm_dashboards_find_their_names(busy: Metrics, name: str) -> None:
+    assert name in {sample.name for family in families(busy) for sample in family.samples}
+
+
+def test_counts(busy: Metrics) -> None:
+    assert value(busy, "generation_tokens_total") == 5
+    assert value(busy, "prompt_tokens_total") == 200
+    assert value(busy, "prompt_tokens_cached_total") == 80
+    assert value(busy, "request_success_total", finished_reason="stop") == 1
+    assert value(busy, "request_failure_total", status="503") == 1
+    assert value(busy, "requests_rejected_total", reason="ttft_limit", status="429") == 1
+    assert value(busy, "requests_requeued_total") == 1
+    assert value(busy, "requests_resumed_total") == 1
+    assert value(busy, "placements_total", prompt_on="prefill") == 2
+    assert value(busy, "placements_total", prompt_on="decode") == 1
+    assert value(busy, "blocks_put_total") == 9, "what a pool counts is not added to it"
+    assert value(busy, "pool_blocks_evicted_total") == 2
+    assert value(busy, "workers_up", role="decode") == 1
+    assert value(busy, "workers_up", role="prefill") == 0
+    assert value(busy, "workers_lost_total", role="prefill") == 1
+
+
+def test_gauges_follow_requests(busy: Metrics) -> None:
+    assert value(busy, "num_requests_running") == 1
+    assert value(busy, "num_requests_waiting") == 1
+    assert busy.num_live == 2
+    finish(busy, "running", 9.0, FinishReason.ABORT)
+    finish(busy, "waiting", 9.0, FinishReason.ABORT)
+    assert value(busy, "num_requests_running") == 0
+    assert value(busy, "num_requests_waiting") == 0
+    assert value(busy, "request_success_total", finished_reason="abort") == 2
+    assert busy.num_live == 0
+
+
+def test_latencies_are_measured_from_the_right_moments(busy: Metrics) -> None:
+    finish(busy, "running", 9.0, FinishReason.ABORT)
+    assert value(busy, "time_to_first_token_seconds_sum") == pytest.approx(0.5 + 0.4)
+    assert value(busy, "inter_token_latency_seconds_sum") == pytest.approx(0.1 + 1.0)
+    assert value(busy, "inter_token_latency_seconds_count") == 2
+    assert value(busy, "request_queue_time_seconds_sum") == pytest.approx(0.01)
+    assert value(busy, "request_tbt_seconds_sum") == pytest.approx(1.0)
+    assert value(busy, "ttft_prediction_error_seconds_sum") == pytest.approx(0.09)
+    assert value(busy, "e2e_request_latency_seconds_sum") == pytest.approx(1.7 + 1.0 + 5.0)
+
+
+@pytest.mark.parametrize(
+    ("ttft", "tbt", "outcome"),
+    [(1.0, 1.0, "met"), (0.4, 1.0, "ttft_missed"), (1.0, 0.2, "tbt_missed")],
+)
+def test_goodput_is_counted_by_outcome(ttft: float, tbt: float, outcome: str) -> None:
+    metrics = Metrics("k2")
+    accept(metrics, "r", 0.0, ttft, tbt)
+    for index, at_s in enumerate((0.5, 0.6, 0.9)):
+        token(metrics, "r", at_s, index)
+    finish(metrics, "r", 1.0, FinishReason.LENGTH)
+    assert value(metrics, "request_slo_total", outcome=outcome) == 1
+
+
+def test_worker_counters_add_up_over_reports_and_restarts(busy: Metrics) -> None:
+    report(busy, 5.0, preemptions=4)
+    report(busy, 6.0, preemptions=4)
+    assert value(busy, "num_preemptions_total") == 4
+    busy.record(WorkerLeft(worker_id="d0", at_s=7.0, role=Role.DECODE, reason="died"))
+    report(busy, 7.5, preemptions=50)
+    assert value(busy, "num_preemptions_total") == 4
+    busy.record(WorkerJoined(worker_id="d0", at_s=8.0, role=Role.DECODE, num_blocks=100))
+    report(busy, 9.0, preemptions=2)
+    assert value(busy, "num_preemptions_total") == 6
+    assert value(busy, "worker_events_total", worker="d0", name="preemptions") == 6
+
+
+def test_gauges_of_a_lost_worker_go_with_it(busy: Metrics) -> None:
+    labels = {"worker": "d0", "role": "decode"}
+    assert value(busy, "kv_cache_usage_perc", **labels) == 0.75
+    busy.record(WorkerLeft(worker_id="d0", at_s=7.0, role=Role.DECODE, reason="died"))
+    assert value(busy, "kv_cache_usage_perc", **labels) is None
+
+
+def test_two_metrics_do_not_share_anything(busy: Metrics) -> None:
+    assert value(Metrics("k2"), "generation_tokens_total") == 0
+
+
+def test_events_of_unknown_requests_are_ignored() -> None:
+    metrics = Metrics("k2")
+    before = metrics.render()
+    place(metrics, "ghost", 1.0)
+    token(metrics, "ghost", 1.0, 0)
+    finish(metrics, "ghost", 1.0, FinishReason.STOP)
+    metrics.record(
+        Requeued(request_id="ghost", at_s=1.0, attempt=1, reason="x", num_output_tokens=0)
+    )
+    strip = [line for line in before.splitlines() if b"_created" not in line]
+    assert [line for line in metrics.render().splitlines() if b"_created" not in line] == strip
