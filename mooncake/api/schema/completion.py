@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from mooncake.api.schema.fields import GenerationFields, TokenId
+from mooncake.api.schema.fields import GenerationFields, Texts, TokenIds
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -12,7 +14,7 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(GenerationFields):
     """Go on with one or more prompts, given as text or token ids."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: int | None = Field(None, ge=0)
     """Also of so many most likely tokens."""
 

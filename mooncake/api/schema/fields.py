@@ -8,13 +8,47 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+)
 
 from mooncake.base import InvalidRequest
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""Lists are checked to the first wrong item only: many wrong ones must not cost seconds."""
+
+Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+def _check_bias(bias: dict[str, Any]) -> dict[str, Any]:
+    for value in bias.values():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not MIN_BIAS <= value <= MAX_BIAS:
+            raise ValueError(f"a bias is a number from {MIN_BIAS} to {MAX_BIAS}")
+    return bias
+
+
+MIN_BIAS, MAX_BIAS = -100, 100
+
+LogitBias = Annotated[
+    dict[str, Any],
+    AfterValidator(_check_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": MIN_BIAS, "maximum": MAX_BIAS},
+        }
+    ),
+]
+"""Token id -> what is added to its logit."""
 
 QUIET_FIELDS = frozenset(
     {
@@ -80,13 +114,13 @@ class GenerationFields(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = Field(None, ge=0)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     """Keep so many tokens of the prompt; -1 = as many as fit."""

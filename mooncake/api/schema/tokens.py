@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mooncake.api.schema.chat import ChatMessage, Tool
-from mooncake.api.schema.fields import TokenId
+from mooncake.api.schema.fields import TokenIds
 
 
 class TokenizeRequest(BaseModel):
@@ -38,4 +38,4 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

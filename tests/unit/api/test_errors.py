@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -86,3 +87,18 @@ def test_own_rules_speak_plainly() -> None:
 def test_values_of_clients_are_cut() -> None:
     assert shorten("a\nb") == "'a\\nb'"
     assert len(shorten("x" * 10_000)) == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [5] * 50_000},
+        {"messages": [{"role": "user"}], "stop_token_ids": ["x"] * 50_000},
+        {"messages": [{"role": "user"}], "logit_bias": dict.fromkeys(map(str, range(50_000)), "x")},
+        {"messages": [{"role": "user", "content": [{}] * 50_000}]},
+    ],
+)
+def test_a_body_full_of_errors_is_judged_by_the_first(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate_json(json.dumps(fields))
+    assert caught.value.error_count() <= 3
