@@ -7,7 +7,7 @@ I/O and no request state: the gateway sends and receives, and keeps the requests
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mooncake.base import (
@@ -94,6 +94,7 @@ class Conductor:
         self._books: dict[str, _Booking] = {}
         self._output_tokens = RunningMean(config.expected_output_tokens, OUTPUT_WINDOW)
         self._layout: Layout | None = None
+        self._block_bytes = 0
 
     # ------------------------------------------------------------ facts
 
@@ -134,6 +135,7 @@ class Conductor:
                 f"({self._layout.block_tokens}): start it with the same model, weights, KV dtype "
                 "and block size"
             )
+        self._block_bytes = max(self._block_bytes, hello.block_bytes)
         self._views[hello.worker.worker_id] = InstanceView.of(hello)
         tier = Tier.DRAM if hello.role == Role.KVSTORE else Tier.HBM
         self._index.add_worker(hello.worker, tier)
@@ -197,7 +199,7 @@ class Conductor:
         assert layout is not None, "workers without a layout"
         num_tokens = len(request.prompt_tokens) + num_output_so_far
         query = self._prefill_query(num_tokens, keys, layout)
-        wanted = self._decode_query(request, num_output_so_far, layout)
+        wanted = self._decode_query(request, num_output_so_far, layout, query.own_matches)
         chosen = self._choose(query, wanted, exclude, decodes, request)
         if chosen is None:
             return too_large(num_tokens)
@@ -299,13 +301,19 @@ class Conductor:
         )
 
     def _decode_query(
-        self, request: GenerateRequest, num_output_so_far: int, layout: Layout
+        self,
+        request: GenerateRequest,
+        num_output_so_far: int,
+        layout: Layout,
+        own_matches: Mapping[str, int],
     ) -> DecodeQuery:
         left = request.sampling.max_tokens - num_output_so_far
         return DecodeQuery(
             num_tokens=len(request.prompt_tokens) + num_output_so_far,
             num_output_tokens=max(1, min(left, round(self._output_tokens.value))),
             block_tokens=layout.block_tokens,
+            own_matches=own_matches,
+            push_s_per_block=self._fetch.push_s_per_block(self._block_bytes),
         )
 
     def _choose(

@@ -6,8 +6,8 @@ Pure; facts come from the views.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mooncake.scheduler.views import InstanceView
 
@@ -21,6 +21,9 @@ class DecodeQuery:
     num_output_tokens: int
     """Expected, still to come."""
     block_tokens: int
+    own_matches: Mapping[str, int] = field(default_factory=dict)
+    """Worker id -> leading blocks it has already: nobody needs to push those."""
+    push_s_per_block: float = 0.0
 
     @property
     def num_blocks_now(self) -> int:
@@ -42,8 +45,16 @@ class DecodeOption:
     """Predicted gap between tokens with this request in the batch."""
     num_short_blocks: int
     """Blocks that are missing for the expected output; 0 = it fits."""
+    push_s: float
+    """Predicted seconds to bring the blocks it does not have yet."""
     full: bool
     """Not even the tokens so far fit now: the request would wait for room."""
+    num_output_tokens: int
+
+    @property
+    def score_s(self) -> float:
+        """The mean gap with the hand-over spread over the expected output; what is to be small."""
+        return self.tbt_s + self.push_s / max(self.num_output_tokens, 1)
 
 
 def evaluate(query: DecodeQuery, view: InstanceView) -> DecodeOption:
@@ -54,16 +65,20 @@ def evaluate(query: DecodeQuery, view: InstanceView) -> DecodeOption:
     # The batch grows to the worker's limit at most; whoever is over it waits.
     batch = min(sequences, limit) if limit else sequences
     context = view.num_context_tokens() + query.num_tokens
+    missing = max(0, query.num_blocks_now - query.own_matches.get(view.worker_id, 0))
     return DecodeOption(
         view=view,
         tbt_s=view.cost.tbt_s(batch, round(context * batch / sequences)),
         num_short_blocks=max(0, query.num_blocks_expected - free),
+        push_s=missing * query.push_s_per_block,
+        num_output_tokens=query.num_output_tokens,
         full=query.num_blocks_now > free or (limit > 0 and sequences > limit),
     )
 
 
 def choose_decode(query: DecodeQuery, instances: Sequence[InstanceView]) -> DecodeOption | None:
-    """Return the best worker: one with room before one without, then the least predicted gap.
+    """Return the best worker: one with room before one without, then the least predicted gap, the
+    hand-over included.
 
     Where all are full it is the one that lacks the fewest blocks. Workers too small for the request
     even when empty are never chosen; None when no other is there.
@@ -80,7 +95,7 @@ def _rank(option: DecodeOption) -> tuple[bool, int, float, int, str]:
     return (
         option.full,
         short if option.full else short > 0,
-        option.tbt_s,
+        option.score_s,
         view.num_assigned,
-        (view.worker_id),
+        view.worker_id,
     )

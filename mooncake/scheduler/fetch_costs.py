@@ -59,6 +59,10 @@ class FetchCosts:
             local_fixed_s=self._local.seconds(max(waiting_bytes, 1)),
         )
 
+    def push_s_per_block(self, block_bytes: int) -> float:
+        """Return the seconds to push a block to another node."""
+        return block_bytes / self._remote.bytes_per_s
+
     def started(self, sources: Sequence[BlockSource]) -> None:
         """A worker was told to fetch these."""
         for source in sources:

@@ -120,6 +120,13 @@ def test_decode_load_is_spread_by_tokens() -> None:
     assert used == ["d0", "d1", "d1", "d1", "d1"]
 
 
+def test_the_next_turn_returns_to_the_decode_worker_that_has_its_blocks() -> None:
+    made = conductor([P0, D0, D1], remote_bytes_per_s=1e4)
+    turn = request("turn", 400)
+    made.on_blocks(snapshot(D1.worker, keys_of(turn)))
+    assert place(made, turn).decode == D1.worker
+
+
 def test_draining_workers_get_nothing_new() -> None:
     made = conductor([P0, P1, D0, D1])
     made.on_draining("p0")

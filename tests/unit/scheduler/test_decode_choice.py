@@ -77,3 +77,26 @@ def test_workers_too_small_even_when_empty_are_never_taken() -> None:
 def test_equal_workers_are_taken_by_name() -> None:
     assert chosen(worker("d1"), worker("d0")) == "d0"
     assert choose_decode(WANTED, []) is None
+
+
+def test_blocks_held_already_attract_as_far_as_the_push_matters() -> None:
+    workers = [worker("d0"), worker("d1")]
+    matches = {"d1": 25}
+
+    def taken(push_s_per_block: float, batch_of_d1: int) -> str:
+        query = DecodeQuery(
+            num_tokens=100,
+            num_output_tokens=40,
+            block_tokens=4,
+            own_matches=matches,
+            push_s_per_block=push_s_per_block,
+        )
+        workers[1] = worker("d1", batch_of_d1, 1000 * batch_of_d1)
+        option = choose_decode(query, workers)
+        assert option is not None
+        return option.view.worker_id
+
+    assert taken(0.0, 0) == "d0"
+    assert taken(0.001, 0) == "d1"
+    assert taken(0.001, 10) == "d0"
+    assert taken(0.1, 10) == "d1"

@@ -1,4 +1,4 @@
-"""A gateway that starts among workers of another one: who lives, and who is lost with what it held."""
+"""A gateway that starts among workers of another: who lives, and who is lost with what it held."""
 
 from __future__ import annotations
 
