@@ -32,7 +32,9 @@ SPECIAL_NAMES = {
 }  # fmt: skip
 """Offsets of Kimi-K2's special tokens from the end of the base ranks."""
 
-MERGES = ["th", "the", " the", "he", "in", "er", "你", "好", "你好", "ell", "hell", "hello", " w"]
+MERGES = [
+    "th", "the", " the", "he", "in", "er", "你", "好", "你好", "ell", "hell", "hello", " w",
+]  # fmt: skip
 MAX_MODEL_LEN = 256
 
 

@@ -35,7 +35,7 @@ def test_reasoning_has_both_names() -> None:
 
 
 def test_foreign_call_ids_become_kimis_and_results_follow() -> None:
-    turns = [
+    turns: list[dict[str, Any]] = [
         {"role": "assistant", "tool_calls": [call("f", "call_1"), call("g-h.i", "toolu_2")]},
         {"role": "tool", "tool_call_id": "toolu_2"},
         {"role": "tool", "tool_call_id": "call_1"},
@@ -44,10 +44,11 @@ def test_foreign_call_ids_become_kimis_and_results_follow() -> None:
         {"role": "tool", "tool_call_id": "unknown"},
     ]
     rename_calls(turns)
-    assert [one["id"] for one in turns[0]["tool_calls"]] == ["functions.f:0", "functions.g-h.i:1"]  # type: ignore[index]
+    ids = [one["id"] for one in turns[0]["tool_calls"]]
+    assert ids == ["functions.f:0", "functions.g-h.i:1"]
     assert turns[1]["tool_call_id"] == "functions.g-h.i:1"
     assert turns[2]["tool_call_id"] == "functions.f:0"
-    assert turns[3]["tool_calls"][0]["id"] == "functions.f:2"  # type: ignore[index]
+    assert turns[3]["tool_calls"][0]["id"] == "functions.f:2"
     assert turns[4]["tool_call_id"] == "functions.f:2"
     assert turns[5]["tool_call_id"] == "unknown"
 

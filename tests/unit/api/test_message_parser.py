@@ -9,12 +9,14 @@ import pytest
 
 from mooncake.api.generation import Choice, TextOptions
 from mooncake.api.message_parser import (
+    THINK_MARKERS,
     Marker,
     MessageParser,
     find_markers,
     function_name,
     reasoning_is_open,
 )
+from mooncake.api.tokenizer import TiktokenTokenizer
 from mooncake.base import GenerateRequest, SamplingParams
 from tests.support.door import answer, tiny_tokenizer
 
@@ -271,9 +273,9 @@ def test_function_names(call_id: str, name: str) -> None:
 
 
 def test_tokenizer_without_the_markers_has_none() -> None:
-    class Bare:
-        def special_id(self, name: str) -> int | None:
-            return 5 if name == "<think>" else None
-
-    assert find_markers(Bare(), (Marker.THINK_BEGIN, Marker.THINK_END)) == {}  # type: ignore[arg-type]
-    assert find_markers(Bare(), (Marker.THINK_BEGIN,)) == {5: Marker.THINK_BEGIN}  # type: ignore[arg-type]
+    bare = TiktokenTokenizer(
+        {bytes([byte]): byte for byte in range(256)},
+        {"added_tokens_decoder": {"256": {"content": "<think>"}}},
+    )
+    assert find_markers(bare, THINK_MARKERS) == {}
+    assert find_markers(bare, (Marker.THINK_BEGIN,)) == {256: Marker.THINK_BEGIN}
