@@ -203,7 +203,8 @@ class Lane:
     def _restart_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(1.0, self._look_after)
+        often_s = min(1.0, self._limits.stall_s / 2, self._limits.idle_s / 2)
+        self._timer = self.loop.call_later(often_s, self._look_after)
 
     def _look_after(self) -> None:
         quiet_s = time.monotonic() - self._progress_s
