@@ -73,7 +73,7 @@ def read_file(path: str) -> dict[str, object]:
     try:
         loaded = yaml.safe_load(content)
     except yaml.YAMLError as error:
-        raise ConfigError(f"config: {path} is not YAML: {error}") from error
+        raise ConfigError(f"config: {path} is not YAML: {_where(error)}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
@@ -94,6 +94,13 @@ def read_file(path: str) -> dict[str, object]:
             )
         settings[name] = value
     return settings
+
+
+def _where(error: yaml.YAMLError) -> str:
+    """Return a YAML parser's complaint on one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 def unknown_setting(written: str) -> str:

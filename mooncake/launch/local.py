@@ -112,6 +112,10 @@ class LocalCluster:
         self._end([worker_id])
         self._lost(worker_id)
 
+    def remove(self, worker_id: str) -> None:
+        """End a worker, or free what one leaves that failed, so that it can be started again."""
+        self._end([worker_id])
+
     def stop(self) -> None:
         """End all workers and free what they hold."""
         self._end(self.worker_ids)

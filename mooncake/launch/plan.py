@@ -130,10 +130,9 @@ def read_model(path: str, dtype: str, max_model_len: int | None) -> ModelPlan:
     if max_model_len is not None and max_model_len > longest:
         raise ConfigError(f"max-model-len: {max_model_len} is more than this model's {longest}")
     wanted = spec.dtype if dtype == "auto" else dtype
-    if wanted not in DTYPE_BYTES:
-        raise CheckpointError(
-            f"{config_file}: dtype {wanted!r} is none of {', '.join(DTYPE_BYTES)}"
-        )
+    if spec.dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        raise CheckpointError(f"{config_file}: dtype {spec.dtype!r} is none of {known}")
     stored = sum(file.stat().st_size for file in files)
     scale = DTYPE_BYTES[wanted] / DTYPE_BYTES[spec.dtype] if spec.quantization is None else 1
     return ModelPlan(

@@ -44,6 +44,7 @@ class StartProgress:
             TimeElapsedColumn(),
             console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
 

@@ -166,7 +166,7 @@ class ServeConfig:
 
     def shown(self) -> dict[str, Any]:
         """Return all settings for a person, secrets hidden."""
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(self) | {"served_model_name": self.names}
         for secret in SECRETS:
             values[secret] = "(set)" if values[secret] else None
         return {flag(name): value for name, value in values.items()}

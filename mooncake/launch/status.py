@@ -27,31 +27,26 @@ def show(url: str, api_key: str | None, *, as_json: bool) -> int:
         return 0
     console = Console()
     console.print(worker_table(answer.get("workers", [])))
-    rest = {name: value for name, value in answer.items() if name != "workers"}
-    for name, value in rest.items():
-        console.print(f"{name}: {value if not isinstance(value, dict) else _flat(value)}")
+    for name, value in answer.items():
+        if name != "workers":
+            console.print(f"{name}: {_flat(value) if isinstance(value, dict) else value}")
     return 0
 
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:
-    """Return one row a worker; columns beside the usual ones come as the server names them."""
-    first = ["id", "role", "pid", "host", "state"]
-    names = first + sorted({name for worker in workers for name in worker} - {*first, "counters"})
+    """Return one row a worker: who it is, what it does, how full it is."""
     table = Table(box=None, pad_edge=False)
-    for name in names:
+    for name in ("worker", "role", "pid", "host", "state", "running", "waiting", "free blocks"):
         table.add_column(name)
     for worker in workers:
-        table.add_row(*(_cell(worker.get(name)) for name in names))
+        load = worker.get("load") or {}
+        table.add_row(
+            *(str(worker.get(name, "")) for name in ("id", "role", "pid", "host", "state")),
+            *(str(load.get(name, 0)) for name in ("num_running", "num_waiting")),
+            f"{load.get('num_free_blocks', 0)} of {load.get('num_total_blocks', 0)}",
+        )
     return table
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    if isinstance(value, dict):
-        return _flat(value)
-    return "" if value is None else str(value)
-
-
 def _flat(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_cell(value)}" for name, value in values.items())
+    return ", ".join(f"{name} {value}" for name, value in values.items()) or "-"

@@ -1,0 +1,113 @@
+"""What stands in the environment, what this machine says of itself, who descends from whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from mooncake.base import ConfigError
+from mooncake.launch import environment, machine_facts
+from mooncake.launch.descendants import Descendants
+
+
+def test_only_what_is_missing_is_set() -> None:
+    wanted = {"A": "1", "B": "2"}
+    assert environment.missing(wanted, {"A": "mine"}) == {"B": "2"}
+    assert environment.missing(wanted, wanted) == {}
+
+
+def test_threads_sleep_and_the_heap_is_kept() -> None:
+    assert environment.COMPUTE["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment.COMPUTE["MALLOC_MMAP_MAX_"] == "0"
+    assert environment.QUIET["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert environment.QUIET["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_process_restarts_once_with_what_it_lacked() -> None:
+    code = (
+        "import os\n"
+        "from mooncake.launch import environment\n"
+        "first = os.environ.get('MALLOC_TOP_PAD_')\n"
+        "environment.restart_with(os.environ)\n"
+        "print(os.getpid(), first, os.environ['OMP_WAIT_POLICY'])\n"
+    )
+    clean = {
+        name: value for name, value in os.environ.items() if name not in environment.COMPUTE
+    } | {"OMP_WAIT_POLICY": "ACTIVE"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], env=clean, stdout=subprocess.PIPE, text=True
+    )
+    out, _ = child.communicate(timeout=60)
+    pid, first, policy = out.split()
+    assert int(pid) == child.pid
+    assert first == environment.COMPUTE["MALLOC_TOP_PAD_"]
+    assert policy == "ACTIVE", "what somebody set on purpose stays"
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.3.2.1", True),
+        ("0.0.0.0", False), ("10.0.0.1", False), ("::", False), ("node-7", False),
+    ],
+)  # fmt: skip
+def test_loopback(host: str, loopback: bool) -> None:
+    assert environment.is_loopback(host) is loopback
+
+
+def test_this_machine_has_memory_cores_and_a_name() -> None:
+    available = machine_facts.available_bytes()
+    assert available is not None
+    assert available > 0
+    assert machine_facts.num_cores() >= 1
+    assert machine_facts.host_name()
+    assert machine_facts.boot_id() == machine_facts.boot_id()
+
+
+def test_free_and_taken_ports() -> None:
+    machine_facts.check_port("127.0.0.1", 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            machine_facts.check_port("127.0.0.1", port)
+    machine_facts.check_port("127.0.0.1", port)
+
+
+SLEEPER = "import signal; signal.pause()"
+PARENT = (
+    "import subprocess, sys\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+    "print(child.pid, flush=True)\n"
+    "child.wait()\n"
+)
+
+
+def test_descendants_of_all_generations_are_ended() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        grandchild = int(parent.stdout.readline())
+        with Descendants() as descendants:
+            assert {parent.pid, grandchild} <= set(descendants.pids)
+            parent.kill()
+            parent.wait()
+            assert grandchild in descendants.pids
+            descendants.end(patience_s=0.0)
+            descendants.end(patience_s=20.0)
+            assert {parent.pid, grandchild}.isdisjoint(descendants.pids)
+
+
+def test_who_ends_in_time_is_not_killed() -> None:
+    code = "import sys; sys.stdin.read(); sys.exit(7)"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
+        with Descendants() as descendants:
+            child.communicate()
+            descendants.end(patience_s=20.0)
+        assert child.returncode == 7
+        assert child.returncode != -signal.SIGKILL

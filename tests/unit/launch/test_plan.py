@@ -1,0 +1,134 @@
+"""What a configuration means: pages, threads, memory, and the limits it must keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake.base import CheckpointError, ConfigError
+from mooncake.launch.config import resolve
+from mooncake.launch.plan import OVERHEAD_BYTES, ServePlan, check_memory, make_plan
+from tests.support.checkpoints import write_config_only
+
+BLOCK_BYTES = 3 * 64 * 20 * 2
+"""layers x tokens x width x bfloat16 of the small test model"""
+
+
+def plan_for(model: Path, *, cores: int = 8, **settings: Any) -> ServePlan:
+    return make_plan(resolve({"model": str(model), **settings}, None, {}), cores)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_config_only(tmp_path / "small")
+
+
+def test_one_of_each_by_default(model: Path) -> None:
+    plan = plan_for(model)
+    assert (plan.num_prefills, plan.num_decodes, plan.num_kvstores) == (1, 1, 1)
+    assert plan.num_threads == 4
+    assert plan.model.dtype == "bfloat16"
+    assert plan.model.max_model_len == 256
+    assert plan.block_bytes == BLOCK_BYTES
+    assert plan.engine.num_blocks == 2**30 // BLOCK_BYTES
+
+
+def test_colocated_is_one_engine_and_no_pool(model: Path) -> None:
+    plan = plan_for(model, colocated=True)
+    assert (plan.num_prefills, plan.num_decodes, plan.num_kvstores) == (0, 1, 0)
+    assert plan.num_threads == 8
+    assert plan_for(model, colocated=True, kvstore=1).num_kvstores == 1
+
+
+@pytest.mark.parametrize(
+    ("role", "counts"), [("prefill", (1, 0, 0)), ("decode", (0, 1, 0)), ("kvstore", (0, 0, 1))]
+)
+def test_a_joining_worker_is_alone(model: Path, role: str, counts: tuple[int, int, int]) -> None:
+    plan = plan_for(model, role=role, join="h:1")
+    assert (plan.num_prefills, plan.num_decodes, plan.num_kvstores) == counts
+
+
+def test_cores_are_shared_out_but_never_below_one(model: Path) -> None:
+    assert plan_for(model, cores=2, prefill=3, decode=2).num_threads == 1
+    assert plan_for(model, cores=2, num_threads=7).num_threads == 7
+
+
+def test_pages_by_size_by_number_and_by_default(model: Path) -> None:
+    assert plan_for(model, kv_cache_memory_bytes="1MiB").engine.num_blocks == 2**20 // BLOCK_BYTES
+    assert plan_for(model, num_gpu_blocks_override=9).engine.num_blocks == 9
+    assert plan_for(model, dtype="float32").block_bytes == 2 * BLOCK_BYTES
+
+
+def test_one_whole_sequence_always_fits(tmp_path: Path) -> None:
+    long = write_config_only(tmp_path / "long", max_position_embeddings=64 * 300_000)
+    plan = plan_for(long)
+    assert plan.engine.num_blocks == 300_000
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_gpu_blocks_override": 3}, {"kv_cache_memory_bytes": 4 * BLOCK_BYTES - 1}]
+)
+def test_too_few_pages_for_one_sequence(model: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"room for 3 pages, one sequence of 256 tokens takes 4"):
+        plan_for(model, **settings)
+
+
+def test_a_shorter_limit_needs_fewer_pages(model: Path) -> None:
+    plan = plan_for(model, num_gpu_blocks_override=3, max_model_len=192)
+    assert plan.engine.max_model_len == 192
+
+
+def test_limits_go_to_the_scheduler_in_seconds(model: Path) -> None:
+    scheduler = plan_for(model, slo_ttft_s=3, slo_tbt_ms=50, policy="random").scheduler
+    assert (scheduler.ttft_slo_s, scheduler.tbt_slo_s, scheduler.policy) == (3.0, 0.05, "random")
+
+
+def test_weights_are_counted_as_they_will_be_held(tmp_path: Path) -> None:
+    stored = write_config_only(tmp_path / "half", weight_bytes=4000)
+    assert plan_for(stored).model.weight_bytes == 4000
+    assert plan_for(stored, dtype="float32").model.weight_bytes == 8000
+
+
+def test_memory_adds_up(model: Path) -> None:
+    plan = plan_for(model, prefill=2, decode=3, kvstore=2, kvstore_dram_bytes="10MiB")
+    each = plan.model.weight_bytes + plan.kv_bytes + OVERHEAD_BYTES
+    assert plan.total_bytes == 5 * each + 2 * 10 * 2**20
+    assert plan.memory_rows()[-1][0] == "total"
+    assert len(plan.memory_rows()) == 5
+
+
+def test_what_does_not_fit_is_refused_with_the_bill(model: Path) -> None:
+    plan = plan_for(model)
+    check_memory(plan, None)
+    check_memory(plan, plan.total_bytes)
+    with pytest.raises(ConfigError, match=r"needs 4 GiB .*kvstore pool 1 GiB.*4 GiB are free"):
+        check_memory(plan, plan.total_bytes - 1)
+
+
+def test_a_pool_without_room_for_a_block(model: Path) -> None:
+    with pytest.raises(ConfigError, match="hold no block of this model"):
+        plan_for(model, kvstore_dram_bytes=100)
+    assert plan_for(model, kvstore=0, kvstore_dram_bytes=100).num_kvstores == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama' is not supported"),
+        ({"hidden_size": None}, "missing hidden_size"),
+        ({"torch_dtype": "int7"}, "dtype 'int7' is none of"),
+    ],
+)
+def test_configs_that_cannot_be_served(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        plan_for(write_config_only(tmp_path / "odd", **changes))
+
+
+def test_layouts_differ_by_weights(model: Path) -> None:
+    plan = plan_for(model).model
+    assert plan.layout(64, "a").fingerprint != plan.layout(64, "b").fingerprint
+    assert plan.layout(64, "a") == plan.layout(64, "a")

@@ -1,0 +1,139 @@
+"""Every way to start it wrongly ends in one clear line and exit code 2, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from mooncake.launch import cli, machine_facts
+from tests.support.checkpoints import write_config_only
+
+TAKEN = "TAKEN_PORT"
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with good and bad checkpoints and files in it; the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MOONCAKE_API_KEY", raising=False)
+    write_config_only(tmp_path / "good")
+    write_config_only(tmp_path / "llama", model_type="llama")
+    write_config_only(tmp_path / "linear", rope_scaling={"type": "linear", "factor": 2})
+    write_config_only(tmp_path / "huge", weight_bytes=2**42)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a-file").write_text("hello")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "listed").mkdir()
+    (tmp_path / "listed" / "config.json").write_text("[1]")
+    (tmp_path / "weightless").mkdir()
+    config = (tmp_path / "good" / "config.json").read_text()
+    (tmp_path / "weightless" / "config.json").write_text(config)
+    (tmp_path / "typo.yaml").write_text("model: good\nmax-modle-len: 5\n")
+    (tmp_path / "bad.yaml").write_text("model: [")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        (tmp_path / "port.json").write_text(json.dumps(taken.getsockname()[1]))
+        yield tmp_path
+
+
+MISTAKES = [
+    ("serve", "no model: give a checkpoint directory"),
+    ("serve nowhere", "nowhere is not there; give the directory of a checkpoint"),
+    ("serve a-file", "a-file is a file, not a directory"),
+    ("serve empty", "empty has no config.json: it is no checkpoint"),
+    ("serve broken", "config.json cannot be read"),
+    ("serve listed", "is not a JSON object"),
+    ("serve weightless", "no *.safetensors file: the weights are missing"),
+    ("serve llama", "model_type 'llama' is not supported"),
+    ("serve linear", "rope type 'linear' is not supported"),
+    ("serve huge", "are free; use fewer workers"),
+    ("serve good --max-model-len 1000", "max-model-len: 1000 is more than this model's 256"),
+    ("serve good --max-model-len long", "max-model-len: 'long' is not a whole number"),
+    ("serve good --block-size 0", "block-size: must be at least 1"),
+    ("serve good --kvstore-dram-bytes lots", "kvstore-dram-bytes: 'lots' is not a size"),
+    ("serve good --kvstore-dram-bytes 1KiB", "hold no block of this model"),
+    ("serve good --kv-cache-memory-bytes 1KiB", "room for 0 pages, one sequence of 256 tokens"),
+    ("serve good --num-gpu-blocks-override 1", "room for 1 pages, one sequence of 256 tokens"),
+    ("serve good --max-num-seqs 4096", "max_batched_tokens: 2048 is less than max_num_seqs"),
+    ("serve good --dtype float64", "dtype: 'float64' is not one of auto, bfloat16"),
+    ("serve good --policy best", "policy: 'best' is not one of kvcache-centric"),
+    ("serve good --port 99999", "port: must be at least 0 and at most 65535"),
+    (f"serve good --port {TAKEN}", "stop what uses it or take another with --port"),
+    ("serve good --host no.such.host.invalid --port 0", "is no address of this machine"),
+    ("serve good --tensor-parallel-size 2", "tensor-parallel-size=2 is not supported yet"),
+    ("serve good -tp 4", "tensor-parallel-size=4 is not supported yet"),
+    ("serve good --pipeline-parallel-size 2", "pipeline-parallel-size=2 is not supported yet"),
+    ("serve good --data-parallel-size 2", "data-parallel-size=2 is not supported yet"),
+    ("serve good --decode 0", "decode: must be at least 1"),
+    ("serve good --prefill -1", "prefill: must be at least 0"),
+    ("serve good --colocated --prefill 2", "colocated and prefill exclude each other"),
+    ("serve good --role prefill", "add --join HOST:PORT"),
+    ("serve good --join 127.0.0.1:1", "add --role prefill|decode|kvstore"),
+    ("serve good --role cook --join h:1", "role: 'cook' is not one of prefill, decode, kvstore"),
+    ("serve good --ray-address here", "ray-address: 'here' is not HOST:PORT"),
+    ("serve good --slo-ttft-s 0", "slo-ttft-s: '0' is not a number above zero"),
+    ("serve good --max-model-length 5", "unknown setting max-model-length (did you mean"),
+    ("serve good --trust-remote-code", "no code is ever loaded from a checkpoint"),
+    ("serve good --gpu-memory-utilization 0.9", "say how much KV may take"),
+    ("serve good better", "'better' is one argument too many"),
+    ("serve good --transfer-protocols rdma", "transfer-protocols: 'rdma' is not one of shm, tcp"),
+    ("serve --config typo.yaml", "unknown setting max-modle-len (did you mean max-model-len?)"),
+    ("serve --config bad.yaml", "bad.yaml is not YAML"),
+    ("serve --config none.yaml", "cannot read none.yaml"),
+    ("serve good --port", "expected one argument"),
+    ("model init --preset k9 --out there", "k9"),
+    ("model init --preset k2-nano --out empty/../a-file", "a-file"),
+    ("model init --preset k2-nano --seed x --out there", "seed: 'x' is not a whole number"),
+    ("model init --out there", "--preset"),
+    ("model", "COMMAND"),
+    ("", "COMMAND"),
+    ("sevre good", "invalid choice: 'sevre'"),
+    ("status --url ftp://x", "is not like http://127.0.0.1:8000"),
+    ("status --url http://h:port", "url: 'http://h:port'"),
+    (f"status --url http://127.0.0.1:{TAKEN} --wide", "unknown option --wide"),
+    ("status --url http://127.0.0.1:1", "is `mooncake serve` running?"),
+    ("chat --url http://127.0.0.1:1", "is `mooncake serve` running?"),
+    ("chat --max-tokens 0", "max-tokens: must be at least 1"),
+    ("chat --temperature warm", "--temperature"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), MISTAKES, ids=[row[0] or "-" for row in MISTAKES])
+def test_one_line_says_what_is_wrong(
+    world: Path, capsys: pytest.CaptureFixture[str], command: str, message: str
+) -> None:
+    words = command.replace(TAKEN, (world / "port.json").read_text()).split()
+    assert cli.run(words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("mooncake: ")
+    assert "Traceback" not in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert not (world / "there").exists()
+
+
+def test_beside_a_package_of_the_same_name(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real: Callable[[str], str] = metadata.version
+
+    def version(name: str) -> str:
+        return "0.3.13" if name == machine_facts.FOREIGN_PACKAGES[0] else real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert cli.run(["serve", "good"]) == 2
+    assert "pip uninstall mooncake-transfer-engine" in capsys.readouterr().err
+
+
+def test_on_another_system(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Plan9")
+    assert cli.run(["serve", "good"]) == 2
+    assert "runs on Linux, not on Plan9" in capsys.readouterr().err
