@@ -58,7 +58,7 @@ def _attend_many(q: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None
     num_rows, heads, _ = q.shape
     context, rank = keys.shape[0], out.shape[-1]
     step = max(1, min(num_rows, _SCORES_PER_CHUNK // (heads * context)))
-    later = _later(step, q.device)
+    later = _later(step, q)
     for begin in range(0, num_rows, step):
         end = min(begin + step, num_rows)
         seen = context - num_rows + end
@@ -84,16 +84,18 @@ def mla_expanded(
     One head at a time and queries in chunks, so the workspace is one head's keys and values and a
     bounded score matrix however long the context is.
     """
-    heads, rank, _ = key_up.shape
+    heads, rank, nope = key_up.shape
     out = q.new_empty(q.shape[0], heads, value_up.shape[1])
     for span in spans:
         cached = _joined([part.to(q.dtype) for part in span.keys(kv)])
         latent, shared = cached[:, :rank].contiguous(), cached[:, rank:]
         rows = slice(span.first_row, span.first_row + span.num_rows)
         queries = q[rows].transpose(0, 1).contiguous()
-        later = _later(min(span.num_rows, _MAX_CHUNK_ROWS), q.device)
+        later = _later(min(span.num_rows, _MAX_CHUNK_ROWS), q)
+        keys = q.new_empty(span.context, q.shape[-1])
+        keys[:, nope:] = shared
         for head in range(heads):
-            keys = torch.cat((latent @ key_up[head], shared), dim=-1)
+            torch.mm(latent, key_up[head], out=keys[:, :nope])
             values = functional.linear(latent, value_up[head])
             _attend_head(queries[head], keys, values, out[rows, head], later)
     return out
@@ -113,20 +115,22 @@ def _attend_head(
         seen = context - num_rows + end
         scores = q[begin:end] @ keys[:seen].t()
         _hide_later(scores[:, None], later)
-        out[begin:end] = torch.softmax(scores, dim=-1) @ values[:seen]
+        torch.mm(torch.softmax(scores, dim=-1), values[:seen], out=out[begin:end])
 
 
-def _later(rows: int, device: torch.device) -> torch.Tensor:
-    """Return [rows, rows]: whether a key (column) comes after a query (row)."""
-    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)
+def _later(rows: int, like: torch.Tensor) -> torch.Tensor:
+    """Return [rows, rows]: -inf where the key (column) comes after the query (row), else 0."""
+    return like.new_full((rows, rows), float("-inf")).triu_(1)
 
 
 def _hide_later(scores: torch.Tensor, later: torch.Tensor) -> None:
-    """Set scores [rows, heads, seen] of keys after the row's own to -inf; the last row sees all."""
+    """Hide in scores [rows, heads, seen] the keys after the row's own; the last row sees all.
+
+    Adding -inf takes a third of the time of filling by a mask.
+    """
     rows, _, seen = scores.shape
     if rows > 1:
-        hidden = later[:rows, None, :rows]
-        scores[:, :, seen - rows :].masked_fill_(hidden, float("-inf"))
+        scores[:, :, seen - rows :].add_(later[:rows, None, :rows])
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

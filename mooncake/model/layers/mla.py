@@ -103,7 +103,7 @@ class Mla:
         """Return scaled, rotated queries [rows, heads, nope + rope]."""
         if self._w.query_b is not None and self._w.query_norm is not None:
             query = self._w.query_b(self._w.query_norm(query))
-        q = (query * self._scale).view(query.shape[0], self._heads, -1)
+        q = query.mul_(self._scale).view(query.shape[0], self._heads, -1)
         q[..., self._nope :] = self._rope(q[..., self._nope :], rotation)
         return q
 
