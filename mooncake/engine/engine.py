@@ -355,9 +355,7 @@ class Engine:
             return
         num_full = sequence.num_computed // self.config.block_tokens
         for index in range(sequence.num_published, num_full):
-            page, key = sequence.pages[index], sequence.keys[index]
-            if self.pool.key_of(page) is None:
-                self.pool.publish(key, page)
+            self.pool.publish(sequence.keys[index], sequence.pages[index])
         sequence.num_published = max(sequence.num_published, num_full)
 
     def _append(self, sequence: Sequence, sample: Sample) -> SequenceOutput:

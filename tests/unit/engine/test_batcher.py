@@ -227,6 +227,15 @@ def test_a_newcomer_displaces_a_lower_class_only() -> None:
     assert planner.commit(batch) == {3: 7}
 
 
+def test_no_page_is_left_for_those_who_would_yield_anyway() -> None:
+    planner = Planner(num_blocks=4)
+    low = planner.add(3, max_tokens=9, priority=Priority.BATCH)
+    planner.plan()
+    planner.add(12, priority=Priority.PREMIUM)
+    assert planner.plan() == {1: 1, 2: 12}
+    assert low.num_preemptions == 0
+
+
 def test_nobody_is_displaced_in_vain() -> None:
     planner = Planner(num_blocks=4)
     low = planner.add(4, priority=Priority.BATCH)

@@ -9,7 +9,7 @@ import pytest
 from mooncake.base.blocks import block_keys
 from mooncake.base.errors import InternalError
 from mooncake.base.messages import CostSample
-from mooncake.base.request import FinishReason
+from mooncake.base.request import FinishReason, Priority
 from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
 from tests.support.engines import Bench, request
@@ -82,6 +82,37 @@ def test_a_preempted_sequence_is_started_anew_with_its_tokens() -> None:
     for sequence in (first, last):
         want = expected_output(bench.layout, sequence.request)
         assert bench.tokens[sequence.sequence_id] == want
+
+
+def displaced(bench: Bench, **settings: Any) -> Sequence:
+    """Return a batch sequence that lost all its pages to a premium one in mid-prompt."""
+    low = bench.add(PROMPT, priority=Priority.BATCH, **settings)
+    bench.step()
+    assert low.num_computed == bench.config.max_chunk_tokens
+    bench.add([8] * 16, max_tokens=1, priority=Priority.PREMIUM)
+    bench.step()
+    assert (low.num_preemptions, low.pages) == (1, [])
+    return low
+
+
+def test_prompt_logprobs_are_whole_after_a_preemption_in_mid_prompt() -> None:
+    bench = Bench(num_blocks=4, max_chunk_tokens=5)
+    low = displaced(bench, num_prompt_logprobs=0)
+    outputs: list[SequenceOutput] = []
+    while not bench.engine.idle:
+        outputs += bench.step()
+    (first,) = [output for output in outputs if output.prompt_logprobs is not None]
+    assert first.sequence is low
+    assert first.prompt_logprobs == [None, *(fake_logprobs(token, 0) for token in PROMPT[1:])]
+
+
+def test_blocks_computed_again_are_published_again() -> None:
+    bench = Bench(num_blocks=4, max_chunk_tokens=5)
+    displaced(bench)
+    keys = block_keys("fake", PROMPT, 4)
+    assert bench.engine.pool.match(keys) == []
+    bench.run()
+    assert len(bench.engine.pool.match(keys)) == 2
 
 
 def test_stop_tokens_end_a_sequence() -> None:
