@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -232,3 +233,16 @@ def test_long_texts_are_cut_without_losing_a_character() -> None:
     long = "word " * (MAX_ENCODE_CHARS // 4)
     assert "".join(cut_text(long)) == long
     assert max(map(len, cut_text(long))) <= MAX_ENCODE_CHARS
+
+
+@pytest.mark.skipif(
+    "KIMI_K2_TOKENIZER" not in os.environ,
+    reason="KIMI_K2_TOKENIZER names no directory with Kimi-K2's own tiktoken.model",
+)
+def test_golden_ids_of_kimi_k2() -> None:
+    tokenizer = load_tokenizer(Path(os.environ["KIMI_K2_TOKENIZER"]))
+    assert tokenizer.encode("Hello world") == [19180, 2695]
+    assert tokenizer.encode("你好世界") == [33845, 2243]
+    assert tokenizer.special_id("<|im_end|>") == 163586
+    assert tokenizer.special_id("<|tool_call_begin|>") == 163597
+    assert tokenizer.vocab_size == 163840
