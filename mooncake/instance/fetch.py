@@ -16,6 +16,8 @@ from mooncake.transfer.engine import Op, TransferDone
 
 Fetched = Callable[[int, float], None]
 """(number of leading blocks that arrived, now)"""
+Moved = Callable[[WorkerRef, TransferDone], None]
+"""(the pool the blocks came from, how their batch went): for learning how fast pools are."""
 
 
 class _Fetch:
@@ -33,8 +35,14 @@ class Fetcher:
     """All fetches of one worker."""
 
     def __init__(
-        self, worker: WorkerRef, channel: Channel, mover: SliceMover, timeout_s: float
+        self,
+        worker: WorkerRef,
+        channel: Channel,
+        mover: SliceMover,
+        timeout_s: float,
+        moved: Moved = lambda _store, _done: None,
     ) -> None:
+        self._moved = moved
         self._worker = worker
         self._channel = channel
         self._mover = mover
@@ -87,6 +95,8 @@ class Fetcher:
             return
 
         def ended(done: TransferDone, at: float) -> None:
+            if done.error is None:
+                self._moved(fetch.store, done)
             self._end(message.ticket, num_blocks if done.error is None else 0, at)
 
         slices = (

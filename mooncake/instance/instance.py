@@ -75,7 +75,9 @@ class Instance:
         self._region_id = ports.region_id
         self._num_pages = hello.num_blocks
         self.mover = SliceMover(layout, ports.transfer, ports.region_id, hello.num_blocks)
-        self.fetcher = Fetcher(self.worker, ports.channel, self.mover, config.fetch_timeout_s)
+        self.fetcher = Fetcher(
+            self.worker, ports.channel, self.mover, config.fetch_timeout_s, self._count_fetch
+        )
         self.write_through = WriteThrough(self.worker, ports.channel, config.push_timeout_s)
         self.quarantine = Quarantine(self.pool, config.quarantine_s)
         self.draining = False
@@ -194,6 +196,12 @@ class Instance:
                 then(at)
 
         push.close(now, released)
+
+    def _count_fetch(self, store: WorkerRef, done: TransferDone) -> None:
+        """Count bytes and seconds apart for the own node's pool: the Conductor learns from them."""
+        place = "local" if store == self.kvstore else "remote"
+        self.count(f"fetch_{place}_bytes", done.num_bytes)
+        self.count(f"fetch_{place}_seconds", done.seconds)
 
     def load(self) -> WorkerLoad:
         """Return the state for a report."""

@@ -176,6 +176,7 @@ class SimTransfer:
         self._last_batch = 0
         self._last_region = 0
         self._cancelled: set[int] = set()
+        self._started_s: dict[int, float] = {}
 
     @property
     def segment(self) -> SegmentRef:
@@ -205,6 +206,7 @@ class SimTransfer:
         self._last_batch += 1
         batch_id = self._last_batch
         network, heap = self._network, self._network.heap
+        self._started_s[batch_id] = heap.now()
         peer = network.find(batch.peer.engine_id)
         if peer is None or network.is_cut(self._endpoint, peer):
             fails_s = heap.now() + network.config.failure_s
@@ -256,7 +258,8 @@ class SimTransfer:
 
     def _finish(self, batch_id: int, error: str | None, num_bytes: int) -> None:
         self._cancelled.discard(batch_id)
+        seconds = self._network.heap.now() - self._started_s.pop(batch_id)
         if self._endpoint.alive:
             self._endpoint.deliver(
-                TransferDone(batch_id=batch_id, error=error, num_bytes=num_bytes)
+                TransferDone(batch_id=batch_id, error=error, num_bytes=num_bytes, seconds=seconds)
             )
