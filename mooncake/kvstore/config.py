@@ -8,6 +8,21 @@ from mooncake.base import ConfigError, KvLayout, format_bytes
 from mooncake.kvstore.eviction import POLICIES
 
 
+class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One directory of the SSD tier; it is this node's alone."""
+
+    directory: str
+    num_bytes: int
+    """Byte limit of the files in it."""
+
+    def __post_init__(self) -> None:
+        if not self.directory or self.num_bytes <= 0:
+            raise ConfigError(
+                f"kvstore.ssd: a directory and a positive size, not {self.directory!r} and "
+                f"{self.num_bytes}"
+            )
+
+
 class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes in bytes, times in seconds. Raises ConfigError naming the key that is wrong."""
 
@@ -31,6 +46,22 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     what a lost worker held is reclaimed even if the word of its loss, or the gateway, was lost."""
     max_tickets_per_worker: int = 4_096
     """Puts and pins one worker may have open; further ones are granted nothing."""
+    ssd: list[SsdConfig] = []
+    """Directories of the SSD tier, each best on a disk of its own."""
+    ssd_min_uses: int = 2
+    """Blocks asked for so often go down to SSD (the request that wrote them counts); 1: all."""
+    ssd_write_at: float = 0.7
+    """Share of the DRAM blocks in use above which blocks go down; 0: at once."""
+    ssd_eviction: str = "lru"
+    """Name of the policy of the SSD tier."""
+    ssd_load_timeout_s: float = 2.0
+    """A reader is answered after so long with what has come up by then."""
+    ssd_retry_s: float = 10.0
+    """A disk that failed or was full is not written to for so long."""
+    ssd_queue_bytes: int = 256 << 20
+    """Bytes that may be on their way down, and as many up; what is more is a miss."""
+    ssd_threads: int = 4
+    """Operations under way at once on each disk."""
     tenant_quota_bytes: dict[str, int] = {}
     """Most bytes a tenant may hold; a tenant at its quota evicts its own blocks. Not named: no
     quota."""
@@ -38,21 +69,30 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         for name in (
             "dram_bytes", "put_timeout_s", "report_interval_s", "doubt_interval_s",
-            "max_tickets_per_worker",
+            "max_tickets_per_worker", "ssd_min_uses", "ssd_load_timeout_s", "ssd_queue_bytes",
+            "ssd_threads",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"kvstore.{name} must be positive, not {getattr(self, name)}")
-        if self.quarantine_s < 0:
-            raise ConfigError(f"kvstore.quarantine_s must not be negative: {self.quarantine_s}")
+        for name in ("quarantine_s", "ssd_retry_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"kvstore.{name} must not be negative: {getattr(self, name)}")
+        if not 0 <= self.ssd_write_at <= 1:
+            raise ConfigError(f"kvstore.ssd_write_at must lie in [0, 1]: {self.ssd_write_at}")
+        directories = [ssd.directory for ssd in self.ssd]
+        if len(set(directories)) < len(directories):
+            raise ConfigError(f"kvstore.ssd: a directory is named twice: {', '.join(directories)}")
         for name in ("high_watermark", "evict_fraction"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(
                     f"kvstore.{name} must lie in (0, 1], not be {getattr(self, name)}"
                 )
-        if self.eviction not in POLICIES:
-            raise ConfigError(
-                f"kvstore.eviction: no policy {self.eviction!r}; one of {', '.join(POLICIES)}"
-            )
+        for name in ("eviction", "ssd_eviction"):
+            if getattr(self, name) not in POLICIES:
+                raise ConfigError(
+                    f"kvstore.{name}: no policy {getattr(self, name)!r}; one of "
+                    f"{', '.join(POLICIES)}"
+                )
         for tenant, quota in self.tenant_quota_bytes.items():
             if quota < 0:
                 raise ConfigError(

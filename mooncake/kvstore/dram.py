@@ -71,10 +71,12 @@ class UniformAllocator:
 class _Block:
     """One block that is being written (`whole` False) or stored."""
 
-    __slots__ = ("offset", "pins", "whole")
+    __slots__ = ("checksum", "offset", "pins", "tenant", "whole")
 
-    def __init__(self, offset: int) -> None:
+    def __init__(self, offset: int, tenant: str) -> None:
         self.offset = offset
+        self.tenant = tenant
+        self.checksum: int | None = None
         self.pins = 0
         self.whole = False
 
@@ -157,7 +159,7 @@ class DramTier:
             if offset is None:
                 break
             self._eviction.charge(key, tenant)
-            self._blocks[key] = _Block(offset)
+            self._blocks[key] = _Block(offset, tenant)
             self._num_writing += 1
             granted[key] = offset
         self._eviction.release([key for key in here if not self._blocks[key].pins])
@@ -205,18 +207,20 @@ class DramTier:
     def pin(self, keys: Sequence[BlockKey]) -> list[int]:
         """Keep stored blocks until `unpin`; return their byte offsets. Counts as a use."""
         self._eviction.access(keys)
-        offsets = []
+        self.hold(keys)
+        return self.offsets(keys)
+
+    def hold(self, keys: Sequence[BlockKey]) -> None:
+        """Keep stored blocks until `unpin`, for the node's own ends."""
         for key in keys:
             block = self._blocks[key]
             if not block.pins:
                 self._eviction.hold(key)
                 self._num_pinned += 1
             block.pins += 1
-            offsets.append(block.offset)
-        return offsets
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Undo one `pin` of the same keys."""
+        """Undo one `pin` or `hold` of the same keys."""
         loose = []
         for key in keys:
             block = self._blocks[key]
@@ -229,6 +233,20 @@ class DramTier:
     def offsets(self, keys: Sequence[BlockKey]) -> list[int]:
         """Return where blocks lie that are stored or being written."""
         return [self._blocks[key].offset for key in keys]
+
+    def tenant(self, key: BlockKey) -> str:
+        """Return for whom a block that is known here was written."""
+        return self._blocks[key].tenant
+
+    def checksum(self, key: BlockKey) -> int | None:
+        """Return the checksum of a block that is known here, once it has been learnt."""
+        return self._blocks[key].checksum
+
+    def learn_checksum(self, key: BlockKey, checksum: int) -> None:
+        """Remember the checksum of a block; of none that is not here."""
+        block = self._blocks.get(key)
+        if block is not None:
+            block.checksum = checksum
 
     def use(self, keys: Sequence[BlockKey]) -> None:
         """A request used this run without reading it; keys not stored are skipped."""

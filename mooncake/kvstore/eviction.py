@@ -43,32 +43,55 @@ class EvictionPolicy(Protocol):
 class LruPolicy:
     """The run used longest ago goes first, and of one run the tail before the head: a chain
     without its head is worth nothing.
+
+    A block that is held keeps its place in the order; one that is held when its turn comes is set
+    aside, and is the first to go once it is released.
     """
 
     def __init__(self) -> None:
         self._order: OrderedDict[BlockKey, None] = OrderedDict()
+        self._held: dict[BlockKey, None] = {}
+        self._aside: dict[BlockKey, None] = {}
 
     def release(self, keys: Sequence[BlockKey]) -> None:
         for key in reversed(keys):
-            self._order[key] = None
-            self._order.move_to_end(key)
+            if key not in self._aside:
+                self._held.pop(key, None)
+                self._order[key] = None  # at the end, unless it has a place
+        for key in keys:
+            if key in self._aside:
+                del self._aside[key]
+                self._order[key] = None
+                self._order.move_to_end(key, last=False)
 
     def hold(self, key: BlockKey) -> None:
-        self._order.pop(key, None)
+        if key in self._order:
+            self._held[key] = None
 
     def forget(self, key: BlockKey) -> None:
         self._order.pop(key, None)
+        self._held.pop(key, None)
+        self._aside.pop(key, None)
 
     def access(self, keys: Sequence[BlockKey]) -> None:
         for key in reversed(keys):
             if key in self._order:
                 self._order.move_to_end(key)
+            elif key in self._aside:
+                del self._aside[key]
+                self._order[key] = self._held[key] = None
 
     def pop(self) -> BlockKey | None:
-        return self._order.popitem(last=False)[0] if self._order else None
+        while self._order:
+            key = self._order.popitem(last=False)[0]
+            if key not in self._held:
+                return key
+            del self._held[key]
+            self._aside[key] = None
+        return None
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._order) - len(self._held)
 
 
 class _Usage:

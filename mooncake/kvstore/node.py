@@ -32,7 +32,10 @@ from mooncake.base import (
 )
 from mooncake.base.messages import WhoAreYou
 from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.disk import DiskDone, Disks, DiskScanned, NoDisks
 from mooncake.kvstore.dram import DramTier
+from mooncake.kvstore.promotion import Promotions
+from mooncake.kvstore.tiering import Tiering
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
 from mooncake.transfer.engine import Region, Transfer
@@ -58,7 +61,7 @@ class _Grant:
 class _PeerState:
     """What one boot of one worker has open here, by ticket."""
 
-    __slots__ = ("grants", "pins", "ref", "since_s")
+    __slots__ = ("grants", "pins", "ref", "since_s", "waits")
 
     def __init__(self, ref: WorkerRef, since_s: float) -> None:
         self.ref = ref
@@ -66,6 +69,12 @@ class _PeerState:
         """Something of it has been open ever since."""
         self.grants: dict[int, _Grant] = {}
         self.pins: dict[int, list[BlockKey]] = {}
+        self.waits: dict[int, None] = {}
+        """Pins that are answered when blocks have come up from SSD."""
+
+    @property
+    def num_open(self) -> int:
+        return len(self.grants) + len(self.pins) + len(self.waits)
 
 
 class KvNode:
@@ -84,8 +93,10 @@ class KvNode:
         channel: Channel,
         transfer: Transfer,
         gateway_address: str,
+        disks: Disks | None = None,
     ) -> None:
-        """Allocate the arena. `num_blocks` and `block_bytes` of `hello` are filled in here.
+        """Allocate the arena and start to scan the disks. `num_blocks` and `block_bytes` of `hello`
+        are filled in here.
 
         Raises ConfigError when the byte limit holds no block.
         """
@@ -104,13 +115,23 @@ class KvNode:
             self._tier.stored_keys,
             config.report_interval_s,
         )
+        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        disks = disks or NoDisks()
+        self._tiering = Tiering(
+            config, self._tier, disks, self._announce, self._on_loaded, self._counters
+        )
+        self._promotions = Promotions(
+            self._tier, self._tiering, config.ssd_load_timeout_s, self._evicted
+        )
+        if disks.num_slots:
+            self._membership.add_tier(Tier.SSD, self._tiering.ssd.stored_keys)
+        disks.attach(self._region)
         self._peers: dict[Peer, _PeerState] = {}
         self._lost: OrderedDict[Peer, None] = OrderedDict()
         self._ended: OrderedDict[tuple[Peer, str, int], None] = OrderedDict()
         self._overdue_at: deque[tuple[float, _Grant]] = deque()
         self._doubt_s = 0.0
         self._draining = False
-        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     @property
     def region(self) -> Region:
@@ -125,7 +146,12 @@ class KvNode:
     @property
     def num_open(self) -> int:
         """Puts and pins that peers have open."""
-        return sum(len(state.grants) + len(state.pins) for state in self._peers.values())
+        return sum(state.num_open for state in self._peers.values())
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is open, and nothing moves between the tiers."""
+        return self.num_open == 0 and self._tiering.quiet
 
     # ------------------------------------------------------------------ the machine
 
@@ -139,6 +165,10 @@ class KvNode:
             self._on_pin(event, now)
         elif isinstance(event, Unpin):
             self._on_unpin(event)
+        elif isinstance(event, DiskDone):
+            self._tiering.on_done(event, now)
+        elif isinstance(event, DiskScanned):
+            self._tiering.on_scanned(event)
         elif isinstance(event, PeerLost):
             self._on_peer_lost(event.worker, now)
         elif isinstance(event, Welcome):
@@ -154,6 +184,8 @@ class KvNode:
         while self._overdue_at and self._overdue_at[0][0] <= now:
             self._counters["puts_overdue"] += bool(self._overdue_at.popleft()[1].pending)
         times.append(self._overdue_at[0][0] if self._overdue_at else None)
+        times.append(self._promotions.tick(now))
+        self._tiering.start_writes(now)
         self._evicted(self._tier.evict_to_watermark())
         times.append(self._doubt_old_peers(now))
         times.append(self._membership.tick(now, self._load))
@@ -165,7 +197,7 @@ class KvNode:
         pins: Counter[BlockKey] = Counter()
         writing: set[BlockKey] = set()
         for peer, state in self._peers.items():
-            assert state.grants or state.pins, f"{peer} holds nothing and is still known"
+            assert state.num_open, f"{peer} holds nothing and is still known"
             assert peer not in self._lost, f"{peer} is lost and still holds something"
             for keys in state.pins.values():
                 pins.update(keys)
@@ -173,6 +205,13 @@ class KvNode:
                 assert grant.pending, "an ended grant is still open"
                 assert writing.isdisjoint(grant.pending), "two writers of one block"
                 writing.update(grant.pending)
+            for ticket in state.waits:
+                assert (peer, ticket) in self._promotions, "waits for an answer that does not come"
+        self._tiering.check_integrity()
+        self._promotions.check_integrity()
+        pins += self._tiering.held() + self._promotions.held()
+        assert writing.isdisjoint(self._tiering.loading())
+        writing |= self._tiering.loading()
         assert dict(pins) == self._tier.pin_counts()
         assert len(writing) == self._tier.num_writing
         assert not any(self._tier.has(key) for key in writing)
@@ -184,14 +223,15 @@ class KvNode:
         state = self._peers.get(peer)
         grant = state.grants.get(message.ticket) if state is not None else None
         if grant is None and self._may_open(peer, "put", message.ticket) and not self._draining:
-            granted, evicted = self._tier.reserve(message.keys, message.tenant)
+            wanted = [key for key in message.keys if not self._tiering.can_load(key)]
+            granted, evicted = self._tier.reserve(wanted, message.tenant)
             self._evicted(evicted)
             if granted:
                 grant = _Grant(message.keys, list(granted))
                 self._state_of(message.writer, now).grants[message.ticket] = grant
                 self._overdue_at.append((now + self._config.put_timeout_s, grant))
             else:
-                self._tier.use(message.keys)
+                self._use(message.keys)
             self._count_put(message.keys, granted)
         if grant is None:
             self._remember_ended(peer, "put", message.ticket)
@@ -229,7 +269,7 @@ class KvNode:
         self._counters["bytes_put"] += len(written) * self._layout.block_bytes
         self._membership.send_blocks(written, [])
         if not grant.pending:
-            self._tier.use(grant.run)
+            self._use(grant.run)
             grant.run = []
             del state.grants[message.ticket]
             self._remember_ended(peer, "put", message.ticket)
@@ -240,20 +280,42 @@ class KvNode:
     def _on_pin(self, message: PinBlocks, now: float) -> None:
         peer = _peer_of(message.reader)
         state = self._peers.get(peer)
+        if state is not None and message.ticket in state.waits:
+            return
         run = state.pins.get(message.ticket, []) if state is not None else []
         if run:
-            offsets = self._tier.offsets(run)
+            self._send_pinned(message, run)
+        elif not self._may_open(peer, "pin", message.ticket):
+            self._pin(message, 0, now)
+        elif self._promotions.begin(
+            (peer, message.ticket), message.keys, now, lambda at: self._come_up(message, at)
+        ):
+            self._state_of(message.reader, now).waits[message.ticket] = None
         else:
-            may = self._may_open(peer, "pin", message.ticket)
-            run = message.keys[: self._tier.leading(message.keys)] if may else []
-            offsets = self._tier.pin(run)
-            if run:
-                self._state_of(message.reader, now).pins[message.ticket] = run
-            else:
-                self._remember_ended(peer, "pin", message.ticket)
-            self._counters["pins"] += 1
-            self._counters["blocks_hit"] += len(run)
-            self._counters["blocks_missed"] += len(message.keys) - len(run)
+            self._pin(message, self._tier.leading(message.keys), now)
+
+    def _come_up(self, message: PinBlocks, now: float) -> None:
+        """A run that was waited for lies in DRAM, as far as it will."""
+        del self._peers[_peer_of(message.reader)].waits[message.ticket]
+        self._pin(message, self._tier.leading(message.keys), now)
+
+    def _pin(self, message: PinBlocks, num_blocks: int, now: float) -> None:
+        peer = _peer_of(message.reader)
+        run = message.keys[:num_blocks]
+        self._tier.pin(run)
+        self._tiering.used(run)
+        if run:
+            self._state_of(message.reader, now).pins[message.ticket] = run
+        else:
+            self._remember_ended(peer, "pin", message.ticket)
+            self._drop_if_idle(peer)
+        self._counters["pins"] += 1
+        self._counters["blocks_hit"] += len(run)
+        self._counters["blocks_missed"] += len(message.keys) - len(run)
+        self._send_pinned(message, run)
+
+    def _send_pinned(self, message: PinBlocks, run: list[BlockKey]) -> None:
+        offsets = self._tier.offsets(run)
         self._channel.send(
             message.reader.address,
             PinGranted(
@@ -269,6 +331,10 @@ class KvNode:
         state = self._peers.get(peer)
         if state is not None and message.ticket in state.pins:
             self._tier.unpin(state.pins.pop(message.ticket))
+            self._drop_if_idle(peer)
+        elif state is not None and message.ticket in state.waits:
+            del state.waits[message.ticket]
+            self._promotions.cancel((peer, message.ticket))
             self._drop_if_idle(peer)
         self._remember_ended(peer, "pin", message.ticket)
 
@@ -293,6 +359,8 @@ class KvNode:
         for run in state.pins.values():
             self._tier.unpin(run)
             self._counters["pins_reclaimed"] += 1
+        for ticket in state.waits:
+            self._promotions.cancel((peer, ticket))
 
     def _doubt_old_peers(self, now: float) -> float:
         """Ask the gateway about peers that have held something for long; return when to again."""
@@ -315,7 +383,7 @@ class KvNode:
         state = self._peers.get(peer)
         if state is None:
             return True
-        return len(state.grants) + len(state.pins) < self._config.max_tickets_per_worker
+        return state.num_open < self._config.max_tickets_per_worker
 
     def _remember_ended(self, peer: Peer, kind: str, ticket: int) -> None:
         """A ticket that ended, or was answered with nothing, never opens again."""
@@ -324,19 +392,31 @@ class KvNode:
             self._ended.popitem(last=False)
 
     def _drop_if_idle(self, peer: Peer) -> None:
-        state = self._peers[peer]
-        if not state.grants and not state.pins:
+        state = self._peers.get(peer)
+        if state is not None and not state.num_open:
             del self._peers[peer]
 
     # ------------------------------------------------------------------ what is told
 
     def _evicted(self, keys: list[BlockKey]) -> None:
         self._counters["blocks_evicted"] += len(keys)
+        self._tiering.evicted(keys)
         self._membership.send_blocks([], keys)
+
+    def _announce(self, tier: Tier, stored: list[BlockKey], removed: list[BlockKey]) -> None:
+        self._membership.send_blocks(stored, removed, tier)
+
+    def _on_loaded(self, whole: list[BlockKey], lost: list[BlockKey], now: float) -> None:
+        self._promotions.on_loaded(whole, lost, now)
+
+    def _use(self, run: list[BlockKey]) -> None:
+        self._tier.use(run)
+        self._tiering.used(run)
 
     def _count_put(self, keys: list[BlockKey], granted: dict[BlockKey, int]) -> None:
         self._counters["puts"] += 1
-        refused = sum(not self._tier.is_known(key) for key in keys)
+        ssd = self._tiering.ssd
+        refused = sum(not (self._tier.is_known(key) or ssd.has(key)) for key in keys)
         self._counters["blocks_granted"] += len(granted)
         self._counters["blocks_refused"] += refused
 
@@ -367,6 +447,16 @@ COUNTERS = {
     "pins_reclaimed": "pins held when their reader was lost",
     "blocks_quarantined": "blocks of lost writers that went to quarantine",
     "puts_overdue": "puts open for longer than put_timeout_s though their writer lives",
+    "ssd_blocks_found": "blocks that an earlier boot had left on the disks",
+    "ssd_blocks_torn": "slots of the disks that held something else at the start",
+    "ssd_blocks_written": "blocks that went down to a disk",
+    "ssd_blocks_read": "blocks that came up from a disk",
+    "ssd_blocks_evicted": "blocks overwritten on a disk for others",
+    "ssd_blocks_too_late": "blocks evicted from DRAM before their turn to go down",
+    "ssd_blocks_corrupt": "blocks read from a disk that were not what was written",
+    "ssd_blocks_no_room": "blocks not written because the file system was full",
+    "ssd_read_errors": "blocks a disk would not read",
+    "ssd_write_errors": "blocks a disk would not write",
     "stray_messages": "messages about tickets unknown or ended, or from lost workers",
 }
 """Counter name -> what it counts."""

@@ -48,14 +48,19 @@ class Membership:
         self._channel = channel
         self._gateway_address = gateway_address
         self._tier = tier
-        self._inventory = inventory
+        self._inventories = {tier: inventory}
         self._report_interval_s = report_interval_s
         self._welcomed = False
         self._next_s = float("-inf")
-        self._sequence_no = 0
+        self._sequence_nos = {tier: 0}
         self._samples: list[CostSample] = []
         self.kvstore: WorkerRef | None = None
         """The pool of this worker's node, once known."""
+
+    def add_tier(self, tier: Tier, inventory: Callable[[], list[BlockKey]]) -> None:
+        """Report another tier too; its block events have numbers of their own."""
+        self._inventories[tier] = inventory
+        self._sequence_nos[tier] = 0
 
     @property
     def worker(self) -> WorkerRef:
@@ -71,7 +76,8 @@ class Membership:
         self._gateway_address = welcome.gateway.address
         self.kvstore = welcome.kvstore
         if welcome.send_snapshot:
-            self._send_blocks(self._inventory(), [], snapshot=True)
+            for tier, inventory in self._inventories.items():
+                self._send_blocks(tier, inventory(), [], snapshot=True)
 
     def on_who(self, question: WhoAreYou) -> None:
         """A gateway that knows nothing yet heard us: say hello to it, as at the start."""
@@ -94,10 +100,12 @@ class Membership:
         self._samples.append(sample)
         del self._samples[:-MAX_SAMPLES]
 
-    def send_blocks(self, stored: list[BlockKey], removed: list[BlockKey]) -> None:
+    def send_blocks(
+        self, stored: list[BlockKey], removed: list[BlockKey], tier: Tier | None = None
+    ) -> None:
         """Tell what came and went since the last call; nothing is sent when nothing did."""
         if (stored or removed) and self._welcomed:
-            self._send_blocks(stored, removed, snapshot=False)
+            self._send_blocks(tier or self._tier, stored, removed, snapshot=False)
 
     def tick(self, now: float, load: Callable[[], WorkerLoad]) -> float:
         """Send what is due and return when to be called again."""
@@ -112,14 +120,14 @@ class Membership:
         return self._next_s
 
     def _send_blocks(
-        self, stored: list[BlockKey], removed: list[BlockKey], *, snapshot: bool
+        self, tier: Tier, stored: list[BlockKey], removed: list[BlockKey], *, snapshot: bool
     ) -> None:
-        self._sequence_no += 1
+        self._sequence_nos[tier] += 1
         self._send(
             BlockEvents(
                 worker=self.worker,
-                tier=self._tier,
-                sequence_no=self._sequence_no,
+                tier=tier,
+                sequence_no=self._sequence_nos[tier],
                 stored=stored,
                 removed=removed,
                 snapshot=snapshot,

@@ -30,6 +30,7 @@ from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway import Gateway
 from mooncake.sim.clock import EventHeap
+from mooncake.sim.disk import SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.network import Endpoint, Network, NetworkConfig, SimChannel, SimTransfer
 from mooncake.sim.process import SimProcess
 from mooncake.telemetry.events import Recorder
@@ -62,6 +63,7 @@ class WorldConfig(msgspec.Struct, frozen=True, kw_only=True):
     kvstore: KvStoreConfig
     instance: InstanceConfig = InstanceConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    disk: SimDiskConfig = SimDiskConfig()
     network: NetworkConfig = NetworkConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     with_bytes: bool = False
@@ -96,6 +98,9 @@ class Worker:
         self.machine: PrefillWorker | DecodeWorker | KvNode | None = None
         self.runner: Runner | None = None
         self.pages: Region | None = None
+        self.media: list[SimMedium] = []
+        """Its disks, which outlive it."""
+        self.disks: SimDisks | None = None
 
 
 class World:
@@ -187,6 +192,7 @@ class World:
         transfer = SimTransfer(self.network, endpoint, with_bytes=self.config.with_bytes)
         ref = WorkerRef(worker_id, epoch, address)
         if worker.spec.role is Role.KVSTORE:
+            worker.disks = self._disks(worker, process)
             worker.machine = KvNode(
                 self.config.kvstore,
                 self._hello(worker.spec, ref, num_blocks=0),
@@ -194,6 +200,7 @@ class World:
                 channel,
                 transfer,
                 GATEWAY_ADDRESS,
+                worker.disks,
             )
         else:
             worker.machine = self._make_instance(worker, ref, process, channel, transfer)
@@ -206,6 +213,8 @@ class World:
         if worker.process is None or worker.address is None:
             return
         worker.process.kill()
+        if worker.disks is not None:
+            worker.disks.kill()
         self.network.detach(worker.address)
         worker.process = worker.machine = worker.address = None
         supervisor = self.config.supervisor
@@ -229,6 +238,16 @@ class World:
     def _restart(self, worker_id: str) -> None:
         if self.workers[worker_id].process is None:
             self.start(worker_id)
+
+    def _disks(self, worker: Worker, process: SimProcess) -> SimDisks | None:
+        ssd, block_bytes = self.config.kvstore.ssd, self.config.layout.block_bytes
+        if not ssd:
+            return None
+        worker.media = worker.media or [SimMedium() for _ in ssd]
+        num_slots = [one.num_bytes // block_bytes for one in ssd]
+        return SimDisks(
+            self.heap, self.config.disk, worker.media, num_slots, block_bytes, process.deliver
+        )
 
     def _make_instance(
         self,

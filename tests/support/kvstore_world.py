@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import msgspec
+
 from mooncake.base import (
     AnyMessage,
     BlockEvents,
@@ -17,12 +19,17 @@ from mooncake.base import (
     PutStart,
     Role,
     SegmentRef,
+    Tier,
     Unpin,
     Welcome,
     WorkerHello,
     WorkerRef,
 )
 from mooncake.kvstore import KvNode, KvStoreConfig
+from mooncake.kvstore.config import SsdConfig
+from mooncake.sim.clock import EventHeap
+from mooncake.sim.disk import SimDiskConfig, SimDisks, SimMedium
+from mooncake.sim.network import SimRegion
 from mooncake.transfer.engine import Region, TransferBatch
 
 LAYOUT = KvLayout(num_layers=2, block_tokens=4, kv_width=4, dtype="float16", fingerprint="test")
@@ -62,14 +69,7 @@ class RecordingChannel:
         self.sent.append((address, message))
 
 
-class ByteRegion:
-    """Plain memory."""
-
-    region_id = 3
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.buffer = memoryview(bytearray(num_bytes))
+REGION_ID = 3
 
 
 class LocalTransfer:
@@ -78,10 +78,11 @@ class LocalTransfer:
     segment = SegmentRef("kv-0-boot", {}, "here")
 
     def __init__(self) -> None:
-        self.regions: list[ByteRegion] = []
+        self.regions: list[SimRegion] = []
 
     def allocate(self, num_bytes: int, label: str) -> Region:
-        self.regions.append(ByteRegion(num_bytes))
+        buffer = memoryview(bytearray(num_bytes))
+        self.regions.append(SimRegion(REGION_ID, num_bytes, buffer))
         return self.regions[-1]
 
     def register(self, buffer: memoryview, label: str) -> Region:
@@ -98,39 +99,93 @@ class LocalTransfer:
 
 
 class NodeWorld:
-    """One node of `num_blocks` blocks, welcomed by a gateway, and peers that talk to it."""
+    """One node of `num_blocks` blocks, welcomed by a gateway, and peers that talk to it.
 
-    def __init__(self, num_blocks: int = 8, *, welcomed: bool = True, **settings) -> None:
-        config = KvStoreConfig(dram_bytes=num_blocks * BLOCK + BLOCK // 2, **settings)
+    With `media` it has disks of `ssd_blocks` slots each; `restart` keeps them. Disks work while
+    `tick` lets time pass.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 8,
+        *,
+        welcomed: bool = True,
+        media: list[SimMedium] | None = None,
+        ssd_blocks: int = 8,
+        **settings,
+    ) -> None:
+        self.media = media or []
+        self.config = KvStoreConfig(
+            dram_bytes=num_blocks * BLOCK + BLOCK // 2,
+            ssd=[
+                SsdConfig(directory=f"/{n}", num_bytes=ssd_blocks * BLOCK)
+                for n in range(len(self.media))
+            ],
+            **settings,
+        )
+        self.heap = EventHeap()
+        self._tickets = 0
+        self._num_boots = 0
+        self.disks: SimDisks | None = None
+        self.boot(welcomed=welcomed)
+
+    @property
+    def now(self) -> float:
+        return self.heap.now()
+
+    def boot(self, *, welcomed: bool = True) -> None:
+        """Start the node, or kill it and start it again: disks stay, memory does not."""
+        if self.disks is not None:
+            self.disks.kill()
+        self._num_boots += 1
+        self.store = WorkerRef("kv-0", f"k{self._num_boots}", "inproc://kv-0")
         hello = WorkerHello(
-            worker=STORE, role=Role.KVSTORE, node_id="node-0", host="here", pid=1,
+            worker=self.store, role=Role.KVSTORE, node_id="node-0", host="here", pid=1,
             layout_fingerprint=LAYOUT.fingerprint, block_tokens=LAYOUT.block_tokens, num_blocks=0,
         )  # fmt: skip
         self.channel = RecordingChannel()
         self.transfer = LocalTransfer()
-        self.node = KvNode(
-            config, hello, LAYOUT, self.channel, self.transfer, GATEWAY.address
+        self.inventories: dict[Tier, set[bytes]] = {Tier.DRAM: set(), Tier.SSD: set()}
+        self._last_events = {Tier.DRAM: 0, Tier.SSD: 0}
+        self.disks = SimDisks(
+            self.heap, SimDiskConfig(), self.media,
+            [ssd.num_bytes // BLOCK for ssd in self.config.ssd], BLOCK, self._on_disk,
         )  # fmt: skip
-        self.now = 0.0
-        self.inventory: set[bytes] = set()
-        self._last_event = 0
-        self._tickets = 0
+        self.node = KvNode(
+            self.config, hello, LAYOUT, self.channel, self.transfer, GATEWAY.address, self.disks
+        )
         if welcomed:
             self.handle(Welcome(gateway=GATEWAY, kvstore=None, send_snapshot=True))
 
-    def handle(self, message: AnyMessage) -> list[tuple[str, AnyMessage]]:
+    @property
+    def inventory(self) -> set[bytes]:
+        """What the gateway believes to lie in DRAM."""
+        return self.inventories[Tier.DRAM]
+
+    @property
+    def on_ssd(self) -> set[bytes]:
+        """What the gateway believes to lie on SSD."""
+        return self.inventories[Tier.SSD]
+
+    def handle(self, message: msgspec.Struct) -> list[tuple[str, AnyMessage]]:
         """Bring a message; return what was sent because of it."""
         before = len(self.channel.sent)
         self.node.handle(message, self.now)
+        if self.media:
+            self.node.tick(self.now)
         return self._after(before)
 
     def tick(self, now: float) -> float | None:
-        """Move time."""
-        self.now = now
+        """Move time; disks work meanwhile."""
+        self.heap.run_until(now)
         before = len(self.channel.sent)
         wake = self.node.tick(now)
         self._after(before)
         return wake
+
+    def _on_disk(self, event: msgspec.Struct) -> None:
+        """A disk has something to tell."""
+        self.handle(event)
 
     def _after(self, before: int) -> list[tuple[str, AnyMessage]]:
         """Check the node, and replay what it told the gateway into `inventory`."""
@@ -139,15 +194,16 @@ class NodeWorld:
         for address, message in sent:
             if isinstance(message, BlockEvents):
                 assert address == GATEWAY.address
-                self._last_event += 1
-                assert message.sequence_no == self._last_event
+                self._last_events[message.tier] += 1
+                assert message.sequence_no == self._last_events[message.tier]
+                inventory = self.inventories[message.tier]
                 if message.snapshot:
-                    self.inventory = set()
+                    inventory.clear()
                 assert not set(message.stored) & set(message.removed)
-                assert self.inventory >= set(message.removed), "removed what was not there"
-                assert self.inventory.isdisjoint(message.stored), "stored twice"
-                self.inventory -= set(message.removed)
-                self.inventory |= set(message.stored)
+                assert inventory >= set(message.removed), "removed what was not there"
+                assert inventory.isdisjoint(message.stored), "stored twice"
+                inventory -= set(message.removed)
+                inventory |= set(message.stored)
         return sent
 
     def answer(self, message: AnyMessage, kind: type[Answer]) -> Answer:
@@ -189,6 +245,18 @@ class NodeWorld:
     def pin(self, reader: WorkerRef, wanted: list[bytes]) -> PinGranted:
         return self.answer(PinBlocks(reader=reader, ticket=self.ticket(), keys=wanted), PinGranted)
 
+    def pin_soon(self, reader: WorkerRef, wanted: list[bytes], seconds: float = 1.0) -> PinGranted:
+        """Pin what may have to come up from a disk first."""
+        before = len(self.channel.sent)
+        ticket = self.ticket()
+        self.handle(PinBlocks(reader=reader, ticket=ticket, keys=wanted))
+        self.tick(self.now + seconds)
+        [granted] = [
+            sent for _, sent in self.channel.sent[before:]
+            if isinstance(sent, PinGranted) and sent.ticket == ticket
+        ]  # fmt: skip
+        return granted
+
     def unpin(self, reader: WorkerRef, pinned: PinGranted) -> None:
         self.handle(Unpin(reader=reader, ticket=pinned.ticket))
 
@@ -208,7 +276,7 @@ class NodeWorld:
 
     def _slice(self, places: BlockPlaces, offset: int, layer: int) -> memoryview:
         assert places.segment == self.transfer.segment
-        assert places.region == ByteRegion.region_id
+        assert places.region == REGION_ID
         start = offset + layer * places.layer_stride
         stop = start + LAYOUT.slice_bytes
         buffer = self.transfer.regions[0].buffer

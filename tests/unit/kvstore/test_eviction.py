@@ -170,17 +170,41 @@ def test_lru_is_the_textbook_order_under_random_use() -> None:
     chance = random.Random(6)
     policy = LruPolicy()
     order: list[bytes] = []
-    for _ in range(2_000):
+    held: bytes | None = None
+    for _ in range(4_000):
         first = chance.randrange(12)
         run = [key(n) for n in range(first, first + chance.randrange(1, 5))]
-        (policy.release if chance.random() < 0.5 else policy.access)(run)
-        known = set(order)
         touched = list(reversed(run))
-        # What an access names and is not there stays out; a release brings it in.
-        if len(policy) != len(known):
-            assert len(policy) == len(known | set(run))
-            known |= set(run)
-        touched = [k for k in touched if k in known]
-        order = [k for k in order if k not in touched] + touched
-        if chance.random() < 0.4 and order:
-            assert policy.pop() == order.pop(0)
+        if chance.random() < 0.5:
+            # A release brings in what is new; what has a place keeps it.
+            policy.release(run)
+            order += [k for k in touched if k not in order]
+            held = None if held in run else held
+        else:
+            policy.access(run)
+            touched = [k for k in touched if k in order]
+            order = [k for k in order if k not in touched] + touched
+        if held is None and order and chance.random() < 0.2:
+            held = chance.choice(order)
+            policy.hold(held)
+        free = [k for k in order if k != held]
+        assert len(policy) == len(free)
+        if chance.random() < 0.4:
+            assert policy.pop() == (free[0] if free else None)
+            order = [k for k in order if k not in free[:1]]
+
+
+def test_lru_keeps_the_place_of_what_is_held() -> None:
+    policy = LruPolicy()
+    policy.release(keys(1))
+    policy.release(keys(2))
+    policy.release(keys(3))
+    policy.hold(key(1))
+    policy.release(keys(1))
+    assert policy.pop() == key(1)
+    policy.hold(key(2))
+    assert policy.pop() == key(3)
+    assert policy.pop() is None
+    policy.release(keys(4))
+    policy.release(keys(2))
+    assert [policy.pop(), policy.pop()] == keys(2, 4), "its turn had come before"

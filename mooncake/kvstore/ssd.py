@@ -1,0 +1,230 @@
+"""The SSD tier of one node: which block lies in which slot of which disk, and which goes first.
+
+Pure bookkeeping; owned by the node's `Tiering`. It does no I/O and knows no arena.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+
+from mooncake.base import BlockKey, InternalError
+from mooncake.kvstore.disk import FoundBlock
+from mooncake.kvstore.eviction import EvictionPolicy
+
+
+class _State(Enum):
+    WRITING = "writing"
+    STORED = "stored"
+
+
+class SsdBlock:
+    """A block on its way to a disk, or there."""
+
+    __slots__ = ("checksum", "disk", "readers", "slot", "state", "tenant")
+
+    def __init__(self, disk: int, slot: int, tenant: str, checksum: int | None) -> None:
+        self.disk = disk
+        self.slot = slot
+        self.tenant = tenant
+        self.checksum = checksum
+        self.readers = 0
+        self.state = _State.WRITING
+
+
+class _Disk:
+    """Slots of one disk. Lowest free slot first, so that a run lies together and files grow only
+    when they must.
+    """
+
+    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+        self.num_slots = num_slots
+        self.policy = policy
+        self.free: list[int] = []
+        self.is_open = False
+        self.num_retired = 0
+        self.paused_until_s = float("-inf")
+        self.num_erasing = 0
+
+    def usable(self, now: float) -> bool:
+        return self.is_open and now >= self.paused_until_s
+
+    @property
+    def num_available(self) -> int:
+        return len(self.free) + len(self.policy)
+
+
+class SsdTier:
+    """Blocks by key in slots. Every slot is free, writing, stored, being erased or retired."""
+
+    def __init__(self, num_slots: Sequence[int], make_policy: Callable[[], EvictionPolicy]) -> None:
+        self._disks = [_Disk(number, make_policy()) for number in num_slots]
+        self._blocks: dict[BlockKey, SsdBlock] = {}
+        self._num_stored = 0
+
+    @property
+    def num_stored(self) -> int:
+        return self._num_stored
+
+    @property
+    def num_slots(self) -> int:
+        return sum(disk.num_slots for disk in self._disks)
+
+    def stored_keys(self) -> list[BlockKey]:
+        """Return the keys of all blocks that can be read."""
+        return [key for key, block in self._blocks.items() if block.state is _State.STORED]
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether the block can be read."""
+        block = self._blocks.get(key)
+        return block is not None and block.state is _State.STORED
+
+    def is_known(self, key: BlockKey) -> bool:
+        """Whether the block is on a disk or on its way there."""
+        return key in self._blocks
+
+    def block(self, key: BlockKey) -> SsdBlock:
+        """Return where a known block lies."""
+        return self._blocks[key]
+
+    # ------------------------------------------------------------------ disks
+
+    def open_disk(self, number: int, found: Iterable[FoundBlock]) -> list[BlockKey]:
+        """Use a disk that has been scanned; return the keys it holds. A block that another disk
+        has too is forgotten here.
+        """
+        disk = self._disks[number]
+        if disk.is_open:
+            raise InternalError(f"disk {number} was opened twice")
+        disk.is_open = True
+        kept: list[BlockKey] = []
+        taken: set[int] = set()
+        for one in found:
+            if one.key in self._blocks or one.slot in taken or one.slot >= disk.num_slots:
+                continue
+            block = SsdBlock(number, one.slot, one.tenant, one.checksum)
+            block.state = _State.STORED
+            self._blocks[one.key] = block
+            taken.add(one.slot)
+            kept.append(one.key)
+        disk.free = [slot for slot in range(disk.num_slots) if slot not in taken]
+        for key in kept:
+            disk.policy.release([key])
+        self._num_stored += len(kept)
+        return kept
+
+    def pause(self, disk: int, until_s: float) -> None:
+        """Write nothing to a disk until then: it failed, or is full."""
+        self._disks[disk].paused_until_s = until_s
+
+    # ------------------------------------------------------------------ writing
+
+    def reserve(
+        self, blocks: Sequence[tuple[BlockKey, str, int | None]], now: float
+    ) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Find slots, all on one disk, for blocks (key, tenant, checksum) not known here.
+
+        Returns (keys that have one now, from the first on; keys evicted for them). Disks are filled
+        evenly.
+        """
+        disk, number = max(
+            (
+                (disk, number)
+                for number, disk in enumerate(self._disks)
+                if disk.usable(now) and disk.num_available
+            ),
+            key=lambda one: (len(one[0].free) / one[0].num_slots, one[0].num_available, -one[1]),
+            default=(None, -1),
+        )
+        reserved: list[BlockKey] = []
+        evicted: list[BlockKey] = []
+        if disk is None:
+            return reserved, evicted
+        for key, tenant, checksum in blocks:
+            if not disk.free:
+                loser = disk.policy.pop()
+                if loser is None:
+                    break
+                heapq.heappush(disk.free, self._blocks.pop(loser).slot)
+                self._num_stored -= 1
+                evicted.append(loser)
+            self._blocks[key] = SsdBlock(number, heapq.heappop(disk.free), tenant, checksum)
+            reserved.append(key)
+        return reserved, evicted
+
+    def commit(self, key: BlockKey, checksum: int) -> None:
+        """A block being written can be read from now on."""
+        block = self._blocks[key]
+        block.state, block.checksum = _State.STORED, checksum
+        self._num_stored += 1
+        self._disks[block.disk].policy.release([key])
+
+    def abandon(self, key: BlockKey) -> None:
+        """A block being written did not get there."""
+        block = self._blocks.pop(key)
+        if block.state is not _State.WRITING:
+            raise InternalError(f"block {key.hex()} is on a disk and cannot be abandoned")
+        heapq.heappush(self._disks[block.disk].free, block.slot)
+
+    # ------------------------------------------------------------------ reading
+
+    def hold(self, key: BlockKey) -> None:
+        """Somebody reads a stored block: its slot stays until `release`."""
+        block = self._blocks[key]
+        block.readers += 1
+        self._disks[block.disk].policy.hold(key)
+
+    def release(self, keys: Sequence[BlockKey]) -> None:
+        """Undo one `hold` each; a use of the run, head first."""
+        for key in reversed(keys):
+            block = self._blocks[key]
+            block.readers -= 1
+            if not block.readers:
+                self._disks[block.disk].policy.release([key])
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """A request used this run without reading it here; keys not stored are skipped."""
+        for disk in self._disks:
+            disk.policy.access(keys)
+
+    # ------------------------------------------------------------------ giving up
+
+    def condemn(self, key: BlockKey) -> tuple[int, int]:
+        """A stored block that nobody else reads is worth nothing: forget it, keep its slot until
+        `erased`. Returns (disk, slot).
+        """
+        block = self._blocks.pop(key)
+        if block.state is not _State.STORED or block.readers:
+            raise InternalError(f"block {key.hex()} is in use and cannot be condemned")
+        self._disks[block.disk].policy.forget(key)
+        self._disks[block.disk].num_erasing += 1
+        self._num_stored -= 1
+        return block.disk, block.slot
+
+    def erased(self, disk: int, slot: int, *, well: bool) -> None:
+        """A condemned slot is empty, or cannot be written: it is used no more then."""
+        owner = self._disks[disk]
+        owner.num_erasing -= 1
+        if well:
+            heapq.heappush(owner.free, slot)
+        else:
+            owner.num_retired += 1
+
+    # ------------------------------------------------------------------ checks
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot of an open disk is accounted for once."""
+        stored = 0
+        for number, disk in enumerate(self._disks):
+            mine = [block for block in self._blocks.values() if block.disk == number]
+            slots = [block.slot for block in mine] + disk.free
+            assert len(set(slots)) == len(slots), "two blocks share a slot"
+            if disk.is_open:
+                total = len(slots) + disk.num_erasing + disk.num_retired
+                assert total == disk.num_slots, "a slot was lost or freed twice"
+            loose = [b for b in mine if b.state is _State.STORED and not b.readers]
+            assert len(disk.policy) == len(loose)
+            assert all(b.readers >= 0 for b in mine)
+            stored += sum(block.state is _State.STORED for block in mine)
+        assert stored == self._num_stored

@@ -1,0 +1,272 @@
+"""Blocks on their way between DRAM and SSD: what goes down and when, what comes up, what is lost.
+
+Pure; owned by the node. It decides and keeps the books of both tiers in step; the bytes are moved
+by the `Disks` port. Who waits for a block that comes up is `promotion`'s business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+from mooncake.base import BlockKey, Tier
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.disk import DiskBlock, DiskDone, Disks, DiskScanned, Outcome
+from mooncake.kvstore.dram import DramTier
+from mooncake.kvstore.eviction import POLICIES
+from mooncake.kvstore.ssd import SsdTier
+
+MAX_OP_BYTES = 16 << 20
+"""Blocks that lie together on a disk are moved together, up to this."""
+
+Announce = Callable[[Tier, list[BlockKey], list[BlockKey]], None]
+"""(tier, stored, removed)"""
+Loaded = Callable[[list[BlockKey], list[BlockKey], float], None]
+"""(blocks that lie in DRAM now, blocks that do not and never will, now)"""
+
+
+class _Move:
+    """An operation under way; its blocks are held in DRAM (down) or on the disk (up)."""
+
+    __slots__ = ("disk", "keys")
+
+    def __init__(self, disk: int, keys: list[BlockKey]) -> None:
+        self.disk = disk
+        self.keys = keys
+
+
+class Tiering:
+    """Moves blocks of one node between its two tiers.
+
+    Down goes what has been asked for `ssd_min_uses` times, longest ago first, once more of the DRAM
+    is in use than `ssd_write_at`; evicting it costs nothing then. What is evicted before its turn
+    is lost. Up comes what a reader asks for. A block that a disk gives back wrong or not at all is
+    forgotten and its slot erased.
+    """
+
+    def __init__(
+        self,
+        config: KvStoreConfig,
+        dram: DramTier,
+        disks: Disks,
+        announce: Announce,
+        loaded: Loaded,
+        counters: Counter[str],
+    ) -> None:
+        self._config = config
+        self._dram = dram
+        self._disks = disks
+        self._announce = announce
+        self._loaded = loaded
+        self._counters = counters
+        self.ssd = SsdTier(disks.num_slots, POLICIES[config.ssd_eviction])
+        self._uses: dict[BlockKey, int] = {}
+        self._candidates: OrderedDict[BlockKey, None] = OrderedDict()
+        self._writes: dict[int, _Move] = {}
+        self._loads: dict[int, _Move] = {}
+        self._erases: dict[int, tuple[int, int]] = {}
+        self._loading: dict[BlockKey, None] = {}
+        self._num_writing = 0
+        self._write_above = math.floor(dram.num_blocks * config.ssd_write_at)
+        queue_blocks = config.ssd_queue_bytes // dram.block_bytes
+        self._max_writing = max(1, min(queue_blocks, dram.num_blocks // 8))
+        self._max_loading = max(1, queue_blocks)
+        self._op_blocks = max(1, MAX_OP_BYTES // dram.block_bytes)
+
+    # ------------------------------------------------------------------ what DRAM does
+
+    def used(self, keys: Sequence[BlockKey]) -> None:
+        """A request wrote or asked for this run; of no interest but for blocks in DRAM."""
+        if not self.ssd.num_slots:
+            return
+        for key in keys:
+            if not self._dram.has(key):
+                continue
+            uses = self._uses[key] = self._uses.get(key, 0) + 1
+            if uses >= self._config.ssd_min_uses and not self.ssd.is_known(key):
+                self._candidates[key] = None
+                self._candidates.move_to_end(key)
+        self.ssd.touch(keys)
+
+    def evicted(self, keys: Sequence[BlockKey]) -> None:
+        """DRAM has given these up."""
+        for key in keys:
+            self._uses.pop(key, None)
+            if self._candidates.pop(key, 0) is None:
+                self._counters["ssd_blocks_too_late"] += 1
+
+    # ------------------------------------------------------------------ down
+
+    def start_writes(self, now: float) -> None:
+        """Send down what is due, as far as the disks keep up."""
+        dram = self._dram
+        while (
+            self._candidates
+            and self._num_writing < self._max_writing
+            and dram.num_blocks - dram.num_free > self._write_above
+        ):
+            room = min(self._op_blocks, self._max_writing - self._num_writing)
+            wanted = [key for key, _ in zip(self._candidates, range(room), strict=False)]
+            wanted = [key for key in wanted if not self._is_stale(key)]
+            if not wanted:
+                continue
+            tenants = [(key, dram.tenant(key), dram.checksum(key)) for key in wanted]
+            keys, gone = self.ssd.reserve(tenants, now)
+            self._counters["ssd_blocks_evicted"] += len(gone)
+            self._announce(Tier.SSD, [], gone)
+            if not keys:
+                return
+            dram.hold(keys)
+            for key in keys:
+                del self._candidates[key]
+            self._num_writing += len(keys)
+            disk = self.ssd.block(keys[0]).disk
+            self._writes[self._disks.write(disk, self._blocks(keys))] = _Move(disk, keys)
+
+    def _is_stale(self, key: BlockKey) -> bool:
+        """Drop a candidate that came to a disk by other ways (a disk scanned late holds it)."""
+        if self.ssd.is_known(key):
+            del self._candidates[key]
+            return True
+        return False
+
+    def _write_ended(self, move: _Move, done: DiskDone, now: float) -> None:
+        self._num_writing -= len(move.keys)
+        self._dram.unpin(move.keys)
+        stored: list[BlockKey] = []
+        for key, outcome, checksum in zip(move.keys, done.outcomes, done.checksums, strict=True):
+            if outcome is Outcome.OK:
+                self.ssd.commit(key, checksum)
+                self._dram.learn_checksum(key, checksum)
+                stored.append(key)
+                continue
+            self.ssd.abandon(key)
+            self._candidates[key] = None
+            full = outcome is Outcome.FULL
+            self._counters["ssd_blocks_no_room" if full else "ssd_write_errors"] += 1
+            self.ssd.pause(move.disk, now + self._config.ssd_retry_s)
+        self._counters["ssd_blocks_written"] += len(stored)
+        self._announce(Tier.SSD, stored, [])
+
+    # ------------------------------------------------------------------ up
+
+    def is_loading(self, key: BlockKey) -> bool:
+        """Whether a block is on its way up."""
+        return key in self._loading
+
+    def can_load(self, key: BlockKey) -> bool:
+        """Whether a block can be brought up: on a disk, and DRAM knows nothing of it."""
+        return self.ssd.has(key) and not self._dram.is_known(key)
+
+    def load(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Bring up blocks of one run that `can_load`; how it ends is told through `Loaded`.
+
+        Returns (blocks that are on their way now, from the first on; keys evicted for them).
+        """
+        keys = keys[: max(0, self._max_loading - len(self._loading))]
+        if not keys:
+            return [], []
+        granted, evicted = self._dram.reserve(keys, self.ssd.block(keys[0]).tenant)
+        for group in self._together(list(granted)):
+            for key in group:
+                self.ssd.hold(key)
+                self._loading[key] = None
+            disk = self.ssd.block(group[0]).disk
+            self._loads[self._disks.read(disk, self._blocks(group))] = _Move(disk, group)
+        return list(granted), evicted
+
+    def _load_ended(self, move: _Move, done: DiskDone, now: float) -> None:
+        whole: list[BlockKey] = []
+        lost: list[BlockKey] = []
+        self.ssd.release(move.keys)
+        for key, outcome, checksum in zip(move.keys, done.outcomes, done.checksums, strict=True):
+            del self._loading[key]
+            if outcome is Outcome.OK:
+                self._dram.learn_checksum(key, checksum)
+                whole.append(key)
+                continue
+            self._dram.abandon(key, None)
+            lost.append(key)
+            corrupt = outcome is Outcome.CORRUPT
+            self._counters["ssd_blocks_corrupt" if corrupt else "ssd_read_errors"] += 1
+            self.drop(key)
+        self._dram.commit(whole)
+        self._counters["ssd_blocks_read"] += len(whole)
+        self._announce(Tier.DRAM, whole, [])
+        self._loaded(whole, lost, now)
+
+    def _together(self, keys: list[BlockKey]) -> Iterator[list[BlockKey]]:
+        """Cut a run into pieces whose blocks lie one behind the other on one disk."""
+        piece: list[BlockKey] = []
+        for key in keys:
+            if piece and len(piece) < self._op_blocks:
+                last, block = self.ssd.block(piece[-1]), self.ssd.block(key)
+                if (block.disk, block.slot) == (last.disk, last.slot + 1):
+                    piece.append(key)
+                    continue
+            if piece:
+                yield piece
+            piece = [key]
+        if piece:
+            yield piece
+
+    # ------------------------------------------------------------------ disks
+
+    def on_scanned(self, event: DiskScanned) -> None:
+        """A disk tells what an earlier boot left there."""
+        kept = self.ssd.open_disk(event.disk, event.found)
+        self._counters["ssd_blocks_found"] += len(kept)
+        self._counters["ssd_blocks_torn"] += event.num_dropped
+        self._announce(Tier.SSD, kept, [])
+
+    def on_done(self, event: DiskDone, now: float) -> None:
+        """An operation ended; those of others are ignored."""
+        if (write := self._writes.pop(event.op_id, None)) is not None:
+            self._write_ended(write, event, now)
+        elif (load := self._loads.pop(event.op_id, None)) is not None:
+            self._load_ended(load, event, now)
+        elif (erase := self._erases.pop(event.op_id, None)) is not None:
+            self.ssd.erased(*erase, well=event.outcomes == [Outcome.OK])
+
+    def drop(self, key: BlockKey) -> bool:
+        """Forget a block on a disk, for this boot and the next ones; False while it is in use."""
+        if not self.ssd.has(key) or key in self._loading:
+            return False
+        disk, slot = self.ssd.condemn(key)
+        self._erases[self._disks.erase(disk, [DiskBlock(key, slot, 0)])] = (disk, slot)
+        self._announce(Tier.SSD, [], [key])
+        return True
+
+    def _blocks(self, keys: Sequence[BlockKey]) -> list[DiskBlock]:
+        offsets = self._dram.offsets(keys)
+        blocks = [self.ssd.block(key) for key in keys]
+        return [
+            DiskBlock(key, block.slot, offset, block.tenant, block.checksum)
+            for key, block, offset in zip(keys, blocks, offsets, strict=True)
+        ]
+
+    # ------------------------------------------------------------------ checks
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is on its way."""
+        return not (self._writes or self._loads or self._erases)
+
+    def held(self) -> Counter[BlockKey]:
+        """Return what is held in DRAM while it is written down (for checks)."""
+        return Counter(key for move in self._writes.values() for key in move.keys)
+
+    def loading(self) -> set[BlockKey]:
+        """Return what is being filled in DRAM (for checks)."""
+        return set(self._loading)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the two tiers' books and the moves disagree."""
+        self.ssd.check_integrity()
+        assert self._num_writing == sum(len(move.keys) for move in self._writes.values())
+        moving = [key for move in self._loads.values() for key in move.keys]
+        assert sorted(moving) == sorted(self._loading)
+        assert not any(self._dram.has(key) for key in moving)
+        assert all(self._dram.has(key) for key in self._uses)
+        assert all(key in self._uses for key in self._candidates)
