@@ -81,6 +81,8 @@ class RequestDesk:
         self._waiting: BoundedQueue[str] = BoundedQueue(config.max_queue)
         self._deadlines: list[tuple[float, int, str]] = []
         self._num_submitted = 0
+        self._last_attempt = 0
+        """Numbers all attempts here, so that a request id used again is never an old attempt's."""
         self._next_retry_s = 0.0
         self._next_scan_s = 0.0
         self.counters: Counter[str] = Counter()
@@ -178,7 +180,7 @@ class RequestDesk:
             assert record.state is not RequestState.FINISHED, "an ended request was kept"
             assert (record.state is RequestState.QUEUED) == (name in waiting)
             assert (record.placement is None) == (name in waiting)
-            assert 0 < record.attempt <= self._config.max_attempts
+            assert 0 < record.num_attempts <= self._config.max_attempts
             if record.placement is None:
                 continue
             placed.add(name)
@@ -228,12 +230,14 @@ class RequestDesk:
             record.block_keys(self._conductor.layout),
             record.num_output_tokens,
             now,
-            record.exclude if record.attempt else None,
+            record.exclude if record.num_attempts else None,
         )
 
     def _begin(self, record: RequestRecord, placement: Placement, now: float) -> None:
         """Start an attempt: tell decode to reserve (or to do it all), and prefill to compute."""
-        record.attempt += 1
+        self._last_attempt += 1
+        record.attempt = self._last_attempt
+        record.num_attempts += 1
         record.placement = placement
         record.decode_joined = False
         record.last_progress_s = now
@@ -283,8 +287,8 @@ class RequestDesk:
         if ended is not None:
             self._finish(record, ended.reason, now, stop_token_id=ended.stop_token_id)
             return
-        if record.attempt >= self._config.max_attempts:
-            text = f"The request failed {record.attempt} times; the last time {reason}. Retry it."
+        if record.num_attempts >= self._config.max_attempts:
+            text = f"The request failed {record.num_attempts} times; the last time {reason}. Retry it."
             self._fail(record, Unavailable, text, now)
             return
         result = self._place(record, now)

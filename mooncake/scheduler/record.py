@@ -40,7 +40,9 @@ class RequestRecord:
     order: OutputOrder
     state: RequestState = RequestState.QUEUED
     attempt: int = 0
-    """Placements so far; the current one's number."""
+    """Number of the current placement, unique at its gateway."""
+    num_attempts: int = 0
+    """Placements so far."""
     placement: Placement | None = None
     """None while the request waits to be placed (again)."""
     decode_joined: bool = False

@@ -115,6 +115,15 @@ def test_prompt_logprobs_are_complete_in_spite_of_a_warm_cache() -> None:
     assert stream.finals[0].num_cached_tokens == 0
 
 
+def test_a_request_id_may_be_used_again() -> None:
+    cluster = Cluster(specs(1, 1))
+    for _ in range(3):
+        cluster.world.submit(request("again", PROMPT))
+        cluster.run(5)
+        cluster.check_streams()
+    cluster.check_quiet()
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.004, 0.011, 0.03, 0.06, 0.1, 0.2, 0.3])
 def test_an_abort_at_any_time_leaves_nothing(after_s: float) -> None:
     cluster = Cluster(specs(1, 1))

@@ -177,13 +177,25 @@ class House:
         attempt: int = 1,
         **fields: Any,
     ) -> None:
+        """Say it for the request's first (second, …) placement."""
         if isinstance(finish, FinishReason):
             finish = FinishInfo(reason=finish)
         output = RequestOutput(
-            request_id=name, attempt=attempt, start=start, tokens=tokens, finish=finish, **fields
+            request_id=name,
+            attempt=self.attempts(name)[attempt - 1],
+            start=start,
+            tokens=tokens,
+            finish=finish,
+            **fields,
         )
         self.gateway.handle(StepOutputs(worker=worker, outputs=[output]), self.now)
         self.gateway.check_integrity()
+
+    def attempts(self, name: str) -> list[int]:
+        """Return the numbers of a request's placements, in order."""
+        found = (PrefillTask, DecodeTask)
+        tasks = [message for _, message in self.channel.sent if isinstance(message, found)]
+        return sorted({t.attempt for t in tasks if t.request.request_id == name})
 
     def tasks(self, worker: WorkerRef) -> list[Any]:
         found = (PrefillTask, DecodeTask)
