@@ -55,7 +55,7 @@ def sampling_params(
     if fields.allowed_token_ids is not None and not allowed:
         raise InvalidRequest("allowed_token_ids: must not be empty", param="allowed_token_ids")
     return SamplingParams(
-        max_tokens=wanted.max_tokens or 0,
+        max_tokens=wanted.max_tokens or wanted.default_max_tokens or 0,
         min_tokens=fields.min_tokens or 0,
         temperature=_first(fields.temperature, defaults.temperature),
         top_p=_first(fields.top_p, defaults.top_p),

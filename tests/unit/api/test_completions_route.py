@@ -203,3 +203,14 @@ def test_long_prompts_are_encoded_beside_the_loop_with_the_same_result() -> None
         assert backend.requests[0].prompt_tokens == TOKENIZER.encode(text)[-10:]
 
     run(says(TEXT), test)
+
+
+def test_prompt_cut_to_what_fits_leaves_room_for_the_default_answer() -> None:
+    async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
+        await client.completions.create(
+            model="tiny", prompt=[1] * 500, extra_body={"truncate_prompt_tokens": -1}
+        )
+        [asked] = backend.requests
+        assert (len(asked.prompt_tokens), asked.sampling.max_tokens) == (240, 16)
+
+    run(says(TEXT), test)
