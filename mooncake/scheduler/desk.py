@@ -288,7 +288,8 @@ class RequestDesk:
             self._finish(record, ended.reason, now, stop_token_id=ended.stop_token_id)
             return
         if record.num_attempts >= self._config.max_attempts:
-            text = f"The request failed {record.num_attempts} times; the last time {reason}. Retry it."
+            tries = record.num_attempts
+            text = f"The request failed {tries} times; the last time {reason}. Retry it."
             self._fail(record, Unavailable, text, now)
             return
         result = self._place(record, now)
