@@ -31,11 +31,9 @@ class ColocatedWorkers:
         plan = self._plan
         show("engine", "importing the tensor library", 0, 0)
         model = open_model(str(plan.model.path), plan.model.dtype)
-        layout = plan.model.layout(plan.engine.block_tokens, model.revision)
         settings = cluster_workers(
             self._config,
             plan,
-            (layout, model.revision),
             self.gateway_channel.address,
             SystemIds().hex(16),
             machine_facts.host_name(),

@@ -6,7 +6,6 @@ Pure but for reading the small files of a checkpoint; needs no torch, so mistake
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 from mooncake.base import (
@@ -20,11 +19,13 @@ from mooncake.base import (
 from mooncake.engine.config import EngineConfig
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.settings import ServeConfig
+from mooncake.model.checkpoint_files import CheckpointFiles
+from mooncake.model.memory import weights_bytes, workspace_bytes
 from mooncake.scheduler.config import SchedulerConfig
 
 DEFAULT_KV_BYTES = 2**30
-OVERHEAD_BYTES = 512 * 2**20
-"""Of an engine's process besides weights and KV: libraries and the activations of a step."""
+LIBRARY_BYTES = 400 * 2**20
+"""Of an engine's process: interpreter, tensor library, Ray."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,16 +37,9 @@ class ModelPlan:
     dtype: str
     max_model_len: int
     weight_bytes: int
-    """Of the tensors on disk."""
-
-    def layout(self, block_tokens: int, weights_revision: str) -> KvLayout:
-        """Return the shape of this model's KV blocks."""
-        return KvLayout.for_model(
-            self.spec,
-            block_tokens=block_tokens,
-            dtype=self.dtype,
-            weights_revision=weights_revision,
-        )
+    """Of the weights in memory."""
+    revision: str
+    """Names the weights; part of every block key."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +54,9 @@ class ServePlan:
     num_decodes: int
     num_kvstores: int
     num_threads: int
-    block_bytes: int
+    layout: KvLayout
+    workspace_bytes: int
+    """Of the largest step of an engine."""
 
     @property
     def num_engines(self) -> int:
@@ -70,12 +66,17 @@ class ServePlan:
     @property
     def engine_bytes(self) -> int:
         """Memory of one engine's process."""
-        return self.model.weight_bytes + self.kv_bytes + OVERHEAD_BYTES
+        return self.model.weight_bytes + self.kv_bytes + self.overhead_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Memory of one engine's process besides weights and pages."""
+        return self.workspace_bytes + LIBRARY_BYTES
 
     @property
     def kv_bytes(self) -> int:
         """Memory of one engine's pages."""
-        return self.engine.num_blocks * self.block_bytes
+        return self.engine.num_blocks * self.layout.block_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -89,7 +90,7 @@ class ServePlan:
         rows = [
             (f"weights ({self.model.dtype})", self.model.weight_bytes, engines),
             (f"KV cache, {pages}", self.kv_bytes, engines),
-            ("activations and libraries", OVERHEAD_BYTES, engines),
+            ("activations and libraries", self.overhead_bytes, engines),
             ("kvstore pool", self.kvstore.dram_bytes, stores),
         ]
         shown = [
@@ -100,7 +101,7 @@ class ServePlan:
 
 
 def read_model(path: str, dtype: str, max_model_len: int | None) -> ModelPlan:
-    """Return what is known of the checkpoint in directory `path` without opening its tensors.
+    """Return what the headers of the checkpoint in directory `path` say.
 
     Raises:
         CheckpointError: there is no checkpoint, or not one that can be served.
@@ -113,34 +114,24 @@ def read_model(path: str, dtype: str, max_model_len: int | None) -> ModelPlan:
             f"{path} {what}; give the directory of a checkpoint "
             "(nothing is downloaded; `mooncake model init` writes a small one)"
         )
-    config_file = directory / "config.json"
-    try:
-        config = json.loads(config_file.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} has no config.json: it is no checkpoint") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{config_file} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{config_file} is not a JSON object")
-    spec = ModelSpec.from_config(config)
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{path} has no *.safetensors file: the weights are missing")
+    files = CheckpointFiles.open(directory)
+    spec = ModelSpec.from_config(files.config)
     longest = spec.max_position_embeddings
     if max_model_len is not None and max_model_len > longest:
         raise ConfigError(f"max-model-len: {max_model_len} is more than this model's {longest}")
     wanted = spec.dtype if dtype == "auto" else dtype
     if spec.dtype not in DTYPE_BYTES:
         known = ", ".join(DTYPE_BYTES)
-        raise CheckpointError(f"{config_file}: dtype {spec.dtype!r} is none of {known}")
-    stored = sum(file.stat().st_size for file in files)
-    scale = DTYPE_BYTES[wanted] / DTYPE_BYTES[spec.dtype] if spec.quantization is None else 1
+        raise CheckpointError(
+            f"{directory / 'config.json'}: dtype {spec.dtype!r} is none of {known}"
+        )
     return ModelPlan(
         path=directory.resolve(),
         spec=spec,
         dtype=wanted,
         max_model_len=max_model_len or longest,
-        weight_bytes=int(stored * scale),
+        weight_bytes=weights_bytes(spec, wanted),
+        revision=files.revision(),
     )
 
 
@@ -151,16 +142,21 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         CheckpointError, ConfigError: the model cannot be served, or not with these settings.
     """
     model = read_model(config.model, config.dtype, config.max_model_len)
-    block_bytes = model.layout(config.block_size, "").block_bytes
+    layout = KvLayout.for_model(
+        model.spec,
+        block_tokens=config.block_size,
+        dtype=model.dtype,
+        weights_revision=model.revision,
+    )
     num_prefills, num_decodes, num_kvstores = _counts(config)
     num_engines = num_prefills + num_decodes
     kvstore = KvStoreConfig(dram_bytes=config.kvstore_dram_bytes)
     if num_kvstores:
-        kvstore.num_blocks(model.layout(config.block_size, ""))
+        kvstore.num_blocks(layout)
     return ServePlan(
         model=model,
         engine=EngineConfig(
-            num_blocks=_num_pages(config, model, block_bytes),
+            num_blocks=_num_pages(config, model, layout.block_bytes),
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_num_batched_tokens,
             max_chunk_tokens=config.max_num_batched_tokens,
@@ -180,7 +176,13 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         num_decodes=num_decodes,
         num_kvstores=num_kvstores,
         num_threads=config.num_threads or max(1, cores // max(1, num_engines)),
-        block_bytes=block_bytes,
+        layout=layout,
+        workspace_bytes=workspace_bytes(
+            model.spec,
+            model.dtype,
+            step_tokens=config.max_num_batched_tokens,
+            step_sequences=config.max_num_seqs,
+        ),
     )
 
 

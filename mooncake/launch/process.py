@@ -199,7 +199,7 @@ def _build_engine(
         layout,
         Engine(config, layout.fingerprint, runner),
         hello,
-        InstancePorts(channel, transfer, region.region_id, settings.gateway_address),
+        InstancePorts(channel, transfer, region, settings.gateway_address),
     )
     machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)
     # What was made so far lives as long as the process: full collections need not walk it again.

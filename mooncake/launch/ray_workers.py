@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 import signal
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import msgspec
 from rich.console import Console
 
-from mooncake.base import KvLayout, MooncakeError, Role, SystemIds
+from mooncake.base import MooncakeError, Role, SystemIds
 from mooncake.launch import environment, machine_facts, ray_cluster, report
 from mooncake.launch.front import Front
 from mooncake.launch.plan import ServePlan, check_memory, make_plan
-from mooncake.launch.process import WorkerSettings, open_model
+from mooncake.launch.process import WorkerSettings
 from mooncake.launch.settings import ServeConfig
 from mooncake.launch.workers import cluster_workers
 
@@ -69,14 +69,10 @@ class RayWorkers:
     ) -> list[report.WorkerRow]:
         config, plan = self._config, self._plan
         show("ray", "starting", 0, 0)
-        # The tensor library is needed once, to name the weights; it loads while Ray starts.
-        with ThreadPoolExecutor(1) as pool:
-            naming = pool.submit(_layout, plan)
-            ray_cluster.connect(config.ray_address, config.bind_host)
-            model = naming.result()
+        ray_cluster.connect(config.ray_address, config.bind_host)
         show("ray", report.READY, 1, 1)
         host = machine_facts.host_name()
-        settings = cluster_workers(config, plan, model, front.channel.address, self._secret, host)
+        settings = cluster_workers(config, plan, front.channel.address, self._secret, host)
         ray_cluster.write_facts(
             ray_cluster.ClusterFacts(
                 gateway_address=front.channel.address,
@@ -101,11 +97,6 @@ class RayWorkers:
     def join_address(self) -> str:
         """What others give to `--join`."""
         return ray_cluster.address()
-
-
-def _layout(plan: ServePlan) -> tuple[KvLayout, str]:
-    revision = open_model(str(plan.model.path), plan.model.dtype).revision
-    return plan.model.layout(plan.engine.block_tokens, revision), revision
 
 
 def join(config: ServeConfig) -> int:

@@ -73,7 +73,7 @@ class StartProgress:
 def holdings(plan: ServePlan, role: Role) -> str:
     """Return what memory a worker of `role` holds, for the table."""
     if role is Role.KVSTORE:
-        blocks = plan.kvstore.dram_bytes // plan.block_bytes
+        blocks = plan.kvstore.dram_bytes // plan.layout.block_bytes
         return f"pool of {format_bytes(plan.kvstore.dram_bytes)} DRAM, {blocks} blocks"
     tokens = plan.engine.num_blocks * plan.engine.block_tokens
     return f"{format_bytes(plan.kv_bytes)} KV, {tokens} tokens, {plan.num_threads} threads"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake.base import KvLayout, Role
+from mooncake.base import Role
 from mooncake.launch.plan import ServePlan
 from mooncake.launch.process import WorkerSettings
 from mooncake.launch.settings import ServeConfig
@@ -11,17 +11,15 @@ from mooncake.launch.settings import ServeConfig
 def cluster_workers(
     config: ServeConfig,
     plan: ServePlan,
-    model: tuple[KvLayout, str],
     gateway_address: str,
     cluster_secret: str,
     host: str,
 ) -> list[WorkerSettings]:
-    """Return the settings of all workers of this machine; `model` is layout and revision.
+    """Return the settings of all workers of this machine.
 
     With several kvstore workers the others are dealt out among them: each pool and its engines
     count as one node, as they would on machines of their own.
     """
-    layout, revision = model
     counts = {
         Role.KVSTORE: plan.num_kvstores,
         Role.DECODE: plan.num_decodes,
@@ -41,8 +39,8 @@ def cluster_workers(
             transfer_protocols=list(config.transfer_protocols),
             model=str(plan.model.path),
             dtype=plan.model.dtype,
-            weights_revision=revision,
-            layout=layout,
+            weights_revision=plan.model.revision,
+            layout=plan.layout,
             engine=plan.engine,
             kvstore=plan.kvstore,
             num_threads=plan.num_threads,

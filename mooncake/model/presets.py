@@ -24,9 +24,10 @@ import torch
 from safetensors.torch import save_file
 
 from mooncake.base import CheckpointError, ConfigError, ModelSpec
+from mooncake.model.checkpoint_files import INDEX_NAME
 from mooncake.model.tensor_shapes import Shapes, tensor_shapes
 from mooncake.model.tokenizer_files import NUM_SPECIAL, special_token_id, write_tokenizer_files
-from mooncake.model.weights import INDEX_NAME, SPEC_DTYPES
+from mooncake.model.weights import SPEC_DTYPES
 
 Progress = Callable[[int, int], None]
 """Called with (bytes written, bytes in all)."""

@@ -1,4 +1,4 @@
-"""One `.safetensors` file, memory mapped. Owns the mapping; knows no models, no quantization.
+"""One `.safetensors` file, memory mapped. Owns the mapping; knows no models, no tensors.
 
 The format (huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header
 (name -> dtype, shape, data_offsets), then the bytes of the tensors. Everything in the header is
@@ -16,28 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mooncake.base import CheckpointError
 
 MAX_HEADER_BYTES = 100 * 2**20
 """As in the reference implementation: a longer header is an attack or garbage."""
 
-DTYPES: dict[str, torch.dtype] = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "BOOL": torch.bool,
-}
+ITEM_BYTES = {
+    "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of one number, by the header's name of its dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +43,7 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """The tensors of one file. Reads are views of a private mapping: no copy, thread-safe."""
+    """Where the tensors of one file lie, and its bytes."""
 
     def __init__(self, path: Path) -> None:
         """Open `path` and check its header.
@@ -81,23 +69,10 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
         self.tensors = _entries(path, self.header, self.num_bytes)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return tensor `name` as stored, a view of the file (writing to it changes no file)."""
-        entry = self.tensors[name]
-        dtype = DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise CheckpointError(f"{name} in {self.path}: dtype {entry.dtype} is not supported")
-        if entry.num_bytes == 0 or self._mapping is None:
-            return torch.empty(entry.shape, dtype=dtype)
-        flat = torch.frombuffer(
-            self._mapping,
-            dtype=dtype,
-            count=entry.num_bytes // dtype.itemsize,
-            offset=entry.begin,
-        )
-        if entry.begin % dtype.itemsize:  # legal in the format, slow or wrong in kernels
-            flat = flat.clone()
-        return flat.view(entry.shape)
+    @property
+    def mapping(self) -> mmap.mmap | None:
+        """The file's bytes (private: writing to them changes no file); None when it is empty."""
+        return self._mapping
 
     def bytes_at(self, begin: int, end: int) -> bytes:
         """Return bytes [begin, end) of the file."""
@@ -134,8 +109,8 @@ def _entries(path: Path, header: bytes, file_bytes: int) -> dict[str, StoredTens
     start = 8 + len(header)
     entries = {}
     for name, (dtype, shape, begin, end) in rows.items():
-        known = DTYPES.get(dtype)
-        wrong_size = known is not None and end - begin != math.prod(shape) * known.itemsize
+        item = ITEM_BYTES.get(dtype)
+        wrong_size = item is not None and end - begin != math.prod(shape) * item
         if begin < 0 or end < begin or min(shape, default=0) < 0 or wrong_size:
             raise CheckpointError(
                 f"{name} in {path}: {dtype} {list(shape)} does not fit the bytes {begin} to {end}"

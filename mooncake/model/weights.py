@@ -6,16 +6,14 @@ or shards with an index). Safetensors only; nothing is downloaded and no code in
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mooncake.base import CheckpointError, ModelSpec
+from mooncake.model.checkpoint_files import CheckpointFiles, Homes
 from mooncake.model.quant import (
     Fp8Block,
     Int4Group,
@@ -27,19 +25,19 @@ from mooncake.model.quant import (
 )
 from mooncake.model.safetensors_file import SafetensorsFile, StoredTensor
 
-INDEX_NAME = "model.safetensors.index.json"
 SPEC_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+_DTYPES = {
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
+}  # fmt: skip
 _FLOATS = ("BF16", "F16", "F32")
 _LANGUAGE_PREFIX = "language_model."
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-_WHOLE_FILE_BYTES = 8 * 2**20
-_SAMPLES_PER_FILE = 64
-_SAMPLE_BYTES = 4096
 _PART_SUFFIXES = ("_scale_inv", "_packed", "_scale", "_shape")
 
-Homes = dict[str, tuple[SafetensorsFile, str]]
-"""Canonical tensor name -> the file that holds it and its name there."""
 _NAMES_SHOWN = 5
 
 
@@ -49,23 +47,18 @@ class Checkpoint:
     A quantized weight is one name, `….weight`, whatever it is stored as. Multimodal checkpoints
     (K2.5) keep the text model under `language_model.`: that prefix is dropped and their other
     tensors are not shown. Reading is safe from several threads at once.
-
-    `revision` names the weights: 16 hex digits of SHA-256 over `config.json` and, for each file in
-    name order, its name, size, safetensors header and data: all of it up to 8 MiB, of a larger
-    file 64 evenly spread samples of 4 KiB. Two checkpoints with one revision may be taken to give
-    the same KV; it is no defence against forgery.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any], homes: Homes) -> None:
+    def __init__(self, files: CheckpointFiles) -> None:
         """Use `open`."""
-        self.path = path
-        self.spec = ModelSpec.from_config(config)
-        quantization = self.spec.quantization or config.get("quantization_config")
+        self.path = files.path
+        self.spec = ModelSpec.from_config(files.config)
+        quantization = self.spec.quantization or files.config.get("quantization_config")
         self.quantization: QuantFormat | None = parse_quantization(quantization)
-        self._homes = _canonical(homes)
-        files = list(dict.fromkeys(file for file, _ in homes.values()))
+        self._homes = _canonical(files.homes)
         self._names = _logical_names(self._homes, self.spec.num_hidden_layers)
-        self.revision = _revision(path, files)
+        self.revision = files.revision()
+        """Names the weights; see `CheckpointFiles.revision`."""
         self.total_bytes = sum(
             self._entry(name).num_bytes
             for name in self._homes
@@ -81,11 +74,7 @@ class Checkpoint:
             CheckpointError: there is no readable checkpoint; the message names the file and, where
                 there is one, the tensor or the configuration key.
         """
-        path = Path(path)
-        if not path.is_dir():
-            raise CheckpointError(f"{path}: no such directory; give a local checkpoint directory")
-        config = _read_json(path / "config.json")
-        return cls(path, config, _find_tensors(path))
+        return cls(CheckpointFiles.open(path))
 
     def names(self) -> list[str]:
         """Return the canonical names, sorted."""
@@ -140,7 +129,7 @@ class Checkpoint:
         """Return the tensor stored under canonical `name` as it is, e.g. `….weight_packed`."""
         self._entry(name)
         file, stored_name = self._homes[name]
-        return file.read(stored_name)
+        return _view(file, stored_name)
 
     def _fp8(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if not isinstance(self.quantization, Fp8Block) or len(shape) != 2:
@@ -199,52 +188,23 @@ class Checkpoint:
         return CheckpointError(f"{name} in {file.path}: {problem}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        parsed = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return parsed
-
-
-def _find_tensors(path: Path) -> Homes:
-    if (path / INDEX_NAME).exists():
-        return _find_indexed(path, _read_json(path / INDEX_NAME))
-    found = sorted(path.glob("*.safetensors"))
-    homes: Homes = {}
-    for file in map(SafetensorsFile, found):
-        for name in file.tensors:
-            if name in homes:
-                raise CheckpointError(f"{name}: both in {homes[name][0].path} and in {file.path}")
-            homes[name] = (file, name)
-    if found:
-        return homes
-    pickled = sorted(file.name for end in ("*.bin", "*.pt", "*.pth") for file in path.glob(end))
-    if pickled:
-        raise CheckpointError(
-            f"{path}: only pickled weights ({pickled[0]}), which can run code when they are read; "
-            "convert them to safetensors"
-        )
-    raise CheckpointError(f"{path}: no .safetensors file")
-
-
-def _find_indexed(path: Path, index: Mapping[str, Any]) -> Homes:
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path / INDEX_NAME}: no weight_map")
-    for file_name in weight_map.values():
-        # An index from elsewhere must not make us open files outside its directory.
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise CheckpointError(f"{path / INDEX_NAME}: {file_name!r} is not a plain file name")
-    files = {name: SafetensorsFile(path / name) for name in sorted(set(weight_map.values()))}
-    for name, file_name in weight_map.items():
-        if name not in files[file_name].tensors:
-            raise CheckpointError(f"{path / file_name}: lacks {name}, which the index places there")
-    return {name: (files[file_name], name) for name, file_name in weight_map.items()}
+def _view(file: SafetensorsFile, name: str) -> torch.Tensor:
+    """Return tensor `name` as stored, a view of the file where its alignment allows."""
+    entry = file.tensors[name]
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise CheckpointError(f"{name} in {file.path}: dtype {entry.dtype} is not supported")
+    if entry.num_bytes == 0 or file.mapping is None:
+        return torch.empty(entry.shape, dtype=dtype)
+    flat = torch.frombuffer(
+        file.mapping,
+        dtype=dtype,
+        count=entry.num_bytes // dtype.itemsize,
+        offset=entry.begin,
+    )
+    if entry.begin % dtype.itemsize:  # legal in the format, slow or wrong in kernels
+        flat = flat.clone()
+    return flat.view(entry.shape)
 
 
 def _canonical(homes: Homes) -> Homes:
@@ -271,19 +231,3 @@ def _logical_names(homes: Iterable[str], num_layers: int) -> set[str]:
             base, weight, suffix = name.rpartition(".weight")
             names.add(base + weight if suffix in _PART_SUFFIXES else name)
     return names
-
-
-def _revision(path: Path, files: list[SafetensorsFile]) -> str:
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(files, key=lambda file: file.path.name):
-        digest.update(f"\n{file.path.name} {file.num_bytes}\n".encode())
-        digest.update(file.header)
-        begin = 8 + len(file.header)
-        if file.num_bytes - begin <= _WHOLE_FILE_BYTES:
-            digest.update(file.bytes_at(begin, file.num_bytes))
-            continue
-        room = file.num_bytes - begin - _SAMPLE_BYTES
-        for sample in range(_SAMPLES_PER_FILE):
-            place = begin + room * sample // (_SAMPLES_PER_FILE - 1)
-            digest.update(file.bytes_at(place, place + _SAMPLE_BYTES))
-    return digest.hexdigest()[:16]

@@ -9,10 +9,10 @@ from typing import Any
 from tests.support.specs import small_config
 
 
-def write_config_only(directory: Path, *, weight_bytes: int = 1000, **changes: Any) -> Path:
-    """Write config.json and a weights file of that size that holds no tensors; return the path."""
+def write_config_only(directory: Path, **changes: Any) -> Path:
+    """Write config.json and a weights file without tensors; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(small_config(**changes)))
-    with (directory / "model.safetensors").open("wb") as file:
-        file.truncate(weight_bytes)
+    header = b"{}"
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     return directory

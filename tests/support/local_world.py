@@ -58,9 +58,8 @@ class PolledFakeRunner:
 class HashModel:
     """A `process.Model` whose KV and tokens are hashes of the token history."""
 
-    revision = "hashes"
-
-    def __init__(self) -> None:
+    def __init__(self, revision: str) -> None:
+        self.revision = revision
         self.num_loads = 0
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -82,14 +81,14 @@ class LocalWorld:
         wanted |= {"self_profile": False, "kvstore_dram_bytes": "1MiB", **settings}
         self.config = resolve(wanted, None, {})
         self.plan: ServePlan = make_plan(self.config, 2)
-        self.layout = self.plan.model.layout(self.plan.engine.block_tokens, HashModel.revision)
-        self.model = HashModel()
+        self.layout = self.plan.layout
+        self.model = HashModel(self.plan.model.revision)
         self.network = InprocNetwork()
         self.front = Front(self.plan, InprocChannel(self.network, GATEWAY_ID), "hash-model")
         self.lost: list[str] = []
         self.cluster = LocalCluster(self.network, self.model, lost=self._on_lost)
         self.workers: list[WorkerSettings] = cluster_workers(
-            self.config, self.plan, (self.layout, HashModel.revision), GATEWAY_ID, "secret", "here"
+            self.config, self.plan, GATEWAY_ID, "secret", "here"
         )
 
     def _on_lost(self, worker_id: str) -> None:

@@ -10,9 +10,9 @@ from concurrent.futures import CancelledError
 import msgspec
 import pytest
 
-from mooncake.base import AbortTask, Drain
+from mooncake.base import AbortTask, Drain, PeerLost, WorkerRef
 from mooncake.engine.plan import StepResult
-from mooncake.launch.driver import Driver
+from mooncake.launch.driver import Driver, FencedOff
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.transfer.engine import TransferDone
 
@@ -50,18 +50,21 @@ class Port:
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.queue: list[msgspec.Struct] = []
+        self.lock = threading.Lock()
 
     def put(self, event: msgspec.Struct) -> None:
-        self.queue.append(event)
-        os.eventfd_write(self.fd, 1)
+        with self.lock:
+            self.queue.append(event)
+            os.eventfd_write(self.fd, 1)
 
     def fileno(self) -> int:
         return self.fd
 
     def poll(self) -> list[msgspec.Struct]:
-        taken, self.queue = self.queue, []
-        if taken:
-            os.eventfd_read(self.fd)
+        with self.lock:
+            taken, self.queue = self.queue, []
+            if taken:
+                os.eventfd_read(self.fd)
         return taken
 
 
@@ -196,3 +199,15 @@ def test_calls_that_came_too_late_are_cancelled(rig: Rig) -> None:
     rig.join()
     with pytest.raises(CancelledError):
         waiting.result(timeout=20)
+
+
+def test_a_worker_that_was_given_up_ends(rig: Rig) -> None:
+    """It paused too long: peers took back what it held, so it must not go on as it was."""
+    mine = WorkerRef("decode-0", "e1", "machine")
+    driver = Driver(rig.machine, rig.channel, own=mine)
+    rig.peer.send("machine", PeerLost(worker=WorkerRef("decode-0", "e0", "machine")))
+    rig.peer.send("machine", PeerLost(worker=mine))
+    rig.peer.send("machine", abort(1))
+    with pytest.raises(FencedOff, match="decode-0 was given up"):
+        driver.run()
+    assert [type(event) for event in rig.machine.events] == [PeerLost]

@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.base import CheckpointError, ConfigError
 from mooncake.launch.config import resolve
-from mooncake.launch.plan import OVERHEAD_BYTES, ServePlan, check_memory, make_plan
+from mooncake.launch.plan import LIBRARY_BYTES, ServePlan, check_memory, make_plan
 from tests.support.checkpoints import write_config_only
 
 BLOCK_BYTES = 3 * 64 * 20 * 2
@@ -31,7 +31,7 @@ def test_one_of_each_by_default(model: Path) -> None:
     assert plan.num_threads == 4
     assert plan.model.dtype == "bfloat16"
     assert plan.model.max_model_len == 256
-    assert plan.block_bytes == BLOCK_BYTES
+    assert plan.layout.block_bytes == BLOCK_BYTES
     assert plan.engine.num_blocks == 2**30 // BLOCK_BYTES
 
 
@@ -58,7 +58,7 @@ def test_cores_are_shared_out_but_never_below_one(model: Path) -> None:
 def test_pages_by_size_by_number_and_by_default(model: Path) -> None:
     assert plan_for(model, kv_cache_memory_bytes="1MiB").engine.num_blocks == 2**20 // BLOCK_BYTES
     assert plan_for(model, num_gpu_blocks_override=9).engine.num_blocks == 9
-    assert plan_for(model, dtype="float32").block_bytes == 2 * BLOCK_BYTES
+    assert plan_for(model, dtype="float32").layout.block_bytes == 2 * BLOCK_BYTES
 
 
 def test_one_whole_sequence_always_fits(tmp_path: Path) -> None:
@@ -85,15 +85,16 @@ def test_limits_go_to_the_scheduler_in_seconds(model: Path) -> None:
     assert (scheduler.ttft_slo_s, scheduler.tbt_slo_s, scheduler.policy) == (3.0, 0.05, "random")
 
 
-def test_weights_are_counted_as_they_will_be_held(tmp_path: Path) -> None:
-    stored = write_config_only(tmp_path / "half", weight_bytes=4000)
-    assert plan_for(stored).model.weight_bytes == 4000
-    assert plan_for(stored, dtype="float32").model.weight_bytes == 8000
+def test_weights_are_counted_as_they_will_be_held(model: Path) -> None:
+    half, full = plan_for(model).model, plan_for(model, dtype="float32").model
+    assert half.weight_bytes < full.weight_bytes < 2 * half.weight_bytes + 1
+    larger = plan_for(model, max_num_batched_tokens=4096)
+    assert larger.workspace_bytes > plan_for(model).workspace_bytes
 
 
 def test_memory_adds_up(model: Path) -> None:
     plan = plan_for(model, prefill=2, decode=3, kvstore=2, kvstore_dram_bytes="10MiB")
-    each = plan.model.weight_bytes + plan.kv_bytes + OVERHEAD_BYTES
+    each = plan.model.weight_bytes + plan.kv_bytes + plan.workspace_bytes + LIBRARY_BYTES
     assert plan.total_bytes == 5 * each + 2 * 10 * 2**20
     assert plan.memory_rows()[-1][0] == "total"
     assert len(plan.memory_rows()) == 5
@@ -103,7 +104,7 @@ def test_what_does_not_fit_is_refused_with_the_bill(model: Path) -> None:
     plan = plan_for(model)
     check_memory(plan, None)
     check_memory(plan, plan.total_bytes)
-    with pytest.raises(ConfigError, match=r"needs 4 GiB .*kvstore pool 1 GiB.*4 GiB are free"):
+    with pytest.raises(ConfigError, match=r"needs 3.* GiB .*kvstore pool 1 GiB.* GiB are free"):
         check_memory(plan, plan.total_bytes - 1)
 
 
@@ -128,7 +129,8 @@ def test_configs_that_cannot_be_served(
         plan_for(write_config_only(tmp_path / "odd", **changes))
 
 
-def test_layouts_differ_by_weights(model: Path) -> None:
-    plan = plan_for(model).model
-    assert plan.layout(64, "a").fingerprint != plan.layout(64, "b").fingerprint
-    assert plan.layout(64, "a") == plan.layout(64, "a")
+def test_layouts_differ_by_weights(tmp_path: Path, model: Path) -> None:
+    same = plan_for(model).layout
+    assert plan_for(model).layout == same
+    other = write_config_only(tmp_path / "other", vocab_size=301)
+    assert plan_for(other).layout.fingerprint != same.fingerprint

@@ -24,7 +24,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     write_config_only(tmp_path / "good")
     write_config_only(tmp_path / "llama", model_type="llama")
     write_config_only(tmp_path / "linear", rope_scaling={"type": "linear", "factor": 2})
-    write_config_only(tmp_path / "huge", weight_bytes=2**42)
+    write_config_only(tmp_path / "huge", vocab_size=2**36)
     (tmp_path / "empty").mkdir()
     (tmp_path / "a-file").write_text("hello")
     (tmp_path / "broken").mkdir()
@@ -34,6 +34,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "weightless").mkdir()
     config = (tmp_path / "good" / "config.json").read_text()
     (tmp_path / "weightless" / "config.json").write_text(config)
+    (write_config_only(tmp_path / "torn") / "model.safetensors").write_bytes(b"\x09" + 9 * b"\0")
     (tmp_path / "typo.yaml").write_text("model: good\nmax-modle-len: 5\n")
     (tmp_path / "bad.yaml").write_text("model: [")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -45,10 +46,11 @@ MISTAKES = [
     ("serve", "no model: give a checkpoint directory"),
     ("serve nowhere", "nowhere is not there; give the directory of a checkpoint"),
     ("serve a-file", "a-file is a file, not a directory"),
-    ("serve empty", "empty has no config.json: it is no checkpoint"),
-    ("serve broken", "config.json cannot be read"),
-    ("serve listed", "is not a JSON object"),
-    ("serve weightless", "no *.safetensors file: the weights are missing"),
+    ("serve empty", "empty/config.json: missing"),
+    ("serve broken", "broken/config.json: cannot be read as JSON"),
+    ("serve listed", "listed/config.json: must hold a JSON object"),
+    ("serve weightless", "weightless: no .safetensors file"),
+    ("serve torn", "torn/model.safetensors: truncated within its header"),
     ("serve llama", "model_type 'llama' is not supported"),
     ("serve linear", "rope type 'linear' is not supported"),
     ("serve huge", "are free; use fewer workers"),

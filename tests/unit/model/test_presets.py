@@ -13,9 +13,10 @@ import torch
 
 from mooncake.base import ConfigError, ModelSpec
 from mooncake.model import presets
+from mooncake.model.checkpoint_files import INDEX_NAME
 from mooncake.model.presets import PRESETS, init_checkpoint, preset_config
 from mooncake.model.tensor_shapes import tensor_shapes
-from mooncake.model.weights import INDEX_NAME, Checkpoint
+from mooncake.model.weights import Checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mooncake.base import CheckpointError
+from mooncake.model.checkpoint_files import INDEX_NAME
 from mooncake.model.presets import init_checkpoint
 from mooncake.model.quant import (
     dequantize_fp8_block,
@@ -23,7 +24,7 @@ from mooncake.model.quant import (
     quantize_int4_packed,
 )
 from mooncake.model.tensor_shapes import tensor_shapes
-from mooncake.model.weights import INDEX_NAME, Checkpoint
+from mooncake.model.weights import Checkpoint
 
 NORM = "model.norm.weight"
 EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
