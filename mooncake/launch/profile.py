@@ -61,10 +61,11 @@ def profile(
         if number > 2 and clock.now() - started_s > BUDGET_S:
             break
         seconds = _run(runner, plan)
+        last = plan
         sequences, new, before = shape
         if number > 0:
             samples.append(CostSample(sequences * new, sequences * before, sequences, seconds))
-    _run(runner, _closing(plan))
+    _run(runner, _closing(last))
     return samples
 
 

@@ -32,6 +32,7 @@ class TimedRunner:
 
     def __init__(self, clock: ManualClock, error: str | None = None) -> None:
         self.plans: list[StepPlan] = []
+        self._known: set[int] = set()
         self._clock = clock
         self._error = error
         self._results: list[StepResult] = []
@@ -39,6 +40,8 @@ class TimedRunner:
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
+        self._known = (self._known - set(plan.ended)) | {s.sequence_id for s in plan.starts}
+        assert self._known.issuperset(slot.sequence_id for slot in plan.slots)
         seconds = 0.001 * plan.num_tokens
         self._clock.advance_to(self._clock.now() + seconds)
         self._results.append(
