@@ -20,7 +20,7 @@ class SliceLimits:
 
     target_bytes: int = 4 * 2**20
     """No slice is longer than this (rounded up to whole pages)."""
-    min_bytes: int = 256 * 2**10
+    min_bytes: int = 2**20
     """A batch is not spread over more lanes than it has pieces of this size."""
     max_pieces: int = 256
     """Ranges one slice may scatter and gather."""

@@ -7,7 +7,6 @@ lock. `gate` is held around each syscall that touches registered memory.
 from __future__ import annotations
 
 import contextlib
-import functools
 import heapq
 import itertools
 import logging
@@ -110,7 +109,10 @@ class IoLoop:
                 # A number removed in this round may name another connection by now.
                 if fd in self._removed or fd == self._wake_fd:
                     continue
-                self._guarded(functools.partial(self._handlers[fd], events))
+                try:
+                    self._handlers[fd](events)
+                except Exception:  # one broken connection must not take all others with it
+                    _LOG.exception("transfer I/O handler failed")
             self._run_posted()
             self._run_timers()
         self._run_posted()
@@ -137,7 +139,6 @@ class IoLoop:
             self._guarded(heapq.heappop(self._timers)[2].fire)
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        """One broken connection must not take all others with it."""
         try:
             call()
         except Exception:

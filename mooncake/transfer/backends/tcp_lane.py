@@ -1,14 +1,17 @@
 """One stream to one peer, from our side: connects when needed, proves itself, carries slices.
 
-A lane lives in one I/O loop and asks its peer (`tcp_peer`) for work. It never decides what becomes
-of a slice whose stream broke; it hands such slices back.
+A lane lives in one I/O loop and asks its peer (`tcp_peer`) for work; only `try_send` may come from
+another thread, so all entries take its lock. It never decides what becomes of a slice whose stream
+broke; it hands such slices back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -118,6 +121,7 @@ class Lane:
     ) -> None:
         self.loop = loop
         self.state = LaneState.IDLE
+        self._lock = threading.RLock()
         self._owner = owner
         self._address = address
         self._table = table
@@ -141,13 +145,33 @@ class Lane:
 
     def wake(self) -> None:
         """There may be work: connect, or take some."""
-        if self.state is LaneState.IDLE:
-            self.connect()
-        elif self.state is LaneState.READY:
+        with self._lock:
+            if self.state is LaneState.IDLE:
+                self.connect()
+            elif self.state is LaneState.READY:
+                try:
+                    self._pump()
+                except (OSError, RangeRefused) as error:
+                    self.abort(str(error))
+
+    def try_send(self) -> bool:
+        """Take work in the caller's thread, which saves waking the loop; False if it is busy."""
+        if self.state is not LaneState.READY or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self.state is not LaneState.READY or self._requests:
+                return False
             try:
                 self._pump()
             except (OSError, RangeRefused) as error:
-                self.abort(str(error))
+                self.loop.post(functools.partial(self._abort_if, self._connection_id, str(error)))
+            return True
+        finally:
+            self._lock.release()
+
+    def _abort_if(self, connection_id: str, reason: str) -> None:
+        if self._connection_id == connection_id:
+            self.abort(reason)
 
     def connect(self) -> None:
         """Open the stream; only when idle."""
@@ -207,25 +231,27 @@ class Lane:
         self._timer = self.loop.call_later(often_s, self._look_after)
 
     def _look_after(self) -> None:
-        quiet_s = time.monotonic() - self._progress_s
-        if self._requests and quiet_s > self._limits.stall_s:
-            self.abort(f"no progress for {quiet_s:.0f} s")
-        elif not self._requests and quiet_s > self._limits.idle_s:
-            self._hang_up()
-        else:
-            self._restart_timer()
+        with self._lock:
+            quiet_s = time.monotonic() - self._progress_s
+            if self._requests and quiet_s > self._limits.stall_s:
+                self.abort(f"no progress for {quiet_s:.0f} s")
+            elif not self._requests and quiet_s > self._limits.idle_s:
+                self._hang_up()
+            else:
+                self._restart_timer()
 
     # ---------------------------------------------------------------- ending
 
     def abort(self, reason: str) -> None:
         """Break the stream; the peer is told at once, and what it has not applied it never will."""
-        if self.state is LaneState.IDLE:
-            return
-        was_ready = self.state is LaneState.READY
-        parts = [request.part for request in self._requests if not request.given_up]
-        connection_id = self._connection_id if was_ready else None
-        self._hang_up(reset=True)
-        self._owner.broken(self, LaneFailure(reason, parts, connection_id))
+        with self._lock:
+            if self.state is LaneState.IDLE:
+                return
+            was_ready = self.state is LaneState.READY
+            parts = [request.part for request in self._requests if not request.given_up]
+            connection_id = self._connection_id if was_ready else None
+            self._hang_up(reset=True)
+            self._owner.broken(self, LaneFailure(reason, parts, connection_id))
 
     def _hang_up(self, *, reset: bool = False) -> None:
         self.state = LaneState.IDLE
@@ -247,14 +273,15 @@ class Lane:
     def give_up(self, job: Job) -> bool:
         """`job` was told to stop: drop its READs here; say whether WRITEs of it are still out."""
         writes = False
-        for request in list(self._requests):
-            if request.part.job is not job or request.given_up:
-                continue
-            if request.part.job.op is Op.READ:
-                request.given_up = True
-                job.give_back()
-            else:
-                writes = True
+        with self._lock:
+            for request in self._requests:
+                if request.part.job is not job or request.given_up:
+                    continue
+                if request.part.job.op is Op.READ:
+                    request.given_up = True
+                    job.give_back()
+                else:
+                    writes = True
         return writes
 
     # --------------------------------------------------------------- sending
@@ -329,6 +356,10 @@ class Lane:
     # ------------------------------------------------------------- receiving
 
     def _on_event(self, events: int) -> None:
+        with self._lock:
+            self._handle(events)
+
+    def _handle(self, events: int) -> None:
         sock = self._sock
         assert sock is not None
         try:
@@ -338,6 +369,8 @@ class Lane:
             if events & WRITABLE:
                 self._flush()
             if events & (READABLE | HUNG_UP):
+                if not self._requests and self.state is LaneState.READY:
+                    raise ConnectionResetError("the peer hung up")  # or speaks unasked
                 self._receive(sock)
         except HandshakeRefused as error:
             self.abort(error.message)
@@ -351,7 +384,7 @@ class Lane:
         self._then = then
 
     def _receive(self, sock: socket.socket) -> None:
-        while self._sock is sock:
+        while self._sock is sock and (self._requests or self.state is not LaneState.READY):
             try:
                 if self._receiving is not None:
                     count = self._receive_payload(sock, self._receiving)

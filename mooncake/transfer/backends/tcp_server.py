@@ -138,6 +138,7 @@ class ServerConnection:
         self._want = memoryview(bytearray(wire.LENGTH_BYTES))
         self._num_filled = 0
         self._then: Callable[[memoryview], None] = self._on_handshake_length
+        self._has_head = False
         self._request: wire.Header | None = None
         self._refusal: str | None = None
         self._regions: list[HostRegion] = []
@@ -182,27 +183,32 @@ class ServerConnection:
     def _on_event(self, events: int) -> None:
         try:
             # A peer that hung up has given up: what it left in the socket must not be applied.
+            # So there is one helping of payload for each look at the socket, and no more.
             if events & HUNG_UP:
                 self.close()
                 return
             if self._outgoing:
                 self._flush()
-            elif self._num_incoming:
+                return
+            if not self._num_incoming:
+                self._receive_head()
+            if self._num_incoming:
                 self._receive_payload()
-            else:
-                self._receive()
         except (OSError, ProtocolError, RangeRefused) as error:
             if self.identity is not None and not isinstance(error, ConnectionError):
                 _LOG.warning("transfer from %s ended: %s", self.identity.engine_id, error)
             self.close()
 
     def _expect(self, num_bytes: int, then: Callable[[memoryview], None]) -> None:
-        self._want = memoryview(bytearray(num_bytes))
+        if len(self._want) != num_bytes:
+            self._want = memoryview(bytearray(num_bytes))
         self._num_filled = 0
         self._then = then
 
-    def _receive(self) -> None:
-        while not (self._closed or self._outgoing or self._num_incoming):
+    def _receive_head(self) -> None:
+        """Take what there is of a handshake message, or of a request's header and ranges."""
+        self._has_head = False
+        while not (self._closed or self._has_head):
             try:
                 count = self._sock.recv_into(self._want[self._num_filled :])
             except BlockingIOError:
@@ -238,21 +244,32 @@ class ServerConnection:
             self._server.fence(identity)
             self.identity = identity
             self._forget_timer()
-            self._expect(wire.HEADER_BYTES, self._on_header)
+            self._expect(wire.HEAD_BYTES, self._on_header)
+        self._has_head = True
         self._reply([memoryview(wire.pack_handshake(answer))])
 
     # -------------------------------------------------------------- requests
 
     def _on_header(self, data: memoryview) -> None:
-        self._request = wire.parse_header(data, _REQUESTS)
-        self._expect(self._request.num_ranges * wire.RANGE_BYTES, self._on_ranges)
-        if self._request.num_ranges == 0:
+        request = self._request = wire.parse_header(data[: wire.HEADER_BYTES], _REQUESTS)
+        if request.num_ranges == 0:
             raise ProtocolError("transfer request without ranges")
+        if request.num_ranges == 1:
+            self._on_head(request, data)
+        else:  # what has come of the ranges already stays at their front
+            begun = data[wire.HEADER_BYTES :]
+            self._expect(request.num_ranges * wire.RANGE_BYTES, self._on_ranges)
+            self._want[: len(begun)] = begun
+            self._num_filled = len(begun)
 
     def _on_ranges(self, data: memoryview) -> None:
-        request = self._request
-        assert request is not None
-        ranges = wire.parse_ranges(data)
+        assert self._request is not None
+        self._on_head(self._request, data)
+
+    def _on_head(self, request: wire.Header, data: memoryview) -> None:
+        """A request is known in full: resolve it against our table."""
+        self._has_head = True
+        ranges = wire.parse_ranges(data[-request.num_ranges * wire.RANGE_BYTES :])
         lengths = [length for _, _, length in ranges]
         if sum(lengths) != request.num_bytes or 0 in lengths:
             raise ProtocolError("transfer request whose ranges do not add up")
@@ -310,7 +327,7 @@ class ServerConnection:
         self._incoming = []
         if not payload:
             self._regions = []
-        self._expect(wire.HEADER_BYTES, self._on_header)
+        self._expect(wire.HEAD_BYTES, self._on_header)
         self._reply([memoryview(answer), *payload])
 
     def _reply(self, views: list[memoryview]) -> None:

@@ -24,6 +24,8 @@ _KINDS = frozenset((WRITE, READ, DONE, DATA, REFUSED))
 _HEADER = struct.Struct("<BBHQQ")
 HEADER_BYTES = _HEADER.size
 RANGE_BYTES = 24
+HEAD_BYTES = HEADER_BYTES + RANGE_BYTES
+"""No request is shorter: header and first range are read in one go."""
 MAX_RANGES = 1024
 MAX_REQUEST_BYTES = 2**30
 MAX_REASON_BYTES = 1024

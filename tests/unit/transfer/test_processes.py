@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -123,6 +124,33 @@ def test_many_batches_at_once_end_once_each(
     ended = wait_for(engine, ids)
     assert {event.error for event in ended.values()} == {None}
     assert peer.get(remote, 0, 2**20) == bytes(ours.buffer)
+
+
+def test_threads_that_submit_at_the_same_time_do_not_mix_up_their_bytes(
+    engine: RoutedTransfer, peer: PeerProcess, remote: int
+) -> None:
+    """Small batches are sent by whoever submits them, large ones by the loops."""
+    ours = engine.allocate(8 * 2**20, "ours")
+    ours.buffer[:] = os.urandom(ours.num_bytes)
+    ids: list[int] = []
+
+    def submit(lane: int) -> None:
+        rng, at, end = random.Random(lane), lane * 2 * 2**20, (lane + 1) * 2 * 2**20
+        while at < end:
+            length = min(end - at, rng.choice([1, 100, 5000, 70_000, 300_000]))
+            op = TransferOp(ours.region_id, at, remote, at, length)
+            batch = TransferBatch(op=Op.WRITE, peer=peer.segment, ops=[op])
+            ids.append(engine.submit(batch))
+            at += length
+
+    threads = [threading.Thread(target=submit, args=(lane,)) for lane in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ended = wait_for(engine, ids)
+    assert {event.error for event in ended.values()} == {None}
+    assert peer.get(remote, 0, ours.num_bytes) == bytes(ours.buffer)
 
 
 def test_an_empty_batch_succeeds(engine: RoutedTransfer, peer: PeerProcess) -> None:

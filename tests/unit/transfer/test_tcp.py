@@ -275,10 +275,10 @@ def test_without_a_handshake_nothing_is_answered_but_a_refusal(open_tcp: Open, d
 @pytest.mark.parametrize(
     "data",
     [
-        os.urandom(wire.HEADER_BYTES),
-        wire.pack_header(wire.Header(wire.DONE, 0, 1, 0)),
-        wire.pack_header(wire.Header(wire.WRITE, 0, 1, 100)),
-        wire.pack_header(wire.Header(wire.READ, wire.MAX_RANGES + 1, 1, 100)),
+        os.urandom(wire.HEAD_BYTES),
+        wire.pack_header(wire.Header(wire.DONE, 0, 1, 0)) + bytes(wire.RANGE_BYTES),
+        wire.pack_header(wire.Header(wire.WRITE, 0, 1, 100)) + bytes(wire.RANGE_BYTES),
+        wire.pack_header(wire.Header(wire.READ, wire.MAX_RANGES + 1, 1, 100)) + bytes(100),
         wire.pack_request(wire.WRITE, 1, [TransferOp(0, 0, 1, 0, 16)], 17),
         wire.pack_request(wire.READ, 1, [TransferOp(0, 0, 1, 0, 16)], 2**29),
         wire.pack_request(wire.WRITE, 1, [TransferOp(0, 0, 1, 0, 0)], 0),
