@@ -31,6 +31,9 @@ from mooncake.base.errors import (
     Unavailable,
     UserError,
 )
+from mooncake.base.grammar import (
+    Grammar,
+)
 from mooncake.base.ids import (
     IdSource,
     SeededIds,
@@ -128,6 +131,7 @@ __all__ = [
     "FinishInfo",
     "FinishReason",
     "GenerateRequest",
+    "Grammar",
     "IdSource",
     "InternalError",
     "InvalidRequest",

@@ -50,6 +50,11 @@ class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
     address: str
 
 
+def is_former(worker: WorkerRef, present: WorkerRef) -> bool:
+    """Say whether `worker` is an earlier life of `present`."""
+    return worker.worker_id == present.worker_id and worker.epoch != present.epoch
+
+
 # ---------------------------------------- to the gateway (and its Conductor)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from mooncake.base.grammar import Grammar
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling settings of one request; names and defaults are those of the OpenAI API and vLLM.
@@ -39,6 +41,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_logprobs: int | None = None
     """None = no logprobs; 0 = of the sampled token only; n = also of the n most likely tokens."""
     num_prompt_logprobs: int | None = None
+    bad_words: list[list[int]] = []
+    """Token sequences that never appear: their last token is held back after the others."""
+    grammar: Grammar | None = None
+    """None = any text."""
 
     @property
     def greedy(self) -> bool:

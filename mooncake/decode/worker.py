@@ -22,6 +22,8 @@ from mooncake.base.messages import (
     PushEnded,
     RequestOutput,
     Reserved,
+    Welcome,
+    is_former,
 )
 from mooncake.base.request import Failure
 from mooncake.decode.admission import can_ever_fit, has_room
@@ -60,6 +62,13 @@ class DecodeWorker:
             case PeerLost():
                 self.instance.handle(event, now)
                 self._on_peer_lost(event, now)
+            case Welcome():
+                self.instance.handle(event, now)
+                former = [
+                    j for j in self._jobs.values() if is_former(j.order.gateway, event.gateway)
+                ]
+                for job in former:  # nobody is left to answer to
+                    self._abort(job, now)
             case Drain():
                 self.instance.draining = True
             case _:

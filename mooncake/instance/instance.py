@@ -8,6 +8,7 @@ in just that.
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import blake2b
 
 import msgspec
 
@@ -40,7 +41,7 @@ from mooncake.instance.push import Push
 from mooncake.instance.put import WriteThrough
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
-from mooncake.transfer.engine import Transfer, TransferDone
+from mooncake.transfer.engine import Region, Transfer, TransferDone
 
 
 class InstancePorts(msgspec.Struct, frozen=True):
@@ -48,9 +49,8 @@ class InstancePorts(msgspec.Struct, frozen=True):
 
     channel: Channel
     transfer: Transfer
-    region_id: int
-    """The registered region that holds the engine's pages, `[layers, pages, block_tokens, width]`.
-    """
+    pages: Region
+    """Holds the engine's pages, `[layers, pages, block_tokens, width]`."""
     gateway_address: str
 
 
@@ -72,9 +72,9 @@ class Instance:
         self.worker = hello.worker
         self._channel = ports.channel
         self._segment = ports.transfer.segment
-        self._region_id = ports.region_id
+        self._pages = ports.pages
         self._num_pages = hello.num_blocks
-        self.mover = SliceMover(layout, ports.transfer, ports.region_id, hello.num_blocks)
+        self.mover = SliceMover(layout, ports.transfer, ports.pages.region_id, hello.num_blocks)
         self.fetcher = Fetcher(
             self.worker, ports.channel, self.mover, config.fetch_timeout_s, self._count_fetch
         )
@@ -147,7 +147,9 @@ class Instance:
 
     def places(self, pages: list[int]) -> BlockPlaces:
         """Return where a peer may write these pages."""
-        return page_places(self.layout, self._segment, self._region_id, self._num_pages, pages)
+        return page_places(
+            self.layout, self._segment, self._pages.region_id, self._num_pages, pages
+        )
 
     def send(self, worker: WorkerRef, message: AnyMessage) -> None:
         self._channel.send(worker.address, message)
@@ -215,6 +217,21 @@ class Instance:
             "puts_failed": self.write_through.num_puts_failed,
         }
         return msgspec.structs.replace(load, counters=counters)
+
+    def block_digests(self, keys: list[BlockKey]) -> list[str]:
+        """Return a digest of the bytes of each leading block of `keys` that is cached here: two
+        workers that hold the same blocks have the same digests.
+        """
+        pages = self.pool.match(keys)
+        places, size = self.places(pages), self.layout.slice_bytes
+        digests = []
+        for offset in places.offsets:
+            digest = blake2b(digest_size=16)
+            for layer in range(self.layout.num_layers):
+                start = offset + layer * places.layer_stride
+                digest.update(self._pages.buffer[start : start + size])
+            digests.append(digest.hexdigest())
+        return digests
 
     @property
     def quiet(self) -> bool:

@@ -202,9 +202,6 @@ def _build_engine(
         InstancePorts(channel, transfer, region, settings.gateway_address),
     )
     machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)
-    # What was made so far lives as long as the process: full collections need not walk it again.
-    gc.collect()
-    gc.freeze()
     return Worker(machine, hello.worker, (channel, transfer, runner), [region], clock)
 
 
@@ -242,6 +239,9 @@ def run(
         progress("importing the tensor library", 0, 0)
         model = open_model(settings.model, settings.dtype)
     worker = build(settings, channel, transfer, model=model, progress=progress)
+    # What was made so far lives as long as the process: full collections need not walk it again.
+    gc.collect()
+    gc.freeze()
     try:
         started(worker)
         worker.driver.run()

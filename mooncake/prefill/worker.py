@@ -24,7 +24,9 @@ from mooncake.base.messages import (
     PushEnded,
     RequestOutput,
     Reserved,
+    Welcome,
     WorkerRef,
+    is_former,
 )
 from mooncake.base.request import Failure
 from mooncake.engine.plan import LayerDone, StepResult
@@ -46,6 +48,7 @@ class PrefillWorker:
         self._by_sequence: dict[int, PrefillJob] = {}
         self._settling: list[PrefillJob] = []
         self._early: OrderedDict[tuple[str, int], tuple[float, Reserved]] = OrderedDict()
+        self._gateway: WorkerRef | None = None
         self._ended: OrderedDict[str, int] = OrderedDict()
         """request -> last attempt that is over here, so that a late reservation is answered."""
 
@@ -70,6 +73,9 @@ class PrefillWorker:
                 self.instance.handle(event, now)
                 for job in [j for j in self._jobs.values() if j.order.decode == event.worker]:
                     self._end(job, now)
+            case Welcome():
+                self.instance.handle(event, now)
+                self._on_gateway(event.gateway, now)
             case Drain():
                 self.instance.draining = True
             case _:
@@ -98,6 +104,14 @@ class PrefillWorker:
         for sequence_id, job in self._by_sequence.items():
             assert job.sequence is not None, f"job of sequence {sequence_id} has no sequence"
         assert len(self._early) <= MAX_EARLY, "more early reservations than allowed"
+
+    def _on_gateway(self, gateway: WorkerRef, now: float) -> None:
+        """Requests of this gateway's former life have nobody to answer to."""
+        for job in [j for j in self._jobs.values() if is_former(j.order.gateway, gateway)]:
+            self._end(job, now)
+        if self._gateway is not None and is_former(self._gateway, gateway):
+            self._ended.clear()  # the new one numbers its attempts anew
+        self._gateway = gateway
 
     # ------------------------------------------------------------ from task to engine
 

@@ -94,12 +94,21 @@ def test_any_chunk_size(model: Path, truth: dict[str, list[list[int]]], chunk_to
         assert tokens_of_all(cluster) == truth["greedy"]
 
 
-def test_preemption(model: Path, truth: dict[str, list[list[int]]]) -> None:
-    with model_cluster(
-        model, 0, 1, kvstore=0, max_model_len=360, num_gpu_blocks_override=12, block_size=32
-    ) as cluster:
-        assert tokens_of_all(cluster) == truth["greedy"]
-        assert cluster.counter("preemptions") > 0
+def test_preemption(model: Path) -> None:
+    prompts, settings = [prompt(40, seed) for seed in range(6)], {"max_model_len": 256}
+    found = []
+    for num_pages in (64, 10):
+        with model_cluster(
+            model, 0, 1, kvstore=0, num_gpu_blocks_override=num_pages, block_size=32, **settings
+        ) as cluster:
+            answers = [
+                cluster.submit(request(f"r{i}", tokens, 150)) for i, tokens in enumerate(prompts)
+            ]
+            for answer in answers:
+                answer.final()
+            found.append([answer.tokens for answer in answers])
+            assert (cluster.counter("preemptions") > 0) == (num_pages == 10)
+    assert found[0] == found[1]
 
 
 def eager(plan: ServePlan) -> ServePlan:
@@ -131,7 +140,7 @@ def test_decode_holds_the_bytes_that_prefill_computed(model: Path) -> None:
         cluster.generate(request("one", tokens, 1 + NUM_TOKENS))
         keys = block_keys(cluster.layout.fingerprint, tokens, cluster.layout.block_tokens)
         digests = [
-            cluster.workers.call(name, lambda machine, _: machine.instance.digests(keys))
+            cluster.workers.call(name, lambda machine, _: machine.instance.block_digests(keys))
             for name in ("prefill-0", "decode-0")
         ]
         assert len(digests[0]) == 4

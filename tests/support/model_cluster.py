@@ -74,7 +74,7 @@ class ModelCluster:
         network = InprocNetwork()
         channel = InprocChannel(network, "gateway", encode=True)
         model = open_model(str(plan.model.path), plan.model.dtype)
-        self.layout = plan.model.layout(plan.engine.block_tokens, model.revision)
+        self.layout = plan.layout
         ids = SeededIds(7)
         self.events = EventList()
         gateway = Gateway(
@@ -89,9 +89,7 @@ class ModelCluster:
         self._thread = threading.Thread(target=self._gateway.run, daemon=True)
         self._thread.start()
         self.workers = LocalCluster(network, model, lost=self._lost)
-        self._settings = cluster_workers(
-            config, plan, (self.layout, model.revision), channel.address, "secret", "host"
-        )
+        self._settings = cluster_workers(config, plan, channel.address, "secret", "host")
         self.workers.start(self._settings)
         self._wait_until_all_are_up()
 
@@ -162,7 +160,7 @@ def model_cluster(
         num_threads=1,
         self_profile=False,
         kvstore_dram_bytes=2**24,
-        **settings,
+        **({"kv_cache_memory_bytes": 2**24} | settings),
     )
     cluster = ModelCluster(config, change_plan=change_plan)
     try:
