@@ -45,7 +45,9 @@ class Batch:
     """Sequences that can never run here; already out of line and batch, their pages still held."""
 
     def give(self, sequence: Sequence, max_tokens: int) -> None:
-        num_tokens = min(sequence.num_missing, max_tokens, self.budget)
+        num_tokens = sequence.num_missing
+        if num_tokens > 1:
+            num_tokens = min(num_tokens, max_tokens, self.budget)
         self.shares[sequence.sequence_id] = (sequence, num_tokens)
         self.budget -= num_tokens
 
@@ -91,7 +93,7 @@ class Batcher:
 
     def _continue_running(self, batch: Batch) -> None:
         ready = [sequence for sequence in self.running if sequence.step_id is None]
-        ready.sort(key=lambda sequence: (sequence.num_missing > 1, rank(sequence)))
+        ready.sort(key=lambda sequence: sequence.num_missing > 1)  # stable: in rank order already
         for sequence in ready:
             if batch.budget == 0:
                 break
@@ -102,9 +104,12 @@ class Batcher:
 
     def _grow(self, sequence: Sequence, batch: Batch) -> bool:
         """See that `sequence` has pages for its known tokens; False = not in this step."""
+        config, num_tokens = self._config, sequence.num_tokens
+        if len(sequence.pages) * config.block_tokens >= num_tokens < config.max_model_len:
+            return True
         if self._fail_if_too_long(sequence, batch):
             return False
-        num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
+        num_pages = config.num_pages(num_tokens) - len(sequence.pages)
         while num_pages > 0:
             pages = self._pool.allocate(num_pages)
             if pages is not None:

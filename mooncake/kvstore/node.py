@@ -143,6 +143,10 @@ class KvNode:
         """Counts since start, by name; see `COUNTERS`."""
         return dict(self._counters)
 
+    def stores(self, key: BlockKey) -> bool:
+        """Whether a whole block of that key lies in DRAM here."""
+        return self._tier.has(key)
+
     @property
     def num_open(self) -> int:
         """Puts and pins that peers have open."""

@@ -335,12 +335,16 @@ class RequestDesk:
                     AbortTask(request_id=output.request_id, attempt=output.attempt),
                 )
             return
-        if output.attempt != record.attempt or worker not in record.workers():
+        placement = record.placement
+        if output.attempt != record.attempt or placement is None:
+            return
+        from_decode = worker == placement.decode
+        if not from_decode and worker != placement.prefill:
             return
         if record.num_cached_tokens is None and output.num_cached_tokens is not None:
             limit = len(record.request.prompt_tokens)
             record.num_cached_tokens = min(output.num_cached_tokens, limit)
-        if output.tokens and worker == record.workers()[0]:
+        if output.tokens and from_decode:
             record.decode_joined = True
         for event in record.order.offer(output):
             self._deliver(record, event, worker.worker_id, now)

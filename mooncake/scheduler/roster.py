@@ -169,6 +169,8 @@ class Roster:
         Time this process itself did not run (it was stopped, or the machine slept) is nobody's
         silence: heartbeats of that time may still lie unread.
         """
+        if self._checked_s is not None and now - self._checked_s < self._timeout_s / 16:
+            return []  # looked a moment ago: messages come far more often than silence grows
         if self._checked_s is not None and now - self._checked_s > self._timeout_s / 2:
             pause_s = now - self._checked_s
             logger.warning("the gateway stood still for %.1f s; heartbeats get as long", pause_s)

@@ -22,7 +22,8 @@ class EventHeap:
     def at(self, time_s: float, call: Callable[[], None]) -> None:
         """Call `call` at `time_s`, or now if that has passed."""
         self._num_scheduled += 1
-        heapq.heappush(self._heap, (max(time_s, self._now_s), self._num_scheduled, call))
+        time_s = max(time_s, self._now_s)
+        heapq.heappush(self._heap, (time_s, self._num_scheduled, call))
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
         """Call `call` `delay_s` from now."""
@@ -44,6 +45,9 @@ class EventHeap:
 
     def run_until(self, time_s: float) -> None:
         """Run everything that is due up to `time_s` and set the clock there."""
-        while self._heap and self._heap[0][0] <= time_s:
-            self.step()
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= time_s:
+            self._now_s, _, call = pop(heap)
+            self.num_run += 1
+            call()
         self._now_s = max(self._now_s, time_s)

@@ -74,8 +74,8 @@ class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Of one GPU."""
     hbm_bytes_per_s: float
     """Of one GPU, peak."""
-    flops_efficiency: float
-    """Share of the peak that prefill reaches."""
+    flops_efficiency: dict[str, float]
+    """Share of each peak that prefill reaches."""
     hbm_efficiency: float
     step_overhead_s: float
     """Launches, scheduling and sampling of one step."""
@@ -101,13 +101,14 @@ class InstanceCost:
         self.hardware = hardware
         self.num_nodes = _num_nodes(model, hardware)
         num_gpus = self.num_nodes * hardware.num_gpus
-        self._flops = num_gpus * hardware.flops[model.precision] * hardware.flops_efficiency
-        # Attention runs in bf16 whatever the weights are.
-        self._pair_s = model.flops_per_pair / (
-            num_gpus * hardware.flops["bf16"] * hardware.flops_efficiency
-        )
+
+        def reached(precision: str) -> float:
+            return num_gpus * hardware.flops[precision] * hardware.flops_efficiency[precision]
+
         self._hbm = num_gpus * hardware.hbm_bytes_per_s * hardware.hbm_efficiency
-        self._token_s = model.flops_per_token / self._flops
+        self._token_s = model.flops_per_token / reached(model.precision)
+        # Attention runs in bf16 whatever the weights are.
+        self._pair_s = model.flops_per_pair / reached("bf16")
         self._context_s = model.kv_bytes_per_token / self._hbm
         self._fixed_s = hardware.step_overhead_s + model.num_layers * hardware.layer_sync_s
         self._weights_s: dict[int, float] = {}

@@ -1,22 +1,27 @@
 """A runner that computes nothing but time: steps last as long as a cost model says, tokens are a
 function of the request.
 
-The token at an output position depends on the request's seed, its prompt and that position only,
-as in real sampling, so a request that was moved or resumed must go on with the very same tokens:
-checkers compare.
+The token at an output position depends on the request's seed and that position only, as in real
+sampling, so a request that was moved or resumed must go on with the very same tokens: checkers
+compare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from hashlib import blake2b
 from typing import Protocol
 
 import msgspec
 
-from mooncake.engine.plan import LayerDone, Sample, SequenceStart, StepPlan, StepResult
+from mooncake.base.sampling import SamplingParams
+from mooncake.engine.plan import LayerDone, Sample, StepPlan, StepResult
 from mooncake.sim.clock import EventHeap
+
+VOCAB_SIZE = 32000
+
+TokenOracle = Callable[[SamplingParams, int], int]
+"""(sampling, output position) -> the token that is sampled there, on any worker."""
 
 
 class StepCost(Protocol):
@@ -26,10 +31,26 @@ class StepCost(Protocol):
         """Return the duration of `plan` in seconds."""
 
 
-def token_at(seed: int, position: int, vocab_size: int) -> int:
-    """Return the token that any simulated worker samples at output `position` of a request."""
-    digest = blake2b(seed.to_bytes(8, "little") + position.to_bytes(8, "little"), digest_size=8)
-    return int.from_bytes(digest.digest(), "little") % vocab_size
+def token_at(seed: int, position: int) -> int:
+    """Return a token in [1, VOCAB_SIZE) that looks random and is a function of its arguments."""
+    mixed = (seed * 0x9E3779B1 + position * 0x85EBCA77 + 0x27D4EB2F) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+    return 1 + ((mixed ^ (mixed >> 12)) % (VOCAB_SIZE - 1))
+
+
+def sampled_token(sampling: SamplingParams, position: int) -> int:
+    """The oracle of requests that go on until their `max_tokens`."""
+    return token_at(sampling.seed, position)
+
+
+class _Known:
+    """What the runner remembers of a sequence."""
+
+    __slots__ = ("num_outputs", "sampling")
+
+    def __init__(self, sampling: SamplingParams, num_outputs: int) -> None:
+        self.sampling = sampling
+        self.num_outputs = num_outputs
 
 
 class SimRunner:
@@ -45,26 +66,25 @@ class SimRunner:
         *,
         num_layers: int,
         num_layer_reports: int = 4,
-        vocab_size: int = 32000,
+        oracle: TokenOracle = sampled_token,
     ) -> None:
         self._heap = heap
         self._cost = cost
         self._deliver = deliver
         self._num_layers = num_layers
         self._num_layer_reports = min(num_layer_reports, num_layers)
-        self._vocab_size = vocab_size
-        self._known: dict[int, SequenceStart] = {}
-        self._num_outputs: dict[int, int] = {}
+        self._oracle = oracle
+        self._known: dict[int, _Known] = {}
         self._busy_until_s = 0.0
         self.busy_s = 0.0
+        """Seconds spent computing, of steps that were begun."""
 
     def submit(self, plan: StepPlan) -> None:
         for sequence_id in plan.ended:
             self._known.pop(sequence_id, None)
-            self._num_outputs.pop(sequence_id, None)
         for start in plan.starts:
-            self._known[start.sequence_id] = start
-            self._num_outputs[start.sequence_id] = len(start.output_tokens)
+            known = _Known(start.sampling, len(start.output_tokens))
+            self._known[start.sequence_id] = known
         seconds = self._cost.seconds(plan)
         begin = max(self._heap.now(), self._busy_until_s)
         self._busy_until_s = begin + seconds
@@ -75,16 +95,14 @@ class SimRunner:
                 at_s = begin + seconds * (layer + 1) / self._num_layers
                 done = LayerDone(step_id=plan.step_id, layer=layer)
                 self._heap.at(at_s, partial(self._deliver, done))
-        self._heap.at(self._busy_until_s, lambda: self._finish(plan, seconds))
+        self._heap.at(self._busy_until_s, partial(self._finish, plan, seconds))
 
     def _finish(self, plan: StepPlan, seconds: float) -> None:
         samples: list[Sample] = []
         for slot in plan.slots:
-            if not slot.sample:
-                continue
-            position = self._num_outputs[slot.sequence_id]
-            self._num_outputs[slot.sequence_id] = position + 1
-            seed = self._known[slot.sequence_id].sampling.seed
-            token = token_at(seed, position, self._vocab_size)
-            samples.append(Sample(sequence_id=slot.sequence_id, token=token))
+            if slot.sample:
+                known = self._known[slot.sequence_id]
+                token = self._oracle(known.sampling, known.num_outputs)
+                known.num_outputs += 1
+                samples.append(Sample(sequence_id=slot.sequence_id, token=token))
         self._deliver(StepResult(step_id=plan.step_id, samples=samples, seconds=seconds))

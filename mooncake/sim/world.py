@@ -12,10 +12,11 @@ from random import Random
 
 import msgspec
 
+from mooncake.base.blocks import BlockKey
 from mooncake.base.ids import SeededIds
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.machine import Machine
-from mooncake.base.messages import Role, WorkerHello, WorkerRef
+from mooncake.base.messages import CostSample, Role, WorkerHello, WorkerRef
 from mooncake.base.request import FinalEvent, GenerateRequest, OutputEvent, TokensEvent
 from mooncake.decode.worker import DecodeWorker
 from mooncake.engine.config import EngineConfig
@@ -66,6 +67,8 @@ class WorldConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk: SimDiskConfig = SimDiskConfig()
     network: NetworkConfig = NetworkConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    profile: dict[Role, list[CostSample]] = {}
+    """What the workers of each role say of their speed when they start."""
     with_bytes: bool = False
     """Move real bytes, so that contents can be compared (small worlds)."""
     seed: int = 0
@@ -136,9 +139,14 @@ class World:
         now = self.heap.now()
         stream = Stream(request, now)
         self.streams[request.request_id] = stream
-        self.gateway.submit(request, lambda event: self._receive(stream, event), now)
-        self._gateway_process.wake(now)
+        self.send(request, lambda event: self._receive(stream, event))
         return stream
+
+    def send(self, request: GenerateRequest, sink: Callable[[OutputEvent], None]) -> None:
+        """Send a request now; the caller keeps what comes back."""
+        now = self.heap.now()
+        self.gateway.submit(request, sink, now)
+        self._gateway_process.wake(now)
 
     def abort(self, request_id: str) -> None:
         """The client goes away."""
@@ -230,6 +238,16 @@ class World:
                 living.append((worker_id, worker.machine))
         return living
 
+    @property
+    def has_pools(self) -> bool:
+        """Whether any node has a pool."""
+        return any(worker.spec.role is Role.KVSTORE for worker in self.workers.values())
+
+    def num_pool_replicas(self, key: BlockKey) -> int:
+        """Return in how many living pools a block is stored."""
+        machines = (worker.machine for worker in self.workers.values())
+        return sum(m.stores(key) for m in machines if isinstance(m, KvNode))
+
     def _notice(self, worker_id: str) -> None:
         if self.workers[worker_id].process is None:
             self.gateway.worker_lost(worker_id, self.heap.now())
@@ -267,7 +285,7 @@ class World:
             layout,
             Engine(engine_config, layout.fingerprint, runner),
             self._hello(worker.spec, ref, num_blocks=engine_config.num_blocks),
-            InstancePorts(channel, transfer, worker.pages.region_id, GATEWAY_ADDRESS),
+            InstancePorts(channel, transfer, worker.pages, GATEWAY_ADDRESS),
         )
         if worker.spec.role is Role.PREFILL:
             return PrefillWorker(instance)
@@ -287,4 +305,5 @@ class World:
             block_bytes=self.config.layout.block_bytes,
             max_num_seqs=engine.max_num_seqs if engine else 0,
             max_batched_tokens=engine.max_batched_tokens if engine else 0,
+            profile=self.config.profile.get(spec.role, []),
         )

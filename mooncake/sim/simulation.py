@@ -1,0 +1,224 @@
+"""A trace on a cluster: the world built, the clients played, the measures taken.
+
+Nothing in here decides anything about requests: that is the shipped machines' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from mooncake.base import ConfigError
+from mooncake.base.messages import Role
+from mooncake.base.sampling import SamplingParams
+from mooncake.engine.config import EngineConfig
+from mooncake.instance.config import InstanceConfig
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.sim.clock import EventHeap
+from mooncake.sim.cost_model import HardwareFigures, InstanceCost, ModelFigures, sim_layout
+from mooncake.sim.measure import Measures
+from mooncake.sim.network import NetworkConfig
+from mooncake.sim.runner import SimRunner, token_at
+from mooncake.sim.timeline import Watch
+from mooncake.sim.workload import STOP_TOKEN, TRACE_BLOCK_TOKENS, Arrival, Workload
+from mooncake.sim.world import WorkerSpec, World, WorldConfig
+from mooncake.transfer.engine import Region
+
+START_S = 2.0
+"""When the first request comes: all workers have been welcomed."""
+LAYER_GROUPS = 4
+REPORT_INTERVAL_S = 1.0
+MAX_NUM_SEQS = 512
+"""Seats in a decode batch."""
+
+COUPLED = ("coupled", "coupled-prefix", "coupled-chunked")
+"""Baselines: every node one engine that computes prompts and decodes (Mooncake, FAST'25, 5.1): as
+it is, with a prefix cache in its own HBM, with prompts in chunks between decode steps."""
+ENGINES = ("mooncake", *COUPLED)
+
+
+class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster to be tried. Instances take as many nodes as the model's weights need."""
+
+    model: ModelFigures
+    hardware: HardwareFigures
+    num_prefill: int
+    num_decode: int
+    engine: str = "mooncake"
+    scheduler: SchedulerConfig = SchedulerConfig()
+    ttft_slo_s: float = 30.0
+    """What counts as effective; whether the cluster *refuses* for it, the scheduler's limits
+    say.
+    """
+    tbt_slo_s: float = 0.1
+    pool_tokens: int = 3_000_000
+    """DRAM pool of each prefill instance (Mooncake, FAST'25: about 1 TB a node of LLaMA3-70B);
+    0 = none, what is cached is cached in HBM.
+    """
+    decode_pools: bool = False
+    """Pools beside decode instances as well. A trace names no output, so nothing in them is used
+    again.
+    """
+    prefill_chunk_tokens: int = 8192
+    coupled_chunk_tokens: int = 512
+    link_bytes_per_s: float | None = None
+    """Instead of the hardware's."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ConfigError(f"engine: {self.engine!r} is none of {', '.join(ENGINES)}")
+        if self.num_decode < 1 or self.num_prefill < 0:
+            raise ConfigError("a cluster needs a decode instance, and no fewer than 0 of prefill")
+        if self.engine in COUPLED and self.num_prefill:
+            raise ConfigError(f"{self.engine}: coupled engines are --decode instances only")
+
+
+class Simulation:
+    """One run of one workload. `run` plays it to its end."""
+
+    def __init__(self, config: SimulationConfig, workload: Workload) -> None:
+        self.config = config
+        self.workload = workload
+        self.cost = InstanceCost(config.model, config.hardware)
+        self.layout = sim_layout(config.model, TRACE_BLOCK_TOKENS, LAYER_GROUPS)
+        self.measures = Measures()
+        self._lengths = workload.output_lengths
+        self._max_model_len = max(config.model.max_model_len, workload.max_model_len)
+        self.world = World(self._world_config(), self._specs(), self._make_runner, self.measures)
+        self._next = 0
+        self.watch = Watch(self.world, self.measures, config.ttft_slo_s, config.tbt_slo_s)
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines in this cluster."""
+        return (self.config.num_prefill + self.config.num_decode) * self.cost.num_nodes
+
+    def run(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Play the whole workload; `progress` is told (requests that have ended, all of them)."""
+        heap, num = self.world.heap, len(self.workload.arrivals)
+        heap.at(START_S, self._arrive)
+        self.watch.start(START_S, START_S + self.workload.duration_s)
+        while self.measures.num_ended < num:
+            heap.run_until(heap.now() + 1.0)
+            if progress is not None:
+                progress(self.measures.num_ended, num)
+
+    # ------------------------------------------------------------ clients
+
+    def _arrive(self) -> None:
+        """Submit what is due, and come again for the next one."""
+        arrivals, heap = self.workload.arrivals, self.world.heap
+        now = heap.now()
+        while self._next < len(arrivals) and START_S + arrivals[self._next].at_s <= now:
+            self._submit(arrivals[self._next], now)
+            self._next += 1
+        if self._next < len(arrivals):
+            heap.at(START_S + arrivals[self._next].at_s, self._arrive)
+
+    def _submit(self, arrival: Arrival, now: float) -> None:
+        measure = self.measures.begin(arrival, now)
+        heap = self.world.heap
+        self.watch.count_blocks(arrival)
+        request = arrival.request(self._max_model_len)
+        self.world.send(request, lambda event: measure.receive(event, heap.now()))
+
+    # ------------------------------------------------------------ the cluster
+
+    def _oracle(self, sampling: SamplingParams, position: int) -> int:
+        """The recorded output ends where it ended; the seed is the request's index."""
+        if position + 1 >= self._lengths[sampling.seed]:
+            return STOP_TOKEN
+        return token_at(sampling.seed, position)
+
+    def _make_runner(
+        self,
+        spec: WorkerSpec,
+        heap: EventHeap,
+        pages: Region,
+        deliver: Callable[[msgspec.Struct], None],
+    ) -> SimRunner:
+        del pages, spec
+        return SimRunner(heap, self.cost, deliver, num_layers=LAYER_GROUPS, oracle=self._oracle)
+
+    def _specs(self) -> list[WorkerSpec]:
+        config = self.config
+        workers: list[WorkerSpec] = []
+        pools = {Role.PREFILL: config.engine == "mooncake", Role.DECODE: config.decode_pools}
+        for role, count in ((Role.PREFILL, config.num_prefill), (Role.DECODE, config.num_decode)):
+            for index in range(count):
+                node = f"{role.value}-node-{index}"
+                workers.append(
+                    WorkerSpec(worker_id=f"{role.value}-{index}", role=role, node_id=node)
+                )
+                if pools[role] and config.pool_tokens:
+                    name = f"kvstore-{role.value}-{index}"
+                    workers.append(WorkerSpec(worker_id=name, role=Role.KVSTORE, node_id=node))
+        return workers
+
+    def _world_config(self) -> WorldConfig:
+        config, hardware = self.config, self.config.hardware
+        engines = self._engines()
+        link = config.link_bytes_per_s or self.cost.link_bytes_per_s
+        dram = self.cost.num_nodes * hardware.dram_bytes_per_s
+        scheduler = msgspec.structs.replace(
+            config.scheduler,
+            local_bytes_per_s=dram,
+            remote_bytes_per_s=min(link, dram),
+            max_inflight=max(config.scheduler.max_inflight, 1 << 16),
+        )
+        chunk = engines[Role.DECODE].max_chunk_tokens
+        return WorldConfig(
+            layout=self.layout,
+            engine=engines,
+            kvstore=KvStoreConfig(
+                dram_bytes=max(1, config.pool_tokens // TRACE_BLOCK_TOKENS)
+                * self.layout.block_bytes,
+                report_interval_s=REPORT_INTERVAL_S,
+            ),
+            instance=InstanceConfig(
+                report_interval_s=REPORT_INTERVAL_S,
+                fetch_timeout_s=60.0,
+                push_timeout_s=300.0,
+                hold_s=120.0,
+                max_reservations=1 << 16,
+            ),
+            scheduler=scheduler,
+            network=NetworkConfig(
+                link_bytes_per_s=link,
+                local_bytes_per_s=dram,
+                transfer_latency_s=hardware.transfer_latency_s,
+            ),
+            profile={
+                Role.PREFILL: self.cost.profile(Role.PREFILL, config.prefill_chunk_tokens, 1),
+                Role.DECODE: self.cost.profile(Role.DECODE, 1, 256)
+                + (self.cost.profile(Role.PREFILL, chunk, 1) if not config.num_prefill else []),
+            },
+            seed=config.seed,
+        )
+
+    def _engines(self) -> dict[Role, EngineConfig]:
+        config = self.config
+        num_blocks = self.cost.kv_tokens // TRACE_BLOCK_TOKENS
+        make = partial(
+            EngineConfig,
+            num_blocks=num_blocks,
+            max_model_len=self._max_model_len + 1,
+            max_waiting=1 << 16,
+            block_tokens=TRACE_BLOCK_TOKENS,
+        )
+        chunk = config.prefill_chunk_tokens
+        prefill = make(max_num_seqs=8, max_batched_tokens=chunk, max_chunk_tokens=chunk)
+        whole = self._max_model_len
+        if config.engine == "coupled-chunked":
+            whole = config.coupled_chunk_tokens
+        decode = make(
+            max_num_seqs=MAX_NUM_SEQS,
+            max_batched_tokens=max(whole, MAX_NUM_SEQS),
+            max_chunk_tokens=whole,
+            enable_prefix_caching=config.engine in ("mooncake", "coupled-prefix"),
+        )
+        return {Role.PREFILL: prefill, Role.DECODE: decode}
