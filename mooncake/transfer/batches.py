@@ -112,6 +112,10 @@ class Job:
         return True
 
 
+MAX_OPEN_BATCHES = 65536
+"""Batches one engine has under way; what comes on top fails at once, through its event."""
+
+
 class BatchBook:
     """All batches of one engine that have not ended, and the endings not yet polled."""
 

@@ -28,7 +28,7 @@ PROTOCOLS = ("inproc", "shm", "tcp")
 class TransferConfig:
     """How a process moves KV."""
 
-    secret: str
+    secret: str = field(repr=False)
     """The cluster secret: peers that do not know it are refused."""
     host: str
     """Name of this machine; peers with an equal one may use shared memory."""
@@ -65,6 +65,8 @@ def open_transfer(
             IoLoop(fabric.gates, f"transfer-io-{index}") for index in range(config.num_io_threads)
         ]
         router.keep_deadlines(loops[0])
+        for loop in loops:
+            router.add_closer(loop.close)
     try:
         if {"inproc", "shm"} & set(config.protocols):
             pool = CopyPool(fabric.gates, config.num_copy_threads, "transfer-copy")
@@ -77,8 +79,6 @@ def open_transfer(
                 )
         if "tcp" in config.protocols:
             router.add_backend(TcpBackend(credentials, table, loops, router, config.tcp))
-        for loop in loops:
-            router.add_closer(loop.close)
     except ConfigError:
         router.close()
         raise

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -179,7 +179,7 @@ class Credentials:
     """Who this engine is, and what proves that it belongs to the cluster."""
 
     engine_id: str
-    secret: str
+    secret: str = field(repr=False)
     ids: IdSource
 
     def connect(self, wanted_engine_id: str, fenced: Sequence[str] = ()) -> ConnectingSide:

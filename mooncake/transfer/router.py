@@ -14,7 +14,7 @@ from mooncake.base.clock import Clock
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backends.io_loop import IoLoop
 from mooncake.transfer.backends.port import Backend
-from mooncake.transfer.batches import BatchBook, Job
+from mooncake.transfer.batches import MAX_OPEN_BATCHES, BatchBook, Job
 from mooncake.transfer.engine import Region, TransferBatch, TransferDone
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
 
@@ -91,6 +91,8 @@ class RoutedTransfer:
         job.set_ops(batch.ops)
         if self._closed:
             job.stop("the transfer engine is closed")
+        elif self._book.num_open > MAX_OPEN_BATCHES:
+            job.stop(f"more than {MAX_OPEN_BATCHES} batches are under way")
         elif not job.ops:
             job.expect(0)
         else:

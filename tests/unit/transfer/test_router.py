@@ -144,6 +144,22 @@ def test_a_cancelled_batch_ends_once_and_moves_nothing(open_inproc: Open) -> Non
     assert bytes(theirs.buffer) == b"late" + bytes(4)
 
 
+def test_too_many_open_batches_fail_through_their_event(
+    open_inproc: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.transfer.router.MAX_OPEN_BATCHES", 3)
+    a, b = open_inproc("a"), open_inproc("b")
+    ours, theirs = a.allocate(8, "ours"), b.allocate(8, "theirs")
+    for _ in range(5):
+        a.submit(batch(b, [TransferOp(ours.region_id, 0, theirs.region_id, 0, 8)]))
+    errors = [done.error for done in a.poll()]
+    assert errors == ["more than 3 batches are under way"] * 2 + [None] * 3
+
+
+def test_the_secret_is_not_printed() -> None:
+    assert "hush" not in repr(TransferConfig(secret="hush", host="h"))
+
+
 def test_close_ends_what_is_open_and_refuses_the_rest(open_inproc: Open) -> None:
     a, b = open_inproc("a"), open_inproc("b")
     ours, theirs = a.allocate(8, "ours"), b.allocate(8, "theirs")

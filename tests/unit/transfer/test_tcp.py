@@ -346,5 +346,8 @@ def test_endpoints_and_bad_settings(open_tcp: Open) -> None:
             parse_endpoint(bad)
     named = open_tcp("named", TcpSettings(advertise_host="192.0.2.7"))
     assert named.segment.endpoints["tcp"].startswith("192.0.2.7:")
+    threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
         open_tcp("nowhere", TcpSettings(bind_host="203.0.113.1"))
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == fds
