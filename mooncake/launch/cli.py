@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import mooncake
 from mooncake.base import ConfigError, MooncakeError
-from mooncake.launch import options
+from mooncake.launch import bench, options
 from mooncake.launch.config import resolve, unknown_setting
 from mooncake.launch.settings import ServeConfig
 
@@ -181,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-tokens", default="512", metavar="N", help="of an answer (default: 512)"
     )
     chat.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
+    bench.add(commands, _command)
     _command(commands, "version", "print the version", _version, "examples:\n  mooncake version\n")
     return parser
 

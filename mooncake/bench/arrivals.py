@@ -1,0 +1,76 @@
+"""When requests are sent: constant, random or growing rates. Pure: rates and a seed give times."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from typing import Literal
+
+from mooncake.base import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """A rate that grows from the first request to the last."""
+
+    strategy: Literal["linear", "exponential"]
+    start_rps: float
+    end_rps: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start_rps < self.end_rps:
+            raise ConfigError("ramp-up-end-rps: must be more than --ramp-up-start-rps")
+        if self.strategy == "exponential" and self.start_rps == 0:
+            raise ConfigError("ramp-up-start-rps: an exponential ramp cannot begin at 0")
+
+    def rate(self, share: float) -> float:
+        """Return the rate after `share` (0 to 1) of all requests, never zero."""
+        if self.strategy == "linear":
+            rate = self.start_rps + (self.end_rps - self.start_rps) * share
+        else:
+            rate = self.start_rps * (self.end_rps / self.start_rps) ** share
+        return max(rate, self.end_rps / 1000)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrivals:
+    """How requests are spread over time."""
+
+    rate: float = math.inf
+    """Requests per second; infinite: all at once."""
+    burstiness: float = 1.0
+    """Shape of the gamma distribution of gaps: 1 is a Poisson process, more is more even."""
+    ramp: Ramp | None = None
+
+    def __post_init__(self) -> None:
+        if not self.rate > 0:
+            raise ConfigError("request-rate: must be above 0, or inf")
+        if not self.burstiness > 0:
+            raise ConfigError("burstiness: must be above 0")
+        if self.ramp is not None and self.rate != math.inf:
+            raise ConfigError(
+                "ramp-up-strategy: a ramp has its own rates; leave out --request-rate"
+            )
+
+    def times_s(self, count: int, seed: int) -> list[float]:
+        """Return when each of `count` requests is sent, in seconds after the beginning.
+
+        Without a ramp the last one is at count / rate exactly, so that no seed changes the load.
+        """
+        if self.ramp is None and self.rate == math.inf:
+            return [0.0] * count
+        source = random.Random(seed)
+        gaps = []
+        for number in range(count):
+            rate = self.ramp.rate(number / max(1, count - 1)) if self.ramp else self.rate
+            if self.burstiness == math.inf:
+                gaps.append(1 / rate)
+            else:
+                gaps.append(source.gammavariate(self.burstiness, 1 / (rate * self.burstiness)))
+        times = list(itertools.accumulate(gaps))
+        if self.ramp is None and times and times[-1] > 0:
+            scale = count / self.rate / times[-1]
+            times = [time * scale for time in times]
+        return times

@@ -1,0 +1,190 @@
+"""A light HTTP client over asyncio streams of bytes: keeps connections, hands over what comes.
+
+Owns its connections. What the bytes mean is the caller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ssl
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping
+
+from mooncake.base import ConfigError
+from mooncake.bench.http_wire import ResponseReader, WireError, request_head
+
+TIMEOUT_S = 6 * 3600.0
+"""Of one request as a whole: a server that has died without closing must not hold us for ever."""
+
+OnData = Callable[[bytes, float], None]
+"""Given body bytes and when they came (`time.perf_counter`)."""
+
+
+class RequestFailed(Exception):
+    """No whole answer came; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """How a request ended."""
+
+    status: int
+    reason: str
+
+
+class _Connection(asyncio.Protocol):
+    """One connection; at most one request at a time."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.reader = ResponseReader()
+        self._on_data: OnData | None = None
+        self._ended: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if self._ended is None or self._on_data is None:
+            self.close()  # nothing was asked
+            return
+        try:
+            body = self.reader.feed(data)
+        except WireError as error:
+            self._finish(RequestFailed(str(error)))
+            return
+        if body:
+            self._on_data(body, now)
+        if self.reader.done:
+            self._finish(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        if self._ended is None:
+            return
+        if self.reader.end():
+            self._finish(None)
+        else:
+            why = f": {exc}" if exc else ""
+            self._finish(RequestFailed(f"the server closed the connection{why}"))
+
+    async def ask(self, request: bytes, on_data: OnData) -> Answer:
+        """Send `request` and wait for the end of the answer."""
+        if self.transport is None:
+            raise RequestFailed("the server closed the connection")
+        self.reader = ResponseReader()
+        self._on_data = on_data
+        self._ended = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        try:
+            await self._ended
+        finally:
+            self._ended = self._on_data = None
+            if not self.reader.done:
+                self.close()
+        return Answer(self.reader.status, self.reader.reason)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may carry a further request."""
+        return self.transport is not None and not self.transport.is_closing()
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _finish(self, error: Exception | None) -> None:
+        if self._ended is None or self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+
+class HttpClient:
+    """Requests to one server. To be closed in the loop that used it."""
+
+    def __init__(self, base_url: str, *, insecure: bool = False) -> None:
+        """Talk to `base_url` ("http://127.0.0.1:8000"); `insecure` takes any certificate.
+
+        Raises:
+            ConfigError: this is no URL of a server.
+        """
+        parts = urllib.parse.urlsplit(base_url)
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"base-url: {base_url!r}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"base-url: {base_url!r} is not like http://127.0.0.1:8000")
+        self._host = parts.hostname
+        self._port = port or (443 if parts.scheme == "https" else 80)
+        self._netloc = parts.netloc.rpartition("@")[2]
+        self._prefix = parts.path.rstrip("/")
+        self._tls = _tls(insecure) if parts.scheme == "https" else None
+        self._idle: list[_Connection] = []
+
+    async def request(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes, on_data: OnData
+    ) -> Answer:
+        """Send a request, pass its body on as it comes, return how it ended.
+
+        Raises:
+            RequestFailed: no whole answer came.
+        """
+        head = request_head(method, self._prefix + path, self._netloc, headers, len(body))
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await self._exchange(head + body, on_data)
+        except TimeoutError as error:
+            raise RequestFailed(f"no answer within {TIMEOUT_S:.0f} s") from error
+
+    async def _exchange(self, request: bytes, on_data: OnData) -> Answer:
+        while self._idle:
+            kept = self._idle.pop()
+            if not kept.usable:
+                continue
+            try:
+                return await self._ask(kept, request, on_data)
+            except RequestFailed:
+                # A server may close an idle connection at any time, also as we write to it.
+                if kept.reader.started:
+                    raise
+        return await self._ask(await self._connect(), request, on_data)
+
+    async def _ask(self, connection: _Connection, request: bytes, on_data: OnData) -> Answer:
+        answer = await connection.ask(request, on_data)
+        if connection.reader.keep_alive and connection.usable:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return answer
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(
+                _Connection, self._host, self._port, ssl=self._tls
+            )
+        except OSError as error:
+            raise RequestFailed(f"{self._netloc}: {error.strerror or error}") from error
+        return connection
+
+    def close(self) -> None:
+        """Close the connections that are kept."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+
+def _tls(insecure: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

@@ -1,0 +1,194 @@
+"""`mooncake bench serve`: sends a dataset to an OpenAI endpoint as asked and measures the answers.
+
+Owns the run: who waits for whom, the clock, the progress bar. Figures are `metrics`' business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from mooncake.base import ConfigError, Unavailable
+from mooncake.bench.arrivals import Arrivals
+from mooncake.bench.endpoint import Output, Target, ask
+from mooncake.bench.http_client import HttpClient, RequestFailed
+from mooncake.bench.metrics import Metrics, metrics_of
+from mooncake.bench.samples import Sample
+
+Result = TypeVar("Result")
+
+REFRESHES_PER_S = 2
+"""Of the progress bar: the machine may be the server's too."""
+READY_POLL_S = 1.0
+MAX_SHOWN_ERRORS = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One benchmark, as asked for."""
+
+    arrivals: Arrivals
+    max_concurrency: int | None = None
+    num_warmups: int = 0
+    """So many of the first samples are sent before, and not counted."""
+    ready_timeout_s: float = 0.0
+    """How long to wait for the server's first answer; 0: no look before the run."""
+    self_timed: bool = False
+    """Send at the dataset's own times."""
+    progress: bool = True
+    seed: int = 0
+    percentiles: tuple[float, ...] = (99.0,)
+    goodput_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def run_in_loop(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work` in a fresh event loop, the faster kind where it is installed."""
+    try:
+        import uvloop  # noqa: PLC0415 - an extra: not every installation has it
+    except ModuleNotFoundError:
+        return asyncio.run(work)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+async def first_model(client: HttpClient, headers: dict[str, str]) -> str:
+    """Return the name of the first model that the server has.
+
+    Raises:
+        Unavailable: it does not say.
+    """
+    body = bytearray()
+    try:
+        answer = await client.request(
+            "GET", "/v1/models", headers, b"", lambda data, _: body.extend(data)
+        )
+        if answer.status == 200:
+            return str(msgspec.json.decode(bytes(body))["data"][0]["id"])
+        problem = f"{answer.status} {answer.reason}"
+    except RequestFailed as error:
+        problem = str(error)
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        problem = "there is none in its answer"
+    raise Unavailable(f"the server's models are not known ({problem}); name one with --model")
+
+
+async def benchmark(
+    client: HttpClient, target: Target, samples: Sequence[Sample], run: Run
+) -> tuple[Metrics, list[Output]]:
+    """Send `samples` and return figures and answers in the samples' order.
+
+    Raises:
+        ConfigError: the samples do not suit the backend.
+        Unavailable: the server was not ready in time.
+    """
+    warmups, samples = samples[: run.num_warmups], samples[run.num_warmups :]
+    if not samples:
+        raise ConfigError("num-prompts: there is nothing to send")
+    if run.ready_timeout_s > 0:
+        await _ready(client, target, (warmups or samples)[0], run.ready_timeout_s)
+    gate = asyncio.Semaphore(run.max_concurrency or len(samples))
+    if warmups:
+        await asyncio.gather(
+            *(_gated(gate, client, target, each, number) for number, each in enumerate(warmups))
+        )
+    times_s = _times_s(samples, run)
+    with _progress(len(samples), run.progress) as advance:
+        start_s = time.perf_counter()
+        tasks = []
+        for number, (sample, at_s) in enumerate(zip(samples, times_s, strict=True)):
+            delay_s = start_s + at_s - time.perf_counter()
+            if delay_s > 0:
+                await asyncio.sleep(delay_s)
+            task = asyncio.create_task(_gated(gate, client, target, sample, number))
+            task.add_done_callback(advance)
+            tasks.append(task)
+        outputs = await asyncio.gather(*tasks)
+        duration_s = time.perf_counter() - start_s
+    return metrics_of(outputs, duration_s, run.percentiles, run.goodput_ms), outputs
+
+
+def _times_s(samples: Sequence[Sample], run: Run) -> list[float]:
+    if run.self_timed:
+        return [sample.at_s or 0.0 for sample in samples]
+    return run.arrivals.times_s(len(samples), run.seed)
+
+
+async def _gated(
+    gate: asyncio.Semaphore, client: HttpClient, target: Target, sample: Sample, number: int
+) -> Output:
+    come_s = time.perf_counter()
+    async with gate:
+        output = await ask(client, target, sample, number)
+    output.queued_s = output.start_s - come_s
+    return output
+
+
+async def _ready(client: HttpClient, target: Target, sample: Sample, timeout_s: float) -> None:
+    """Ask until an answer comes."""
+    end_s = time.perf_counter() + timeout_s
+    while True:
+        output = await ask(client, target, sample, 0)
+        if output.success:
+            return
+        if time.perf_counter() > end_s:
+            raise Unavailable(f"the server gave no answer within {timeout_s:.0f} s: {output.error}")
+        await asyncio.sleep(READY_POLL_S)
+
+
+@contextlib.contextmanager
+def _progress(total: int, wanted: bool) -> Iterator[Callable[[object], None]]:
+    if not wanted:
+        yield lambda _: None
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, refresh_per_second=REFRESHES_PER_S) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda _: progress.advance(task)
+
+
+def shown_errors(outputs: Sequence[Output]) -> str:
+    """Return the first errors as lines for a person; empty where all went well."""
+    errors = [output.error for output in outputs if not output.success]
+    lines = [f"Error {number}: {error}" for number, error in enumerate(errors[:MAX_SHOWN_ERRORS])]
+    if len(errors) > MAX_SHOWN_ERRORS:
+        lines.append(f"… and {len(errors) - MAX_SHOWN_ERRORS} more")
+    return "\n".join(lines)
+
+
+def file_name(label: str, model: str, rate: float, max_concurrency: int | None, date: str) -> str:
+    """Return the default name of a result file."""
+    concurrency = "" if max_concurrency is None else f"-concurrency{max_concurrency}"
+    base = model.rstrip("/").rsplit("/", 1)[-1]
+    return f"{label}-{rate_word(rate)}qps{concurrency}-{base}-{date}.json"
+
+
+def rate_word(rate: float) -> float | str:
+    """Return the rate as it stands in results: JSON has no infinity."""
+    return "inf" if rate == math.inf else rate
+
+
+def rendered(document: dict[str, Any], old: str | None) -> str:
+    """Return the text of a result file; with `old`, that of a file to which this is added.
+
+    Raises:
+        ConfigError: `old` is no result file.
+    """
+    if old is None:
+        return json.dumps(document)
+    try:
+        before = json.loads(old) if old.strip() else []
+    except ValueError as error:
+        raise ConfigError(f"append-result: the file is not JSON ({error})") from error
+    return json.dumps([*(before if isinstance(before, list) else [before]), document])
