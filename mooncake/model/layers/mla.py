@@ -82,7 +82,7 @@ class Mla:
     ) -> torch.Tensor:
         """Return `residual + attention`, [rows, hidden].
 
-        query: `write_kv`'s result for the rows of `queries`; rotation: of the same rows.
+        query: `write_kv`'s result for the rows of `queries`, may be overwritten; rotation: theirs.
         """
         q = self._queries(query, rotation)
         pages = kv.layers[self._layer]
