@@ -20,6 +20,9 @@ from mooncake.kvstore.ssd import SsdTier
 MAX_OP_BYTES = 16 << 20
 """Blocks that lie together on a disk are moved together, up to this."""
 
+MAX_TENANT_CHARACTERS = 256
+"""Blocks of tenants with longer names stay in DRAM."""
+
 Announce = Callable[[Tier, list[BlockKey], list[BlockKey]], None]
 """(tier, stored, removed)"""
 Loaded = Callable[[list[BlockKey], list[BlockKey], float], None]
@@ -125,8 +128,10 @@ class Tiering:
             self._writes[self._disks.write(disk, self._blocks(keys))] = _Move(disk, keys)
 
     def _is_stale(self, key: BlockKey) -> bool:
-        """Drop a candidate that came to a disk by other ways (a disk scanned late holds it)."""
-        if self.ssd.is_known(key):
+        """Drop a candidate that came to a disk by other ways (a disk scanned late holds it), or
+        whose tenant's name is too long for a header.
+        """
+        if self.ssd.is_known(key) or len(self._dram.tenant(key)) > MAX_TENANT_CHARACTERS:
             del self._candidates[key]
             return True
         return False

@@ -30,8 +30,10 @@ DECISIONS = (
 PORTS_TO_THE_SYSTEM = {
     "mooncake/base/clock.py": {"time"},
     "mooncake/base/ids.py": {"random"},
+    "mooncake/kvstore/disk_files.py": {"threading", "time"},
+    "mooncake/kvstore/segment_files.py": {"threading"},
 }
-"""The two adapters that live beside their port, and the one module each may use."""
+"""The adapters that live beside their port, and the modules each may use."""
 WORLD = {
     "asyncio", "multiprocessing", "queue", "random", "secrets", "select", "selectors", "signal",
     "socket", "subprocess", "threading", "time", "uuid",

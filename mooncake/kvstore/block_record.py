@@ -1,0 +1,112 @@
+"""How a block lies in a file: a header page before its bytes, and one before all slots of a file.
+
+Pure bytes in, values out; no I/O. Integers are little-endian. A header names what follows and how
+it must hash, and hashes itself: what is torn, damaged or somebody else's cannot pass for a block.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import xxhash
+
+from mooncake.base import KEY_BYTES, BlockKey
+
+PAGE_BYTES = 4096
+"""Unit of direct I/O; headers take one page each."""
+
+MAX_TENANT_BYTES = 1024
+
+_BLOCK_MAGIC = b"MCKVBLK1"
+_FILE_MAGIC = b"MCKVSEG1"
+_BLOCK = struct.Struct(f"<8s{KEY_BYTES}sQQQI")
+"""magic, key, checksum, bytes, sequence number, bytes of the tenant's name"""
+_FILE = struct.Struct("<8sQQI")
+"""magic, bytes of a block, slots, bytes of the fingerprint"""
+_DIGEST = struct.Struct("<Q")
+
+
+class BlockHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What a slot holds."""
+
+    key: BlockKey
+    checksum: int
+    """xxh3-64 of the block's bytes."""
+    num_bytes: int
+    sequence_no: int
+    """Grows with every write of this directory: of two blocks of one key the newer counts."""
+    tenant: str
+
+
+class FileHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What a file holds."""
+
+    fingerprint: str
+    """Of the KV layout: model, weights, dtype, shape."""
+    block_bytes: int
+    num_slots: int
+
+
+def checksum_of(data: memoryview | bytes) -> int:
+    """Return the xxh3-64 of a block's bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def aligned(num_bytes: int) -> int:
+    """Return `num_bytes` rounded up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def pack_block_header(header: BlockHeader) -> bytes:
+    """Return the page that stands before a block. The tenant's name must not be too long."""
+    tenant = header.tenant.encode()
+    if len(tenant) > MAX_TENANT_BYTES:
+        raise ValueError(f"a tenant's name of {len(tenant)} bytes does not fit a block header")
+    fields = _BLOCK.pack(
+        _BLOCK_MAGIC, header.key, header.checksum, header.num_bytes, header.sequence_no, len(tenant)
+    )
+    return _sealed(fields + tenant)
+
+
+def unpack_block_header(page: bytes | memoryview) -> BlockHeader | None:
+    """Return what a page says, or None when it is not the header of a block."""
+    if bytes(page[:8]) != _BLOCK_MAGIC:
+        return None
+    _, key, checksum, num_bytes, sequence_no, tenant_bytes = _BLOCK.unpack_from(page)
+    end = _BLOCK.size + tenant_bytes
+    if tenant_bytes > MAX_TENANT_BYTES or not _is_sealed(page, end):
+        return None
+    tenant = bytes(page[_BLOCK.size : end]).decode()
+    return BlockHeader(key, checksum, num_bytes, sequence_no, tenant)
+
+
+def pack_file_header(header: FileHeader) -> bytes:
+    """Return the page a file begins with."""
+    fingerprint = header.fingerprint.encode()
+    fields = _FILE.pack(_FILE_MAGIC, header.block_bytes, header.num_slots, len(fingerprint))
+    return _sealed(fields + fingerprint)
+
+
+def unpack_file_header(page: bytes | memoryview) -> FileHeader | None:
+    """Return what a page says, or None when it is not the header of a file."""
+    if bytes(page[:8]) != _FILE_MAGIC:
+        return None
+    _, block_bytes, num_slots, name_bytes = _FILE.unpack_from(page)
+    end = _FILE.size + name_bytes
+    if end > PAGE_BYTES - _DIGEST.size or not _is_sealed(page, end):
+        return None
+    return FileHeader(bytes(page[_FILE.size : end]).decode(), block_bytes, num_slots)
+
+
+def _sealed(fields: bytes) -> bytes:
+    """Return a page of these fields and their hash."""
+    page = fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
+    if len(page) > PAGE_BYTES:
+        raise ValueError("a header does not fit its page")
+    return page.ljust(PAGE_BYTES, b"\0")
+
+
+def _is_sealed(page: bytes | memoryview, end: int) -> bool:
+    (digest,) = _DIGEST.unpack_from(page, end)
+    return bool(xxhash.xxh3_64_intdigest(bytes(page[:end])) == digest)

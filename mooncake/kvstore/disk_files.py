@@ -1,0 +1,424 @@
+"""Adapter: the `Disks` port over files, with threads. No decisions here: what goes where is said by
+the node, this only moves bytes and vouches for them.
+
+A directory holds segment files of many slots, preallocated as they are first needed and written
+with direct I/O where the file system allows. A lock makes a directory one process' own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mooncake.base import ConfigError, KvLayout, format_bytes
+from mooncake.kvstore.block_record import (
+    PAGE_BYTES,
+    BlockHeader,
+    aligned,
+    checksum_of,
+    pack_block_header,
+    unpack_block_header,
+)
+from mooncake.kvstore.config import SsdConfig
+from mooncake.kvstore.disk import DiskBlock, DiskDone, DiskScanned, FoundBlock, Outcome
+from mooncake.kvstore.segment_files import SegmentFiles
+from mooncake.transfer.engine import Region
+
+MAX_VECTORS = 512
+
+_log = logging.getLogger(__name__)
+
+Ended = tuple[list[Outcome], list[int]]
+
+
+class FileDisks:
+    """The disks of one node, a few threads each. `poll` brings what ended; see `Disks`."""
+
+    def __init__(
+        self,
+        configs: Sequence[SsdConfig],
+        layout: KvLayout,
+        *,
+        num_threads: int = 4,
+        direct: bool = True,
+    ) -> None:
+        """Lock and open the directories. Raises ConfigError when one cannot be used."""
+        self._layout = layout
+        self._lock = threading.Lock()
+        self._events: deque[DiskDone | DiskScanned] = deque()
+        self._last_op = 0
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._disks: list[_FileDisk] = []
+        self._hasher = _Crew(1, "kv-hash")
+        self._arena: memoryview = memoryview(b"")
+        try:
+            for number, config in enumerate(configs):
+                crew = _Crew(num_threads, f"kv-disk{number}")
+                self._disks.append(_FileDisk(config, layout, crew, direct=direct))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_slots(self) -> Sequence[int]:
+        return [disk.files.num_slots for disk in self._disks]
+
+    def attach(self, arena: Region) -> None:
+        """Start to scan every disk."""
+        self._arena = arena.buffer
+        for number, disk in enumerate(self._disks):
+            disk.attach(arena.buffer)
+            disk.crew.put(partial(self._scan, number, disk))
+
+    def write(self, disk: int, blocks: list[DiskBlock]) -> int:
+        owner = self._disks[disk]
+        return self._start(owner.crew, blocks, owner.write, urgent=False)
+
+    def read(self, disk: int, blocks: list[DiskBlock]) -> int:
+        """Readers are waited for: reads go before writes."""
+        owner = self._disks[disk]
+        return self._start(owner.crew, blocks, owner.read, urgent=True)
+
+    def erase(self, disk: int, blocks: list[DiskBlock]) -> int:
+        owner = self._disks[disk]
+        return self._start(owner.crew, blocks, owner.erase, urgent=False)
+
+    def checksum(self, offsets: list[int]) -> int:
+        size = self._layout.block_bytes
+        blocks = [DiskBlock(b"", 0, offset) for offset in offsets]
+
+        def hashed(blocks: list[DiskBlock]) -> Ended:
+            digests = [checksum_of(self._arena[b.offset : b.offset + size]) for b in blocks]
+            return [Outcome.OK] * len(blocks), digests
+
+        return self._start(self._hasher, blocks, hashed, urgent=False)
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when an operation ended."""
+        return self._wake_fd
+
+    def poll(self) -> Sequence[DiskDone | DiskScanned]:
+        """Return what ended since the last call, without waiting."""
+        with self._lock:
+            if not self._events:
+                return []
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def close(self) -> None:
+        """End what runs, drop what waits, give the directories free. The node must be driven no
+        more. A second call does nothing.
+        """
+        for disk in self._disks:
+            disk.close()
+        self._disks = []
+        self._hasher.close()
+        self._arena = memoryview(b"")
+        with self._lock:
+            fd, self._wake_fd = self._wake_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _scan(self, number: int, disk: _FileDisk) -> None:
+        self._tell(disk.scan(number))
+
+    def _start(
+        self,
+        crew: _Crew,
+        blocks: list[DiskBlock],
+        work: Callable[[list[DiskBlock]], Ended],
+        *,
+        urgent: bool,
+    ) -> int:
+        self._last_op += 1
+        op_id = self._last_op
+
+        def job() -> None:
+            began_s = time.perf_counter()
+            try:
+                outcomes, checksums = work(blocks)
+            except Exception:
+                _log.exception("an operation on %d blocks failed", len(blocks))
+                outcomes, checksums = [Outcome.FAILED] * len(blocks), [0] * len(blocks)
+            seconds = time.perf_counter() - began_s
+            self._tell(
+                DiskDone(op_id=op_id, outcomes=outcomes, checksums=checksums, seconds=seconds)
+            )
+
+        crew.put(job, urgent=urgent)
+        return op_id
+
+    def _tell(self, event: DiskDone | DiskScanned) -> None:
+        with self._lock:
+            if self._wake_fd >= 0:
+                self._events.append(event)
+                if len(self._events) == 1:
+                    os.eventfd_write(self._wake_fd, 1)
+
+
+class _Crew:
+    """Threads that do jobs of one disk, urgent ones first."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._ready = threading.Condition()
+        self._jobs: tuple[deque[Callable[[], None]], ...] = (deque(), deque())
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True)
+            for n in range(num_threads)
+        ]
+        self._started = False
+
+    def put(self, job: Callable[[], None], *, urgent: bool = False) -> None:
+        with self._ready:
+            self._jobs[0 if urgent else 1].append(job)
+            if not self._started:
+                self._started = True
+                for thread in self._threads:
+                    thread.start()
+            self._ready.notify()
+
+    def close(self) -> None:
+        with self._ready:
+            self._closed = True
+            for jobs in self._jobs:
+                jobs.clear()
+            self._ready.notify_all()
+            started = self._started
+        if started:
+            for thread in self._threads:
+                thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._ready:
+                while not self._closed and not any(self._jobs):
+                    self._ready.wait()
+                if self._closed:
+                    return
+                job = (self._jobs[0] or self._jobs[1]).popleft()
+            job()
+
+
+class _FileDisk:
+    """One directory: blocks to and from its segment files."""
+
+    def __init__(self, config: SsdConfig, layout: KvLayout, crew: _Crew, *, direct: bool) -> None:
+        self.crew = crew
+        self._block_bytes = layout.block_bytes
+        self._padded_bytes = aligned(layout.block_bytes)
+        self._lock_fd = _lock_directory(Path(config.directory))
+        self._sequence_lock = threading.Lock()
+        self._sequence_no = 0
+        self._arena: memoryview = memoryview(b"")
+        self._straight = False
+        self._local = threading.local()
+        try:
+            self.files = SegmentFiles(
+                Path(config.directory), layout, config.num_bytes, direct=direct
+            )
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        if self.files.num_slots < 1:
+            self.close()
+            raise ConfigError(
+                f"kvstore.ssd: {format_bytes(config.num_bytes)} in {config.directory} hold no "
+                f"block of this model ({format_bytes(self.files.slot_bytes)} with its header)"
+            )
+
+    def attach(self, arena: memoryview) -> None:
+        """Blocks go straight between arena and file where both are page-aligned."""
+        self._arena = arena
+        address = np.frombuffer(arena, np.uint8).__array_interface__["data"][0]
+        self._straight = address % PAGE_BYTES == 0 and self._block_bytes % PAGE_BYTES == 0
+
+    def close(self) -> None:
+        """Wait for the threads, close the files, give the directory free."""
+        self.crew.close()
+        self.files.close()
+        self._arena = memoryview(b"")
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    # ------------------------------------------------------------------ operations (in threads)
+
+    def scan(self, number: int) -> DiskScanned:
+        """Read the header of every slot of every file."""
+        newest: dict[bytes, tuple[int, int, BlockHeader]] = {}
+        num_dropped = self.files.num_foreign
+        page = self._bounce()[:PAGE_BYTES]
+        for slot in self.files.existing_slots():
+            try:
+                self.files.transfer(os.preadv, slot, [page])
+            except OSError:
+                num_dropped += 1
+                continue
+            header = unpack_block_header(page)
+            if header is None or header.num_bytes != self._block_bytes:
+                num_dropped += any(page)
+                continue
+            known = newest.get(header.key)
+            num_dropped += known is not None
+            if known is None or known[0] < header.sequence_no:
+                newest[header.key] = (header.sequence_no, slot, header)
+        order = sorted(newest.values(), key=lambda one: one[:2])
+        self._sequence_no = order[-1][0] if order else 0
+        found = [FoundBlock(h.key, slot, h.tenant, h.checksum) for _, slot, h in order]
+        return DiskScanned(disk=number, found=found, num_dropped=num_dropped)
+
+    def write(self, blocks: list[DiskBlock]) -> Ended:
+        """Write each run of neighbouring slots with one call."""
+        checksums = [self._known_checksum(block) for block in blocks]
+        outcomes: list[Outcome] = []
+        for first, stop in self._runs(blocks):
+            group = blocks[first:stop]
+            outcome = self._guarded(partial(self._write_run, group, checksums[first:stop]))
+            outcomes += [outcome] * len(group)
+        return outcomes, checksums
+
+    def read(self, blocks: list[DiskBlock]) -> Ended:
+        """Read each run of neighbouring slots with one call, and verify every block."""
+        outcomes: list[Outcome] = []
+        checksums: list[int] = []
+        for first, stop in self._runs(blocks):
+            group = blocks[first:stop]
+            headers = [memoryview(bytearray(0))] * len(group)
+            outcome = self._guarded(partial(self._read_run, group, headers))
+            for block, header in zip(group, headers, strict=True):
+                checksum = None if outcome is not Outcome.OK else self._verified(block, header)
+                if outcome is Outcome.OK and checksum is None:
+                    outcomes.append(Outcome.CORRUPT)
+                else:
+                    outcomes.append(outcome)
+                checksums.append(checksum or 0)
+        return outcomes, checksums
+
+    def erase(self, blocks: list[DiskBlock]) -> Ended:
+        """Overwrite the headers."""
+        page = self._bounce()[:PAGE_BYTES]
+        page[:] = bytes(PAGE_BYTES)
+
+        def blank(slot: int) -> Outcome:
+            return self._guarded(lambda: self.files.transfer(os.pwritev, slot, [page]))
+
+        return [blank(block.slot) for block in blocks], [0] * len(blocks)
+
+    # ------------------------------------------------------------------ bytes
+
+    def _runs(self, blocks: list[DiskBlock]) -> list[tuple[int, int]]:
+        """Return (first, stop) of the runs of blocks whose slots are neighbours in one file."""
+        limit = max(1, min(MAX_VECTORS // 2, self._bounce_blocks))
+        runs: list[tuple[int, int]] = []
+        for index, block in enumerate(blocks):
+            if runs:
+                first, stop = runs[-1]
+                joined = block.slot == blocks[index - 1].slot + 1
+                if joined and stop - first < limit and not self.files.begins_file(block.slot):
+                    runs[-1] = (first, index + 1)
+                    continue
+            runs.append((index, index + 1))
+        return runs
+
+    def _write_run(self, blocks: list[DiskBlock], checksums: list[int]) -> None:
+        vectors: list[memoryview] = []
+        slot_bytes = self.files.slot_bytes
+        for index, (block, checksum) in enumerate(zip(blocks, checksums, strict=True)):
+            place = self._bounce()[index * slot_bytes : (index + 1) * slot_bytes]
+            place[:PAGE_BYTES] = pack_block_header(
+                BlockHeader(
+                    block.key, checksum, self._block_bytes, self._next_sequence_no(), block.tenant
+                )
+            )
+            if self._straight:
+                vectors += [place[:PAGE_BYTES], self._data(block)]
+            else:
+                place[PAGE_BYTES : PAGE_BYTES + self._block_bytes] = self._data(block)
+                vectors.append(place)
+        self.files.make_room(blocks[0].slot)
+        self.files.transfer(os.pwritev, blocks[0].slot, vectors)
+
+    def _read_run(self, blocks: list[DiskBlock], headers: list[memoryview]) -> None:
+        vectors: list[memoryview] = []
+        slot_bytes = self.files.slot_bytes
+        for index, block in enumerate(blocks):
+            place = self._bounce()[index * slot_bytes : (index + 1) * slot_bytes]
+            headers[index] = place[:PAGE_BYTES]
+            vectors += [headers[index], self._data(block)] if self._straight else [place]
+        self.files.transfer(os.preadv, blocks[0].slot, vectors)
+        if not self._straight:
+            for block, place in zip(blocks, vectors, strict=True):
+                self._data(block)[:] = place[PAGE_BYTES : PAGE_BYTES + self._block_bytes]
+
+    def _verified(self, block: DiskBlock, page: memoryview) -> int | None:
+        """Return the checksum of a block that was read, or None when it is not that block."""
+        header = unpack_block_header(page)
+        if header is None or (header.key, header.num_bytes) != (block.key, self._block_bytes):
+            return None
+        return header.checksum if checksum_of(self._data(block)) == header.checksum else None
+
+    def _known_checksum(self, block: DiskBlock) -> int:
+        return checksum_of(self._data(block)) if block.checksum is None else block.checksum
+
+    def _data(self, block: DiskBlock) -> memoryview:
+        return self._arena[block.offset : block.offset + self._block_bytes]
+
+    @property
+    def _bounce_blocks(self) -> int:
+        return max(1, (16 << 20) // self.files.slot_bytes)
+
+    def _bounce(self) -> memoryview:
+        """Return this thread's aligned memory for headers, and for blocks that are not aligned."""
+        memory: memoryview | None = getattr(self._local, "memory", None)
+        if memory is None:
+            memory = memoryview(mmap.mmap(-1, self._bounce_blocks * self.files.slot_bytes))
+            self._local.memory = memory
+        return memory
+
+    def _next_sequence_no(self) -> int:
+        with self._sequence_lock:
+            self._sequence_no += 1
+            return self._sequence_no
+
+    def _guarded(self, work: Callable[[], None]) -> Outcome:
+        try:
+            work()
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return Outcome.FULL
+            _log.warning("%s: %s", self.files.directory, error)
+            return Outcome.FAILED
+        return Outcome.OK
+
+
+def _lock_directory(directory: Path) -> int:
+    """Make a directory this process' own; return the lock's descriptor."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"kvstore.ssd: {directory} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(
+            f"kvstore.ssd: {directory} is in use by another process; give each pool its own"
+        ) from error
+    return fd

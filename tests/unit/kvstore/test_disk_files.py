@@ -1,0 +1,262 @@
+"""Blocks in real files: what goes down comes up the same, and nothing else comes up ever."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mooncake.base import ConfigError, KvLayout
+from mooncake.kvstore.block_record import PAGE_BYTES
+from mooncake.kvstore.config import SsdConfig
+from mooncake.kvstore.disk import DiskBlock, DiskDone, DiskScanned, Outcome
+from mooncake.kvstore.disk_files import FileDisks
+from mooncake.sim.network import SimRegion
+
+ALIGNED = KvLayout(num_layers=2, block_tokens=16, kv_width=64, dtype="float32", fingerprint="a")
+ODD = KvLayout(num_layers=3, block_tokens=4, kv_width=9, dtype="float16", fingerprint="a")
+NUM_BLOCKS = 8
+
+LAYOUTS = pytest.mark.parametrize("layout", [ALIGNED, ODD], ids=["aligned", "odd"])
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+class Bench:
+    """An arena and one directory."""
+
+    def __init__(self, path: Path, layout: KvLayout, num_bytes: int = 1 << 20, **options) -> None:
+        self.layout = layout
+        self.memory = memoryview(mmap.mmap(-1, NUM_BLOCKS * layout.block_bytes))
+        config = SsdConfig(directory=str(path), num_bytes=num_bytes)
+        self.disks = FileDisks([config], layout, num_threads=2, **options)
+        self.disks.attach(SimRegion(1, len(self.memory), self.memory))
+        [self.scanned] = self.wait(1)
+        assert isinstance(self.scanned, DiskScanned)
+
+    def wait(self, count: int) -> list:
+        events: list = []
+        while len(events) < count:
+            ready, _, _ = select.select([self.disks.fileno()], [], [], 30.0)
+            assert ready, "nothing came"
+            events += self.disks.poll()
+        return events
+
+    def block(self, number: int, slot: int, place: int, **fields) -> DiskBlock:
+        return DiskBlock(key(number), slot, place * self.layout.block_bytes, **fields)
+
+    def data(self, place: int) -> memoryview:
+        size = self.layout.block_bytes
+        return self.memory[place * size : (place + 1) * size]
+
+    def fill(self, place: int, seed: int) -> bytes:
+        data = random.Random(seed).randbytes(self.layout.block_bytes)
+        self.data(place)[:] = data
+        return data
+
+    def write(self, *blocks: DiskBlock) -> DiskDone:
+        op_id = self.disks.write(0, list(blocks))
+        [done] = self.wait(1)
+        assert done.op_id == op_id
+        return done
+
+    def read(self, *blocks: DiskBlock) -> DiskDone:
+        self.disks.read(0, list(blocks))
+        [done] = self.wait(1)
+        return done
+
+
+@pytest.fixture
+def benches(tmp_path: Path) -> Iterator:
+    made: list[Bench] = []
+
+    def make(layout: KvLayout, **options) -> Bench:
+        if made:
+            made[-1].disks.close()
+        made.append(Bench(tmp_path, layout, **options))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.disks.close()
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    with (path / "segment-00000.kv").open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("direct", [True, False])
+def test_blocks_come_back_as_they_went(benches, layout: KvLayout, direct: bool) -> None:
+    bench = benches(layout, direct=direct)
+    wanted = [bench.fill(place, seed=place) for place in range(4)]
+    # Neighbours, and one apart.
+    done = bench.write(*(bench.block(n, slot, n) for n, slot in enumerate([2, 3, 4, 9])))
+    assert done.outcomes == [Outcome.OK] * 4
+    for place in range(4):
+        bench.fill(place, seed=99)
+    again = bench.read(*(bench.block(n, slot, n + 4) for n, slot in enumerate([2, 3, 4, 9])))
+    assert again.outcomes == [Outcome.OK] * 4
+    assert again.checksums == done.checksums
+    assert [bytes(bench.data(place + 4)) for place in range(4)] == wanted
+
+
+@LAYOUTS
+def test_a_restart_finds_what_was_written(benches, layout: KvLayout) -> None:
+    bench = benches(layout)
+    first, second = bench.fill(0, 1), bench.fill(1, 2)
+    done = bench.write(bench.block(1, 0, 0, tenant="ü"), bench.block(2, 5, 1))
+    bench = benches(layout)
+    assert [tuple(f)[:3] if isinstance(f, tuple) else (f.key, f.slot, f.tenant)
+            for f in bench.scanned.found] == [(key(1), 0, "ü"), (key(2), 5, "")]  # fmt: skip
+    assert [f.checksum for f in bench.scanned.found] == done.checksums
+    assert bench.scanned.num_dropped == 0
+    bench.read(bench.block(1, 0, 0), bench.block(2, 5, 1))
+    assert (bytes(bench.data(0)), bytes(bench.data(1))) == (first, second)
+
+
+def test_of_two_blocks_of_a_key_the_newer_counts_across_restarts(benches) -> None:
+    bench = benches(ALIGNED)
+    bench.fill(0, 1)
+    bench.write(bench.block(1, 7, 0))
+    bench = benches(ALIGNED)
+    bench.fill(0, 2)
+    bench.write(bench.block(1, 3, 0))
+    bench = benches(ALIGNED)
+    assert [found.slot for found in bench.scanned.found] == [3]
+    assert bench.scanned.num_dropped == 1
+
+
+def test_an_erased_block_stays_gone(benches) -> None:
+    bench = benches(ALIGNED)
+    bench.write(bench.block(1, 0, 0), bench.block(2, 1, 1))
+    bench.disks.erase(0, [bench.block(1, 0, 0)])
+    bench.wait(1)
+    assert bench.read(bench.block(1, 0, 0)).outcomes == [Outcome.CORRUPT]
+    assert [found.key for found in benches(ALIGNED).scanned.found] == [key(2)]
+
+
+def test_a_slot_with_another_block_is_not_taken_for_the_one_wanted(benches) -> None:
+    bench = benches(ALIGNED)
+    bench.write(bench.block(1, 0, 0))
+    assert bench.read(bench.block(2, 0, 1)).outcomes == [Outcome.CORRUPT]
+
+
+@LAYOUTS
+@pytest.mark.parametrize("where", ["first byte", "last byte", "tail lost"])
+def test_a_damaged_block_is_seen_and_its_neighbours_are_not_hurt(
+    benches, tmp_path: Path, layout: KvLayout, where: str
+) -> None:
+    bench = benches(layout)
+    for place in range(3):
+        bench.fill(place, place)
+    bench.write(*(bench.block(n, n, n) for n in range(3)))
+    start = 2 * PAGE_BYTES + bench.disks._disks[0].files.slot_bytes
+    last = start + layout.block_bytes - 1
+    if where == "tail lost":
+        overwrite(tmp_path, last - 63, bytes(64))
+    else:
+        at = start if where == "first byte" else last
+        old = bench.data(1)[0 if where == "first byte" else -1]
+        overwrite(tmp_path, at, bytes([old ^ 0x10]))
+    done = bench.read(*(bench.block(n, n, n) for n in range(3)))
+    assert done.outcomes == [Outcome.OK, Outcome.CORRUPT, Outcome.OK]
+
+
+def test_torn_headers_are_dropped_at_the_start_and_counted(benches, tmp_path: Path) -> None:
+    bench = benches(ALIGNED)
+    bench.write(*(bench.block(n, n, n) for n in range(3)))
+    overwrite(tmp_path, PAGE_BYTES + bench.disks._disks[0].files.slot_bytes + 12, b"\xff\xff")
+    bench = benches(ALIGNED)
+    assert [found.key for found in bench.scanned.found] == [key(0), key(2)]
+    assert bench.scanned.num_dropped == 1
+
+
+@pytest.mark.parametrize("trouble", ["another model", "torn header", "cut short", "less room"])
+def test_files_of_another_layout_or_size_are_not_believed(
+    benches, tmp_path: Path, trouble: str
+) -> None:
+    bench = benches(ALIGNED)
+    bench.write(bench.block(1, 0, 0))
+    layout, options = ALIGNED, {}
+    if trouble == "another model":
+        layout = KvLayout(**{f: getattr(ALIGNED, f) for f in ALIGNED.__struct_fields__}
+                          | {"fingerprint": "b"})  # fmt: skip
+    elif trouble == "torn header":
+        overwrite(tmp_path, 20, b"\xff\xff")
+    elif trouble == "cut short":
+        os.truncate(tmp_path / "segment-00000.kv", 3 * PAGE_BYTES)
+    else:
+        options = {"num_bytes": 1 << 19}
+    bench = benches(layout, **options)
+    assert bench.scanned.found == []
+    assert bench.scanned.num_dropped == 1
+    assert list(tmp_path.glob("segment-*")) == []
+    bench.fill(0, 5)
+    bench.write(bench.block(1, 0, 0))
+    assert bench.read(bench.block(1, 0, 1)).outcomes == [Outcome.OK]
+
+
+def test_reading_a_file_that_is_not_there_is_a_failure_not_a_fault(benches) -> None:
+    assert benches(ALIGNED).read(DiskBlock(key(1), 0, 0)).outcomes == [Outcome.FAILED]
+
+
+def test_a_full_file_system_is_told_apart(benches, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = benches(ALIGNED)
+
+    def refuse(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert bench.write(bench.block(1, 0, 0)).outcomes == [Outcome.FULL]
+    monkeypatch.undo()
+    assert bench.write(bench.block(1, 0, 0)).outcomes == [Outcome.OK]
+
+
+def test_files_keep_within_the_limit(benches, tmp_path: Path) -> None:
+    bench = benches(ALIGNED, num_bytes=300_000)
+    (num_slots,) = bench.disks.num_slots
+    for slot in range(num_slots):
+        assert bench.write(bench.block(slot, slot, 0)).outcomes == [Outcome.OK]
+    used = sum(path.stat().st_size for path in tmp_path.glob("segment-*"))
+    assert 300_000 - bench.disks._disks[0].files.slot_bytes - 2 * PAGE_BYTES < used <= 300_000
+
+
+def test_checksums_are_those_of_the_files(benches) -> None:
+    bench = benches(ODD)
+    bench.fill(3, 7)
+    done = bench.write(bench.block(1, 0, 3))
+    bench.disks.checksum([3 * ODD.block_bytes])
+    [hashed] = bench.wait(1)
+    assert hashed.checksums == done.checksums
+
+
+def test_a_directory_is_one_process_own(benches, tmp_path: Path) -> None:
+    benches(ALIGNED)
+    code = (
+        "import sys; from mooncake.kvstore.disk_files import _lock_directory; "
+        "from pathlib import Path; _lock_directory(Path(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert "in use by another process" in done.stderr
+
+
+def test_limits_that_hold_no_block_and_bad_directories_are_start_up_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="hold no block"):
+        FileDisks([SsdConfig(directory=str(tmp_path), num_bytes=4096)], ALIGNED)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        FileDisks([SsdConfig(directory=str(tmp_path / "file" / "d"), num_bytes=1 << 20)], ALIGNED)
