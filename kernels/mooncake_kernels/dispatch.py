@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 REFERENCE = "reference"
+TRITON = "triton"
 
 _TABLE: dict[str, dict[str, str]] = {
     "rms_norm": {REFERENCE: "mooncake_kernels.reference.norm:rms_norm"},
@@ -18,7 +19,14 @@ _TABLE: dict[str, dict[str, str]] = {
         REFERENCE: "mooncake_kernels.reference.experts:StackedExperts",
         "onednn": "mooncake_kernels.onednn.experts:PackedExperts",
     },
-    "mla_absorbed": {REFERENCE: "mooncake_kernels.reference.mla:mla_absorbed"},
+    "mla_absorbed": {
+        REFERENCE: "mooncake_kernels.reference.mla:mla_absorbed",
+        TRITON: "mooncake_kernels.triton.mla:mla_absorbed",
+    },
+    "mla_decode": {
+        REFERENCE: "mooncake_kernels.reference.mla_decode:mla_decode",
+        TRITON: "mooncake_kernels.triton.mla_decode:mla_decode",
+    },
     "mla_expanded": {REFERENCE: "mooncake_kernels.reference.mla:mla_expanded"},
 }
 

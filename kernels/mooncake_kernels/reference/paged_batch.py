@@ -1,0 +1,48 @@
+"""A batch of query rows over paged KV, described on the device: no length is known to the host.
+
+This is what a captured CUDA graph can be replayed with: the tensors keep their place and shape, only
+their contents change. The reference reads them to the host and is the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from mooncake_kernels.reference.paged import PagedSpan
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Sequence s owns query rows `row_start[s]` to `row_start[s + 1]`: the last of its context.
+
+    row_start: [seqs + 1] int32, ascending from 0. lengths: [seqs] int32, tokens of each context,
+    its query rows included; 0 marks an unused place. page_table: [seqs, max_pages] int32; entries
+    past a sequence's last page may hold anything. max_rows: the most rows a sequence may have.
+    """
+
+    row_start: torch.Tensor
+    lengths: torch.Tensor
+    page_table: torch.Tensor
+    max_rows: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.lengths.shape[0]
+
+
+def batch_of_spans(spans: Sequence[PagedSpan], device: torch.device) -> PagedBatch:
+    """Return the batch of `spans`, which lie one after another from row 0 on."""
+    starts = [span.first_row for span in spans]
+    ends = [span.first_row + span.num_rows for span in spans]
+    if [*starts, ends[-1]] != [0, *ends]:
+        raise ValueError(f"spans from rows {starts} to {ends} are not one after another from 0")
+    width = max(len(span.pages) for span in spans)
+    table = [[*span.pages, *[0] * (width - len(span.pages))] for span in spans]
+    return PagedBatch(
+        row_start=torch.tensor([0, *ends], dtype=torch.int32, device=device),
+        lengths=torch.tensor([span.context for span in spans], dtype=torch.int32, device=device),
+        page_table=torch.tensor(table, dtype=torch.int32, device=device),
+        max_rows=max(span.num_rows for span in spans),
+    )
