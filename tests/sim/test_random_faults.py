@@ -39,6 +39,7 @@ def random_cluster(random: Random, seed: int) -> Cluster:
             quarantine_s=1.0, push_timeout_s=5.0, hold_s=random.choice([0.02, 0.3, 10.0])
         ),
         pool_blocks=random.choice([16, 64, 256]),
+        ssd_blocks=random.choice([0, 8, 200]),
         restart_s=random.choice([0.2, 1.0, 4.0]),
         seed=seed,
     )

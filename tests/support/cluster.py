@@ -12,7 +12,7 @@ from mooncake.base import FinishReason, GenerateRequest, Role, SamplingParams
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan, StepResult
 from mooncake.instance import InstanceConfig
-from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.kvstore.node import KvNode
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.clock import EventHeap
@@ -81,6 +81,12 @@ def specs(num_prefill: int, num_decode: int, *, kvstores: bool = True) -> list[W
     return workers
 
 
+def ssd_of(num_blocks: int) -> list[SsdConfig]:
+    """Return one simulated disk for so many blocks, or none."""
+    size = num_blocks * LAYOUT.block_bytes
+    return [SsdConfig(directory="/ssd", num_bytes=size)] if size else []
+
+
 class Cluster:
     """A world with verifiable KV, and the questions tests ask of it."""
 
@@ -94,6 +100,7 @@ class Cluster:
         network: NetworkConfig | None = None,
         instance: InstanceConfig | None = None,
         pool_blocks: int = 256,
+        ssd_blocks: int = 0,
         restart_s: float | None = 2.0,
         seed: int = 0,
     ) -> None:
@@ -106,7 +113,11 @@ class Cluster:
                     Role.DECODE: decode or engine_config(),
                 },
                 kvstore=KvStoreConfig(
-                    dram_bytes=pool_blocks * LAYOUT.block_bytes, quarantine_s=1.0
+                    dram_bytes=pool_blocks * LAYOUT.block_bytes,
+                    quarantine_s=1.0,
+                    ssd=ssd_of(ssd_blocks),
+                    ssd_min_uses=1,
+                    ssd_write_at=0.0,
                 ),
                 instance=instance or InstanceConfig(quarantine_s=1.0, push_timeout_s=5.0),
                 scheduler=scheduler or SchedulerConfig(),

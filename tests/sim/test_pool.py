@@ -1,0 +1,82 @@
+"""The pool in a whole simulated cluster: what outlives the death of a pool node, and how."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake.sim.disk import SimMedium
+from tests.sim.test_cluster import EAGER, PROMPT, prompts
+from tests.support.cluster import Cluster, engine_config, request, specs
+
+NUM_FULL_BLOCKS = len(PROMPT) // 4
+
+
+def media(cluster: Cluster) -> list[SimMedium]:
+    return [medium for worker in cluster.world.workers.values() for medium in worker.media]
+
+
+def kill_all(cluster: Cluster) -> None:
+    """Every engine and every pool dies at once; only disks are left."""
+    for worker_id in sorted(cluster.world.workers):
+        cluster.world.kill(worker_id)
+    cluster.run(5)
+
+
+def test_a_prefix_survives_the_death_of_all_workers_through_ssd() -> None:
+    cluster = Cluster(specs(1, 1), scheduler=EAGER, ssd_blocks=100)
+    cluster.world.submit(request("first", PROMPT))
+    cluster.run(5)
+    kill_all(cluster)
+    second = cluster.world.submit(request("second", [*PROMPT, 5, 6, 7]))
+    cluster.run(5)
+    cluster.check_streams()
+    assert second.finals[0].num_cached_tokens == NUM_FULL_BLOCKS * 4
+    assert sum(pool.counters["ssd_blocks_found"] for pool in cluster.pools()) >= NUM_FULL_BLOCKS
+    assert sum(pool.counters["ssd_blocks_read"] for pool in cluster.pools()) == NUM_FULL_BLOCKS
+    cluster.check_quiet()
+
+
+def test_damaged_blocks_are_recomputed_and_nobody_sees_other_tokens() -> None:
+    cluster = Cluster(specs(1, 1), scheduler=EAGER, ssd_blocks=100)
+    cluster.world.submit(request("first", PROMPT))
+    cluster.run(5)
+    kill_all(cluster)
+    for medium in media(cluster):
+        for slot in sorted(medium.slots)[3::2]:
+            medium.damage(slot)
+    second = cluster.world.submit(request("second", [*PROMPT, 5, 6, 7]))
+    cluster.run(5)
+    cluster.check_streams()
+    assert second.finals[0].num_cached_tokens < NUM_FULL_BLOCKS * 4
+    assert sum(pool.counters["ssd_blocks_corrupt"] for pool in cluster.pools()) > 0
+    cluster.check_quiet()
+
+
+@pytest.mark.parametrize("fault", ["refuses_reads", "refuses_writes", "is_full"])
+def test_failing_disks_cost_time_only(fault: str) -> None:
+    cluster = Cluster(specs(2, 2), scheduler=EAGER, ssd_blocks=100, pool_blocks=24)
+    for index, prompt in enumerate(prompts(8, seed=7, shared=21)):
+        cluster.world.submit(request(f"a{index}", prompt, max_tokens=10, seed=index))
+    cluster.run(5)
+    for medium in media(cluster):
+        setattr(medium, fault, True)
+    for index, prompt in enumerate(prompts(8, seed=7, shared=21)):
+        cluster.world.submit(request(f"b{index}", prompt, max_tokens=10, seed=index))
+    cluster.run(30)
+    cluster.check_streams()
+    cluster.check_quiet()
+
+
+def test_a_pool_of_little_memory_serves_long_prefixes_from_ssd() -> None:
+    cluster = Cluster(
+        specs(1, 1), scheduler=EAGER, pool_blocks=20, ssd_blocks=400,
+        prefill=engine_config(32), decode=engine_config(64),
+    )  # fmt: skip
+    wanted = prompts(12, seed=8)
+    for turn in range(2):
+        for index, prompt in enumerate(wanted):
+            cluster.world.submit(request(f"r{turn}-{index}", prompt, max_tokens=4, seed=index))
+            cluster.run(2)
+    cluster.check_streams()
+    assert sum(pool.counters["ssd_blocks_read"] for pool in cluster.pools()) > 20
+    cluster.check_quiet()
