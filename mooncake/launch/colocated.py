@@ -59,6 +59,5 @@ class ColocatedWorkers:
             self._cluster.stop()
 
     @property
-    def abandoned(self) -> bool:
-        """Whether `start` was still at work when `stop` came: its thread cannot be ended."""
-        return self._starting
+    def join_address(self) -> str | None:
+        return None

@@ -1,4 +1,4 @@
-"""The processes that descend from this one, by descriptor: a pid used again is never hit."""
+"""The processes that descend from one, by descriptor: a pid used again is never hit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from types import TracebackType
 
 
 class Descendants:
-    """A snapshot of our children, their children and so on. Use as a context."""
+    """A snapshot of a process' children, their children and so on. Use as a context."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: int | None = None) -> None:
+        """`root` is the process they descend from; None: this one."""
+        self._root = os.getpid() if root is None else root
         self._descriptors: dict[int, int] = {}
         """pidfd -> pid"""
 
     def __enter__(self) -> Descendants:
-        for pid in _descendants(os.getpid()):
+        for pid in _descendants(self._root):
             with contextlib.suppress(OSError):
                 self._descriptors[os.pidfd_open(pid)] = pid
         return self

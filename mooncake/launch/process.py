@@ -21,6 +21,7 @@ from mooncake.base import (
     KvLayout,
     Machine,
     MonotonicClock,
+    PeerLost,
     Role,
     SystemIds,
     WorkerHello,
@@ -245,6 +246,7 @@ def run(
     try:
         started(worker)
         worker.driver.run()
+        channel.send(settings.gateway_address, PeerLost(worker=worker.ref))
     finally:
         worker.close()
 

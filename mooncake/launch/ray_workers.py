@@ -33,6 +33,7 @@ class RayWorkers:
         self._stopping = threading.Event()
         self._supervisor: ray_cluster.Supervisor | None = None
         self._thread: threading.Thread | None = None
+        self._join_address: str | None = None
 
     def start(self, front: Front, show: report.Show) -> list[report.WorkerRow]:
         self._thread = threading.Thread(
@@ -70,6 +71,7 @@ class RayWorkers:
         config, plan = self._config, self._plan
         show("ray", "starting", 0, 0)
         ray_cluster.connect(config.ray_address, config.bind_host)
+        self._join_address = ray_cluster.address()
         show("ray", report.READY, 1, 1)
         host = machine_facts.host_name()
         settings = cluster_workers(config, plan, front.channel.address, self._secret, host)
@@ -94,9 +96,8 @@ class RayWorkers:
         ]
 
     @property
-    def join_address(self) -> str:
-        """What others give to `--join`."""
-        return ray_cluster.address()
+    def join_address(self) -> str | None:
+        return self._join_address
 
 
 def join(config: ServeConfig) -> int:

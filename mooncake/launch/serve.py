@@ -41,6 +41,10 @@ class Workers(Protocol):
     def stop(self) -> None:
         """End all workers, also those only half started. Called once, after `start` was."""
 
+    @property
+    def join_address(self) -> str | None:
+        """What `--join` takes, once started; None where nobody can join."""
+
 
 JOIN_POLL_S = 0.02
 
@@ -163,6 +167,9 @@ class _Serving:
 
     def _announce(self, rows: list[report.WorkerRow]) -> None:
         self._console.print(report.started_table(rows))
+        joining = self._workers.join_address
+        if joining is not None:
+            self._console.print(f"one more worker: mooncake serve --role ROLE --join {joining}")
         self._console.print(f"serving {self._config.names[0]} on {self._url}/v1 - Ctrl-C stops")
 
     def _on_signal(self) -> None:

@@ -17,6 +17,7 @@ from mooncake.base import (
     GenerateRequest,
     IdSource,
     LoadReport,
+    PeerLost,
     Role,
     StepOutputs,
     WorkerHello,
@@ -153,8 +154,9 @@ class Gateway:
                     self._roster.settle_doubts(event.peers, now)
             case WorkerHello():
                 self._on_hello(event, now)
-            case _:
-                pass
+            case PeerLost() if self._roster.live(event.worker):
+                # A worker's own last word, so that nobody waits for its heartbeat.
+                self.worker_lost(event.worker.worker_id, now, "it left")
 
     def tick(self, now: float) -> float | None:
         """Notice silence, deadlines, stalls; place what waits. Returns when to come again."""

@@ -2,6 +2,7 @@
 reason.
 """
 
+import msgspec
 import pytest
 
 from mooncake.base import (
@@ -286,3 +287,15 @@ def test_a_gap_that_stays_is_placed_again(house: Pair) -> None:
     house.output(house.d0, "r", 0, [1, 2, 3], FinishReason.LENGTH, attempt=2)
     assert client.tokens == [1, 2, 3]
     house.close()
+
+
+def test_a_worker_that_says_it_leaves_is_lost_at_once(house: Pair) -> None:
+    d1 = house.join("d1", Role.DECODE)
+    house.submit(request("r"))
+    older = msgspec.structs.replace(house.d0, epoch="an older one")
+    house.gateway.handle(PeerLost(worker=older), house.now)
+    assert house.tasks(d1) == []
+    house.gateway.handle(PeerLost(worker=house.d0), house.now)
+    house.gateway.check_integrity()
+    (task,) = house.tasks(d1)
+    assert task.attempt == 2
