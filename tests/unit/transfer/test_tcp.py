@@ -132,13 +132,13 @@ def test_a_stream_that_always_breaks_fails_the_batch(open_tcp: Open) -> None:
     assert direct.error is None
 
 
-def quick_settings() -> TcpSettings:
-    lane = LaneLimits(connect_s=0.1, stall_s=0.2, idle_s=0.1)
+def impatient(**limits: float) -> TcpSettings:
+    lane = LaneLimits(**limits)  # type: ignore[arg-type]  # seconds only
     return TcpSettings(peer=PeerLimits(lane=lane, fence_s=0.05, num_failures=1))
 
 
 def test_a_peer_that_never_shakes_hands_is_given_up(open_tcp: Open) -> None:
-    us = open_tcp("us", quick_settings())
+    us = open_tcp("us", impatient(connect_s=0.1))
     ours = us.allocate(4096, "ours")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = SegmentRef("mute", {"tcp": f"127.0.0.1:{silent.getsockname()[1]}"}, "h")
@@ -194,7 +194,7 @@ def read_message(sock: socket.socket) -> bytes:
 def test_an_owner_that_answers_nonsense_or_nothing_fails_the_batch(
     open_tcp: Open, answer: bytes, words: str
 ) -> None:
-    fake, us = FakeOwner(answer), open_tcp("us", quick_settings())
+    fake, us = FakeOwner(answer), open_tcp("us", impatient(stall_s=0.2))
     ours = us.allocate(4096, "ours")
     done = move(us, Op.READ, fake.segment, [TransferOp(ours.region_id, 0, 1, 0, 8)])
     assert done.error is not None
@@ -203,7 +203,7 @@ def test_an_owner_that_answers_nonsense_or_nothing_fails_the_batch(
 
 
 def test_an_idle_stream_is_closed_and_opened_again(open_tcp: Open) -> None:
-    owner, us = open_tcp("owner"), open_tcp("us", quick_settings())
+    owner, us = open_tcp("owner"), open_tcp("us", impatient(idle_s=0.1))
     theirs, ours = owner.allocate(4096, "theirs"), us.allocate(4096, "ours")
     one = TransferOp(ours.region_id, 0, theirs.region_id, 0, 4096)
     proxy = Proxy(owner.segment.endpoints["tcp"], num_cuts=0, cut_after=0)
