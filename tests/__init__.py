@@ -1,0 +1,1 @@
+"""A package, so that tests can share `tests.support`."""
