@@ -75,6 +75,11 @@ class FileDisks:
     def num_slots(self) -> Sequence[int]:
         return [disk.files.num_slots for disk in self._disks]
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether all directories that were written to allow direct I/O."""
+        return all(disk.files.is_direct for disk in self._disks)
+
     def attach(self, arena: Region) -> None:
         """Start to scan every disk."""
         self._arena = arena.buffer
