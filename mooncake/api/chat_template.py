@@ -16,8 +16,8 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from mooncake.api.tokenizer import read_json
 from mooncake.base import CheckpointError, InvalidRequest
+from mooncake.base.vocabulary import read_json
 
 KIMI_K2_TEMPLATE = """\
 {%- macro body(message) -%}

@@ -14,7 +14,7 @@ from mooncake.api.backend import Backend
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import shorten
 from mooncake.api.generation import Call, Choice, TextOptions
-from mooncake.api.message_parser import THINK_MARKERS, TOOL_MARKERS, find_markers
+from mooncake.api.message_parser import THINK_MARKERS, TOOL_MARKERS, Marker, find_markers
 from mooncake.api.model import ServedModel
 from mooncake.api.sampling import choice_seed, request_priority
 from mooncake.api.schema.fields import GenerationFields
@@ -59,6 +59,9 @@ class Door:
         """Empty when the model does not mark its reasoning."""
         self.tool_markers = find_markers(model.tokenizer, TOOL_MARKERS)
         """Empty when the model has no tool-call format that we know."""
+        template = model.template.source
+        self.thinks = bool(self.think_markers) and Marker.THINK_BEGIN.value in template
+        """Whether the model reasons by itself: its template knows of think blocks."""
         self._ids = ids or SystemIds()
         self._wall_s = wall_s
         self._calls: set[Call] = set()

@@ -88,6 +88,7 @@ class MessageParser:
         self._max_calls = max_calls
         self._state = _State.REASONING if reasoning_open else _State.CONTENT
         self._id_text = ""
+        self._call_ids: set[str] = set()
         self._arguments_seen = False
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -149,8 +150,11 @@ class MessageParser:
     def _begin_call(self) -> None:
         call_id = self._id_text.strip()
         name = function_name(call_id)
-        if ":" not in call_id:
+        if ":" not in call_id or call_id in self._call_ids:
             call_id = f"functions.{name}:{self.num_calls}"
+        while call_id in self._call_ids:  # results are told apart by it
+            call_id += "0"
+        self._call_ids.add(call_id)
         self._state, self._arguments_seen = _State.ARGUMENTS, False
         self.num_calls += 1
         if self._kept:

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from mooncake.api.chat_template import ChatTemplate, load_chat_template
-from mooncake.api.tokenizer import Tokenizer, load_tokenizer, read_json
+from mooncake.api.tokenizer import Tokenizer, load_tokenizer
 from mooncake.base import CheckpointError, ConfigError, ModelSpec
+from mooncake.base.vocabulary import read_json
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from mooncake.api.schema.fields import GenerationFields
 from mooncake.base import ContextTooLong, InvalidRequest, Priority, SamplingParams
 
 SEED_SPACE = 2**64
+MAX_BAD_WORDS = 256
 
 Number = TypeVar("Number", int, float)
 
@@ -68,6 +69,7 @@ def sampling_params(
         allowed_token_ids=allowed,
         stop_token_ids=list(dict.fromkeys(stop_ids)),
         ignore_eos=bool(fields.ignore_eos),
+        bad_words=_bad_words(fields, model),
         num_logprobs=wanted.num_logprobs,
         num_prompt_logprobs=wanted.num_prompt_logprobs,
     )
@@ -197,6 +199,19 @@ def _check_limits(fields: GenerationFields, wanted: Wanted, config: ApiConfig) -
             raise InvalidRequest(
                 f"{name}: {number} is more than the limit of {config.max_logprobs}", param=name
             )
+
+
+def _bad_words(fields: GenerationFields, model: ServedModel) -> list[list[int]]:
+    """Return the tokens of each bad word, at the beginning of a text and inside one."""
+    words = fields.bad_words or []
+    if len(words) > MAX_BAD_WORDS or any(not word.strip() for word in words):
+        raise InvalidRequest(
+            f"bad_words: at most {MAX_BAD_WORDS} words, none of them blank", param="bad_words"
+        )
+    encode = model.tokenizer.encode
+    spelled = (f"{space}{word.strip()}" for word in words for space in ("", " "))
+    found = [tuple(encode(word, allow_special=False)) for word in spelled]
+    return [list(tokens) for tokens in dict.fromkeys(found)]
 
 
 def _logit_bias(fields: GenerationFields, model: ServedModel) -> dict[int, float]:

@@ -8,9 +8,7 @@ needs: a token's bytes never depend on its neighbours.
 
 from __future__ import annotations
 
-import base64
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,28 +18,14 @@ import tiktoken
 import tokenizers
 
 from mooncake.base import CheckpointError
-
-_CASED = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-
-KIMI_K2_PATTERN = "|".join(
-    [
-        r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_CASED}+{_SUFFIX}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_CASED}*{_SUFFIX}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
+from mooncake.base.vocabulary import (
+    KIMI_K2_PATTERN,
+    decoder_kind,
+    json_vocabulary,
+    read_json,
+    read_ranks,
+    tiktoken_vocabulary,
 )
-"""How Kimi-K2 cuts text before merging: Han runs apart from other letters (`&&` is class
-intersection)."""
-
-NUM_RESERVED_IDS = 256
-"""Kimi-K2 keeps this many ids after the base ranks for special tokens, named or not."""
 
 MAX_ENCODE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
@@ -49,7 +33,6 @@ MAX_RUN_CHARS = 25_000
 Kimi-K2's own tokenizer does: the merge loop is quadratic in such a run."""
 
 _LONG_RUN = re.compile(rf"\S{{{MAX_RUN_CHARS + 1},}}|\s{{{MAX_RUN_CHARS + 1},}}")
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer(Protocol):
@@ -110,35 +93,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
     raise CheckpointError(f"{path}: neither tiktoken.model nor tokenizer.json is there")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, {} when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: a JSON object is expected")
-    return value
-
-
-def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read a `tiktoken.model`: one base64 token and its rank a line."""
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise CheckpointError(f"{path}: line {number}: {error}") from error
-    if not ranks:
-        raise CheckpointError(f"{path}: no tokens in it")
-    return ranks
-
-
 class _ByteTable:
     """Bytes by token id and which ids are special: what both tokenizers decode with."""
 
@@ -177,20 +131,9 @@ class TiktokenTokenizer(_ByteTable):
     """
 
     def __init__(self, ranks: dict[bytes, int], config: Mapping[str, Any]) -> None:
-        base = max(ranks.values()) + 1
-        added = _added_tokens(config)
-        named = {token_id: token["content"] for token_id, token in added.items()}
-        for token_id in range(base, base + NUM_RESERVED_IDS):
-            named.setdefault(token_id, f"<|reserved_token_{token_id}|>")
-        table = [b""] * (max(named) + 1)
-        for token, rank in ranks.items():
-            table[rank] = token
-        for token_id, name in named.items():
-            if token_id >= base:
-                table[token_id] = name.encode()
-        plain = {token_id for token_id, token in added.items() if not token.get("special", True)}
-        super().__init__(table, frozenset(set(named) - plain))
-        self._ids = {name: token_id for token_id, name in named.items()}
+        vocabulary = tiktoken_vocabulary(ranks, config)
+        super().__init__(vocabulary.table, vocabulary.special)
+        self._ids = {name: token_id for token_id, name in vocabulary.added.items()}
         self._tokens = _special_tokens(config)
         self._encoding = tiktoken.Encoding(
             name="checkpoint",
@@ -237,17 +180,10 @@ class JsonTokenizer(_ByteTable):
         except Exception as error:  # the library raises plain Exception
             raise CheckpointError(f"{path}: {error}") from error
         self._special_blind.encode_special_tokens = True
-        added = self._special_aware.get_added_tokens_decoder()
-        kind = _decoder_kind(read_json(path), path)
-        vocab = self._special_aware.get_vocab(with_added_tokens=True)
-        table = [b""] * (max(vocab.values()) + 1)
-        for piece, token_id in vocab.items():
-            if token_id not in added:
-                table[token_id] = _level_bytes(piece) if kind == "level" else _fallback_bytes(piece)
-        for token_id, token in added.items():
-            table[token_id] = token.content.encode()
-        super().__init__(table, frozenset(i for i, token in added.items() if token.special))
-        self._strips = kind == "fallback"
+        document = read_json(path)
+        vocabulary = json_vocabulary(document, path)
+        super().__init__(vocabulary.table, vocabulary.special)
+        self._strips = decoder_kind(document, path) == "fallback"
         self._tokens = _special_tokens(config)
 
     @property
@@ -295,14 +231,6 @@ def cut_text(text: str) -> list[str]:
     return pieces
 
 
-def _added_tokens(config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    added = config.get("added_tokens_decoder") or {}
-    try:
-        return {int(token_id): dict(token) for token_id, token in added.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"tokenizer_config.json: added_tokens_decoder: {error}") from error
-
-
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     tokens: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -312,41 +240,3 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             tokens[name] = value
     return tokens
-
-
-def _decoder_kind(document: Mapping[str, Any], path: Path) -> str:
-    """Say whether pieces are byte-level ("level") or text with byte pieces ("fallback")."""
-    decoder = document.get("decoder") or {}
-    kinds = {step.get("type") for step in [decoder, *(decoder.get("decoders") or [])]}
-    if "ByteLevel" in kinds:
-        return "level"
-    if "ByteFallback" in kinds:
-        return "fallback"
-    raise CheckpointError(
-        f"{path}: decoder {decoder.get('type')!r} is not supported, only byte-level and "
-        "byte-fallback tokenizers"
-    )
-
-
-def _byte_letters() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: bytes that print stand for themselves, the others for
-    the letters from U+0100 on, in order."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = {chr(byte): byte for byte in shown}
-    hidden = [byte for byte in range(256) if byte not in set(shown)]
-    return letters | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}
-
-
-_LETTERS = _byte_letters()
-
-
-def _level_bytes(piece: str) -> bytes:
-    try:
-        return bytes(_LETTERS[letter] for letter in piece)
-    except KeyError:
-        return piece.encode()
-
-
-def _fallback_bytes(piece: str) -> bytes:
-    match = _BYTE_PIECE.fullmatch(piece)
-    return bytes([int(match[1], 16)]) if match else piece.replace("\u2581", " ").encode()

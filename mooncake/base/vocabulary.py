@@ -15,6 +15,25 @@ from typing import Any
 
 from mooncake.base.errors import CheckpointError
 
+_CASED = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+KIMI_K2_PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_CASED}+{_SUFFIX}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_CASED}*{_SUFFIX}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+"""How Kimi-K2 cuts text before merging: Han runs apart from other letters (`&&` is class
+intersection)."""
+
 NUM_RESERVED_IDS = 256
 """Kimi-K2 keeps this many ids after the base ranks for special tokens, named or not."""
 

@@ -171,7 +171,7 @@ class Engine:
         for slot, sequence in zip(step.plan.slots, step.sequences, strict=True):
             sequence.step_id = None
             sample = samples.get(sequence.sequence_id)
-            error = result.error
+            error = result.error or result.failures.get(sequence.sequence_id)
             if error is None and slot.sample and sample is None:
                 error = "no token was sampled"
             if error is None:

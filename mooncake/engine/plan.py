@@ -82,6 +82,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """sequence_id -> for each token of the slot, of the *next* prompt token (where asked for and
     known).
     """
+    failures: dict[int, str] = {}
+    """sequence_id -> why this one alone cannot go on; it has no sample."""
     error: str | None = None
     """The step failed as a whole; nothing it wrote can be trusted."""
 

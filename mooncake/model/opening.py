@@ -5,6 +5,7 @@ Owns the loaded model; several runners of one process share its weights, each ha
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import torch
 
 from mooncake.base import CheckpointError, KvLayout
+from mooncake.model.grammar import Grammars
+from mooncake.model.grammar_tokens import load_grammar_tokens
 from mooncake.model.kimi_k2 import KimiK2, load_model
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
@@ -32,6 +35,9 @@ class ModelSource:
         if dtype not in SPEC_DTYPES:
             raise CheckpointError(f"dtype {dtype!r} is none of {', '.join(SPEC_DTYPES)}")
         self._dtype = SPEC_DTYPES[dtype]
+        self._grammars = Grammars(
+            self._checkpoint.spec.vocab_size, functools.partial(load_grammar_tokens, path)
+        )
         self._lock = threading.Lock()
         self._model: KimiK2 | None = None
 
@@ -65,6 +71,6 @@ class ModelSource:
         return ModelRunner(
             self._model,
             KvTensors.view(layout, num_pages, buffer),
-            Sampler(spec.vocab_size, self._model.device),
+            Sampler(spec.vocab_size, self._model.device, self._grammars),
             num_threads=num_threads,
         )

@@ -11,7 +11,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -43,6 +44,9 @@ class TokenSampler(Protocol):
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence."""
 
+    def broken(self, sequence_ids: Sequence[int]) -> dict[int, str]:
+        """Return which of these sequences cannot go on, and why; called before `sample`."""
+
     def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
         """Return one sample a row of `logits` [rows, vocab] float32; adds it to the history."""
 
@@ -50,6 +54,13 @@ class TokenSampler(Protocol):
         self, logits: torch.Tensor, next_tokens: Sequence[int], num: int
     ) -> list[TokenLogprobs]:
         """Return for each row the log-probability of its next token and of the `num` best."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    samples: list[Sample]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    failures: dict[int, str]
 
 
 class ModelRunner:
@@ -132,7 +143,7 @@ class ModelRunner:
     def _step(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
         try:
-            samples, logprobs = self._execute(plan)
+            outcome = self._execute(plan)
         except Exception as error:  # whatever it was, the engine must hear that the step ended
             return StepResult(
                 step_id=plan.step_id,
@@ -142,12 +153,13 @@ class ModelRunner:
             )
         return StepResult(
             step_id=plan.step_id,
-            samples=samples,
+            samples=outcome.samples,
             seconds=time.perf_counter() - begin,
-            prompt_logprobs=logprobs,
+            prompt_logprobs=outcome.prompt_logprobs,
+            failures=outcome.failures,
         )
 
-    def _execute(self, plan: StepPlan) -> tuple[list[Sample], dict[int, list[TokenLogprobs]]]:
+    def _execute(self, plan: StepPlan) -> _Outcome:
         for sequence_id in plan.ended:
             self._starts.pop(sequence_id, None)
             self._sampler.forget(sequence_id)
@@ -155,7 +167,7 @@ class ModelRunner:
             self._starts[start.sequence_id] = start
             self._sampler.start(start)
         if not plan.slots:
-            return [], {}
+            return _Outcome([], {}, {})
         unknown = [s.sequence_id for s in plan.slots if s.sequence_id not in self._starts]
         if unknown:
             raise ValueError(f"sequences {unknown} were never started")
@@ -171,10 +183,18 @@ class ModelRunner:
             for rows in inputs.output_rows
             if rows.slot.sequence_id in whole
         }
-        return self._sample(inputs, hidden), logprobs
+        asked = [rows.slot.sequence_id for rows in inputs.output_rows if rows.slot.sample]
+        failures = self._sampler.broken(asked)
+        return _Outcome(self._sample(inputs, hidden, failures), logprobs, failures)
 
-    def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> list[Sample]:
-        sampling = [rows for rows in inputs.output_rows if rows.slot.sample]
+    def _sample(
+        self, inputs: StepInputs, hidden: torch.Tensor, failures: Mapping[int, str]
+    ) -> list[Sample]:
+        sampling = [
+            rows
+            for rows in inputs.output_rows
+            if rows.slot.sample and rows.slot.sequence_id not in failures
+        ]
         if not sampling:
             return []
         last = torch.tensor([rows.first + rows.num_rows - 1 for rows in sampling])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mooncake.api.constraints import Thinking, chat_grammar
 from mooncake.api.conversation import render_conversation
 from mooncake.api.door import Door
 from mooncake.api.generation import Call, Delta
 from mooncake.api.http import CallResponse, call_id, read_body
 from mooncake.api.logprobs import LogprobSpeller
-from mooncake.api.message_parser import ToolCallDelta
+from mooncake.api.message_parser import Marker, ToolCallDelta, reasoning_is_open
 from mooncake.api.routes.usage import call_usage
 from mooncake.api.sampling import (
     Wanted,
@@ -76,10 +78,31 @@ async def _new_call(door: Door, body: ChatRequest, name: str) -> Call:
     tokens = await door.encode(text, add_special=bool(body.add_special_tokens))
     tokens = fit_prompt(tokens, body, sampling, door.model)
     sampling = fit_output(len(tokens), sampling, wanted, door.model)
+    grammar = chat_grammar(
+        body, door.model, _marker_ids(door) if calls else {}, _thinking(door, body, tokens)
+    )
+    sampling = msgspec.structs.replace(sampling, grammar=grammar)
     markers = door.think_markers | (door.tool_markers if calls else {})
     max_calls = 1 if body.parallel_tool_calls is False else None
     options = text_options(body, markers=markers, max_calls=max_calls)
     return door.new_call(name, [(tokens, sampling)], body, options)
+
+
+def _marker_ids(door: Door) -> dict[Marker, int]:
+    return {marker: token for token, marker in door.tool_markers.items()}
+
+
+def _thinking(door: Door, body: ChatRequest, prompt: list[int]) -> Thinking:
+    """Return where the model may reason in this answer."""
+    if not door.think_markers:
+        return Thinking()
+    ids = {marker: token for token, marker in door.think_markers.items()}
+    begins = door.thinks and not body.continue_final_message and body.thinking is not False
+    return Thinking(
+        begin=ids[Marker.THINK_BEGIN] if begins else None,
+        end=ids[Marker.THINK_END],
+        is_open=reasoning_is_open(prompt, door.think_markers),
+    )
 
 
 def _wanted(body: ChatRequest) -> Wanted:
@@ -104,10 +127,8 @@ def _check_chat(body: ChatRequest) -> None:
         raise InvalidRequest(
             "prompt_logprobs is not available with stream=true", param="prompt_logprobs"
         )
-    if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest(
-            'tool_choice: only "auto" and "none" are supported yet', param="tool_choice"
-        )
+    if body.tool_choice not in (None, "none", "auto") and not body.tools:
+        raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
 
 
 def _tool_call(piece: ToolCallDelta) -> ToolCallReply:

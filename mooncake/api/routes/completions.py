@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mooncake.api.constraints import answer_form, form_grammar
 from mooncake.api.door import Door
 from mooncake.api.generation import Call, Delta
 from mooncake.api.http import CallResponse, call_id, read_body
@@ -60,7 +62,10 @@ async def _prompts(
 ) -> tuple[list[tuple[list[int], SamplingParams]], list[str]]:
     """Return (tokens and sampling, text to echo) of every prompt."""
     wanted = _wanted(body)
-    shared = sampling_params(body, wanted, door.model, door.config)
+    shared = msgspec.structs.replace(
+        sampling_params(body, wanted, door.model, door.config),
+        grammar=form_grammar(answer_form(body), door.model),
+    )
     if not body.prompts:
         raise InvalidRequest("prompt: must not be empty", param="prompt")
     prompts: list[tuple[list[int], SamplingParams]] = []

@@ -87,6 +87,8 @@ class FunctionSpec(BaseModel):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """False = arguments are any object; else they are held to `parameters`."""
 
 
 class Tool(BaseModel):
@@ -148,3 +150,9 @@ class ChatRequest(GenerationFields):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether the template is told to have the model think; None = it is not told."""
+        value = (self.chat_template_kwargs or {}).get("thinking")
+        return value if isinstance(value, bool) else None

@@ -17,6 +17,7 @@ from pydantic import (
     field_validator,
 )
 
+from mooncake.api.schema.structure import ResponseFormat, StructuredOutputs
 from mooncake.base import InvalidRequest
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -60,25 +61,15 @@ QUIET_FIELDS = frozenset(
 
 UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "this model writes text only"),
-    "bad_words": (([],), "ban single tokens with logit_bias instead"),
-    "best_of": ((1,), "ask for n choices and pick one"),
     "chat_template": ((), "templates come from the checkpoint"),
     "function_call": (("none",), "use tools and tool_choice"),
     "functions": (([],), "use tools"),
-    "guided_choice": ((), "structured output is not supported yet"),
-    "guided_grammar": ((), "structured output is not supported yet"),
-    "guided_json": ((), "structured output is not supported yet"),
-    "guided_regex": ((), "structured output is not supported yet"),
-    "length_penalty": ((1, 1.0), "beam search is not supported"),
     "logprob_token_ids": (([],), "use top_logprobs"),
     "modalities": ((["text"],), "this model writes text only"),
     "prompt_embeds": ((), "send text or token ids"),
     "repetition_detection": ((), "use repetition_penalty"),
-    "response_format": (({"type": "text"},), "structured output is not supported yet"),
-    "structured_outputs": ((), "structured output is not supported yet"),
     "suffix": (("",), "this model does not fill in the middle"),
     "thinking_token_budget": ((), "limit the whole answer with max_tokens"),
-    "use_beam_search": ((False,), "sample with n instead"),
 }
 """Field -> (values that ask for nothing, what to do instead). null always asks for nothing."""
 
@@ -122,6 +113,19 @@ class GenerationFields(BaseModel):
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = Field(None, ge=0)
+    bad_words: Texts | None = None
+    best_of: int | None = Field(None, ge=1)
+    """Generate so many and keep the `n` most likely."""
+    use_beam_search: bool | None = None
+    """Search for the most likely answers with a beam of `best_of` (or `n`) instead of sampling."""
+    length_penalty: float | None = None
+    """Of beam search: above 1 favours long answers."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     """Keep so many tokens of the prompt; -1 = as many as fit."""
     truncation_side: Literal["left", "right"] | None = None

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mooncake.base import InternalError, SamplingParams, TokenLogprobs
+from mooncake.base import InternalError, MooncakeError, SamplingParams, TokenLogprobs
 from mooncake.engine.plan import Sample, SequenceStart
+from mooncake.model.grammar import Follower, Grammars
 from mooncake.model.layers.sampling_math import (
     DrawSettings,
     draw,
@@ -31,9 +32,13 @@ class Sampler:
     and a draw. Logprobs are those of the logits as the model gave them.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, grammars: Grammars | None = None
+    ) -> None:
+        """`grammars` follows those that requests come with; None = none may come."""
         self._vocab_size = vocab_size
         self._device = device
+        self._grammars = grammars
         self._sequences: dict[int, _Sequence] = {}
 
     def start(self, start: SequenceStart) -> None:
@@ -41,18 +46,35 @@ class Sampler:
 
         A sequence that has this id already is replaced.
         """
-        self._sequences[start.sequence_id] = _Sequence.begin(start, self._vocab_size, self._device)
+        sequence = _Sequence.begin(start, self._vocab_size, self._device)
+        grammar = start.sampling.grammar
+        if grammar is not None:
+            if self._grammars is None:
+                raise InternalError(f"sequence {start.sequence_id}: no grammars are followed here")
+            sequence.follower = self._grammars.follow(grammar, start.output_tokens)
+        self._sequences[start.sequence_id] = sequence
 
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence; one that is not known is passed over."""
         self._sequences.pop(sequence_id, None)
 
-    def set_mask(self, sequence_id: int, allowed: torch.Tensor | None) -> None:
-        """Allow only the tokens where `allowed` (bool [vocab]) holds, until the next call.
+    def broken(self, sequence_ids: Sequence[int]) -> dict[int, str]:
+        """Return which of these sequences cannot go on, and why: their grammar cannot be followed.
 
-        For grammars: whoever follows one sets the mask before each step. None lifts it.
+        Waits for the masks of the others. To be called before `sample`.
         """
-        self._known(sequence_id).mask = None if allowed is None else ~allowed.to(self._device)
+        reasons: dict[int, str] = {}
+        for sequence_id in sequence_ids:
+            sequence = self._known(sequence_id)
+            if sequence.follower is None:
+                continue
+            try:
+                mask = sequence.follower.forbidden()
+            except MooncakeError as error:
+                reasons[sequence_id] = error.message
+            else:
+                sequence.mask = None if mask is None else mask.to(self._device)
+        return reasons
 
     def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
         """Return one sample per row of `logits` [rows, vocab] fp32; each is added to its sequence.
@@ -143,8 +165,11 @@ class _Sequence:
     """bool [vocab]: tokens of prompt and output, where a repetition penalty asks for them."""
     counts: torch.Tensor | None
     """fp32 [vocab]: how often each token is in the output, where a penalty asks for it."""
+    recent: list[int]
+    """As many of the last output tokens as bad words need to be recognised."""
+    follower: Follower | None = None
     mask: torch.Tensor | None = None
-    """bool [vocab]: tokens a grammar forbids at this step."""
+    """bool [vocab]: tokens the grammar forbids at this step."""
 
     @classmethod
     def begin(cls, start: SequenceStart, vocab_size: int, device: torch.device) -> _Sequence:
@@ -176,6 +201,9 @@ class _Sequence:
             if sampling.repetition_penalty != 1.0
             else None,
             counts=counts,
+            recent=list(start.output_tokens[-_longest(sampling.bad_words) :])
+            if sampling.bad_words
+            else [],
         )
 
     @property
@@ -185,15 +213,19 @@ class _Sequence:
     @property
     def changes_logits(self) -> bool:
         tensors = (self.forbidden, self.bias_ids, self.seen, self.counts, self.mask)
-        return self.holds_back or any(tensor is not None for tensor in tensors)
+        asked = self.holds_back or bool(self.sampling.bad_words)
+        return asked or any(tensor is not None for tensor in tensors)
 
     def adjust(self, row: torch.Tensor) -> torch.Tensor:
         """Return `row` [vocab] with masks, bias and penalties applied."""
-        for forbidden in (self.forbidden, self.mask):
-            if forbidden is not None:
-                row = row.masked_fill(forbidden, -torch.inf)
+        if self.mask is not None:
+            row = row.masked_fill(self.mask, -torch.inf)
+        if self.forbidden is not None:
+            row = _unless_empty(row, row.masked_fill(self.forbidden, -torch.inf))
         if self.holds_back and self.held_back is not None:
-            row = row.index_fill(0, self.held_back, -torch.inf)
+            row = _unless_empty(row, row.index_fill(0, self.held_back, -torch.inf))
+        if self.sampling.bad_words:
+            row = _unless_empty(row, self._without_bad_words(row))
         if self.bias_ids is not None and self.bias_values is not None:
             row = row.index_add(0, self.bias_ids, self.bias_values)
         return penalize(
@@ -205,12 +237,39 @@ class _Sequence:
             self.sampling.frequency_penalty,
         )
 
+    def _without_bad_words(self, row: torch.Tensor) -> torch.Tensor:
+        banned = [
+            word[-1]
+            for word in self.sampling.bad_words
+            if len(word) == 1 or self.recent[-(len(word) - 1) :] == word[:-1]
+        ]
+        if not banned:
+            return row
+        return row.index_fill(0, torch.tensor(banned, device=row.device), -torch.inf)
+
     def append(self, token: int) -> None:
         self.num_output += 1
+        if self.sampling.bad_words:
+            self.recent = [*self.recent, token][-_longest(self.sampling.bad_words) :]
+        if self.follower is not None:
+            self.follower.advance(token)
         if self.seen is not None:
             self.seen[token] = True
         if self.counts is not None:
             self.counts[token] += 1
+
+
+def _unless_empty(row: torch.Tensor, fewer: torch.Tensor) -> torch.Tensor:
+    """Return `fewer`, a row with more of `row` masked; `row` itself where nothing would be left.
+
+    What a grammar or a client's other settings leave to choose from is never nothing, so no request
+    can end a step that others share.
+    """
+    return row if bool(fewer.isneginf().all()) else fewer
+
+
+def _longest(words: Sequence[Sequence[int]]) -> int:
+    return max(len(word) for word in words)
 
 
 def _adjusted(logits: torch.Tensor, sequences: list[_Sequence]) -> torch.Tensor:

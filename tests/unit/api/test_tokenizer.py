@@ -14,13 +14,12 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from mooncake.api.tokenizer import (
     MAX_ENCODE_CHARS,
     MAX_RUN_CHARS,
-    NUM_RESERVED_IDS,
     TiktokenTokenizer,
     cut_text,
     load_tokenizer,
-    read_ranks,
 )
 from mooncake.base import CheckpointError
+from mooncake.base.vocabulary import NUM_RESERVED_IDS, read_ranks
 from tests.support.door import MERGES, SPECIAL_NAMES, tiny_tokenizer
 
 BASE = 256 + len(MERGES)

@@ -16,6 +16,9 @@ from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.runner import ModelRunner
 from tests.support.tiny_models import kv_for, ours, random_tokens, slot, source_of, truth
 
+BROKEN = 210
+"""A prompt that begins with it cannot go on, as far as `GreedySampler` is concerned."""
+
 
 class GreedySampler:
     """Takes the best token and remembers what it was told."""
@@ -31,6 +34,13 @@ class GreedySampler:
     def forget(self, sequence_id: int) -> None:
         self.forgotten.append(sequence_id)
         self.history.pop(sequence_id, None)
+
+    def broken(self, sequence_ids: Sequence[int]) -> dict[int, str]:
+        return {
+            sequence_id: "it is broken"
+            for sequence_id in sequence_ids
+            if self.history[sequence_id][0] == BROKEN
+        }
 
     def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
         assert logits.dtype == torch.float32
@@ -241,3 +251,14 @@ def test_close_is_final_and_may_be_repeated(model: KimiK2) -> None:
     runner.close()
     with pytest.raises(RuntimeError, match="closed"):
         runner.submit(plan(1, []))
+
+
+def test_a_sequence_that_cannot_go_on_fails_alone(model: KimiK2) -> None:
+    good, bad = random_tokens(5, 3), [BROKEN, *random_tokens(4, 4)]
+    with running(model) as runner:
+        slots = [slot(1, 0, good, [0]), slot(2, 0, bad, [1])]
+        runner.submit(plan(0, slots, [start_of(1, good), start_of(2, bad)]))
+        result, _ = result_of(runner)
+    assert result.error is None
+    assert result.failures == {2: "it is broken"}
+    assert [sample.sequence_id for sample in result.samples] == [1]

@@ -311,13 +311,15 @@ class TestAdjustments:
         assert tokens_of(sampling, [row] * 5) == [2, 2, 2, 0, 0]
         assert tokens_of(sampling, [row] * 2, output=[2, 2]) == [2, 0]
 
-    def test_a_mask_holds_until_it_is_changed(self) -> None:
-        row = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
-        sampler = sampler_of(start(SamplingParams(temperature=0)), vocab=4)
-        sampler.set_mask(0, torch.tensor([False, False, True, True]))
-        assert [sampler.sample(row, [0])[0].token for _ in range(2)] == [2, 2]
-        sampler.set_mask(0, None)
-        assert sampler.sample(row, [0])[0].token == 0
+    def test_bad_words_never_become_whole(self) -> None:
+        row = torch.tensor([1.0, 9.0, 5.0, 3.0])
+        sampling = SamplingParams(temperature=0, bad_words=[[1, 1], [2, 1, 3], [0]])
+        assert tokens_of(sampling, [row] * 5) == [1, 2, 1, 2, 1]
+        assert tokens_of(sampling, [row], output=[1]) == [2]
+        threes = torch.tensor([1.0, 2.0, 3.0, 9.0])
+        assert tokens_of(sampling, [threes], output=[2, 1]) == [2]
+        assert tokens_of(sampling, [threes], output=[1]) == [3]
+        assert tokens_of(sampling, [torch.tensor([9.0, 1.0, 0.0, 0.0])]) == [1]
 
 
 def unpenalized(value: float, token: int, prompt: list[int], output: list[int]) -> float:
@@ -390,11 +392,14 @@ class TestErrors:
         with pytest.raises(InternalError, match="sequence 6"):
             sampler.sample(logits, [5, 6])
 
-    def test_a_mask_that_leaves_nothing(self) -> None:
-        sampler = sampler_of(start(SamplingParams()), vocab=4)
-        sampler.set_mask(0, torch.zeros(4, dtype=torch.bool))
-        with pytest.raises(InternalError, match="largest logit is -inf"):
-            sampler.sample(torch.zeros(1, 4), [0])
+    def test_settings_that_leave_nothing_yield_in_turn(self) -> None:
+        row = torch.tensor([1.0, 4.0, 3.0, 2.0])
+        words = SamplingParams(temperature=0, bad_words=[[0], [1], [2], [3]])
+        assert tokens_of(words, [row]) == [1]
+        ends = SamplingParams(
+            temperature=0, allowed_token_ids=[2], min_tokens=3, stop_token_ids=[2]
+        )
+        assert tokens_of(ends, [row]) == [2]
 
     def test_logits_of_another_vocabulary(self) -> None:
         with pytest.raises(InternalError, match="5 tokens"):

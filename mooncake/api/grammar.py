@@ -1,0 +1,191 @@
+"""Composes the grammars that answers are held to: JSON schemas, choices, tool calls. Pure.
+
+Everything a client wrote is compiled once here, without the vocabulary, so that what cannot be
+followed exactly is a 400 that names it and never a wrong answer. llguidance refuses schema keywords
+it does not follow, which is why it was chosen (see `benchmarks/grammar.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import llguidance
+import llguidance.gbnf_to_lark
+import msgspec
+
+from mooncake.api.message_parser import Marker
+from mooncake.base import InvalidRequest
+
+MAX_GRAMMAR_CHARS = 1_000_000
+"""Of one schema, pattern or grammar."""
+
+_WHITESPACE = r"[ \n\t]{0,40}"
+"""Between JSON tokens: enough for indentation, too little to fill an answer with."""
+
+_CHECKED_FORMATS = frozenset(
+    {
+        "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown",
+        "uri", "uuid",
+    }
+)  # fmt: skip
+"""What the library holds strings to; any other `format` is a remark, as JSON Schema has it."""
+
+_MAPS_OF_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+_PLAIN_VALUES = frozenset({"const", "enum", "default", "examples", "required"})
+
+_INDEX = "/[0-9]{1,4}/"
+"""The number that ends a call's id."""
+
+
+class ToolRule(msgspec.Struct, frozen=True):
+    """A function that may be called and what its arguments must look like."""
+
+    name: str
+    schema: Any
+
+
+def json_rule(schema: Any, param: str) -> str:
+    """Return the Lark expression for JSON that is valid against `schema`.
+
+    Raises:
+        InvalidRequest: part of the schema cannot be followed; it says which, `param` says where.
+    """
+    cleaned = _cleaned(schema)
+    options = {"whitespace_pattern": _WHITESPACE}
+    if cleaned is True or cleaned == {}:
+        cleaned = {}
+    elif not isinstance(cleaned, dict):
+        raise InvalidRequest(f"{param}: a JSON schema is an object", param=param)
+    rule = f"%json {json.dumps(cleaned | {'x-guidance': options})}"
+    _check(f"start: answer\nanswer: {rule}", param)
+    return rule
+
+
+def regex_rule(pattern: str, param: str) -> str:
+    """Return the Lark expression for texts that match `pattern` as a whole.
+
+    Raises:
+        InvalidRequest: the pattern cannot be followed.
+    """
+    # Anchors at the ends say what holds anyway.
+    bare = pattern.removeprefix("^")
+    if bare.endswith("$") and not bare.endswith("\\$"):
+        bare = bare[:-1]
+    rule = f"/{llguidance.regex_to_lark(bare)}/" if bare else '""'
+    _check(f"start: answer\nanswer: {rule}", param)
+    return rule
+
+
+def choice_rule(choices: Sequence[str], param: str) -> str:
+    """Return the Lark expression for exactly one of `choices`.
+
+    Raises:
+        InvalidRequest: there are none, or an empty one.
+    """
+    if not choices or not all(choices):
+        raise InvalidRequest(f"{param}: at least one choice, none of them empty", param=param)
+    rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
+    _check(f"start: answer\nanswer: {rule}", param)
+    return f"({rule})"
+
+
+def lark_text(grammar: str, param: str) -> str:
+    """Return a client's own grammar, Lark or GBNF, as Lark.
+
+    Raises:
+        InvalidRequest: it cannot be followed, or names tokens by id.
+    """
+    if "<[" in grammar or re.search(r"<\|", grammar):
+        raise InvalidRequest(f"{param}: special tokens are not available in it", param=param)
+    try:
+        text: str = llguidance.gbnf_to_lark.any_to_lark(grammar)
+    except Exception as error:  # the converter raises whatever it stumbles on
+        raise InvalidRequest(f"{param}: {_first_line(str(error))}", param=param) from error
+    _check(text, param)
+    return text
+
+
+def tool_rules(
+    tools: Sequence[ToolRule], ids: Mapping[Marker, int], *, many: bool, opened: bool
+) -> list[str]:
+    """Return Lark rules in which `calls` is a whole tool section of Kimi-K2.
+
+    `many`: more than one call may be made. `opened`: the section may also begin with a call, as a
+    model does that leaves out the section's own marker.
+
+    Raises:
+        InvalidRequest: a tool's parameters cannot be followed; names the tool.
+    """
+    token = {marker: f"<[{token_id}]>" for marker, token_id in ids.items()}
+    names = " | ".join(f"tool_{number}" for number in range(len(tools)))
+    begin = token[Marker.SECTION_BEGIN] + ("?" if opened else "")
+    rules = [
+        f"calls: {begin} call{'+' if many else ''} {token[Marker.SECTION_END]}",
+        f"call: {token[Marker.CALL_BEGIN]} ({names}) {token[Marker.CALL_END]}",
+    ]
+    for number, tool in enumerate(tools):
+        schema = json_rule(tool.schema, f"tools: {tool.name}: parameters")
+        name = json.dumps(f"functions.{tool.name}:", ensure_ascii=False)
+        rules += [
+            f"tool_{number}: NAME_{number} {token[Marker.ARGUMENT_BEGIN]} arguments_{number}",
+            f"NAME_{number}: {name} {_INDEX}",
+            f"arguments_{number}: {schema}",
+        ]
+    return rules
+
+
+def _cleaned(schema: Any) -> Any:
+    """Return `schema` without the remarks that the library takes for rules it does not know, and
+    without options for the library that a client may have put in."""
+    if isinstance(schema, list):
+        return [_cleaned(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    cleaned: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "x-guidance" or (key == "format" and value not in _CHECKED_FORMATS):
+            continue
+        if key in _PLAIN_VALUES:
+            cleaned[key] = value
+        elif key in _MAPS_OF_SCHEMAS and isinstance(value, dict):
+            cleaned[key] = {name: _cleaned(part) for name, part in value.items()}
+        else:
+            cleaned[key] = _cleaned(value)
+    return cleaned
+
+
+def _check(text: str, param: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"{param}: longer than the limit of {MAX_GRAMMAR_CHARS} characters", param=param
+        )
+    fault = _fault(text)
+    if fault:
+        raise InvalidRequest(f"{param}: {fault}", param=param)
+
+
+@lru_cache(maxsize=512)
+def _fault(text: str) -> str:
+    """Return what is wrong with a grammar in one line, "" when it can be followed."""
+    grammar = llguidance.LLMatcher.grammar_from_lark(text)
+    is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
+    return _first_line(messages[0]) if is_error and messages else ""
+
+
+_WHERE = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?")
+
+
+def _first_line(message: str) -> str:
+    """Return a fault in one line, without its place in the grammar that we made around it."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if not lines:
+        return "cannot be followed"
+    first = _WHERE.sub("", lines[0])
+    details = [line for line in lines[1:] if line.startswith("error: ")]
+    return " ".join([first, *details])[:300]

@@ -1,0 +1,213 @@
+"""Token masks from grammars. Owns compiled grammars (shared) and where each sequence stands in its
+own (one `Follower` a sequence, dropped with it).
+
+Nothing is kept between workers: a follower is rebuilt from the grammar and the output tokens. The
+next mask is computed on a thread while the model runs the next step, so it costs the step nothing
+unless it takes longer than the forward pass. Which grammars are right is the door's business.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
+
+import llguidance
+import numpy as np
+import torch
+
+from mooncake.base import Grammar, InternalError
+from mooncake.model.grammar_tokens import GrammarTokens
+
+MAX_COMPILED = 256
+"""Compiled grammars kept, the ones used last; a compilation takes about a millisecond."""
+NUM_THREADS = 2
+"""Masks of all sequences are shared out among them; they hold no lock of Python while they work."""
+
+
+class Grammars:
+    """Compiles grammars over one vocabulary; shared by all runners of a process."""
+
+    def __init__(self, vocab_size: int, load: Callable[[], GrammarTokens]) -> None:
+        """`load` is called with the first grammar: most workers never see one."""
+        self._vocab_size = vocab_size
+        self._load = load
+        self._lock = threading.Lock()
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def follow(self, grammar: Grammar, output_tokens: Sequence[int]) -> Follower:
+        """Return a follower of `grammar` that stands behind `output_tokens`; never blocks."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+            pool = self._pool
+        return Follower(grammar, output_tokens, self, pool)
+
+    def matcher(self, text: str) -> llguidance.LLMatcher:
+        """Return a fresh matcher of the grammar `text`. Called on the pool's threads.
+
+        Raises:
+            InternalError: the grammar does not compile, or there is no vocabulary to read.
+        """
+        with self._lock:
+            known = self._compiled.get(text)
+            if known is not None:
+                self._compiled.move_to_end(text)
+                return known.deep_copy()
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer(self._load(), self._vocab_size)
+            tokenizer = self._tokenizer
+        made = llguidance.LLMatcher(
+            tokenizer, llguidance.LLMatcher.grammar_from_lark(text), log_level=0
+        )
+        if made.is_error():
+            raise InternalError(f"the grammar does not compile: {made.get_error()}")
+        with self._lock:
+            self._compiled[text] = made
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return made.deep_copy()
+
+
+class _State(Enum):
+    FIRST = "first"
+    """Nothing is out yet, and the first token may open a think block."""
+    FREE = "free"
+    BOUND = "bound"
+    ENDED = "ended"
+
+
+class Follower:
+    """One sequence's place in its grammar.
+
+        FIRST ──<think>──► FREE ──trigger, </think>──► BOUND ──end token──► ENDED
+          └────────────any other───────────────────────► │
+    Only one job runs at a time, so the matcher needs no lock.
+    """
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        output_tokens: Sequence[int],
+        grammars: Grammars,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self._grammar = grammar
+        self._grammars = grammars
+        self._pool = pool
+        self._matcher: llguidance.LLMatcher | None = None
+        self._ends = [token for token in grammar.end_ids if 0 <= token < grammars.vocab_size]
+        self._triggers = frozenset(grammar.triggers)
+        if grammar.free:
+            self._state = _State.FREE
+        else:
+            self._state = _State.BOUND if grammar.think_begin is None else _State.FIRST
+        self._job: Future[torch.Tensor | None] = pool.submit(self._work, list(output_tokens))
+
+    def forbidden(self) -> torch.Tensor | None:
+        """Return bool [vocab] of the tokens that may not come next, None = all may; waits for it.
+
+        Raises:
+            InternalError: the grammar is broken, or more than this machine can follow.
+        """
+        return self._job.result()
+
+    def advance(self, token: int) -> None:
+        """Take the sampled token and begin to compute the next mask; call `forbidden` before."""
+        free = self._state is _State.FREE and token not in self._triggers
+        if free and token != self._grammar.think_end:
+            return  # the mask of free text does not change
+        self._job = self._pool.submit(self._work, [token])
+
+    def _work(self, tokens: Sequence[int]) -> torch.Tensor | None:
+        for token in tokens:
+            self._take(token)
+        return self._mask()
+
+    def _take(self, token: int) -> None:
+        grammar = self._grammar
+        if self._state is _State.FIRST and token == grammar.think_begin:
+            self._state = _State.FREE
+        elif self._state is _State.FREE:
+            if token in self._triggers:
+                self._state = _State.BOUND
+                self._consume(token)
+            elif token == grammar.think_end:
+                self._state = _State.BOUND
+        elif self._state is not _State.ENDED:
+            self._state = _State.BOUND
+            if token in self._ends and self._bound().is_accepting():
+                self._state = _State.ENDED
+            else:
+                self._consume(token)
+
+    def _consume(self, token: int) -> None:
+        if not self._bound().consume_token(token):
+            raise InternalError(f"token {token} does not fit the grammar: {self._error()}")
+
+    def _bound(self) -> llguidance.LLMatcher:
+        if self._matcher is None:
+            self._matcher = self._grammars.matcher(self._grammar.text)
+        return self._matcher
+
+    def _error(self) -> str:
+        lines = self._bound().get_error().splitlines()
+        return lines[0] if lines else "no reason given"
+
+    def _mask(self) -> torch.Tensor | None:
+        size = self._grammars.vocab_size
+        if self._state is _State.FREE:
+            if self._grammar.optional:
+                return None
+            return _marked(self._ends, size)  # what must come has not come yet
+        if self._state is _State.ENDED:
+            return ~_marked(self._ends, size)
+        matcher = self._bound()
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error():
+            raise InternalError(f"the grammar cannot be followed: {self._error()}")
+        allowed = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
+        allowed[self._ends] = matcher.is_accepting()
+        if self._state is _State.FIRST:
+            allowed[self._grammar.think_begin] = True
+        return torch.from_numpy(~allowed)
+
+
+def _marked(tokens: Sequence[int], size: int) -> torch.Tensor:
+    marks = torch.zeros(size, dtype=torch.bool)
+    marks[list(tokens)] = True
+    return marks
+
+
+class _Tokens:
+    """A vocabulary in the form the library asks for. Added tokens match no text, only their id."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: GrammarTokens, size: int) -> None:
+        table = vocabulary.table[:size]
+        table += [b""] * (size - len(table))
+        # The library puts one end token into its masks. Ours are many and differ by request
+        # (`Grammar.end_ids`), so it gets one past the vocabulary, which no mask of ours shows.
+        self.eos_token_id = size
+        self.tokens = [*table, b"<end>"]
+        self.special_token_ids = [*(i for i in vocabulary.added if i < size), size]
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        """Where only one text can follow, the library allows it in these tokens alone: the model
+        then sees it cut as in training."""
+        return self._encode(text)
+
+
+def _tokenizer(vocabulary: GrammarTokens, size: int) -> llguidance.LLTokenizer:
+    wrapper = llguidance.TokenizerWrapper(_Tokens(vocabulary, size))
+    return llguidance.LLTokenizer(wrapper, n_vocab=size + 1)

@@ -1,0 +1,49 @@
+"""The tokens of a checkpoint as grammars need them: bytes by id, and how plain text is cut.
+
+Read when the first grammar comes. No text leaves here; the door has its own tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import tiktoken
+import tokenizers
+
+from mooncake.base.vocabulary import KIMI_K2_PATTERN, load_vocabulary, read_json, read_ranks
+
+
+@dataclass(frozen=True)
+class GrammarTokens:
+    """All tokens by id, and the model's own way to write a text with them."""
+
+    table: list[bytes]
+    added: Collection[int]
+    """Tokens that stand for no text."""
+    encode: Callable[[str], list[int]]
+
+
+def load_grammar_tokens(path: Path) -> GrammarTokens:
+    """Read the tokens of the checkpoint directory `path`.
+
+    Raises:
+        CheckpointError: no known tokenizer file, or a broken one; the message names the file.
+    """
+    vocabulary = load_vocabulary(path)
+    if (path / "tiktoken.model").is_file():
+        encoding = tiktoken.Encoding(
+            name="grammar",
+            pat_str=read_json(path / "tokenizer_config.json").get("pat_str") or KIMI_K2_PATTERN,
+            mergeable_ranks=read_ranks(path / "tiktoken.model"),
+            special_tokens={},
+        )
+        return GrammarTokens(vocabulary.table, vocabulary.added.keys(), encoding.encode_ordinary)
+    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return GrammarTokens(vocabulary.table, vocabulary.added.keys(), encode)
