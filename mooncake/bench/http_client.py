@@ -11,6 +11,7 @@ import ssl
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from mooncake.base import ConfigError
 from mooncake.bench.http_wire import ResponseReader, WireError, request_head
@@ -44,8 +45,8 @@ class _Connection(asyncio.Protocol):
         self._ended: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # uvloop's transports have all the methods and are not of this class.
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()

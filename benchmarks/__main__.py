@@ -1,0 +1,26 @@
+"""`python -m benchmarks [NAME] [FLAGS]`: a published number; with no name, serving."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import overhead, remote_prefix, serve
+
+BENCHMARKS = {
+    "serve": serve.main,
+    "remote-prefix": remote_prefix.main,
+    "overhead": overhead.main,
+}
+
+
+def main(argv: list[str]) -> int:
+    if argv and not argv[0].startswith("-"):
+        if argv[0] not in BENCHMARKS:
+            print(f"{argv[0]!r} is none of {', '.join(BENCHMARKS)}", file=sys.stderr)
+            return 2
+        return BENCHMARKS[argv[0]](argv[1:])
+    return serve.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""A worker whose model computes nothing: everything around the model, at full speed.
+
+The process layout, messages, block bookkeeping and pushes are the real ones; `NullRunner` answers a
+step the moment it is submitted. Started as a process of its own by `overhead`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from mooncake.base import KvLayout, MonotonicClock, SystemIds
+from mooncake.engine.plan import LayerDone, RunnerEvent, Sample, StepPlan, StepResult
+from mooncake.engine.ports import PolledRunner
+from mooncake.launch import machine_facts
+from mooncake.launch.process import WorkerSettings, build
+from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.transfer.factory import TransferConfig, open_transfer
+
+FIRST_TOKEN, NUM_TOKENS = 1000, 5000
+"""Tokens are taken from a range of words that every preset has."""
+
+
+class NullRunner:
+    """Answers each step at once with tokens that depend on nothing but their position."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._events: deque[RunnerEvent] = deque()
+        self._readable, self._signal = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Answer `plan`; the driver finds the events at its next look."""
+        if not self._events:
+            os.write(self._signal, b"\0")
+        if plan.report_layers:
+            self._events.extend(
+                LayerDone(step_id=plan.step_id, layer=n) for n in range(self._num_layers)
+            )
+        samples = [
+            Sample(
+                sequence_id=slot.sequence_id,
+                token=FIRST_TOKEN + (slot.start + len(slot.tokens)) % NUM_TOKENS,
+            )
+            for slot in plan.slots
+            if slot.sample
+        ]
+        self._events.append(StepResult(step_id=plan.step_id, samples=samples, seconds=1e-6))
+
+    def fileno(self) -> int:
+        return self._readable
+
+    def poll(self) -> Sequence[RunnerEvent]:
+        events = list(self._events)
+        if events:
+            self._events.clear()
+            os.read(self._readable, 1)
+        return events
+
+    def close(self) -> None:
+        os.close(self._readable)
+        os.close(self._signal)
+
+
+class NullModel:
+    """Stands where the checkpoint's weights would be (`launch.process.Model`)."""
+
+    def __init__(self, revision: str) -> None:
+        self.revision = revision
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None:
+        del progress
+
+    def runner(
+        self, layout: KvLayout, num_pages: int, buffer: memoryview, num_threads: int | None
+    ) -> PolledRunner:
+        del num_pages, buffer, num_threads
+        return NullRunner(layout.num_layers)
+
+
+def main(encoded: str) -> None:
+    """Be the worker that the settings (JSON) describe until the process is ended."""
+    settings = msgspec.json.decode(encoded, type=WorkerSettings)
+    channel = ZmqChannel(settings.bind_host, secret=settings.cluster_secret)
+    transfer = open_transfer(
+        TransferConfig(
+            secret=settings.cluster_secret,
+            host=machine_facts.boot_id(),
+            protocols=settings.transfer_protocols,
+        ),
+        SystemIds().hex(8),
+        MonotonicClock(),
+    )
+    model = NullModel(settings.weights_revision)
+    build(settings, channel, transfer, model=model).driver.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
