@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[api,ray,dev]'
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[api,ray,dev]'
 	@touch $@
 
 $(MODEL)/config.json: | $(STAMP)

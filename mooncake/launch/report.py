@@ -82,7 +82,7 @@ def holdings(plan: ServePlan, role: Role) -> str:
 def started_table(rows: list[WorkerRow]) -> Table:
     """Return the table of all workers."""
     table = Table(box=None, pad_edge=False)
-    for name in ("role", "worker", "pid", "node", "memory"):
+    for name in ("role", "worker", "pid", "node", "holds"):
         table.add_column(name)
     for row in rows:
         table.add_row(row.role.value, row.worker_id, str(row.pid), row.node_id, row.holds)

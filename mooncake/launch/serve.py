@@ -18,9 +18,9 @@ from typing import Protocol, TypeVar
 from rich.console import Console
 
 from mooncake.api import ServedModel, load_served_model
-from mooncake.base import IdSource, SystemIds
+from mooncake.base import IdSource, Role, SystemIds
 from mooncake.launch import environment, machine_facts, report
-from mooncake.launch.front import Front, listen
+from mooncake.launch.front import GATEWAY_ID, Front, listen
 from mooncake.launch.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.settings import ServeConfig
 from mooncake.telemetry.log import configure_logging
@@ -166,7 +166,10 @@ class _Serving:
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _announce(self, rows: list[report.WorkerRow]) -> None:
-        self._console.print(report.started_table(rows))
+        own = report.WorkerRow(
+            GATEWAY_ID, Role.GATEWAY, os.getpid(), machine_facts.host_name(), f"API at {self._url}"
+        )
+        self._console.print(report.started_table([own, *rows]))
         joining = self._workers.join_address
         if joining is not None:
             self._console.print(f"one more worker: mooncake serve --role ROLE --join {joining}")
