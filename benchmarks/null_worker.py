@@ -1,13 +1,16 @@
 """A worker whose model computes nothing: everything around the model, at full speed.
 
 The process layout, messages, block bookkeeping and pushes are the real ones; `NullRunner` answers a
-step the moment it is submitted. Started as a process of its own by `overhead`.
+step at once, or after a pause where one is asked for. `overhead` starts it as a process of its own.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -26,21 +29,49 @@ FIRST_TOKEN, NUM_TOKENS = 1000, 5000
 
 
 class NullRunner:
-    """Answers each step at once with tokens that depend on nothing but their position."""
+    """Answers each step after `step_s` with tokens that depend on nothing but their position."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, step_s: float) -> None:
         self._num_layers = num_layers
+        self._step_s = step_s
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._events: deque[RunnerEvent] = deque()
         self._readable, self._signal = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def submit(self, plan: StepPlan) -> None:
-        """Answer `plan`; the driver finds the events at its next look."""
-        if not self._events:
-            os.write(self._signal, b"\0")
+        """Answer `plan` in a while, at the driver's next look if there is nothing to wait for."""
+        if self._step_s:
+            self._plans.put(plan)
+        else:
+            self._answer(plan)
+
+    def fileno(self) -> int:
+        return self._readable
+
+    def poll(self) -> Sequence[RunnerEvent]:
+        try:
+            os.read(self._readable, 4096)
+        except BlockingIOError:
+            return []
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def close(self) -> None:
+        self._plans.put(None)
+        self._thread.join()
+        os.close(self._readable)
+        os.close(self._signal)
+
+    def _run(self) -> None:
+        while (plan := self._plans.get()) is not None:
+            time.sleep(self._step_s)
+            self._answer(plan)
+
+    def _answer(self, plan: StepPlan) -> None:
         if plan.report_layers:
-            self._events.extend(
-                LayerDone(step_id=plan.step_id, layer=n) for n in range(self._num_layers)
-            )
+            layers = range(self._num_layers)
+            self._events.extend(LayerDone(step_id=plan.step_id, layer=layer) for layer in layers)
         samples = [
             Sample(
                 sequence_id=slot.sequence_id,
@@ -50,27 +81,15 @@ class NullRunner:
             if slot.sample
         ]
         self._events.append(StepResult(step_id=plan.step_id, samples=samples, seconds=1e-6))
-
-    def fileno(self) -> int:
-        return self._readable
-
-    def poll(self) -> Sequence[RunnerEvent]:
-        events = list(self._events)
-        if events:
-            self._events.clear()
-            os.read(self._readable, 1)
-        return events
-
-    def close(self) -> None:
-        os.close(self._readable)
-        os.close(self._signal)
+        os.write(self._signal, b"\0")
 
 
 class NullModel:
     """Stands where the checkpoint's weights would be (`launch.process.Model`)."""
 
-    def __init__(self, revision: str) -> None:
+    def __init__(self, revision: str, step_s: float) -> None:
         self.revision = revision
+        self._step_s = step_s
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         del progress
@@ -79,10 +98,10 @@ class NullModel:
         self, layout: KvLayout, num_pages: int, buffer: memoryview, num_threads: int | None
     ) -> PolledRunner:
         del num_pages, buffer, num_threads
-        return NullRunner(layout.num_layers)
+        return NullRunner(layout.num_layers, self._step_s)
 
 
-def main(encoded: str) -> None:
+def main(encoded: str, step_s: float) -> None:
     """Be the worker that the settings (JSON) describe until the process is ended."""
     settings = msgspec.json.decode(encoded, type=WorkerSettings)
     channel = ZmqChannel(settings.bind_host, secret=settings.cluster_secret)
@@ -95,9 +114,9 @@ def main(encoded: str) -> None:
         SystemIds().hex(8),
         MonotonicClock(),
     )
-    model = NullModel(settings.weights_revision)
+    model = NullModel(settings.weights_revision, step_s)
     build(settings, channel, transfer, model=model).driver.run()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], float(sys.argv[2]))

@@ -39,7 +39,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(model: Path, *, split: bool) -> Iterator[Cluster]:
+def cluster(model: Path, *, split: bool, step_s: float = 0.0) -> Iterator[Cluster]:
     """Start a gateway and workers that compute nothing; end them afterwards."""
     command = [sys.executable, "-m", "benchmarks.null_gateway", str(model), str(int(split))]
     gateway = subprocess.Popen(
@@ -50,7 +50,13 @@ def cluster(model: Path, *, split: bool) -> Iterator[Cluster]:
         assert gateway.stdout is not None
         opened = json.loads(gateway.stdout.readline())
         for settings in opened["workers"]:
-            worker = [sys.executable, "-m", "benchmarks.null_worker", json.dumps(settings)]
+            worker = [
+                sys.executable,
+                "-m",
+                "benchmarks.null_worker",
+                json.dumps(settings),
+                str(step_s),
+            ]
             workers.append(subprocess.Popen(worker, cwd=ROOT, text=True))
         if gateway.stdout.readline().strip() != "ready":
             raise RuntimeError("the gateway's workers did not join")
@@ -106,21 +112,21 @@ def cost(servers: Cluster, model: Path, shape: RandomShape, count: int, streams:
 
 
 def streaming(servers: Cluster, args: argparse.Namespace) -> str:
-    """Return the row of long answers."""
+    """Return the figures of long answers."""
     shape = RandomShape(input_len=64, output_len=args.output_len)
     rows = [cost(servers, args.model, shape, STREAMS, STREAMS) for _ in range(args.rounds)]
     tokens = STREAMS * args.output_len
     return (
         f"{statistics.median(r.metrics.output_throughput for r in rows):,.0f} "
-        f"| {statistics.median(tokens / r.gateway_s for r in rows):,.0f} "
         f"| {statistics.median(r.num_events / tokens for r in rows):.2f} "
         f"| {statistics.median(1e6 * r.gateway_s / tokens for r in rows):.1f} "
+        f"| {statistics.median(tokens / r.gateway_s for r in rows):,.0f} "
         f"| {statistics.median(1e6 * r.workers_s / tokens for r in rows):.1f}"
     )
 
 
 def requests(servers: Cluster, args: argparse.Namespace) -> str:
-    """Return the row of short answers to long prompts: the price of one request."""
+    """Return the figures of one-token answers to long prompts: the price of one request."""
     shape = RandomShape(input_len=1024, output_len=1)
     count = 4 * STREAMS
     rows = [cost(servers, args.model, shape, count, STREAMS) for _ in range(args.rounds)]
@@ -138,13 +144,18 @@ def main(argv: Sequence[str]) -> int:
     stream_rows, request_rows = [], []
     print(f"{machine()}; gateway, rpc and workers without a model, {STREAMS} streams")
     for name, split in (("decode alone", False), ("1P+1D", True)):
-        with cluster(args.model, split=split) as servers:
-            cost(servers, args.model, RandomShape(input_len=64, output_len=16), STREAMS, STREAMS)
-            stream_rows.append(f"| {name} | {streaming(servers, args)} | {load()} |")
-            request_rows.append(f"| {name} | {requests(servers, args)} | {load()} |")
+        for step_ms in (0.0, args.step_ms):
+            with cluster(args.model, split=split, step_s=step_ms / 1000) as servers:
+                warm = RandomShape(input_len=64, output_len=16)
+                cost(servers, args.model, warm, STREAMS, STREAMS)
+                row = streaming(servers, args)
+                stream_rows.append(f"| {name} | {step_ms:.0f} | {row} | {load()} |")
+                if not step_ms:
+                    request_rows.append(f"| {name} | {requests(servers, args)} | {load()} |")
     print(
-        "| layout | tok/s through HTTP | tok/s on one core of the gateway | events/token "
-        "| gateway us/token | workers us/token | load |\n|---|---|---|---|---|---|---|"
+        "| layout | ms/step | tok/s through HTTP | events/token | gateway us/token "
+        "| tok/s on one core of the gateway | workers us/token | load |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     print("\n".join(stream_rows))
     print(
@@ -160,4 +171,5 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "k2-small")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output-len", type=int, default=512)
+    parser.add_argument("--step-ms", type=float, default=20.0, help="pause of the paced runner")
     return parser.parse_args(argv)

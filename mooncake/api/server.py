@@ -39,7 +39,7 @@ def bind(config: ApiConfig) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server(
+        listener = socket.create_server(
             (config.host, config.port), family=family, backlog=LISTEN_BACKLOG
         )
     except OSError as error:
@@ -47,6 +47,10 @@ def bind(config: ApiConfig) -> socket.socket:
             f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; "
             "choose another --port"
         ) from error
+    # Connections inherit it. asyncio would set it itself only where the listener names its
+    # protocol; without it a head and the event after it are 40 ms apart (delayed ACKs).
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 async def serve(

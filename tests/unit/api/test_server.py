@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -304,3 +305,14 @@ def test_sixty_four_streams_with_random_aborts_leave_nothing() -> None:
         assert len(backend.requests) == 64
 
     asyncio.run(main())
+
+
+def test_connections_send_small_writes_at_once() -> None:
+    """An answer's head and its first event are two writes: the second must not wait for the ACK."""
+    with (
+        bind(ApiConfig(host="127.0.0.1", port=0)) as listener,
+        socket.create_connection(listener.getsockname()),
+    ):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
