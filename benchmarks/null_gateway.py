@@ -13,6 +13,7 @@ import msgspec
 
 from benchmarks.servers import SERVED_NAME
 from mooncake.api import load_served_model
+from mooncake.api.event_loop import run_in_loop
 from mooncake.base import SystemIds
 from mooncake.launch import machine_facts
 from mooncake.launch.config import resolve
@@ -57,4 +58,4 @@ async def _serve(model: str, *, split: bool) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1], split=sys.argv[2] == "1"))
+    run_in_loop(_serve(sys.argv[1], split=sys.argv[2] == "1"))

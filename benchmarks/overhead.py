@@ -19,12 +19,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.servers import ROOT, SERVED_NAME, load, machine, process_cpu_s
+from mooncake.api.event_loop import run_in_loop
 from mooncake.bench.arrivals import Arrivals
 from mooncake.bench.endpoint import Output, Target
 from mooncake.bench.http_client import HttpClient
 from mooncake.bench.metrics import Metrics
 from mooncake.bench.samples import RandomShape, Words, random_samples
-from mooncake.bench.serve import Run, benchmark, run_in_loop, shown_errors
+from mooncake.bench.serve import Run, benchmark, shown_errors
 
 STREAMS = 64
 

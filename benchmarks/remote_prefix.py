@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.servers import ROOT, SERVED_NAME, Server, load, machine, ours, running
+from mooncake.api.event_loop import run_in_loop
 from mooncake.bench.endpoint import Target, ask
 from mooncake.bench.http_client import HttpClient
 from mooncake.bench.samples import Sample
-from mooncake.bench.serve import run_in_loop
 
 SETTLE_S = 1.5
 """Until the blocks of a finished prompt, and the counters of a fetch, are known to the gateway."""

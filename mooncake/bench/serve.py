@@ -12,8 +12,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -25,8 +25,6 @@ from mooncake.bench.endpoint import Output, Target, ask
 from mooncake.bench.http_client import HttpClient, RequestFailed
 from mooncake.bench.metrics import Metrics, metrics_of
 from mooncake.bench.samples import Sample
-
-Result = TypeVar("Result")
 
 REFRESHES_PER_S = 2
 """Of the progress bar: the machine may be the server's too."""
@@ -50,16 +48,6 @@ class Run:
     seed: int = 0
     percentiles: tuple[float, ...] = (99.0,)
     goodput_ms: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-def run_in_loop(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work` in a fresh event loop, the faster kind where it is installed."""
-    try:
-        import uvloop  # noqa: PLC0415 - an extra: not every installation has it
-    except ModuleNotFoundError:
-        return asyncio.run(work)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
 
 
 async def first_model(client: HttpClient, headers: dict[str, str]) -> str:

@@ -162,9 +162,9 @@ def _add_engine(command: argparse.ArgumentParser, *, input_len: int, output_len:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    from mooncake.api.event_loop import run_in_loop
     from mooncake.bench.http_client import HttpClient
     from mooncake.bench.report import TITLES
-    from mooncake.bench.serve import run_in_loop
 
     shown = _listed(arguments.percentile_metrics or "ttft,tpot,itl", "percentile-metrics", TITLES)
     url = arguments.base_url or f"http://{arguments.host}:{arguments.port}"

@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 from rich.console import Console
 
 from mooncake.api import ServedModel, load_served_model
+from mooncake.api.event_loop import run_in_loop
 from mooncake.base import IdSource, Role, SystemIds
 from mooncake.launch import environment, machine_facts, report
 from mooncake.launch.front import GATEWAY_ID, Front, listen
@@ -79,7 +80,7 @@ def serve(config: ServeConfig) -> int:
         )
         workers, front = _make(config, plan, SystemIds())
         try:
-            return asyncio.run(_Serving(config, front, workers, model).run(listener))
+            return run_in_loop(_Serving(config, front, workers, model).run(listener))
         finally:
             front.channel.close()
 
