@@ -300,6 +300,8 @@ class PinGranted(Message, frozen=True, tag="pin_granted"):
     store: WorkerRef
     num_blocks: int
     places: BlockPlaces
+    checksums: list[int] = []
+    """xxh3-64 of each block where known, 0 where not; empty: of none."""
 
 
 # ---------------------------------------------------------------- to kvstore
@@ -323,6 +325,8 @@ class PutEnd(Message, frozen=True, tag="put_end"):
     ticket: int
     written: list[BlockKey] = []
     dropped: list[BlockKey] = []
+    checksums: list[int] = []
+    """xxh3-64 of each block in `written`, from writers that have taken them; or empty."""
 
 
 class PinBlocks(Message, frozen=True, tag="pin"):
@@ -338,6 +342,8 @@ class Unpin(Message, frozen=True, tag="unpin"):
 
     reader: WorkerRef
     ticket: int
+    corrupt: list[BlockKey] = []
+    """Blocks that did not arrive as their checksums say."""
 
 
 AnyMessage = (

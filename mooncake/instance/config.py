@@ -14,6 +14,8 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Heartbeat and load report."""
     fetch_timeout_s: float = 5.0
     """A prefix that has not come from the pool by then is recomputed."""
+    verify_fetches: bool = True
+    """Compare fetched blocks with the pool's checksums, where pages lie in host memory."""
     push_timeout_s: float = 30.0
     """A push to decode or pool that takes longer has failed."""
     hold_s: float = 10.0
@@ -23,11 +25,16 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
     quarantine_s: float = 30.0
     """Pages reserved for a lost prefill worker are not used again before: cut off but not dead, it
     may go on writing until its pushes time out."""
+    ask_again_s: float = 10.0
+    """How often decode asks a prefill worker about pages reserved for so long: the word that its
+    push has ended may have been lost."""
     max_reservations: int = 256
     """Requests that may wait for room on a decode worker; more are refused."""
 
     def __post_init__(self) -> None:
-        for name in ("report_interval_s", "fetch_timeout_s", "push_timeout_s", "hold_s"):
+        for name in (
+            "report_interval_s", "fetch_timeout_s", "push_timeout_s", "hold_s", "ask_again_s",
+        ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
         if self.quarantine_s < 0:

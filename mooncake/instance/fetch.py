@@ -6,13 +6,18 @@ a lost cache is a miss). It ends only when nothing writes to its pages any more.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from mooncake.base.blocks import BlockKey
 from mooncake.base.messages import PinBlocks, PinGranted, Unpin, WorkerRef
 from mooncake.instance.mover import SliceMover
+from mooncake.instance.verify import PageChecksums
 from mooncake.rpc.channel import Channel
 from mooncake.transfer.engine import Op, TransferDone
+
+VERIFY_BYTES_PER_TICK = 8 << 20
+"""Hashed at once: less than a millisecond."""
 
 Fetched = Callable[[int, float], None]
 """(number of leading blocks that arrived, now)"""
@@ -22,13 +27,21 @@ Moved = Callable[[WorkerRef, TransferDone], None]
 
 class _Fetch:
     def __init__(
-        self, store: WorkerRef, pages: list[int], deadline_s: float, fetched: Fetched
+        self,
+        store: WorkerRef,
+        keys: list[BlockKey],
+        pages: list[int],
+        deadline_s: float,
+        fetched: Fetched,
     ) -> None:
         self.store = store
+        self.keys = keys
         self.pages = pages
         self.deadline_s = deadline_s
         self.fetched = fetched
         self.batch_id: int | None = None
+        self.checksums: list[int] = []
+        self.num_verified = 0
 
 
 class Fetcher:
@@ -41,16 +54,21 @@ class Fetcher:
         mover: SliceMover,
         timeout_s: float,
         moved: Moved = lambda _store, _done: None,
+        pages: PageChecksums | None = None,
     ) -> None:
+        """With `pages`, what arrived is compared with the checksums that the owner gave."""
         self._moved = moved
         self._worker = worker
         self._channel = channel
         self._mover = mover
         self._timeout_s = timeout_s
+        self._page_checksums = pages
         self._fetches: dict[int, _Fetch] = {}
+        self._verifying: deque[int] = deque()
         self._last_ticket = 0
         self.num_blocks_fetched = 0
         self.num_fetches_failed = 0
+        self.num_blocks_corrupt = 0
 
     @property
     def num_open(self) -> int:
@@ -67,7 +85,7 @@ class Fetcher:
         """Fetch the blocks `keys` into `pages` (held by the caller); return the fetch's ticket."""
         self._last_ticket += 1
         ticket = self._last_ticket
-        self._fetches[ticket] = _Fetch(store, pages, now + self._timeout_s, fetched)
+        self._fetches[ticket] = _Fetch(store, keys, pages, now + self._timeout_s, fetched)
         self._send(store, PinBlocks(reader=self._worker, ticket=ticket, keys=keys))
         return ticket
 
@@ -76,7 +94,7 @@ class Fetcher:
         fetch = self._fetches.get(ticket)
         if fetch is None:
             return
-        if fetch.batch_id is None:
+        if fetch.batch_id is None or ticket in self._verifying:
             self._end(ticket, 0, now)
         else:
             self._mover.cancel(fetch.batch_id)
@@ -97,7 +115,11 @@ class Fetcher:
         def ended(done: TransferDone, at: float) -> None:
             if done.error is None:
                 self._moved(fetch.store, done)
-            self._end(message.ticket, num_blocks if done.error is None else 0, at)
+            if done.error is None and message.checksums and self._page_checksums is not None:
+                fetch.checksums = message.checksums[:num_blocks]
+                self._verifying.append(message.ticket)
+            else:
+                self._end(message.ticket, num_blocks if done.error is None else 0, at)
 
         slices = (
             (page, offset, layer)
@@ -115,16 +137,43 @@ class Fetcher:
                 self._end(ticket, 0, now)
 
     def tick(self, now: float) -> float | None:
-        """Give up on owners that do not answer; return the next deadline."""
+        """Verify some of what arrived, give up on owners that do not answer; return when to come
+        again.
+        """
+        self._verify_some(now)
         waiting = {t: f for t, f in self._fetches.items() if f.batch_id is None}
         for ticket in [t for t, fetch in waiting.items() if fetch.deadline_s <= now]:
             del waiting[ticket]
             self._end(ticket, 0, now)
+        if self._verifying:
+            return now
         return min((fetch.deadline_s for fetch in waiting.values()), default=None)
 
-    def _end(self, ticket: int, num_blocks: int, now: float) -> None:
+    def _verify_some(self, now: float) -> None:
+        """Hash a few blocks, so that nothing else here waits long."""
+        budget = max(1, VERIFY_BYTES_PER_TICK // self._mover.layout.block_bytes)
+        pages = self._page_checksums
+        while self._verifying and budget and pages is not None:
+            fetch = self._fetches[self._verifying[0]]
+            index = fetch.num_verified
+            if index == len(fetch.checksums):
+                self._end(self._verifying[0], index, now)
+                continue
+            promised = fetch.checksums[index]
+            if promised and pages.checksum(fetch.pages[index]) != promised:
+                self.num_blocks_corrupt += 1
+                self._end(self._verifying[0], index, now, [fetch.keys[index]])
+                continue
+            fetch.num_verified += 1
+            budget -= 1
+
+    def _end(
+        self, ticket: int, num_blocks: int, now: float, corrupt: list[BlockKey] | None = None
+    ) -> None:
         fetch = self._fetches.pop(ticket)
-        self._send(fetch.store, Unpin(reader=self._worker, ticket=ticket))
+        if ticket in self._verifying:
+            self._verifying.remove(ticket)
+        self._send(fetch.store, Unpin(reader=self._worker, ticket=ticket, corrupt=corrupt or []))
         self.num_blocks_fetched += num_blocks
         self.num_fetches_failed += num_blocks == 0
         fetch.fetched(num_blocks, now)

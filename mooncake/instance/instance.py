@@ -39,6 +39,7 @@ from mooncake.instance.mover import SliceMover
 from mooncake.instance.pages import Quarantine
 from mooncake.instance.push import Push
 from mooncake.instance.put import WriteThrough
+from mooncake.instance.verify import PageChecksums
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
 from mooncake.transfer.engine import Region, Transfer, TransferDone
@@ -76,7 +77,12 @@ class Instance:
         self._num_pages = hello.num_blocks
         self.mover = SliceMover(layout, ports.transfer, ports.pages.region_id, hello.num_blocks)
         self.fetcher = Fetcher(
-            self.worker, ports.channel, self.mover, config.fetch_timeout_s, self._count_fetch
+            self.worker,
+            ports.channel,
+            self.mover,
+            config.fetch_timeout_s,
+            self._count_fetch,
+            self._page_checksums() if config.verify_fetches else None,
         )
         self.write_through = WriteThrough(self.worker, ports.channel, config.push_timeout_s)
         self.quarantine = Quarantine(self.pool, config.quarantine_s)
@@ -93,6 +99,14 @@ class Instance:
         self._num_open_pushes = 0
         self._last_sequence_id = 0
         self.counters: dict[str, float] = {}
+
+    def _page_checksums(self) -> PageChecksums | None:
+        """Return what hashes our pages; None where they are not host memory."""
+        try:
+            memory = self._pages.buffer
+        except ValueError:
+            return None
+        return PageChecksums(self.layout, memory, self._num_pages)
 
     # ---------------------------------------- events that both roles treat alike
 
@@ -154,6 +168,10 @@ class Instance:
     def send(self, worker: WorkerRef, message: AnyMessage) -> None:
         self._channel.send(worker.address, message)
 
+    def doubt(self, peers: list[WorkerRef]) -> None:
+        """Ask the gateway whether these are still there; `PeerLost` comes of those that are not."""
+        self._membership.doubt(peers)
+
     def say(self, gateway: WorkerRef, output: RequestOutput) -> None:
         """Queue an output; all of a tick leave in one message."""
         self._outputs.setdefault(gateway.address, []).append(output)
@@ -213,6 +231,7 @@ class Instance:
             **self.counters,
             "blocks_fetched": self.fetcher.num_blocks_fetched,
             "fetches_failed": self.fetcher.num_fetches_failed,
+            "blocks_fetched_corrupt": self.fetcher.num_blocks_corrupt,
             "blocks_put": self.write_through.num_blocks_put,
             "puts_failed": self.write_through.num_puts_failed,
         }

@@ -46,6 +46,8 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     what a lost worker held is reclaimed even if the word of its loss, or the gateway, was lost."""
     max_tickets_per_worker: int = 4_096
     """Puts and pins one worker may have open; further ones are granted nothing."""
+    checksums: bool = True
+    """Hash every block once it is whole, so that its readers, and disks, can tell damage."""
     ssd: list[SsdConfig] = []
     """Directories of the SSD tier, each best on a disk of its own."""
     ssd_min_uses: int = 2

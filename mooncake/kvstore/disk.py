@@ -75,6 +75,10 @@ class Disks(Protocol):
     def num_slots(self) -> Sequence[int]:
         """Blocks that each disk may hold."""
 
+    @property
+    def can_hash(self) -> bool:
+        """Whether `checksum` works here."""
+
     def attach(self, arena: Region) -> None:
         """Start: blocks lie in this region. One `DiskScanned` a disk follows, before which that
         disk may not be used.
@@ -99,6 +103,7 @@ class NoDisks:
     """`Disks` of a node that has none."""
 
     num_slots: Sequence[int] = ()
+    can_hash = False
 
     def attach(self, arena: Region) -> None:
         """Nothing to scan."""

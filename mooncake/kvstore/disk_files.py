@@ -76,6 +76,10 @@ class FileDisks:
         return [disk.files.num_slots for disk in self._disks]
 
     @property
+    def can_hash(self) -> bool:
+        return True
+
+    @property
     def is_direct(self) -> bool:
         """Whether all directories that were written to allow direct I/O."""
         return all(disk.files.is_direct for disk in self._disks)

@@ -189,6 +189,15 @@ class DramTier:
         else:
             self._quarantine.append((reuse_at_s, block.offset))
 
+    def discard(self, key: BlockKey) -> bool:
+        """Give up a stored block that nobody holds; False when it is not that."""
+        block = self._blocks.get(key)
+        if block is None or not block.whole or block.pins:
+            return False
+        self._eviction.forget(key)
+        self._allocator.free(self._blocks.pop(key).offset)
+        return True
+
     def end_quarantine(self, now: float) -> float | None:
         """Free what has waited long enough; return when the next block will have."""
         while self._quarantine and self._quarantine[0][0] <= now:

@@ -32,8 +32,10 @@ from mooncake.base import (
 )
 from mooncake.base.messages import WhoAreYou
 from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.counters import COUNTERS
 from mooncake.kvstore.disk import DiskDone, Disks, DiskScanned, NoDisks
 from mooncake.kvstore.dram import DramTier
+from mooncake.kvstore.hashing import Hashing
 from mooncake.kvstore.promotion import Promotions
 from mooncake.kvstore.tiering import Tiering
 from mooncake.rpc.channel import Channel
@@ -61,7 +63,7 @@ class _Grant:
 class _PeerState:
     """What one boot of one worker has open here, by ticket."""
 
-    __slots__ = ("grants", "pins", "ref", "since_s", "waits")
+    __slots__ = ("grants", "old", "pins", "ref", "since_s", "waits")
 
     def __init__(self, ref: WorkerRef, since_s: float) -> None:
         self.ref = ref
@@ -71,6 +73,8 @@ class _PeerState:
         self.pins: dict[int, list[BlockKey]] = {}
         self.waits: dict[int, None] = {}
         """Pins that are answered when blocks have come up from SSD."""
+        self.old: set[tuple[str, int]] = set()
+        """Tickets that were open at the last look."""
 
     @property
     def num_open(self) -> int:
@@ -123,6 +127,8 @@ class KvNode:
         self._promotions = Promotions(
             self._tier, self._tiering, config.ssd_load_timeout_s, self._evicted
         )
+        may_hash = config.checksums and disks.can_hash
+        self._hashing = Hashing(self._tier, disks if may_hash else None, self._on_damaged)
         if disks.num_slots:
             self._membership.add_tier(Tier.SSD, self._tiering.ssd.stored_keys)
         disks.attach(self._region)
@@ -155,7 +161,7 @@ class KvNode:
     @property
     def quiet(self) -> bool:
         """Nothing is open, and nothing moves between the tiers."""
-        return self.num_open == 0 and self._tiering.quiet
+        return self.num_open == 0 and self._tiering.quiet and self._hashing.quiet
 
     # ------------------------------------------------------------------ the machine
 
@@ -170,7 +176,8 @@ class KvNode:
         elif isinstance(event, Unpin):
             self._on_unpin(event)
         elif isinstance(event, DiskDone):
-            self._tiering.on_done(event, now)
+            if not self._hashing.on_done(event):
+                self._tiering.on_done(event, now)
         elif isinstance(event, DiskScanned):
             self._tiering.on_scanned(event)
         elif isinstance(event, PeerLost):
@@ -189,6 +196,7 @@ class KvNode:
             self._counters["puts_overdue"] += bool(self._overdue_at.popleft()[1].pending)
         times.append(self._overdue_at[0][0] if self._overdue_at else None)
         times.append(self._promotions.tick(now))
+        self._hashing.start()
         self._tiering.start_writes(now)
         self._evicted(self._tier.evict_to_watermark())
         times.append(self._doubt_old_peers(now))
@@ -213,7 +221,7 @@ class KvNode:
                 assert (peer, ticket) in self._promotions, "waits for an answer that does not come"
         self._tiering.check_integrity()
         self._promotions.check_integrity()
-        pins += self._tiering.held() + self._promotions.held()
+        pins += self._tiering.held() + self._promotions.held() + self._hashing.held()
         assert writing.isdisjoint(self._tiering.loading())
         writing |= self._tiering.loading()
         assert dict(pins) == self._tier.pin_counts()
@@ -240,10 +248,13 @@ class KvNode:
         if grant is None:
             self._remember_ended(peer, "put", message.ticket)
         keys = list(grant.pending) if grant is not None else []
+        self._send_granted(message.writer, message.ticket, keys)
+
+    def _send_granted(self, writer: WorkerRef, ticket: int, keys: list[BlockKey]) -> None:
         self._channel.send(
-            message.writer.address,
+            writer.address,
             PutGranted(
-                ticket=message.ticket,
+                ticket=ticket,
                 store=self._membership.worker,
                 keys=keys,
                 places=packed_places(
@@ -264,6 +275,11 @@ class KvNode:
         for key in written:
             del grant.pending[key]
         self._tier.commit(written)
+        if len(message.checksums) == len(message.written):
+            for key, checksum in zip(message.written, message.checksums, strict=True):
+                if key in set(written):
+                    self._tier.learn_checksum(key, checksum)
+        self._hashing.stored(written)
         for key in message.dropped:
             if key in grant.pending:
                 del grant.pending[key]
@@ -288,7 +304,7 @@ class KvNode:
             return
         run = state.pins.get(message.ticket, []) if state is not None else []
         if run:
-            self._send_pinned(message, run)
+            self._send_pinned(message.reader, message.ticket, run)
         elif not self._may_open(peer, "pin", message.ticket):
             self._pin(message, 0, now)
         elif self._promotions.begin(
@@ -316,17 +332,18 @@ class KvNode:
         self._counters["pins"] += 1
         self._counters["blocks_hit"] += len(run)
         self._counters["blocks_missed"] += len(message.keys) - len(run)
-        self._send_pinned(message, run)
+        self._send_pinned(message.reader, message.ticket, run)
 
-    def _send_pinned(self, message: PinBlocks, run: list[BlockKey]) -> None:
+    def _send_pinned(self, reader: WorkerRef, ticket: int, run: list[BlockKey]) -> None:
         offsets = self._tier.offsets(run)
         self._channel.send(
-            message.reader.address,
+            reader.address,
             PinGranted(
-                ticket=message.ticket,
+                ticket=ticket,
                 store=self._membership.worker,
                 num_blocks=len(run),
                 places=packed_places(self._layout, self._segment, self._region.region_id, offsets),
+                checksums=self._hashing.known(run),
             ),
         )
 
@@ -341,6 +358,8 @@ class KvNode:
             self._promotions.cancel((peer, message.ticket))
             self._drop_if_idle(peer)
         self._remember_ended(peer, "pin", message.ticket)
+        self._counters["blocks_reported_corrupt"] += len(message.corrupt)
+        self._hashing.suspect(message.corrupt)
 
     # ------------------------------------------------------------------ peers
 
@@ -371,10 +390,24 @@ class KvNode:
         if now >= self._doubt_s:
             self._doubt_s = now + self._config.doubt_interval_s
             old_s = now - self._config.doubt_interval_s
-            self._membership.doubt(
-                [state.ref for state in self._peers.values() if state.since_s <= old_s]
-            )
+            old = [state for state in self._peers.values() if state.since_s <= old_s]
+            self._membership.doubt([state.ref for state in old])
+            for state in old:
+                self._ask_again(state)
         return self._doubt_s
+
+    def _ask_again(self, state: _PeerState) -> None:
+        """Repeat to a living peer what it was given long ago: what it has ended, though the word of
+        that was lost, it ends again, and what it still uses it keeps.
+        """
+        known, state.old = state.old, {
+            *(("put", ticket) for ticket in state.grants), *(("pin", ticket) for ticket in state.pins)
+        }  # fmt: skip
+        for kind, ticket in sorted(known & state.old):
+            if kind == "put":
+                self._send_granted(state.ref, ticket, list(state.grants[ticket].pending))
+            else:
+                self._send_pinned(state.ref, ticket, state.pins[ticket])
 
     def _state_of(self, worker: WorkerRef, now: float) -> _PeerState:
         return self._peers.setdefault(_peer_of(worker), _PeerState(worker, now))
@@ -413,6 +446,13 @@ class KvNode:
     def _on_loaded(self, whole: list[BlockKey], lost: list[BlockKey], now: float) -> None:
         self._promotions.on_loaded(whole, lost, now)
 
+    def _on_damaged(self, key: BlockKey) -> None:
+        """Memory does not hold any more what was written; while somebody reads it, it stays."""
+        self._counters["blocks_damaged"] += 1
+        if self._tier.discard(key):
+            self._tiering.evicted([key])
+            self._membership.send_blocks([], [key])
+
     def _use(self, run: list[BlockKey]) -> None:
         self._tier.use(run)
         self._tiering.used(run)
@@ -434,36 +474,6 @@ class KvNode:
             num_cached_blocks=tier.num_stored,
             counters=self.counters,
         )
-
-
-COUNTERS = {
-    "puts": "PutStarts that were looked at",
-    "blocks_granted": "blocks given room",
-    "blocks_refused": "blocks not given room although they were not here",
-    "blocks_put": "blocks that became whole",
-    "bytes_put": "bytes of those",
-    "blocks_dropped": "granted blocks that their writer gave up",
-    "blocks_evicted": "blocks evicted for room",
-    "pins": "PinBlocks that were looked at",
-    "blocks_hit": "blocks pinned",
-    "blocks_missed": "blocks asked for and not pinned: not here, or behind one that is not",
-    "grants_reclaimed": "puts open when their writer was lost",
-    "pins_reclaimed": "pins held when their reader was lost",
-    "blocks_quarantined": "blocks of lost writers that went to quarantine",
-    "puts_overdue": "puts open for longer than put_timeout_s though their writer lives",
-    "ssd_blocks_found": "blocks that an earlier boot had left on the disks",
-    "ssd_blocks_torn": "slots of the disks that held something else at the start",
-    "ssd_blocks_written": "blocks that went down to a disk",
-    "ssd_blocks_read": "blocks that came up from a disk",
-    "ssd_blocks_evicted": "blocks overwritten on a disk for others",
-    "ssd_blocks_too_late": "blocks evicted from DRAM before their turn to go down",
-    "ssd_blocks_corrupt": "blocks read from a disk that were not what was written",
-    "ssd_blocks_no_room": "blocks not written because the file system was full",
-    "ssd_read_errors": "blocks a disk would not read",
-    "ssd_write_errors": "blocks a disk would not write",
-    "stray_messages": "messages about tickets unknown or ended, or from lost workers",
-}
-"""Counter name -> what it counts."""
 
 
 def _peer_of(worker: WorkerRef) -> Peer:

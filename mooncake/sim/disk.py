@@ -80,6 +80,10 @@ class SimDisks:
         self._busy: set[tuple[int, int]] = set()
         self._alive = True
 
+    @property
+    def can_hash(self) -> bool:
+        return True
+
     def attach(self, arena: Region) -> None:
         """Scan every disk."""
         assert isinstance(arena, SimRegion)
@@ -151,7 +155,7 @@ class SimDisks:
         return self._start(disk, blocks, end)
 
     def checksum(self, offsets: list[int]) -> int:
-        """Needs a world with bytes."""
+        """In a world without bytes all blocks look alike."""
         self._last_op += 1
         op_id = self._last_op
         blocks = [DiskBlock(b"", 0, offset) for offset in offsets]

@@ -33,6 +33,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_latency_s: float = 20e-6
     failure_s: float = 0.5
     """Until a transfer with a dead peer has failed."""
+    corruption: float = 0.0
+    """Share of READ copies of which one bit arrives wrong (worlds with bytes)."""
     encode: bool = False
     """Pass messages through the real codec (slower, finds what cannot travel)."""
 
@@ -118,6 +120,10 @@ class Network:
         arrival = max(self.heap.now() + delay, self._last_arrival.get(pair, 0.0))
         self._last_arrival[pair] = arrival
         self.heap.at(arrival, lambda: self._arrive(target, message))
+
+    def corrupts(self) -> bool:
+        """Whether the next copy arrives damaged."""
+        return self.config.corruption > 0 and self._random.random() < self.config.corruption
 
     def find(self, engine_id: str) -> Endpoint | None:
         """Return the living process with this segment."""
@@ -254,6 +260,8 @@ class SimTransfer:
             there[:] = here
         else:
             here[:] = there
+            if self._network.corrupts():
+                here[0] ^= 1
         return None
 
     def _finish(self, batch_id: int, error: str | None, num_bytes: int) -> None:

@@ -257,10 +257,8 @@ class World:
         if self.workers[worker_id].process is None:
             self.start(worker_id)
 
-    def _disks(self, worker: Worker, process: SimProcess) -> SimDisks | None:
+    def _disks(self, worker: Worker, process: SimProcess) -> SimDisks:
         ssd, block_bytes = self.config.kvstore.ssd, self.config.layout.block_bytes
-        if not ssd:
-            return None
         worker.media = worker.media or [SimMedium() for _ in ssd]
         num_slots = [one.num_bytes // block_bytes for one in ssd]
         return SimDisks(

@@ -37,6 +37,7 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
         num_disks=st.integers(1, 2),
         min_uses=st.sampled_from([1, 1, 2]),
         write_at=st.sampled_from([0.0, 0.0, 0.4]),
+        checksums=st.booleans(),
     )
     def begin(
         self,
@@ -46,13 +47,14 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
         num_disks: int,
         min_uses: int,
         write_at: float,
+        checksums: bool,
     ) -> None:
         self.num_blocks = num_blocks
         self.world = NodeWorld(
             num_blocks, media=[SimMedium() for _ in range(num_disks)], ssd_blocks=ssd_blocks,
             eviction=policy, ssd_eviction=policy, ssd_min_uses=min_uses, ssd_write_at=write_at,
             quarantine_s=QUARANTINE_S, ssd_retry_s=0.5, ssd_load_timeout_s=0.05,
-            tenant_quota_bytes={"small": 2 * 64},
+            tenant_quota_bytes={"small": 2 * 64}, checksums=checksums,
         )  # fmt: skip
         self.epochs = dict.fromkeys(NAMES, 1)
         self.ever_put: set[bytes] = set()
@@ -80,7 +82,7 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
                 continue
             if name is None:
                 assert message.ticket in self.pins, "an answer nobody asked for"
-                assert message == self.pins[message.ticket][2]
+                assert message.places == self.pins[message.ticket][2].places
             elif message.num_blocks:
                 assert set(run[: message.num_blocks]) <= self.ever_put
                 self.pins[message.ticket] = (name, run[: message.num_blocks], message)
@@ -208,6 +210,8 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
         for _, run, granted in self.pins.values():
             for block, offset in zip(run, granted.places.offsets, strict=True):
                 assert self.world.holds(granted.places, offset, block), "wrong bytes"
+            for block, checksum in zip(run, granted.checksums, strict=False):
+                assert checksum in (0, self.world.checksum(block)), "a wrong promise"
         assert self.world.inventory <= self.ever_put
 
     def teardown(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.sim.disk import SimMedium
+from mooncake.sim.network import NetworkConfig
 from tests.sim.test_cluster import EAGER, PROMPT, prompts
 from tests.support.cluster import Cluster, engine_config, request, specs
 
@@ -79,4 +80,20 @@ def test_a_pool_of_little_memory_serves_long_prefixes_from_ssd() -> None:
             cluster.run(2)
     cluster.check_streams()
     assert sum(pool.counters["ssd_blocks_read"] for pool in cluster.pools()) > 20
+    cluster.check_quiet()
+
+
+def test_a_wire_that_flips_bits_gives_no_wrong_token() -> None:
+    network = NetworkConfig(encode=True, corruption=0.05)
+    cluster = Cluster(specs(2, 2), scheduler=EAGER, network=network, ssd_blocks=100)
+    wanted = prompts(10, seed=9, shared=30)
+    for turn in range(3):
+        for index, prompt in enumerate(wanted):
+            cluster.world.submit(request(f"r{turn}-{index}", prompt, max_tokens=10, seed=index))
+            cluster.run(0.2)
+        cluster.world.kill(f"prefill-{turn % 2}")
+        cluster.run(10)
+    cluster.check_streams()
+    assert cluster.counter("blocks_fetched_corrupt") > 0
+    assert sum(pool.counters["blocks_damaged"] for pool in cluster.pools()) == 0
     cluster.check_quiet()

@@ -26,6 +26,7 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.kvstore import KvNode, KvStoreConfig
+from mooncake.kvstore.block_record import checksum_of
 from mooncake.kvstore.config import SsdConfig
 from mooncake.sim.clock import EventHeap
 from mooncake.sim.disk import SimDiskConfig, SimDisks, SimMedium
@@ -115,6 +116,7 @@ class NodeWorld:
         **settings,
     ) -> None:
         self.media = media or []
+        settings.setdefault("checksums", False)
         self.config = KvStoreConfig(
             dram_bytes=num_blocks * BLOCK + BLOCK // 2,
             ssd=[
@@ -273,6 +275,10 @@ class NodeWorld:
             self._slice(places, offset, layer) == content(block, layer)
             for layer in range(LAYOUT.num_layers)
         )
+
+    def checksum(self, block: bytes) -> int:
+        """Return the checksum of `block` when it is right."""
+        return checksum_of(b"".join(content(block, n) for n in range(LAYOUT.num_layers)))
 
     def _slice(self, places: BlockPlaces, offset: int, layer: int) -> memoryview:
         assert places.segment == self.transfer.segment

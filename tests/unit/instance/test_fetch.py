@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import xxhash
+
 from mooncake.base import BlockSource, PinBlocks, PinGranted, Unpin, WorkerRef
 from mooncake.instance.fetch import Fetcher
 from mooncake.instance.reuse import PrefixReuse
-from tests.support.duo import Duo
+from mooncake.instance.verify import PageChecksums
+from tests.support.duo import LAYOUT, NUM_PAGES, Duo
 
 HERE = WorkerRef("prefill-0", "e1", "here")
 STORE = WorkerRef("kvstore-0", "e2", "there")
@@ -103,6 +106,70 @@ def test_a_cancelled_read_ends_when_it_has_stopped() -> None:
     assert scene.ended == []
     scene.duo.run()
     assert scene.ended == [0]
+    assert scene.fetcher.num_open == 0
+
+
+class Verifying(Scene):
+    """A fetcher that looks at what arrives; pool blocks 0 to 2 hold their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        duo = self.duo
+        pages = PageChecksums(LAYOUT, duo.pages.buffer, NUM_PAGES)
+        self.fetcher = Fetcher(HERE, duo.channel, duo.mover, timeout_s=5.0, pages=pages)
+        self.blocks = [duo.fill_pool(block, block + 1) for block in range(3)]
+
+    def arrive(self, checksums: list[int]) -> None:
+        self.start(3)
+        message = PinGranted(
+            ticket=1, store=STORE, num_blocks=3, places=self.duo.places([0, 1, 2]),
+            checksums=checksums,
+        )  # fmt: skip
+        self.fetcher.on_pin_granted(message, self.duo.heap.now())
+        self.duo.run()
+
+    @property
+    def promises(self) -> list[int]:
+        return [xxhash.xxh3_64_intdigest(block) for block in self.blocks]
+
+
+def test_what_arrives_as_promised_counts() -> None:
+    scene = Verifying()
+    scene.arrive(scene.promises)
+    assert scene.ended == [], "not looked at yet"
+    assert scene.unpinned == []
+    while not scene.ended:
+        assert scene.fetcher.tick(1.0) in (1.0, None)
+    assert scene.ended == [3]
+    scene.duo.run()
+    assert scene.unpinned == [1]
+
+
+def test_what_arrives_damaged_is_a_miss_from_there_on_and_the_owner_is_told() -> None:
+    scene = Verifying()
+    first, second, third = scene.promises
+    scene.arrive([first, second ^ 1, third])
+    scene.fetcher.tick(1.0)
+    assert scene.ended == [1]
+    assert scene.fetcher.num_blocks_corrupt == 1
+    scene.duo.run()
+    assert [m.corrupt for m in scene.duo.there_inbox if isinstance(m, Unpin)] == [[KEYS[1]]]
+
+
+def test_blocks_without_a_promise_are_taken_as_they_come() -> None:
+    scene = Verifying()
+    scene.arrive([scene.promises[0], 0, 0])
+    scene.fetcher.tick(1.0)
+    scene.fetcher.tick(1.0)
+    assert scene.ended == [3]
+
+
+def test_a_fetch_cancelled_while_it_is_looked_at_ends_once() -> None:
+    scene = Verifying()
+    scene.arrive(scene.promises)
+    scene.fetcher.cancel(1, 1.0)
+    assert scene.ended == [0]
+    assert scene.fetcher.tick(1.0) is None
     assert scene.fetcher.num_open == 0
 
 

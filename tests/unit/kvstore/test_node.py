@@ -22,7 +22,8 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.messages import DoubtPeers, WhoAreYou
-from mooncake.kvstore.node import COUNTERS, MAX_REMEMBERED
+from mooncake.kvstore.counters import COUNTERS
+from mooncake.kvstore.node import MAX_REMEMBERED
 from tests.support.kvstore_world import (
     BLOCK,
     GATEWAY,
