@@ -13,12 +13,13 @@ TORCH_INDEX ?=
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install serve test check fmt bench public-names clean
+.PHONY: help install serve test soak check fmt bench public-names clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
 	@echo "make serve     write $(MODEL) once (PRESET=k2-nano|k2-tiny|k2-small), serve it on 127.0.0.1:8000"
 	@echo "make test      all checks and all tests      make check  the checks alone      make fmt  format"
+	@echo "make soak      random faults on simulated clusters (SEEDS=1000 FIRST=0)"
 	@echo "make bench     the benchmarks behind the README's numbers"
 	@echo "make clean     forget .venv, caches and checkpoints"
 
@@ -49,6 +50,12 @@ check: $(STAMP)
 
 test: check
 	$(BIN)/pytest -q --ignore tests/arch
+
+# Faults on simulated clusters, one seed after another: make soak SEEDS=10000 FIRST=0
+SEEDS ?= 1000
+FIRST ?= 0
+soak: $(STAMP)
+	SOAK_SEEDS=$(SEEDS) SOAK_FIRST=$(FIRST) $(BIN)/pytest -q -x tests/sim/test_seeds.py -k every_check
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .

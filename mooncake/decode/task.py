@@ -38,6 +38,10 @@ class DecodeJob:
         """Nobody pushes: gather what is cached, compute the rest here."""
         self.pages: list[int] = []
         """Held for the KV to come: blocks of this worker's cache first, then reserved pages."""
+        self.num_matched = 0
+        """Of these pages, those that came from this worker's cache."""
+        self.asked_s = 0.0
+        """When prefill was last told of them."""
         self.reuse: PrefixReuse | None = None
         self.sequence: Sequence | None = None
         self.num_blocks_put = 0

@@ -23,6 +23,7 @@ from mooncake.base.messages import (
     RequestOutput,
     Reserved,
     Welcome,
+    WorkerRef,
     is_former,
 )
 from mooncake.base.request import Failure
@@ -42,6 +43,7 @@ class DecodeWorker:
         self._aborted: dict[tuple[str, int], DecodeJob] = {}
         self._by_sequence: dict[int, DecodeJob] = {}
         self._waiting: BoundedQueue[DecodeJob] = BoundedQueue(instance.config.max_reservations)
+        self._next_ask_s = float("-inf")
 
     # ------------------------------------------------------------ Machine
 
@@ -78,7 +80,7 @@ class DecodeWorker:
         while (job := self._waiting.peek()) is not None and self._admit(job, now):
             self._waiting.pop()
         self._take(self.instance.start_steps(now), now)
-        return self.instance.tick(now)
+        return min(self._ask_again(now), self.instance.tick(now))
 
     @property
     def quiet(self) -> bool:
@@ -130,19 +132,42 @@ class DecodeWorker:
         if pages is None:
             instance.pool.release(matched)
             return False
-        job.pages, job.stage = matched + pages, Stage.RESERVED
+        job.pages, job.num_matched, job.stage = matched + pages, len(matched), Stage.RESERVED
+        self._send_reserved(job, now)
+        return True
+
+    def _send_reserved(self, job: DecodeJob, now: float) -> None:
+        """Tell prefill where to push. Said again it changes nothing, but is answered with
+        `PushEnded` when prefill is done with the request.
+        """
         assert job.order.prefill is not None
-        instance.send(
+        job.asked_s = now
+        self.instance.send(
             job.order.prefill,
             Reserved(
                 request_id=job.request_id,
                 attempt=job.attempt,
-                decode=instance.worker,
-                indexes=list(range(len(matched), len(job.pages))),
-                places=instance.places(pages),
+                decode=self.instance.worker,
+                indexes=list(range(job.num_matched, len(job.pages))),
+                places=self.instance.places(job.pages[job.num_matched :]),
             ),
         )
-        return True
+
+    def _ask_again(self, now: float) -> float:
+        """Ask prefill about pages that have been reserved for long: its last word may have been
+        lost. Returns when to come again.
+        """
+        every_s = self.instance.config.ask_again_s
+        if now >= self._next_ask_s:
+            self._next_ask_s = now + every_s
+            old: dict[WorkerRef, None] = {}
+            for job in (*self._jobs.values(), *self._aborted.values()):
+                held = job.stage in (Stage.RESERVED, Stage.ABORTED)
+                if held and now - job.asked_s >= every_s and job.order.prefill is not None:
+                    self._send_reserved(job, now)
+                    old[job.order.prefill] = None
+            self.instance.doubt(list(old))
+        return self._next_ask_s
 
     def _gather(self, job: DecodeJob, now: float) -> None:
         """Collect the cached prefix, then compute the rest in this engine."""

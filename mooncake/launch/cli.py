@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import mooncake
 from mooncake.base import ConfigError, MooncakeError
-from mooncake.launch import bench, options
+from mooncake.launch import bench, options, simulate
 from mooncake.launch.config import resolve, unknown_setting
 from mooncake.launch.settings import ServeConfig
 
@@ -182,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     chat.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
     bench.add(commands, _command)
+    simulate.add(commands, _command)
     _command(commands, "version", "print the version", _version, "examples:\n  mooncake version\n")
     return parser
 

@@ -181,7 +181,9 @@ class PrefillWorker:
             self._push_ended(message.decode, message.request_id, message.attempt, failed=False)
             return
         if job is None or job.attempt != message.attempt or job.stage is Stage.GATHERING:
-            self._early[message.request_id, message.attempt] = (now, message)
+            name = (message.request_id, message.attempt)
+            first_s, _ = self._early.get(name, (now, message))  # asked again: patience goes on
+            self._early[name] = (first_s, message)
             if len(self._early) > MAX_EARLY:
                 _, (_, oldest) = self._early.popitem(last=False)
                 self._push_ended(oldest.decode, oldest.request_id, oldest.attempt, failed=True)

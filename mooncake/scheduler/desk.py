@@ -57,6 +57,8 @@ RETRY_WAITING_S = 0.25
 SCAN_STALLED_S = 1.0
 STALL_FACTOR = 10.0
 """A first token may take this many times its prediction before the attempt counts as stalled."""
+MAX_STALLS = 4.0
+"""But no more than so many times `stall_timeout_s`: the prediction may be lost as well."""
 
 NOT_RETRIED = frozenset({400, 401, 403, 404, 413, 422})
 """Failures no other worker would help with."""
@@ -417,9 +419,10 @@ class RequestDesk:
             if record.placement is None:
                 continue
             quiet_s = now - record.last_progress_s
-            patience_s = max(
-                config.stall_timeout_s, STALL_FACTOR * record.placement.predicted_ttft_s
-            )
+            patience_s = config.stall_timeout_s
+            if record.state is RequestState.PREFILLING:
+                predicted_s = STALL_FACTOR * record.placement.predicted_ttft_s
+                patience_s = min(max(patience_s, predicted_s), MAX_STALLS * patience_s)
             if record.gap_since_s is not None and now - record.gap_since_s > config.gap_timeout_s:
                 self._requeue(record, "tokens were lost on their way", now)
             elif quiet_s > patience_s:

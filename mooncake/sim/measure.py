@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from mooncake.base import FinishReason
+from mooncake.base import FinishReason, Overloaded
 from mooncake.base.request import FinalEvent, OutputEvent, TokensEvent
 from mooncake.sim.workload import Arrival
 from mooncake.telemetry.events import AnyEvent, Placed, Refused
@@ -30,7 +31,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     p99: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float], scale: float = 1.0) -> Spread:
+    def of(cls, values: Sequence[float] | NDArray[np.float64], scale: float = 1.0) -> Spread:
         """Return the spread of `values` times `scale`."""
         if not len(values):
             return cls()
@@ -46,7 +47,7 @@ class RequestMeasure:
 
     __slots__ = (
         "arrival", "final", "first_s", "gaps_s", "last_s", "num_cached_tokens", "num_finals",
-        "num_tokens", "on_final", "prefill", "refused", "slow_gap_s", "submitted_s",
+        "num_tokens", "on_final", "prefill", "refused", "shed", "slow_gap_s", "submitted_s",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +62,8 @@ class RequestMeasure:
         self.final: FinishReason | None = None
         self.refused: str | None = None
         """Why, where it was."""
+        self.shed = False
+        """Refused after its prompt had been computed."""
         self.num_finals = 0
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -82,6 +85,11 @@ class RequestMeasure:
     def _end(self, event: FinalEvent) -> None:
         self.num_finals += 1
         self.final = event.reason
+        self.shed = (
+            event.reason is FinishReason.ERROR
+            and event.failure is not None
+            and event.failure.status == Overloaded.http_status
+        )
         self.num_cached_tokens = event.num_cached_tokens
         if self.gaps_s:
             self.slow_gap_s = slow_gap_mean(self.gaps_s) or 0.0

@@ -27,6 +27,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Up to this much more, drawn per message."""
     loss: float = 0.0
     """Share of messages that vanish."""
+    reordered: float = 0.0
+    """Share of messages that overtake those before them (a connection that broke and came back)."""
     link_bytes_per_s: float = 50e9
     local_bytes_per_s: float = 50e9
     """Between processes of one node."""
@@ -80,6 +82,8 @@ class Network:
         self._last_arrival: dict[tuple[str, str], float] = {}
         self._link_free: dict[tuple[str, str], float] = {}
         self._cut: set[frozenset[str]] = set()
+        self.listener: Callable[[str, str, AnyMessage], None] | None = None
+        """Hears of every message that sets out: (from, to, message)."""
         self.num_messages = 0
         self.num_bytes_moved = 0
 
@@ -116,9 +120,13 @@ class Network:
         delay = self.config.message_delay_s
         if self.config.message_jitter_s:
             delay += self._random.random() * self.config.message_jitter_s
-        pair = (source.address, address)
-        arrival = max(self.heap.now() + delay, self._last_arrival.get(pair, 0.0))
-        self._last_arrival[pair] = arrival
+        arrival = self.heap.now() + delay
+        if not (self.config.reordered and self._random.random() < self.config.reordered):
+            pair = (source.address, address)
+            arrival = max(arrival, self._last_arrival.get(pair, 0.0))
+            self._last_arrival[pair] = arrival
+        if self.listener is not None:
+            self.listener(source.address, address, message)
         self.heap.at(arrival, lambda: self._arrive(target, message))
 
     def corrupts(self) -> bool:
@@ -175,9 +183,12 @@ class SimChannel:
 class SimTransfer:
     """The transfer port of one simulated process; its segment is named by the process' address."""
 
-    def __init__(self, network: Network, endpoint: Endpoint, *, with_bytes: bool) -> None:
+    def __init__(
+        self, network: Network, endpoint: Endpoint, *, with_bytes: bool, skew_s: float = 0.0
+    ) -> None:
         self._network = network
         self._endpoint = endpoint
+        self._skew_s = skew_s
         self._with_bytes = with_bytes
         self._last_batch = 0
         self._last_region = 0
@@ -213,19 +224,21 @@ class SimTransfer:
         batch_id = self._last_batch
         network, heap = self._network, self._network.heap
         self._started_s[batch_id] = heap.now()
+        # A deadline is on the clock of the process that set it.
+        deadline_s = batch.deadline_s - self._skew_s if batch.deadline_s is not None else None
         peer = network.find(batch.peer.engine_id)
         if peer is None or network.is_cut(self._endpoint, peer):
             fails_s = heap.now() + network.config.failure_s
-            if batch.deadline_s is not None:
-                fails_s = min(fails_s, batch.deadline_s)
+            if deadline_s is not None:
+                fails_s = min(fails_s, deadline_s)
             heap.at(fails_s, lambda: self._finish(batch_id, "the peer does not answer", 0))
             return batch_id
         num_bytes = sum(op.num_bytes for op in batch.ops)
         here, there = self._endpoint.node, peer.node
         source, target = (here, there) if batch.op is Op.WRITE else (there, here)
         done_s = network.reserve(source, target, num_bytes)
-        if batch.deadline_s is not None and done_s > batch.deadline_s:
-            heap.at(batch.deadline_s, lambda: self._finish(batch_id, "deadline", 0))
+        if deadline_s is not None and done_s > deadline_s:
+            heap.at(deadline_s, lambda: self._finish(batch_id, "deadline", 0))
         else:
             heap.at(done_s, lambda: self._apply(batch_id, batch, peer, num_bytes))
         return batch_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -12,72 +13,109 @@ from mooncake.sim.clock import EventHeap
 MIN_PAUSE_S = 1e-6
 """A wake-up that is overdue comes so much later: time must pass between two ticks."""
 
+AfterEvent = Callable[[Machine], None]
+
 
 class SimProcess:
     """Brings events and time to a machine until it is killed.
 
     The machine ticks after each event, and when it wanted to. A timer that was set once is used
-    again for a later wish rather than set anew: most wishes move before they are due.
+    again for a later wish rather than set anew: most wishes move before they are due. `skew_s` is
+    how far the clock of this process is ahead.
     """
 
-    def __init__(self, name: str, heap: EventHeap, after_event: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        heap: EventHeap,
+        after_event: AfterEvent | None = None,
+        skew_s: float = 0.0,
+    ) -> None:
         self.name = name
+        self.skew_s = skew_s
         self._heap = heap
         self._after_event = after_event
         self._machine: Machine | None = None
         self._due_s: float | None = None
         self._timers: list[float] = []
         """When timers of this machine will go off, in any order; seldom more than two."""
+        self._missed: deque[msgspec.Struct] | None = None
+        """What came while the process hung."""
 
     @property
     def alive(self) -> bool:
         return self._machine is not None
 
+    def now(self) -> float:
+        """Return the time on this process' own clock."""
+        return self._heap.now() + self.skew_s
+
     def start(self, machine: Machine) -> None:
         """Drive `machine` from now on."""
         self._machine = machine
         self._timers = []
-        self.wake(self._heap.now())
+        self.wake(self.now())
 
     def kill(self) -> None:
         """Nothing reaches the machine any more, as after kill -9."""
-        self._machine = None
-        self._due_s = None
+        self._machine = self._due_s = self._missed = None
+
+    def hang(self, seconds: float) -> None:
+        """Stand still, as after SIGSTOP: what comes meanwhile is handled afterwards."""
+        if self._machine is not None and self._missed is None:
+            self._missed = deque()
+            self._heap.after(seconds, self._go_on)
 
     def deliver(self, event: msgspec.Struct) -> None:
         """Hand an event to the machine now, then let it tick."""
         machine = self._machine
         if machine is None:
             return
-        machine.handle(event, self._heap.now())
+        if self._missed is not None:
+            self._missed.append(event)
+            return
+        machine.handle(event, self._heap.now() + self.skew_s)
         self._tick(machine)
 
     def wake(self, at_s: float) -> None:
-        """Let the machine tick at `at_s`, unless it will tick before anyway."""
+        """Let the machine tick at `at_s` of its own clock, unless it will tick before anyway."""
         if self._machine is None or (self._due_s is not None and self._due_s <= at_s):
             return
         self._due_s = at_s
         if not self._timers or min(self._timers) > at_s:
             self._timers.append(at_s)
             machine = self._machine
-            self._heap.at(at_s, lambda: self._ring(machine, at_s))
+            self._heap.at(at_s - self.skew_s, lambda: self._ring(machine, at_s))
 
     def _ring(self, machine: Machine, timer_s: float) -> None:
         if machine is not self._machine:
             return
         self._timers.remove(timer_s)
-        if self._due_s is None:
+        if self._due_s is None or self._missed is not None:
             return
-        if self._due_s <= self._heap.now():
+        if self._due_s <= self.now() + MIN_PAUSE_S / 2:
             self._tick(machine)
         else:
             due_s, self._due_s = self._due_s, None
             self.wake(due_s)
 
     def _tick(self, machine: Machine) -> None:
+        if machine is not self._machine:
+            return  # killed by what it handled
         self._due_s = None
-        now = self._heap.now()
+        now = self._heap.now() + self.skew_s
         wake_s = machine.tick(now)
-        self._after_event()
+        if self._after_event is not None:
+            self._after_event(machine)
         if wake_s is not None and machine is self._machine:
             self.wake(max(wake_s, now + MIN_PAUSE_S))
+
+    def _go_on(self) -> None:
+        machine, missed = self._machine, self._missed
+        self._missed = None
+        if machine is None or missed is None:
+            return
+        for event in missed:
+            self.deliver(event)
+        self._due_s = None
+        self.wake(self.now())

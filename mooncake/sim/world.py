@@ -16,7 +16,7 @@ from mooncake.base.blocks import BlockKey
 from mooncake.base.ids import SeededIds
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.machine import Machine
-from mooncake.base.messages import CostSample, Role, WorkerHello, WorkerRef
+from mooncake.base.messages import CostSample, PeerLost, Role, WorkerHello, WorkerRef
 from mooncake.base.request import FinalEvent, GenerateRequest, OutputEvent, TokensEvent
 from mooncake.decode.worker import DecodeWorker
 from mooncake.engine.config import EngineConfig
@@ -33,7 +33,7 @@ from mooncake.scheduler.gateway import Gateway
 from mooncake.sim.clock import EventHeap
 from mooncake.sim.disk import SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.network import Endpoint, Network, NetworkConfig, SimChannel, SimTransfer
-from mooncake.sim.process import SimProcess
+from mooncake.sim.process import AfterEvent, SimProcess
 from mooncake.telemetry.events import Recorder
 from mooncake.transfer.engine import Region
 
@@ -69,6 +69,8 @@ class WorldConfig(msgspec.Struct, frozen=True, kw_only=True):
     supervisor: SupervisorConfig = SupervisorConfig()
     profile: dict[Role, list[CostSample]] = {}
     """What the workers of each role say of their speed when they start."""
+    max_skew_s: float = 0.0
+    """Clocks of processes are ahead of the world's by up to so much."""
     with_bytes: bool = False
     """Move real bytes, so that contents can be compared (small worlds)."""
     seed: int = 0
@@ -115,7 +117,7 @@ class World:
         workers: list[WorkerSpec],
         make_runner: RunnerFactory,
         recorder: Recorder,
-        after_event: Callable[[], None] = lambda: None,
+        after_event: AfterEvent | None = None,
     ) -> None:
         self.config = config
         self.heap = EventHeap()
@@ -126,6 +128,7 @@ class World:
         self._after_event = after_event
         self._recorder = recorder
         self._num_gateways = 0
+        self._skews = Random(config.seed + 4)
         self._gateway_process: SimProcess
         self.start_gateway()
         self.workers = {spec.worker_id: Worker(spec) for spec in workers}
@@ -144,14 +147,15 @@ class World:
 
     def send(self, request: GenerateRequest, sink: Callable[[OutputEvent], None]) -> None:
         """Send a request now; the caller keeps what comes back."""
-        now = self.heap.now()
-        self.gateway.submit(request, sink, now)
-        self._gateway_process.wake(now)
+        process = self._gateway_process
+        self.gateway.submit(request, sink, process.now())
+        process.wake(process.now())
 
     def abort(self, request_id: str) -> None:
         """The client goes away."""
-        self.gateway.abort(request_id, self.heap.now())
-        self._gateway_process.wake(self.heap.now())
+        process = self._gateway_process
+        self.gateway.abort(request_id, process.now())
+        process.wake(process.now())
 
     def _receive(self, stream: Stream, event: OutputEvent) -> None:
         now = self.heap.now()
@@ -174,7 +178,7 @@ class World:
         config, number = self.config, self._num_gateways
         self._num_gateways += 1
         self.conductor = Conductor(config.scheduler, SeededIds(config.seed + 2 + 1000 * number))
-        self._gateway_process = SimProcess("gateway", self.heap, self._after_event)
+        self._gateway_process = self._process("gateway")
         endpoint = Endpoint(GATEWAY_ADDRESS, "gateway", self._gateway_process.deliver)
         self.network.attach(endpoint)
         self.gateway = Gateway(
@@ -193,12 +197,21 @@ class World:
         worker.num_starts += 1
         epoch = f"e{worker.num_starts}"
         address = f"{worker_id}/{epoch}"
-        process = SimProcess(address, self.heap, self._after_event)
-        endpoint = Endpoint(address, worker.spec.node_id, process.deliver)
+        process = self._process(address)
+        ref = WorkerRef(worker_id, epoch, address)
+
+        def deliver(event: msgspec.Struct) -> None:
+            if isinstance(event, PeerLost) and event.worker == ref:
+                self.kill(worker_id)  # the driver of a worker that was given up ends it
+            else:
+                process.deliver(event)
+
+        endpoint = Endpoint(address, worker.spec.node_id, deliver)
         self.network.attach(endpoint)
         channel = SimChannel(self.network, endpoint)
-        transfer = SimTransfer(self.network, endpoint, with_bytes=self.config.with_bytes)
-        ref = WorkerRef(worker_id, epoch, address)
+        transfer = SimTransfer(
+            self.network, endpoint, with_bytes=self.config.with_bytes, skew_s=process.skew_s
+        )
         if worker.spec.role is Role.KVSTORE:
             worker.disks = self._disks(worker, process)
             worker.machine = KvNode(
@@ -215,8 +228,16 @@ class World:
         worker.process, worker.address = process, address
         process.start(worker.machine)
 
-    def kill(self, worker_id: str) -> None:
-        """kill -9: nothing of the worker is left; the supervisor notices a moment later."""
+    def hang(self, worker_id: str, seconds: float) -> None:
+        """A process stands still for a while."""
+        process = self.workers[worker_id].process
+        if process is not None:
+            process.hang(seconds)
+
+    def kill(self, worker_id: str, *, noticed: bool = True) -> None:
+        """kill -9: nothing of the worker is left; the supervisor notices a moment later (or, with
+        its node, does not: then only silence tells).
+        """
         worker = self.workers[worker_id]
         if worker.process is None or worker.address is None:
             return
@@ -226,7 +247,8 @@ class World:
         self.network.detach(worker.address)
         worker.process = worker.machine = worker.address = None
         supervisor = self.config.supervisor
-        self.heap.after(supervisor.notice_s, lambda: self._notice(worker_id))
+        if noticed:
+            self.heap.after(supervisor.notice_s, lambda: self._notice(worker_id))
         if supervisor.restart_s is not None:
             self.heap.after(supervisor.restart_s, lambda: self._restart(worker_id))
 
@@ -248,10 +270,16 @@ class World:
         machines = (worker.machine for worker in self.workers.values())
         return sum(m.stores(key) for m in machines if isinstance(m, KvNode))
 
+    def _process(self, name: str) -> SimProcess:
+        most_s = self.config.max_skew_s
+        skew_s = self._skews.uniform(0.0, most_s) if most_s else 0.0
+        return SimProcess(name, self.heap, self._after_event, skew_s)
+
     def _notice(self, worker_id: str) -> None:
         if self.workers[worker_id].process is None:
-            self.gateway.worker_lost(worker_id, self.heap.now())
-            self._gateway_process.wake(self.heap.now())
+            process = self._gateway_process
+            self.gateway.worker_lost(worker_id, process.now())
+            process.wake(process.now())
 
     def _restart(self, worker_id: str) -> None:
         if self.workers[worker_id].process is None:

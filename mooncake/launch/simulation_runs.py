@@ -1,0 +1,275 @@
+"""What `mooncake simulate`, `mooncake plan` and `mooncake trace` do: files to `sim`, results to
+files and tables.
+
+Reads files here, so that the simulator need not; decides nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mooncake.base import ConfigError
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.sim.cost_model import HardwareFigures, ModelFigures
+from mooncake.sim.faults import Trial, describe_failure
+from mooncake.sim.planning import Tried, plan_cluster
+from mooncake.sim.report import comparison_page, page, rows_of
+from mooncake.sim.result import SimulationResult, result_of
+from mooncake.sim.simulation import Simulation, SimulationConfig
+from mooncake.sim.trace_cache import hit_rate
+from mooncake.sim.workload import TraceLine, Workload, describe, parse_trace
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+GC_EVERY = 200_000
+"""Objects between two collections: a simulation makes few cycles and very many values."""
+
+
+Figures = TypeVar("Figures", ModelFigures, HardwareFigures)
+
+
+# ---------------------------------------------------------------- commands
+
+
+def simulate(arguments: argparse.Namespace) -> int:
+    """Run `mooncake simulate`."""
+    if arguments.faults:
+        return _replay_faults(arguments.seed, arguments.json)
+    config = simulation_config(arguments)
+    workload = Workload.replay(
+        read_trace(_given(arguments.trace, "--trace")),
+        speed=_positive(arguments.speed, "--speed"),
+        limit=arguments.limit,
+        max_output_tokens=arguments.max_output,
+    )
+    result = run(config, workload, Console(stderr=True))
+    _write(arguments.json, _json(result))
+    _write(arguments.report, page(result))
+    _show(result, Console())
+    return 0
+
+
+def _replay_faults(seed: int, json_out: str | None) -> int:
+    """Play one seed of random faults; 1 when a check failed."""
+    logging.disable(logging.CRITICAL)
+    report = Trial(seed).run()
+    _write(json_out, _json(report))
+    if report.failure is not None:
+        print(describe_failure(report))
+        return 1
+    faults = ", ".join(f"{count} {kind}" for kind, count in report.faults.items())
+    endings = ", ".join(f"{count} {reason}" for reason, count in report.endings.items())
+    print(
+        f"seed {seed}: {report.num_requests} requests ({endings}), faults: {faults}; "
+        f"{report.num_events} events, all checks held"
+    )
+    return 0
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Run `mooncake plan`."""
+    console = Console(stderr=True)
+    base = SimulationConfig(
+        model=figures("models", arguments.model, ModelFigures),
+        hardware=figures("hardware", arguments.hardware, HardwareFigures),
+        num_prefill=1,
+        num_decode=1,
+        ttft_slo_s=_positive(arguments.slo_ttft_s, "--slo-ttft-s"),
+        tbt_slo_s=_positive(arguments.slo_tbt_ms, "--slo-tbt-ms") / 1e3,
+        seed=arguments.seed,
+    )
+    workload = Workload.replay(
+        read_trace(arguments.trace), speed=arguments.speed, limit=arguments.limit
+    )
+
+    def attempt(config: SimulationConfig) -> SimulationResult:
+        return run(config, workload, console)
+
+    tried = plan_cluster(base, attempt, arguments.max_nodes)
+    _write(arguments.json, _json(tried))
+    rows = _tried_rows(tried)
+    title = f"{base.model.name} on {base.hardware.name}: what was tried"
+    remark = "Chosen: the fewest instances with 99 % of requests inside both limits."
+    _write(arguments.report, comparison_page(title, [("Clusters", rows, remark)]))
+    _show_rows(title, rows, Console())
+    best = next((one for one in tried if one.chosen), None)
+    if best is None:
+        raise ConfigError(f"no cluster of up to {arguments.max_nodes} nodes keeps 99 % inside")
+    Console().print(
+        f"{best.num_nodes} nodes: {best.num_prefill} prefill and {best.num_decode} decode instances"
+    )
+    return 0
+
+
+def trace_describe(arguments: argparse.Namespace) -> int:
+    """Run `mooncake trace describe`."""
+    facts = describe(read_trace(arguments.file))
+    print(json.dumps(msgspec.to_builtins(facts), indent=2))
+    return 0
+
+
+def trace_cache(arguments: argparse.Namespace) -> int:
+    """Run `mooncake trace cache`."""
+    trace = read_trace(arguments.file)
+    try:
+        capacities = [int(part) for part in arguments.capacity.split(",")]
+    except ValueError:
+        raise ConfigError(f"--capacity: {arguments.capacity!r} is no list of numbers") from None
+    rates = [hit_rate(trace, arguments.policy, capacity) for capacity in capacities]
+    text = _json(rates)
+    _write(arguments.json, text)
+    rows = [["blocks", "hit rate"], *([f"{r.capacity:,}", f"{r.hit_rate:.3f}"] for r in rates)]
+    if arguments.json is None:
+        sys.stdout.write(text)
+    else:
+        _show_rows(f"{arguments.policy}, one pool", rows, Console())
+    return 0
+
+
+# ---------------------------------------------------------------- parts
+
+
+def run(config: SimulationConfig, workload: Workload, console: Console) -> SimulationResult:
+    """Run one simulation with a bar, and return what came out."""
+    gc.set_threshold(GC_EVERY)
+    simulation = Simulation(config, workload)
+    what = f"{config.engine} {config.num_prefill}P{config.num_decode}D {config.scheduler.policy}"
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    ) as progress:  # fmt: skip
+        task = progress.add_task(what, total=len(workload.arrivals))
+        simulation.run(lambda done, _: progress.update(task, completed=done))
+    return result_of(simulation)
+
+
+def simulation_config(arguments: argparse.Namespace) -> SimulationConfig:
+    """Return the cluster that the words describe."""
+    ttft_s = _positive(arguments.slo_ttft_s, "--slo-ttft-s")
+    tbt_s = _positive(arguments.slo_tbt_ms, "--slo-tbt-ms") / 1e3
+    coupled = arguments.engine != "mooncake"
+    prefill = arguments.prefill if arguments.prefill is not None else 0 if coupled else 8
+    decode = arguments.decode if arguments.decode is not None else 16 if coupled else 8
+    return SimulationConfig(
+        model=figures("models", arguments.model, ModelFigures),
+        hardware=figures("hardware", arguments.hardware, HardwareFigures),
+        num_prefill=prefill,
+        num_decode=decode,
+        engine=arguments.engine,
+        scheduler=SchedulerConfig(
+            policy=arguments.policy,
+            fetch_remote=not arguments.local_caches,
+            ttft_slo_s=ttft_s if arguments.reject else None,
+            tbt_slo_s=tbt_s if arguments.reject else None,
+        ),
+        ttft_slo_s=ttft_s,
+        tbt_slo_s=tbt_s,
+        pool_tokens=arguments.pool_tokens,
+        link_bytes_per_s=arguments.link_gbps * 1e9 / 8 if arguments.link_gbps else None,
+        seed=arguments.seed,
+    )
+
+
+def figures(folder: str, name: str, kind: type[Figures]) -> Figures:
+    """Return the figures of a model or of hardware, by name or as a JSON file.
+
+    Raises:
+        ConfigError: there are none of that name, or the file is malformed.
+    """
+    path = Path(name) if name.endswith(".json") else CONFIGS / folder / f"{name}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        raise ConfigError(f"no figures of {name!r}; known: {_names(folder)}") from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def read_trace(name: str) -> list[TraceLine]:
+    """Return the requests of a trace file."""
+    try:
+        with open(name, "rb") as file:
+            return parse_trace(file, name)
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from None
+
+
+def _names(folder: str) -> str:
+    return ", ".join(sorted(path.stem for path in (CONFIGS / folder).glob("*.json")))
+
+
+def _given(value: str | None, flag: str) -> str:
+    if value is None:
+        raise ConfigError(f"{flag} is missing")
+    return value
+
+
+def _positive(value: float, flag: str) -> float:
+    if not value > 0:
+        raise ConfigError(f"{flag}: must be above 0, not {value:g}")
+    return value
+
+
+def _json(value: object) -> str:
+    return json.dumps(msgspec.to_builtins(value), indent=1, sort_keys=True) + "\n"
+
+
+def _write(name: str | None, text: str) -> None:
+    if name is None:
+        return
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from None
+
+
+def _show(result: SimulationResult, console: Console) -> None:
+    title = (
+        f"{result.model} on {result.num_nodes} x {result.hardware}, {result.engine}, "
+        f"{result.num_prefill}P{result.num_decode}D, {result.policy}"
+    )
+    _show_rows(title, [["", ""], *(list(row) for row in rows_of(result))], console)
+
+
+def _show_rows(title: str, rows: Sequence[Sequence[str]], console: Console) -> None:
+    head, *rest = rows
+    table = Table(title=title, show_header=any(head))
+    for number, cell in enumerate(head):
+        table.add_column(cell, justify="right" if number else "left")
+    for row in rest:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _tried_rows(tried: Sequence[Tried]) -> list[list[str]]:
+    head = [
+        "nodes",
+        "prefill",
+        "decode",
+        "inside both limits",
+        "TTFT p99",
+        "TBT p99",
+        "",
+    ]
+    return [
+        head,
+        *(
+            [
+                str(one.num_nodes), str(one.num_prefill), str(one.num_decode),
+                f"{one.effective_ratio:.2%}", f"{one.ttft_p99_s:.2f} s", f"{one.tbt_p99_ms:.0f} ms",
+                "chosen" if one.chosen else "",
+            ]
+            for one in tried
+        ),
+    ]  # fmt: skip

@@ -1,0 +1,87 @@
+"""What must hold of a simulated cluster: after each event, and when all is over.
+
+Each check raises AssertionError with what is wrong. Reads; changes nothing.
+"""
+
+from __future__ import annotations
+
+from mooncake.base import FinishReason
+from mooncake.base.machine import Machine
+from mooncake.base.messages import Role
+from mooncake.decode.worker import DecodeWorker
+from mooncake.kvstore.node import KvNode
+from mooncake.prefill.worker import PrefillWorker
+from mooncake.sim.runner import sampled_token
+from mooncake.sim.world import Stream, World
+
+WELL = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def check_machine(machine: Machine) -> None:
+    """After an event: nothing of this machine was lost, held twice or over its bound."""
+    machine.check_integrity()
+
+
+def check_stream(stream: Stream, num_checked: int = 0) -> None:
+    """At any time: at most one final event, and the tokens of a run without faults.
+
+    `num_checked` tokens have been compared before.
+    """
+    request = stream.request
+    name = request.request_id
+    assert len(stream.finals) <= 1, f"{name}: {len(stream.finals)} final events"
+    assert len(stream.tokens) <= request.sampling.max_tokens, f"{name}: too many tokens"
+    for position in range(num_checked, len(stream.tokens)):
+        token, expected = stream.tokens[position], sampled_token(request.sampling, position)
+        assert token == expected, f"{name}: token {position} is {token}, not {expected}"
+
+
+def check_ended(stream: Stream) -> None:
+    """At the end: exactly one final event, which agrees with what came before it."""
+    name = stream.request.request_id
+    assert len(stream.finals) == 1, f"{name}: no final event"
+    final = stream.finals[0]
+    if final.reason in WELL:
+        num_wanted = stream.request.sampling.max_tokens
+        assert len(stream.tokens) == num_wanted, (
+            f"{name}: {len(stream.tokens)} of {num_wanted} tokens came"
+        )
+        assert final.num_output_tokens == num_wanted, f"{name}: counted otherwise"
+    elif final.reason is not FinishReason.ABORT:
+        assert final.failure is not None, f"{name}: {final.reason.value} without a reason"
+        assert final.failure.status in (429, 503), f"{name}: {final.failure.message}"
+
+
+def is_quiet(world: World) -> bool:
+    """Whether nobody has anything to do."""
+    return world.gateway.idle and not _busy(world)
+
+
+def _busy(world: World) -> list[str]:
+    """Return what those workers say that still hold something of a request."""
+    found: list[str] = []
+    for worker_id, worker in world.workers.items():
+        machine = worker.machine
+        if isinstance(machine, PrefillWorker | DecodeWorker) and not machine.quiet:
+            found.append(f"{worker_id} still has something to do")
+        elif isinstance(machine, KvNode) and machine.num_open:
+            found.append(f"{worker_id} has {machine.num_open} leases open")
+    return found
+
+
+def check_quiet(world: World) -> None:
+    """At the end: nobody holds anything of a request any more; no lease was forgotten."""
+    assert world.gateway.idle, "the gateway still has requests"
+    busy = _busy(world)
+    assert not busy, "; ".join(busy)
+    for _, machine in world.machines():
+        machine.check_integrity()
+
+
+def check_index(world: World) -> None:
+    """At the end: what the Conductor believes of living workers' blocks is so."""
+    for view in world.conductor.views:
+        machine = world.workers[view.worker_id].machine
+        if view.role == Role.KVSTORE and isinstance(machine, KvNode):
+            believed = view.load.num_cached_blocks
+            assert believed <= view.load.num_total_blocks, f"{view.worker_id}: {believed} blocks"

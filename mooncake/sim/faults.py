@@ -1,0 +1,367 @@
+"""Random clusters under random faults, replayed from a seed.
+
+A trial is a small cluster of the shipped machines, a few dozen requests and a few dozen faults;
+`checkers` look after every event. When one fails, its seed says everything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+
+from mooncake.base import GenerateRequest, KvLayout, SamplingParams
+from mooncake.base.machine import Machine
+from mooncake.base.messages import AnyMessage, Role
+from mooncake.engine.config import EngineConfig
+from mooncake.engine.plan import StepPlan
+from mooncake.instance.config import InstanceConfig
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.scheduler.config import POLICIES, SchedulerConfig
+from mooncake.sim.checkers import (
+    check_ended,
+    check_index,
+    check_machine,
+    check_quiet,
+    check_stream,
+    is_quiet,
+)
+from mooncake.sim.clock import EventHeap
+from mooncake.sim.network import NetworkConfig
+from mooncake.sim.runner import SimRunner
+from mooncake.sim.world import SupervisorConfig, WorkerSpec, World, WorldConfig
+from mooncake.telemetry.events import Recorders
+from mooncake.transfer.engine import Region
+
+BLOCK_TOKENS = 4
+NUM_LAYERS = 3
+MAX_MODEL_LEN = 200
+KEPT_EVENTS = 60
+START_S = 1.5
+SETTLE_S = 240.0
+"""Long enough for every time-out to run out after the last fault."""
+
+KINDS = (
+    "kill", "kill", "kill_node", "hang", "cut", "cut_gateway", "lose", "delay", "reorder",
+    "slow_links", "restart_gateway",
+)  # fmt: skip
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happens to the cluster at a time."""
+
+    at_s: float
+    kind: str
+    target: str = ""
+    other: str = ""
+    seconds: float = 0.0
+    amount: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [f"{self.at_s:9.4f}  FAULT {self.kind}", self.target, self.other]
+        parts += [f"{self.seconds:.2f} s" if self.seconds else ""]
+        parts += [f"{self.amount:g}" if self.amount else ""]
+        return " ".join(part for part in parts if part)
+
+
+class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one seed."""
+
+    seed: int
+    num_events: int
+    num_requests: int
+    faults: dict[str, int]
+    endings: dict[str, int]
+    """Final events by reason."""
+    failure: str | None
+    last_events: list[str]
+    """Before the failure; empty when all went well."""
+
+
+class _StepCost:
+    """Steps of a small model."""
+
+    def __init__(self, fixed_s: float, token_s: float) -> None:
+        self._fixed_s = fixed_s
+        self._token_s = token_s
+
+    def seconds(self, plan: StepPlan) -> float:
+        return self._fixed_s + self._token_s * plan.num_tokens
+
+
+class Trial:
+    """One seed, played once."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._random = Random(seed)
+        self._trace: deque[str] = deque(maxlen=KEPT_EVENTS)
+        self._num_checked: dict[str, int] = {}
+        self._orphans: set[str] = set()
+        """Requests of a gateway that was restarted: nobody waits for them any more."""
+        self._calm = NetworkConfig(
+            message_jitter_s=self._random.choice([0.0, 0.001, 0.02]),
+            link_bytes_per_s=self._random.choice([1e4, 1e6, 50e9]),
+        )
+        self._workers = self._specs()
+        self._cost = _StepCost(
+            self._random.choice([0.002, 0.01]), self._random.choice([1e-5, 1e-3])
+        )
+        self.faults: list[Fault] = []
+        self.world = World(
+            self._config(), self._workers, self._make_runner, Recorders(), self._after_event
+        )
+        self.world.network.listener = self._hear
+
+    # ------------------------------------------------------------ playing
+
+    def run(self) -> TrialReport:
+        """Play to the end; a failed check is reported, not raised."""
+        failure: str | None = None
+        try:
+            self._play()
+        except AssertionError as error:
+            failure = str(error) or "an assertion without a message"
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        streams = self.world.streams.values()
+        endings = Counter(stream.finals[0].reason.value for stream in streams if stream.finals)
+        return TrialReport(
+            seed=self.seed,
+            num_events=self.world.heap.num_run,
+            num_requests=len(streams),
+            faults=dict(sorted(Counter(fault.kind for fault in self.faults).items())),
+            endings=dict(sorted(endings.items())),
+            failure=failure,
+            last_events=list(self._trace) if failure else [],
+        )
+
+    def _play(self) -> None:
+        world, random = self.world, self._random
+        world.heap.run_until(START_S)
+        duration_s = random.choice([1.0, 4.0, 12.0])
+        num_requests = random.randrange(8, 32)
+        prompts = [self._tokens(random.randrange(60)) for _ in range(3)]
+        for index in range(num_requests):
+            prompt = random.choice(prompts) + self._tokens(random.randrange(1, 40))
+            at_s = START_S + random.random() * duration_s
+            world.heap.at(at_s, self._submission(index, prompt))
+        for _ in range(random.randrange(1, 12)):
+            fault = self._random_fault(START_S + random.random() * duration_s * 1.5)
+            self.faults.append(fault)
+            world.heap.at(fault.at_s, self._happening(fault))
+        self._settle(START_S + duration_s * 1.5 + 5.0)
+        for name, stream in world.streams.items():
+            check_stream(stream)
+            if name not in self._orphans:
+                check_ended(stream)
+        check_quiet(world)
+        check_index(world)
+
+    def _settle(self, after_s: float) -> None:
+        """Go on until all is quiet, or ought to be."""
+        heap = self.world.heap
+        heap.run_until(after_s)
+        while heap.now() < after_s + SETTLE_S and not is_quiet(self.world):
+            heap.run_until(heap.now() + 5.0)
+
+    def _submission(self, index: int, prompt: list[int]) -> Callable[[], None]:
+        random = self._random
+        request = GenerateRequest(
+            request_id=f"r{index}",
+            prompt_tokens=prompt,
+            sampling=SamplingParams(max_tokens=random.choice([1, 2, 12, 40]), seed=index),
+            tenant=random.choice(["", "", "other"]),
+            timeout_s=None,
+        )
+        aborted_s = random.choice([0.0, 0.05, 0.5]) if random.random() < 0.12 else None
+
+        def submit() -> None:
+            self._note(f"submit {request.request_id}, {len(prompt)} tokens")
+            self.world.submit(request)
+            if aborted_s is not None:
+                self.world.heap.after(aborted_s, lambda: self.world.abort(request.request_id))
+
+        return submit
+
+    # ------------------------------------------------------------ faults
+
+    def _random_fault(self, at_s: float) -> Fault:
+        random = self._random
+        kind = random.choice(KINDS)
+        names = [spec.worker_id for spec in self._workers]
+        nodes = sorted({spec.node_id for spec in self._workers})
+        seconds = random.choice([0.02, 0.3, 1.5, 4.0])
+        match kind:
+            case "kill" | "hang":
+                return Fault(at_s=at_s, kind=kind, target=random.choice(names), seconds=seconds)
+            case "kill_node" | "cut_gateway":
+                return Fault(at_s=at_s, kind=kind, target=random.choice(nodes), seconds=seconds)
+            case "cut":
+                target, other = random.choice(nodes), random.choice(nodes)
+                return Fault(at_s=at_s, kind=kind, target=target, other=other, seconds=seconds)
+            case _:
+                amount = random.choice([0.02, 0.2, 0.5])
+                return Fault(at_s=at_s, kind=kind, seconds=seconds, amount=amount)
+
+    def _happening(self, fault: Fault) -> Callable[[], None]:
+        return lambda: self._happen(fault)
+
+    def _happen(self, fault: Fault) -> None:
+        world, heap = self.world, self.world.heap
+        self._trace.append(str(fault))
+        match fault.kind:
+            case "kill":
+                world.kill(fault.target)
+            case "kill_node":
+                for spec in self._workers:
+                    if spec.node_id == fault.target:
+                        world.kill(spec.worker_id, noticed=False)
+            case "hang":
+                world.hang(fault.target, fault.seconds)
+            case "cut" | "cut_gateway":
+                other = fault.other or "gateway"
+                world.network.partition(fault.target, other, cut=True)
+                heap.after(
+                    fault.seconds,
+                    lambda: world.network.partition(fault.target, other, cut=False),
+                )
+            case "restart_gateway":
+                self._orphans |= {n for n, s in world.streams.items() if not s.finals}
+                world.start_gateway()
+            case _:
+                self._disturb(fault)
+                heap.after(fault.seconds, self._calm_down)
+
+    def _disturb(self, fault: Fault) -> None:
+        """Make the network worse until `_calm_down`."""
+        changes: dict[str, float] = {
+            "lose": {"loss": fault.amount},
+            "delay": {"message_delay_s": fault.amount, "message_jitter_s": fault.amount},
+            "reorder": {"reordered": fault.amount, "message_jitter_s": 0.05},
+            "slow_links": {"link_bytes_per_s": 1e3},
+        }[fault.kind]
+        network = self.world.network
+        network.config = msgspec.structs.replace(network.config, **changes)
+
+    def _calm_down(self) -> None:
+        self.world.network.config = self._calm
+
+    # ------------------------------------------------------------ looking
+
+    def _after_event(self, machine: Machine) -> None:
+        check_machine(machine)
+        for name, stream in self.world.streams.items():
+            known = self._num_checked.get(name, 0)
+            if len(stream.tokens) != known or len(stream.finals) > 1:
+                check_stream(stream, known)
+                self._num_checked[name] = len(stream.tokens)
+
+    def _hear(self, source: str, target: str, message: AnyMessage) -> None:
+        name = type(message).__name__
+        if name not in ("LoadReport", "BlockEvents"):
+            request = getattr(message, "request_id", "") or getattr(message, "ticket", "")
+            self._note(f"{source} -> {target}  {name} {request}")
+
+    def _note(self, text: str) -> None:
+        self._trace.append(f"{self.world.heap.now():9.4f}  {text}")
+
+    # ------------------------------------------------------------ the cluster
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(1, 97) for _ in range(count)]
+
+    def _specs(self) -> list[WorkerSpec]:
+        random = self._random
+        pools = random.random() < 0.8
+        workers: list[WorkerSpec] = []
+        for role, count in (
+            (Role.PREFILL, random.randrange(0, 4)),
+            (Role.DECODE, random.randrange(1, 4)),
+        ):
+            for index in range(count):
+                name = f"{role.value}-{index}"
+                workers.append(WorkerSpec(worker_id=name, role=role, node_id=f"node-{name}"))
+                if pools:
+                    workers.append(
+                        WorkerSpec(
+                            worker_id=f"kvstore-{name}", role=Role.KVSTORE, node_id=f"node-{name}"
+                        )
+                    )
+        return workers
+
+    def _config(self) -> WorldConfig:
+        random = self._random
+        layout = KvLayout(
+            num_layers=NUM_LAYERS, block_tokens=BLOCK_TOKENS, kv_width=8, dtype="float8_e4m3fn",
+            fingerprint="trial",
+        )  # fmt: skip
+        return WorldConfig(
+            layout=layout,
+            engine={role: self._engine() for role in (Role.PREFILL, Role.DECODE)},
+            kvstore=KvStoreConfig(
+                dram_bytes=random.choice([16, 64, 256]) * layout.block_bytes,
+                quarantine_s=6.0,
+                doubt_interval_s=2.0,
+            ),
+            instance=InstanceConfig(
+                quarantine_s=6.0, push_timeout_s=5.0, hold_s=random.choice([0.02, 0.3, 10.0])
+            ),
+            scheduler=SchedulerConfig(
+                policy=random.choice(POLICIES),
+                fetch_latency_s=random.choice([0.0, 0.002]),
+                remote_bytes_per_s=random.choice([1e9, 1e12]),
+                max_attempts=50,
+                replace_wait_s=60.0,
+                heartbeat_timeout_s=2.0,
+                stall_timeout_s=20.0,
+                whole_on_decode_max_tokens=random.choice([0, 16]),
+            ),
+            network=self._calm,
+            supervisor=SupervisorConfig(restart_s=random.choice([0.2, 1.0, 4.0])),
+            max_skew_s=random.choice([0.0, 1000.0]),
+            seed=self.seed,
+        )
+
+    def _engine(self) -> EngineConfig:
+        return EngineConfig(
+            num_blocks=self._random.choice([48, 128]),
+            max_num_seqs=8,
+            max_batched_tokens=24,
+            max_chunk_tokens=self._random.randrange(1, 24),
+            max_model_len=MAX_MODEL_LEN,
+            max_waiting=64,
+            block_tokens=BLOCK_TOKENS,
+            max_steps_in_flight=self._random.choice([1, 2]),
+        )
+
+    def _make_runner(
+        self,
+        spec: WorkerSpec,
+        heap: EventHeap,
+        pages: Region,
+        deliver: Callable[[msgspec.Struct], None],
+    ) -> SimRunner:
+        del spec, pages
+        return SimRunner(
+            heap, self._cost, deliver, num_layers=NUM_LAYERS, num_layer_reports=NUM_LAYERS
+        )
+
+
+def replay_command(seed: int) -> str:
+    """Return what plays this seed again."""
+    return f"mooncake simulate --faults random --seed {seed}"
+
+
+def describe_failure(report: TrialReport) -> str:
+    """Return all that is needed to look into a failed seed."""
+    return "\n".join(
+        [
+            f"seed {report.seed} failed: {report.failure}",
+            f"replay it with: {replay_command(report.seed)}",
+            f"the last {len(report.last_events)} messages and faults before it:",
+            *report.last_events,
+        ]
+    )

@@ -1,0 +1,60 @@
+"""Two hundred seeds of faults over the shipped machines, checked after every event; see
+`mooncake.sim.faults`. `make soak SEEDS=… FIRST=…` runs as many as one likes.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mooncake.sim.faults import KINDS, Trial, TrialReport, describe_failure
+
+FIRST = int(os.environ.get("SOAK_FIRST", "0"))
+NUM_SEEDS = int(os.environ.get("SOAK_SEEDS", "200"))
+SEEDS_A_TEST = 10
+
+
+def play(seed: int) -> TrialReport:
+    report = Trial(seed).run()
+    assert report.failure is None, describe_failure(report)
+    return report
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + NUM_SEEDS, SEEDS_A_TEST))
+def test_every_check_holds_whatever_happens(first: int) -> None:
+    reports = [play(seed) for seed in range(first, min(first + SEEDS_A_TEST, FIRST + NUM_SEEDS))]
+    assert sum(report.endings.get("length", 0) for report in reports) > 0
+
+
+def test_a_seed_is_the_same_run_again() -> None:
+    assert Trial(17).run() == Trial(17).run()
+
+
+def test_all_kinds_of_faults_are_tried() -> None:
+    kinds: set[str] = set()
+    for seed in range(40):
+        trial = Trial(seed)
+        trial.run()
+        kinds |= {fault.kind for fault in trial.faults}
+        if kinds == set(KINDS):
+            return
+    pytest.fail(f"never tried: {set(KINDS) - kinds}")
+
+
+def test_a_failure_names_its_seed_its_command_and_what_came_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trial = Trial(3)
+    machine = trial.world.machines()[1][1]
+    monkeypatch.setattr(machine, "check_integrity", _broken)
+    report = trial.run()
+    assert report.failure == "a page was lost"
+    text = describe_failure(report)
+    assert "mooncake simulate --faults random --seed 3" in text
+    assert report.last_events
+    assert text.endswith(report.last_events[-1])
+
+
+def _broken() -> None:
+    raise AssertionError("a page was lost")
