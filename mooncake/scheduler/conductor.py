@@ -29,6 +29,7 @@ from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.cost import RunningMean
 from mooncake.scheduler.decode_choice import DecodeOption, DecodeQuery, choose_decode, evaluate
 from mooncake.scheduler.fetch_costs import FetchCosts
+from mooncake.scheduler.forecast import DecodeForecast
 from mooncake.scheduler.inflight_prefixes import InflightPrefixes
 from mooncake.scheduler.prefill_choice import (
     PrefillOption,
@@ -90,6 +91,7 @@ class Conductor:
         self._index = PrefixIndex()
         self._inflight = InflightPrefixes()
         self._fetch = FetchCosts(config)
+        self._forecast = DecodeForecast()
         self._views: dict[str, InstanceView] = {}
         self._books: dict[str, _Booking] = {}
         self._output_tokens = RunningMean(config.expected_output_tokens, OUTPUT_WINDOW)
@@ -205,7 +207,7 @@ class Conductor:
             return too_large(num_tokens)
         prefill, decode = chosen
         if admit:
-            rejection = self._admit(request, prefill, decode)
+            rejection = self._admit(request, prefill, decode, wanted, now)
             if rejection is not None:
                 return rejection
         self._book(request.request_id, keys, prefill, decode, wanted, now)
@@ -221,8 +223,24 @@ class Conductor:
             num_fetch_blocks=prefill.num_fetch_blocks,
         )
 
-    def on_prefilled(self, request_id: str) -> None:
-        """The request has its first token: its prompt is computed, its fetches are over."""
+    def on_prefilled(self, request: GenerateRequest, now: float) -> Rejection | None:
+        """The request has its first token: its prompt is computed, its fetches are over.
+
+        Returns a rejection when its decode worker would miss the limit now (`recheck_decode`).
+        """
+        booking = self._books.get(request.request_id)
+        rejection = None
+        recheck = self._config.recheck_decode or self._config.admission == "late"
+        if booking is not None and not booking.prefilled and recheck:
+            view = self._views.get(booking.decode)
+            if view is not None and booking.computing != booking.decode:
+                tbt_s = self._forecast.tbt_now_s(view, len(request.prompt_tokens))
+                rejection = check_limits(self._config, request, 0.0, tbt_s)
+        self._prefilled(request.request_id)
+        self._forecast.joined(request.request_id, now)
+        return rejection
+
+    def _prefilled(self, request_id: str) -> None:
         booking = self._books.get(request_id)
         if booking is None or booking.prefilled:
             return
@@ -239,7 +257,8 @@ class Conductor:
         """Take a placement back: the request has ended, or the attempt has. `num_output_tokens`
         where it ended by itself, to learn how long outputs are.
         """
-        self.on_prefilled(request_id)
+        self._prefilled(request_id)
+        self._forecast.ended(request_id)
         booking = self._books.pop(request_id, None)
         if booking is None:
             return
@@ -253,6 +272,7 @@ class Conductor:
     def check_integrity(self, placed: set[str]) -> None:
         """Raise AssertionError unless exactly the requests `placed` are on the books."""
         assert set(self._books) == placed, "the Conductor's books and the gateway's disagree"
+        assert self._forecast.num_expected == len(placed), "somebody else is expected on decode"
         for view in self._views.values():
             for request_id in (*view.pending, *view.reported):
                 booking = self._books.get(request_id)
@@ -378,7 +398,12 @@ class Conductor:
         return option.ttft_s <= split.ttft_s and (limit_s is None or gap_s <= limit_s)
 
     def _admit(
-        self, request: GenerateRequest, prefill: PrefillOption, decode: DecodeOption
+        self,
+        request: GenerateRequest,
+        prefill: PrefillOption,
+        decode: DecodeOption,
+        wanted: DecodeQuery,
+        now: float,
     ) -> Rejection | None:
         limited = request.tbt_slo_s is not None or self._config.tbt_slo_s is not None
         if decode.full and limited:
@@ -389,7 +414,25 @@ class Conductor:
                 "Retry later.",
                 2.0,
             )
-        return check_limits(self._config, request, prefill.ttft_s, decode.tbt_s)
+        tbt_s = self._admission_tbt_s(prefill, decode, wanted, now)
+        return check_limits(self._config, request, prefill.ttft_s, tbt_s)
+
+    def _admission_tbt_s(
+        self, prefill: PrefillOption, decode: DecodeOption, wanted: DecodeQuery, now: float
+    ) -> float:
+        """Return the gap between tokens that the limit is held against on arrival."""
+        if prefill.view is decode.view:
+            return decode.tbt_s
+        match self._config.admission:
+            case "late":
+                return 0.0
+            case "early":
+                return self._forecast.tbt_now_s(decode.view, wanted.num_tokens)
+            case _:
+                stay_s = max(1.0, self._output_tokens.value) * decode.tbt_s
+                return self._forecast.tbt_at_s(
+                    decode.view, wanted.num_tokens, now, now + prefill.ttft_s, stay_s
+                )
 
     def _book(
         self,
@@ -421,6 +464,9 @@ class Conductor:
                     num_blocks=wanted.num_blocks_expected,
                 )
             )
+        self._forecast.expect(
+            request_id, decoding.worker_id, wanted.num_tokens, now + prefill.ttft_s
+        )
         held = tuple(keys)
         self._books[request_id] = _Booking(
             computing=computing.worker_id,

@@ -8,6 +8,7 @@ from mooncake.base import ConfigError
 
 POLICIES = ("kvcache-centric", "local-cache-aware", "load-balance", "round-robin", "random")
 """Ways to choose a prefill worker."""
+ADMISSIONS = ("predicted", "early", "late")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,6 +24,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tbt_slo_s: float | None = None
     """Refuse a request that would bring the predicted gap between tokens over this. None = no
     limit.
+    """
+    admission: str = "predicted"
+    """When the limit on gaps is looked at. "late": once the prompt has been computed (the work of
+    those refused is lost). "early": on arrival, against what decodes then. "predicted": on arrival,
+    against what will decode when this request gets there.
+    """
+    recheck_decode: bool = False
+    """Look at the limit on gaps once more when the prompt has been computed, and refuse then what
+    would miss it: the work is lost, and those that decode already keep their pace. "late" implies
+    it.
     """
     kvcache_balancing_threshold: float = 1.0
     """Fetching a longer prefix from another node is considered only where that prefix is longer
@@ -67,6 +78,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if self.policy not in POLICIES:
             raise ConfigError(
                 f"policy: {self.policy!r} is none of {', '.join(POLICIES)}", param="policy"
+            )
+        if self.admission not in ADMISSIONS:
+            raise ConfigError(
+                f"admission: {self.admission!r} is none of {', '.join(ADMISSIONS)}",
+                param="admission",
             )
         for name in _POSITIVE:
             value = getattr(self, name)

@@ -366,7 +366,12 @@ class RequestDesk:
         record.last_progress_s = now
         if record.state is RequestState.PREFILLING:
             record.move(RequestState.DECODING)
-            self._conductor.on_prefilled(record.request_id)
+            rejection = self._conductor.on_prefilled(record.request, now)
+            if rejection is not None and record.num_attempts == 1:
+                self.counters["requests_shed"] += 1
+                failure = spread_retry(rejection, self._ports.ids).failure()
+                self._finish(record, FinishReason.ERROR, now, failure=failure)
+                return
         if event.start == 0:
             self._ports.recorder.record(
                 FirstToken(

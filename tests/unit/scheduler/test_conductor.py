@@ -155,7 +155,7 @@ def test_the_queue_counts_against_the_limit_and_gives_way_again() -> None:
     made = conductor([P0, D0], ttft_slo_s=0.5)
     place(made, request("a", 400))
     assert isinstance(made.place(request("b", 200), [], 0, 0.0), Rejection)
-    made.on_prefilled("a")
+    made.on_prefilled(request("a"), 0.0)
     place(made, request("b", 200))
 
 

@@ -1,0 +1,82 @@
+"""Who will decode when a request gets there: arrivals added, endings taken off, repeats harmless."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake.base import CostSample, Role
+from mooncake.scheduler.forecast import DecodeForecast
+from mooncake.scheduler.views import InstanceView
+from tests.support.scheduling import hello
+
+STAY_S = 10.0
+PROFILE = [
+    CostSample(batch, batch * context, batch, 0.01 * batch)
+    for batch in (1, 2, 4, 8)
+    for context in (0, 100)
+]
+"""A worker whose gap between tokens is 10 ms a sequence."""
+
+
+def view(max_num_seqs: int = 0) -> InstanceView:
+    return InstanceView.of(hello("d0", Role.DECODE, profile=PROFILE, max_num_seqs=max_num_seqs))
+
+
+def sequences(tbt_s: float) -> int:
+    return round(tbt_s / 0.01)
+
+
+def test_now_counts_only_what_decodes() -> None:
+    forecast, worker = DecodeForecast(), view()
+    forecast.expect("a", "d0", 100, ready_s=1.0)
+    forecast.expect("b", "d0", 100, ready_s=1.0)
+    forecast.expect("elsewhere", "d1", 100, ready_s=1.0)
+    assert sequences(forecast.tbt_now_s(worker, 100)) == 1
+    forecast.joined("a", 1.0)
+    assert sequences(forecast.tbt_now_s(worker, 100)) == 2
+
+
+def test_arrivals_before_that_time_are_added() -> None:
+    forecast, worker = DecodeForecast(), view()
+    for index in range(4):
+        forecast.expect(f"r{index}", "d0", 100, ready_s=float(index))
+    assert sequences(forecast.tbt_at_s(worker, 100, 0.0, 1.5, STAY_S)) == 3
+    assert sequences(forecast.tbt_at_s(worker, 100, 0.0, 3.0, STAY_S)) == 5
+
+
+def test_one_that_is_overdue_is_still_to_come() -> None:
+    forecast, worker = DecodeForecast(), view()
+    forecast.expect("late", "d0", 100, ready_s=1.0)
+    assert sequences(forecast.tbt_at_s(worker, 100, 500.0, 501.0, STAY_S)) == 2
+
+
+def test_those_that_will_have_ended_are_taken_off() -> None:
+    forecast, worker = DecodeForecast(), view()
+    for index in range(7):
+        forecast.expect(f"r{index}", "d0", 100, ready_s=0.0)
+        forecast.joined(f"r{index}", 0.0)
+    soon = sequences(forecast.tbt_at_s(worker, 100, 0.0, 0.1, STAY_S))
+    middle = sequences(forecast.tbt_at_s(worker, 100, 0.0, STAY_S, STAY_S))
+    late = sequences(forecast.tbt_at_s(worker, 100, 0.0, 3 * STAY_S, STAY_S))
+    assert soon == 8
+    assert middle in (4, 5)
+    assert late == 1
+
+
+def test_the_batch_ends_at_the_workers_seats() -> None:
+    forecast, worker = DecodeForecast(), view(max_num_seqs=2)
+    for index in range(6):
+        forecast.expect(f"r{index}", "d0", 100, ready_s=0.0)
+        forecast.joined(f"r{index}", 0.0)
+    assert sequences(forecast.tbt_now_s(worker, 100)) == 2
+
+
+def test_who_has_left_is_forgotten_once() -> None:
+    forecast = DecodeForecast()
+    forecast.expect("a", "d0", 100, ready_s=0.0)
+    assert forecast.num_expected == 1
+    forecast.ended("a")
+    forecast.ended("a")
+    forecast.joined("a", 1.0)
+    assert forecast.num_expected == 0
+    assert forecast.tbt_now_s(view(), 1) == pytest.approx(0.01, rel=0.2)
