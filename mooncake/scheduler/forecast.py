@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from mooncake.scheduler.views import InstanceView
 
-
 MIN_REMAINING = 0.05
 
 

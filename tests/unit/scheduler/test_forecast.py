@@ -1,4 +1,4 @@
-"""Who will decode when a request gets there: arrivals added, endings taken off, repeats harmless."""
+"""Who will decode when a request gets there: arrivals added, endings taken off, each once."""
 
 from __future__ import annotations
 
