@@ -129,7 +129,7 @@ class Checkpoint:
         """Return the tensor stored under canonical `name` as it is, e.g. `….weight_packed`."""
         self._entry(name)
         file, stored_name = self._homes[name]
-        return _view(file, stored_name)
+        return view_tensor(file, stored_name)
 
     def _fp8(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if not isinstance(self.quantization, Fp8Block) or len(shape) != 2:
@@ -188,7 +188,7 @@ class Checkpoint:
         return CheckpointError(f"{name} in {file.path}: {problem}")
 
 
-def _view(file: SafetensorsFile, name: str) -> torch.Tensor:
+def view_tensor(file: SafetensorsFile, name: str) -> torch.Tensor:
     """Return tensor `name` as stored, a view of the file where its alignment allows."""
     entry = file.tensors[name]
     dtype = _DTYPES.get(entry.dtype)
