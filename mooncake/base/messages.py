@@ -217,6 +217,8 @@ class PrefillTask(Message, frozen=True, tag="prefill"):
     output_tokens: list[int] = []
     """Already streamed by an earlier attempt."""
     sources: list[BlockSource] = []
+    num_replicate_blocks: int = 0
+    """So many leading blocks are hot: put them into the own node's pool even if reused."""
 
 
 class Reserved(Message, frozen=True, tag="reserved"):

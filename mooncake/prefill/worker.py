@@ -219,7 +219,7 @@ class PrefillWorker:
 
     def _take_cached(self, job: PrefillJob, pages: list[int], num_cached: int, now: float) -> None:
         """Blocks before the step that this job did not compute come from a cache: push them whole,
-        and put only what follows them into the pool.
+        and put only what follows them into the pool, and what is hot.
         """
         cached = range(job.num_final, num_cached)
         for index in cached:
@@ -228,7 +228,9 @@ class PrefillWorker:
         job.num_final = max(job.num_final, num_cached)
         if not job.put_asked:
             job.put_asked = True
-            new = {job.keys[index]: index for index in range(num_cached, len(job.keys))}
+            hot = range(min(job.order.num_replicate_blocks, num_cached))
+            own = range(num_cached, len(job.keys))
+            new = {job.keys[index]: index for index in (*hot, *own)}
             tenant = job.order.request.tenant
             self.instance.put(job.push, new, tenant, lambda at: self._settle(job, at))
 

@@ -39,6 +39,7 @@ from mooncake.scheduler.prefill_choice import (
     make_policy,
     option_maker,
 )
+from mooncake.scheduler.replication import Replication
 from mooncake.scheduler.views import Assignment, InstanceView
 
 OUTPUT_WINDOW = 512
@@ -61,6 +62,8 @@ class Placement:
     """Leading blocks that are reused: those of the computing worker, then those fetched."""
     num_cached_tokens: int
     num_fetch_blocks: int
+    num_replicate_blocks: int = 0
+    """Leading blocks that get a copy in the pool of the prefill worker's node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +95,7 @@ class Conductor:
         self._inflight = InflightPrefixes()
         self._fetch = FetchCosts(config)
         self._forecast = DecodeForecast()
+        self._replication = Replication(config.uses_per_s_per_copy, self._num_pool_copies)
         self._views: dict[str, InstanceView] = {}
         self._books: dict[str, _Booking] = {}
         self._output_tokens = RunningMean(config.expected_output_tokens, OUTPUT_WINDOW)
@@ -221,6 +225,7 @@ class Conductor:
             num_cached_blocks=prefill.num_cached_blocks,
             num_cached_tokens=prefill.num_cached_blocks * layout.block_tokens,
             num_fetch_blocks=prefill.num_fetch_blocks,
+            num_replicate_blocks=0 if whole else self._replication.use(keys, now, self._num_pools),
         )
 
     def on_prefilled(self, request: GenerateRequest, now: float) -> Rejection | None:
@@ -284,6 +289,13 @@ class Conductor:
         self._index.check_integrity()
 
     # -------------------------------------------------------- internals
+
+    @property
+    def _num_pools(self) -> int:
+        return sum(view.role == Role.KVSTORE for view in self._views.values())
+
+    def _num_pool_copies(self, key: BlockKey) -> int:
+        return sum(replica.tier != Tier.HBM for replica in self._index.replicas(key))
 
     def _usable(self, role: Role, exclude: Collection[str]) -> list[InstanceView]:
         """Return the workers of a role that take work, excluded ones only for want of others."""
@@ -430,8 +442,10 @@ class Conductor:
                 return self._forecast.tbt_now_s(decode.view, wanted.num_tokens)
             case _:
                 stay_s = max(1.0, self._output_tokens.value) * decode.tbt_s
-                return self._forecast.tbt_at_s(
-                    decode.view, wanted.num_tokens, now, now + prefill.ttft_s, stay_s
+                at_s = now + prefill.ttft_s
+                return max(
+                    self._forecast.tbt_now_s(decode.view, wanted.num_tokens),
+                    self._forecast.tbt_at_s(decode.view, wanted.num_tokens, now, at_s, stay_s),
                 )
 
     def _book(

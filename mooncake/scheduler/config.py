@@ -28,7 +28,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     admission: str = "predicted"
     """When the limit on gaps is looked at. "late": once the prompt has been computed (the work of
     those refused is lost). "early": on arrival, against what decodes then. "predicted": on arrival,
-    against what will decode when this request gets there.
+    against the worse of that and of what will decode when this request gets there.
     """
     recheck_decode: bool = False
     """Look at the limit on gaps once more when the prompt has been computed, and refuse then what
@@ -64,6 +64,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     whole_on_decode_max_tokens: int = 0
     """Prompts with at most this many tokens to compute may run whole on a decode worker, where
     that is faster. 0 = only when no prefill worker is alive.
+    """
+    uses_per_s_per_copy: float = 0.02
+    """A block used more often than this gets a second copy in another pool, and so on. 0 = blocks
+    are not replicated.
     """
     local_bytes_per_s: float = 4e9
     """First guess of how fast blocks come from the pool of the worker's own node."""
@@ -106,4 +110,5 @@ _POSITIVE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "replace_wait_s", "whole_on_decode_max_tokens", "fetch_latency_s", "expected_output_tokens",
+    "uses_per_s_per_copy",
 )  # fmt: skip

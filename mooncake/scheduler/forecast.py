@@ -4,16 +4,21 @@ Pure; owned by the Conductor, one for all decode workers. Early rejection that l
 *now* swings: while many prompts are being computed decode looks idle and everybody is let in, then
 they all arrive there and nobody is (arXiv 2407.00079, section 7.3). So requests that will have
 arrived by then are added, and those that will have ended are taken off, each by its chance: outputs
-are taken to be of any length up to twice the mean.
+are taken to be of any length up to twice the mean. Who has not even been asked for yet, but will
+overtake a long prompt on the way to decode, is expected at the rate of late: without that the
+forecast of a far moment is always an empty house, and long prompts are let in for it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mooncake.scheduler.cost import RunningMean
 from mooncake.scheduler.views import InstanceView
 
 MIN_REMAINING = 0.05
+LATELY = 256
+"""Placements over which the usual load of a decode worker is averaged."""
 
 
 @dataclass(slots=True)
@@ -34,6 +39,8 @@ class DecodeForecast:
         self._stays: dict[str, dict[str, _Stay]] = {}
         """Worker id -> request id -> stay."""
         self._worker_of: dict[str, str] = {}
+        self._sequences = RunningMean(0.0, LATELY)
+        self._tokens = RunningMean(0.0, LATELY)
 
     def expect(self, request_id: str, worker_id: str, num_tokens: int, ready_s: float) -> None:
         """A request was placed and will start to decode at about `ready_s`."""
@@ -70,16 +77,29 @@ class DecodeForecast:
         """Return the same for the batch expected at `at_s`, when a request decodes for `stay_s` on
         the whole.
         """
-        sequences, tokens = 1.0, float(num_tokens)
-        for stay in self._of(view):
-            # One that is overdue starts now at the earliest.
-            start_s = stay.ready_s if stay.joined else max(stay.ready_s, now)
-            if start_s <= at_s:
-                chance = _remains((at_s - start_s) / stay_s)
-                chance /= _remains(max(0.0, now - start_s) / stay_s)
+        stays = self._of(view)
+        here = [stay for stay in stays if stay.joined]
+        self._note(len(here), sum(stay.num_tokens for stay in here))
+        sequences, tokens, new_sequences, new_tokens = 1.0, float(num_tokens), 0.0, 0.0
+        for stay in stays:
+            if stay.joined:
+                age_s = now - stay.ready_s
+                chance = _remains((age_s + at_s - now) / stay_s) / _remains(age_s / stay_s)
                 sequences += chance
                 tokens += chance * stay.num_tokens
+            elif (start_s := max(stay.ready_s, now)) <= at_s:  # overdue: now at the earliest
+                chance = _remains((at_s - start_s) / stay_s)
+                new_sequences += chance
+                new_tokens += chance * stay.num_tokens
+        renewed = 1 - _remains((at_s - now) / stay_s)
+        sequences += max(new_sequences, renewed * self._sequences.value)
+        tokens += max(new_tokens, renewed * self._tokens.value)
         return _tbt_s(view, max(1, round(sequences)), round(tokens))
+
+    def _note(self, num_sequences: int, num_tokens: int) -> None:
+        """Remember how full decode workers have been lately."""
+        self._sequences.add(num_sequences)
+        self._tokens.add(num_tokens)
 
     @property
     def num_expected(self) -> int:

@@ -102,6 +102,7 @@ class RequestRecord:
             decode=decode,
             output_tokens=output_tokens,
             sources=sources,
+            num_replicate_blocks=placement.num_replicate_blocks,
         )
         return [(decode.address, decode_task), (prefill.address, prefill_task)]
 

@@ -108,7 +108,7 @@ def result_of(simulation: Simulation) -> SimulationResult:
     effective = _num_effective(simulation, config.tbt_slo_s)
     duration_s = max(simulation.world.heap.now() - START_S, 1e-9)
     busy = {role: _busy_s(simulation, role) for role in (Role.PREFILL, Role.DECODE)}
-    wasted = [r for r in requests if not r.completed and r.first_s is not None]
+    wasted = [r for r in requests if r.shed or (not r.completed and r.first_s is not None)]
     return SimulationResult(
         model=config.model.name,
         hardware=config.hardware.name,
