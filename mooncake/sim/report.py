@@ -6,9 +6,10 @@ Pure: values in, text out; the same run gives the same bytes.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from mooncake.sim.measure import Moment
 from mooncake.sim.plots import Line, histogram_plot, lines_plot
 from mooncake.sim.result import SimulationResult
 from mooncake.sim.timeline import RANKS
@@ -114,55 +115,48 @@ def comparison_page(title: str, tables: Sequence[tuple[str, Sequence[Sequence[st
 
 
 def _figures(result: SimulationResult) -> list[str]:
-    moments = result.timeline
-    xs = [moment.at_s / 60 for moment in moments]
-
-    def over_time(heading: str, y_label: str, lines: Sequence[Line]) -> str:
-        return _figure(heading, lines_plot(xs, lines, "minutes", y_label))
-
     ttft, tbt = result.ttft_histogram_s, result.tbt_histogram_ms
-    rejected = [0.0, *(float(m.num_rejected) for m in moments)]
+    ttft_mark = (f"limit {result.ttft_slo_s:g} s", result.ttft_slo_s)
+    tbt_mark = (f"limit {result.tbt_slo_ms:g} ms", result.tbt_slo_ms)
+    xs = [moment.at_s / 60 for moment in result.timeline]
     return [
         _figure(
-            "Time to first token",
-            histogram_plot(
-                ttft.edges,
-                ttft.counts,
-                "seconds",
-                [(f"limit {result.ttft_slo_s:g} s", result.ttft_slo_s)],
-            ),
+            "Time to first token", histogram_plot(ttft.edges, ttft.counts, "seconds", [ttft_mark])
         ),
         _figure(
-            "Gaps between tokens",
-            histogram_plot(
-                tbt.edges,
-                tbt.counts,
-                "milliseconds",
-                [(f"limit {result.tbt_slo_ms:g} ms", result.tbt_slo_ms)],
-            ),
+            "Gaps between tokens", histogram_plot(tbt.edges, tbt.counts, "milliseconds", [tbt_mark])
         ),
-        over_time(
+        *(
+            _figure(heading, lines_plot(xs, lines, "minutes", y_label))
+            for heading, y_label, lines in _over_time(result.timeline)
+        ),
+    ]
+
+
+def _over_time(moments: Sequence[Moment]) -> list[tuple[str, str, list[Line]]]:
+    """Return (heading, what y is, lines) of each plot over time."""
+
+    def line(name: str, value: Callable[[Moment], float]) -> Line:
+        return Line(name=name, values=[value(moment) for moment in moments])
+
+    rejected = [0.0, *(float(m.num_rejected) for m in moments)]
+    fresh = Line(name="rejected", values=[after - before for before, after in pairwise(rejected)])
+    return [
+        (
             "Load of both pools (1 = at the limit)",
             "predicted time / limit",
             [
-                Line(name="prefill: queue / TTFT limit", values=[m.prefill_load for m in moments]),
-                Line(name="decode: gap / TBT limit", values=[m.decode_load for m in moments]),
+                line("prefill: queue / TTFT limit", lambda m: m.prefill_load),
+                line("decode: gap / TBT limit", lambda m: m.decode_load),
             ],
         ),
-        over_time(
+        (
             "Busy instances",
             "share of time",
-            [
-                Line(name="prefill", values=[m.prefill_busy for m in moments]),
-                Line(name="decode", values=[m.decode_busy for m in moments]),
-            ],
+            [line("prefill", lambda m: m.prefill_busy), line("decode", lambda m: m.decode_busy)],
         ),
-        over_time(
-            "Prefix hit rate",
-            "share of prompt tokens",
-            [Line(name="hit rate", values=[m.hit_rate for m in moments])],
-        ),
-        over_time(
+        ("Prefix hit rate", "share of prompt tokens", [line("hit rate", lambda m: m.hit_rate)]),
+        (
             "Replicas of hot blocks",
             "copies in the pools",
             [
@@ -170,21 +164,8 @@ def _figures(result: SimulationResult) -> list[str]:
                 for i, rank in enumerate(RANKS)
             ],
         ),
-        over_time(
-            "Requests decoding",
-            "requests",
-            [Line(name="decoding", values=[float(m.num_decoding) for m in moments])],
-        ),
-        over_time(
-            "Rejections",
-            "requests between two looks",
-            [
-                Line(
-                    name="rejected",
-                    values=[b - a for a, b in pairwise(rejected)],
-                )
-            ],
-        ),
+        ("Requests decoding", "requests", [line("decoding", lambda m: float(m.num_decoding))]),
+        ("Rejections", "requests between two looks", [fresh]),
     ]
 
 
