@@ -13,7 +13,7 @@ from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.network import NetworkConfig
 from tests.support.cluster import Cluster, engine_config, request, specs
 
-NUM_SEEDS = 24
+NUM_SEEDS = 40
 PUSH_TIMEOUT_S = 3.0
 
 
