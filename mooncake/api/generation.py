@@ -168,6 +168,7 @@ class Choice:
         if marker is None:
             self._show_text(self._detokenizer.push(token))
         else:
+            self._detokenizer.cut()
             parser.text(self._matcher.flush())
             parser.marker(marker)
 

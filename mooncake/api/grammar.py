@@ -62,6 +62,7 @@ def json_rule(schema: Any, param: str) -> str:
         cleaned = {}
     elif not isinstance(cleaned, dict):
         raise InvalidRequest(f"{param}: a JSON schema is an object", param=param)
+    _check_references(cleaned, cleaned, param)
     rule = f"%json {json.dumps(cleaned | {'x-guidance': options})}"
     _check(f"start: answer\nanswer: {rule}", param)
     return rule
@@ -77,7 +78,8 @@ def regex_rule(pattern: str, param: str) -> str:
     bare = pattern.removeprefix("^")
     if bare.endswith("$") and not bare.endswith("\\$"):
         bare = bare[:-1]
-    rule = f"/{llguidance.regex_to_lark(bare)}/" if bare else '""'
+    plain = llguidance.regex_to_lark(bare, "dws")  # \\d, \\w and \\s mean ASCII
+    rule = f"/{plain}/" if bare else '""'
     _check(f"start: answer\nanswer: {rule}", param)
     return rule
 
@@ -158,6 +160,37 @@ def _cleaned(schema: Any) -> Any:
         else:
             cleaned[key] = _cleaned(value)
     return cleaned
+
+
+def _check_references(part: Any, root: Any, param: str) -> None:
+    """Refuse references that lead to nothing but themselves: no JSON could ever fit."""
+    if isinstance(part, dict):
+        seen: set[str] = set()
+        target: Any = part
+        while isinstance(target, dict) and isinstance(target.get("$ref"), str):
+            if target["$ref"] in seen:
+                raise InvalidRequest(
+                    f"{param}: {target['$ref'][:100]} refers to itself only", param=param
+                )
+            seen.add(target["$ref"])
+            target = _target(target["$ref"], root)
+        for value in part.values():
+            _check_references(value, root, param)
+    elif isinstance(part, list):
+        for item in part:
+            _check_references(item, root, param)
+
+
+def _target(reference: str, root: Any) -> Any:
+    """Return what a local reference points at, None when it is not ours to follow."""
+    if not reference.startswith("#"):
+        return None
+    target = root
+    for step in reference[1:].strip("/").split("/"):
+        name = step.replace("~1", "/").replace("~0", "~")
+        if name:
+            target = target.get(name) if isinstance(target, dict) else None
+    return target
 
 
 def _check(text: str, param: str) -> None:

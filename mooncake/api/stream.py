@@ -34,6 +34,10 @@ class Detokenizer:
             data = data.removeprefix(b" ")
         return self._decoder.decode(data)
 
+    def cut(self) -> None:
+        """Forget an unfinished character: what follows is another text."""
+        self._decoder.reset()
+
 
 class StopMatcher:
     """Looks for stop strings in a growing text and says what may be shown.

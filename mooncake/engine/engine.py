@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mooncake.base.blocks import BlockKey
-from mooncake.base.errors import InternalError
+from mooncake.base.errors import InternalError, InvalidRequest, MooncakeError
 from mooncake.base.messages import CostSample, WorkerLoad
 from mooncake.base.request import Failure, FinishReason, TokenLogprobs
 from mooncake.engine.audit import check_holds, check_lines, check_pages, check_steps
@@ -171,7 +171,10 @@ class Engine:
         for slot, sequence in zip(step.plan.slots, step.sequences, strict=True):
             sequence.step_id = None
             sample = samples.get(sequence.sequence_id)
-            error = result.error or result.failures.get(sequence.sequence_id)
+            error = result.error
+            refusal = result.failures.get(sequence.sequence_id)
+            if error is None and refusal is not None:
+                error = refusal
             if error is None and slot.sample and sample is None:
                 error = "no token was sampled"
             if error is None:
@@ -180,7 +183,8 @@ class Engine:
             if sequence.aborted:
                 self._drop(sequence)
             elif error is not None:
-                outputs.append(self._fail(sequence, error))
+                kind = InternalError if refusal is None else InvalidRequest
+                outputs.append(self._fail(sequence, error, kind))
             elif slot.sample and sample is not None:
                 outputs.append(self._append(sequence, sample))
         return outputs
@@ -380,12 +384,12 @@ class Engine:
             stop_token_id=stop_token_id,
         )
 
-    def _fail(self, sequence: Sequence, error: str) -> SequenceOutput:
+    def _fail(self, sequence: Sequence, error: str, kind: type[MooncakeError]) -> SequenceOutput:
         self._batcher.remove(sequence)
         self._end(sequence)
         failure = Failure(
-            status=InternalError.http_status,
-            error_type=InternalError.error_type,
+            status=kind.http_status,
+            error_type=kind.error_type,
             message=f"the step that computed this request failed: {error}",
         )
         return SequenceOutput(sequence=sequence, finish=FinishReason.ERROR, failure=failure)

@@ -83,7 +83,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     known).
     """
     failures: dict[int, str] = {}
-    """sequence_id -> why this one alone cannot go on; it has no sample."""
+    """sequence_id -> why this one alone cannot go on, whoever tries; it has no sample."""
     error: str | None = None
     """The step failed as a whole; nothing it wrote can be trusted."""
 

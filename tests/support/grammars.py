@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
 from mooncake.api.message_parser import TOOL_MARKERS, Marker
 from mooncake.base import Grammar
 from mooncake.model.grammar import Follower, Grammars
@@ -32,7 +31,7 @@ def special(name: str) -> int:
 def tiny_tokens() -> GrammarTokens:
     """Return the tokens of the tiny tokenizer."""
     table = [TOKENIZER.token_bytes(token) for token in range(TOKENIZER.vocab_size)]
-    added = [token for token in range(special("[BOS]"), TOKENIZER.vocab_size)]
+    added = list(range(special("[BOS]"), TOKENIZER.vocab_size))
     return GrammarTokens(table, added, lambda text: TOKENIZER.encode(text, allow_special=False))
 
 

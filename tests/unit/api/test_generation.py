@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from mooncake.api.generation import Call, Choice, Delta, TextOptions
+from mooncake.api.message_parser import TOOL_MARKERS, find_markers
 from mooncake.base import (
     Failure,
     FinalEvent,
@@ -246,3 +247,26 @@ def test_one_refused_choice_fails_the_call_and_aborts_the_others() -> None:
         assert sorted(backend.aborted) == ["r-0", "r-2"]
 
     asyncio.run(main())
+
+
+def test_half_a_character_before_a_call_is_no_part_of_its_name() -> None:
+    markers = find_markers(TOKENIZER, TOOL_MARKERS)
+    asked = request()
+    it = choice(asked, markers=markers)
+    names = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
+    opening = [TOKENIZER.special_id(name) for name in names]
+    half = TOKENIZER.encode("🙂")[:2]
+    rest = TOKENIZER.encode("functions.go:0<|tool_call_argument_begin|>{}<|tool_call_end|>")
+    for event in answer(asked, [*half, *(token for token in opening if token), *rest, EOS]):
+        it.feed(event)
+    [call] = it.take().tool_calls
+    assert (call.name, call.call_id, call.arguments) == ("go", "functions.go:0", "{}")
+
+
+def test_two_calls_never_share_an_id() -> None:
+    markers = find_markers(TOKENIZER, TOOL_MARKERS)
+    call = "<|tool_call_begin|>functions.go:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = "<|tool_calls_section_begin|>" + call * 4 + "<|tool_calls_section_end|><|im_end|>"
+    ids = [call.call_id for call in play(text, markers=markers).tool_calls]
+    assert ids[0] == "functions.go:1"
+    assert len(set(ids)) == 4

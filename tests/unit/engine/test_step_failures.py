@@ -23,7 +23,7 @@ def test_one_sequence_fails_and_the_others_go_on() -> None:
     assert outputs[bad].finish is FinishReason.ERROR
     failure = outputs[bad].failure
     assert failure is not None
-    assert failure.status == 500
+    assert failure.status == 400  # another worker would fail as well
     assert "its grammar cannot be followed" in failure.message
     bench.engine.release(bad)
     bench.engine.check_integrity()
