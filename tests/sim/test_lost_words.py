@@ -1,0 +1,76 @@
+"""One word of a protocol is lost, nobody dies: whoever waits for it asks again, and nothing stays
+held for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake.base.messages import (
+    AbortTask,
+    DecodeTask,
+    KVReady,
+    PinGranted,
+    PrefillTask,
+    PushEnded,
+    PutEnd,
+    PutGranted,
+    Reserved,
+    Unpin,
+)
+from mooncake.instance import InstanceConfig
+from mooncake.scheduler.config import SchedulerConfig
+from tests.support.cluster import Cluster, request, specs
+
+WORDS: list[type[msgspec.Struct]] = [
+    AbortTask, DecodeTask, KVReady, PinGranted, PrefillTask, PushEnded, PutEnd, PutGranted,
+    Reserved, Unpin,
+]  # fmt: skip
+
+
+def lose(cluster: Cluster, word: type[msgspec.Struct], count: int) -> list[str]:
+    """Lose the first `count` messages of that kind; returns the list they are written to."""
+    network, lost = cluster.world.network, []
+    send = network.send
+
+    def lossy(source: Any, address: str, message: Any) -> None:
+        if isinstance(message, word) and len(lost) < count:
+            lost.append(address)
+        else:
+            send(source, address, message)
+
+    network.send = lossy  # type: ignore[method-assign]
+    return lost
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("word", WORDS, ids=lambda word: word.__name__)
+def test_a_lost_word_holds_nothing_for_ever(word: type[msgspec.Struct], count: int) -> None:
+    cluster = Cluster(
+        specs(2, 2),
+        scheduler=SchedulerConfig(
+            policy="random",
+            stall_timeout_s=10.0,
+            max_attempts=20,
+            fetch_latency_s=0.0,
+            remote_bytes_per_s=1e12,
+            local_bytes_per_s=1e12,
+        ),
+        instance=InstanceConfig(push_timeout_s=5.0, quarantine_s=6.0, ask_again_s=2.0),
+        pool_blocks=24,
+    )
+    lost = lose(cluster, word, count)
+    head = list(range(30))
+    for index in range(24):
+        cluster.world.submit(request(f"r{index}", [*head, index, index + 1], max_tokens=6))
+        cluster.run(0.008 if index % 3 == 0 else 0.1)
+        if index % 3 == 0:
+            cluster.world.abort(f"r{index}")
+    cluster.run(120)
+    assert lost, "this run never said it"
+    cluster.check_streams()
+    cluster.check_quiet()
+    assert [pool.num_open for pool in cluster.pools()] == [0] * 4
