@@ -372,8 +372,8 @@ EXPERIMENTS = {
         plays=fig13_plays(),
         table=fig13_table,
         remark="Conversation trace (the synthetic one is not at hand), first 4,000 requests, 8 "
-        "prefill and 8 decode instances. On a slow network the Conductor fetches less and computes "
-        "more; what is left is the push to decode, which every prompt needs.",
+        "prefill and 8 decode instances. Nearly flat: on a slow network the Conductor fetches less "
+        "and computes more, and the push to decode comes after the first token.",
     ),
     "fig15": Experiment(
         heading="Figure 15: effective requests by P:D split, TTFT <= 10 s, TBT <= 100 ms",

@@ -147,10 +147,14 @@ class Network:
         else:
             key = [(source, "out"), (target, "in")]
             seconds = num_bytes / config.link_bytes_per_s
-        start = max([now, *(self._link_free.get(link, 0.0) for link in key)])
+        # Each link is kept busy by itself, as flows that share it do: a transfer that waits for a
+        # busy receiver does not hold up what its sender has for others.
+        done_s = now
         for link in key:
-            self._link_free[link] = start + seconds
-        return start + seconds + config.transfer_latency_s
+            free_s = max(now, self._link_free.get(link, 0.0)) + seconds
+            self._link_free[link] = free_s
+            done_s = max(done_s, free_s)
+        return done_s + config.transfer_latency_s
 
     def is_cut(self, a: Endpoint, b: Endpoint) -> bool:
         """Whether the wire between two processes is cut."""
