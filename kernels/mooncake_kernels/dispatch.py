@@ -12,12 +12,58 @@ REFERENCE = "reference"
 TRITON = "triton"
 
 _TABLE: dict[str, dict[str, str]] = {
-    "rms_norm": {REFERENCE: "mooncake_kernels.reference.norm:rms_norm"},
-    "rotate": {REFERENCE: "mooncake_kernels.reference.rope:rotate"},
-    "route": {REFERENCE: "mooncake_kernels.reference.router:route"},
+    "rms_norm": {
+        REFERENCE: "mooncake_kernels.reference.norm:rms_norm",
+        TRITON: "mooncake_kernels.triton.norm:rms_norm",
+    },
+    "add_rms_norm": {
+        REFERENCE: "mooncake_kernels.reference.fused_norm:add_rms_norm",
+        TRITON: "mooncake_kernels.triton.norm:add_rms_norm",
+    },
+    "rms_norm_fp8": {
+        REFERENCE: "mooncake_kernels.reference.fused_norm:rms_norm_fp8",
+        TRITON: "mooncake_kernels.triton.norm:rms_norm_fp8",
+    },
+    "rotate": {
+        REFERENCE: "mooncake_kernels.reference.rope:rotate",
+        TRITON: "mooncake_kernels.triton.rope:rotate",
+    },
+    "kv_write": {
+        REFERENCE: "mooncake_kernels.reference.kv_write:kv_write",
+        TRITON: "mooncake_kernels.triton.rope:kv_write",
+    },
+    "merge_attention": {
+        REFERENCE: "mooncake_kernels.reference.merge:merge_attention",
+        TRITON: "mooncake_kernels.triton.merge:merge_attention",
+    },
+    "linear_fp8": {
+        REFERENCE: "mooncake_kernels.reference.fp8:linear_fp8",
+        TRITON: "mooncake_kernels.triton.linear_fp8:linear_fp8",
+    },
+    "route": {
+        REFERENCE: "mooncake_kernels.reference.router:route",
+        TRITON: "mooncake_kernels.triton.router:route",
+    },
+    "choose": {
+        REFERENCE: "mooncake_kernels.reference.router:choose",
+        TRITON: "mooncake_kernels.triton.router:choose",
+    },
     "experts": {
         REFERENCE: "mooncake_kernels.reference.experts:StackedExperts",
         "onednn": "mooncake_kernels.onednn.experts:PackedExperts",
+        TRITON: "mooncake_kernels.triton.experts:StackedExperts",
+    },
+    "experts_fp8": {
+        REFERENCE: "mooncake_kernels.reference.experts_quantized:Fp8Experts",
+        TRITON: "mooncake_kernels.triton.experts:Fp8Experts",
+    },
+    "experts_int4": {
+        REFERENCE: "mooncake_kernels.reference.experts_quantized:Int4Experts",
+        TRITON: "mooncake_kernels.triton.experts:Int4Experts",
+    },
+    "quantize_rows": {
+        REFERENCE: "mooncake_kernels.reference.fp8:quantize_rows",
+        TRITON: "mooncake_kernels.triton.quantize:quantize_rows",
     },
     "mla_absorbed": {
         REFERENCE: "mooncake_kernels.reference.mla:mla_absorbed",

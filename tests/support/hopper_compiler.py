@@ -62,9 +62,7 @@ def compiling() -> Iterator[list[Compiled]]:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         meta = kernel.metadata
         compiled.append(
-            Compiled(
-                meta.name, meta.shared, meta.num_warps, kernel.asm["ptx"], kernel.asm["cubin"]
-            )
+            Compiled(meta.name, meta.shared, meta.num_warps, kernel.asm["ptx"], kernel.asm["cubin"])
         )
         return kernel
 

@@ -1,7 +1,7 @@
 """A batch of query rows over paged KV, described on the device: no length is known to the host.
 
-This is what a captured CUDA graph can be replayed with: the tensors keep their place and shape, only
-their contents change. The reference reads them to the host and is the definition.
+This is what a captured CUDA graph can be replayed with: the tensors keep their place and shape,
+only their contents change. The reference reads them to the host and is the definition.
 """
 
 from __future__ import annotations

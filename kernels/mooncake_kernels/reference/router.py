@@ -32,7 +32,14 @@ def route(
     within the `top_groups` groups whose two best experts sum highest. Weights are the plain scores
     of the chosen, normalized to sum 1 where `normalize`, times `scale`.
     """
-    scores = functional.linear(x.float(), weight).sigmoid()
+    return choose(functional.linear(x.float(), weight), bias, routing)
+
+
+def choose(
+    logits: torch.Tensor, bias: torch.Tensor, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `route` does, of the router's `logits` [tokens, experts] float32."""
+    scores = logits.sigmoid()
     choice = scores + bias
     if routing.num_groups > 1:
         choice = _only_best_groups(choice, routing)

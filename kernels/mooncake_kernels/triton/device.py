@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mooncake_kernels.tuning import Target
+
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -33,10 +35,16 @@ def dot(a, b, acc):
 def narrow(x, DTYPE: tl.constexpr):
     """Return float32 `x` rounded to nearest, ties to even, as `DTYPE`."""
     if INTERPRETED:
-        if DTYPE == tl.bfloat16:  # what the interpreter cuts off is made zero by rounding first
+        if tl.bfloat16 == DTYPE:  # what the interpreter cuts off is made zero by rounding first
             bits = x.to(tl.int32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
             x = bits.to(tl.float32, bitcast=True)
+        elif tl.float8e4nv == DTYPE:  # three bits of mantissa, steps of 2^-9 below 2^-6
+            bits = x.to(tl.int32, bitcast=True)
+            bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -1048576
+            shift: tl.constexpr = 24576.0  # 1.5 * 2^14: adding it rounds to steps of 2^-9
+            small = (x + shift) - shift
+            x = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
     return x.to(DTYPE)
 
 
@@ -55,6 +63,16 @@ def num_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return _multiprocessors(device.index or 0)
+
+
+@functools.cache
+def _target(index: int) -> Target:
+    return Target(torch.cuda.get_device_name(index), triton.__version__)
+
+
+def target(device: torch.device) -> Target | None:
+    """Return what tuned tables are looked up by; None in the interpreter."""
+    return _target(device.index or 0) if device.type == "cuda" else None
 
 
 def pow2(number: int, least: int = 1) -> int:

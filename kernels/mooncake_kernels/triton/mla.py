@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
 from mooncake_kernels.reference.paged import PagedSpan
 from mooncake_kernels.reference.paged_batch import batch_of_spans
 from mooncake_kernels.triton.mla_decode import mla_decode

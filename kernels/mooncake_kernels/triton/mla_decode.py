@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
 from mooncake_kernels.reference.paged_batch import PagedBatch
 from mooncake_kernels.triton.device import (
     INTERPRETED,

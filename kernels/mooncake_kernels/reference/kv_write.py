@@ -1,0 +1,33 @@
+"""The cached row of a token: normed latent, rotated key part, written to its place in the pages."""
+
+from __future__ import annotations
+
+import torch
+from mooncake_kernels.reference.norm import rms_norm
+from mooncake_kernels.reference.rope import rotate
+
+FP8_MAX = 448.0
+
+
+def kv_write(
+    latent: torch.Tensor,
+    key: torch.Tensor,
+    rotation: torch.Tensor,
+    places: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    kv: torch.Tensor,
+    kv_scale: float = 1.0,
+) -> None:
+    """Write `[rms_norm(latent) | rotate(key)] / kv_scale` of each row to kv at its place.
+
+    latent: [rows, rank]; key: [rows, rope] with pairs interleaved; both may be strided views of one
+    product. rotation: [rows, rope / 2] complex64. places: [rows] int64, page * block_tokens +
+    offset; a negative place is passed over (unused rows of a captured step). norm: (weight [rank],
+    eps). kv: [pages, block_tokens, rank + rope]; float8_e4m3fn is clamped to +-448.
+    """
+    used = places >= 0
+    turned = rotate(key[:, None], rotation, interleaved=True)[:, 0]
+    rows = torch.cat((rms_norm(latent.contiguous(), *norm), turned), dim=-1)
+    if kv.dtype == torch.float8_e4m3fn:
+        rows = (rows.float() / kv_scale).clamp_(-FP8_MAX, FP8_MAX)
+    kv.view(-1, kv.shape[-1])[places[used]] = rows[used].to(kv.dtype)

@@ -1,0 +1,99 @@
+"""Sorts a batch's (token, choice) pairs by expert and cuts each expert's rows into tiles.
+
+All counts stay on the device. Few pairs are sorted by one program; many by torch's stable sort,
+which is slower to start and faster a pair. Both keep pairs of one expert in token order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from mooncake_kernels.triton.device import pow2
+
+_MAX_PAIRS_ONE_PROGRAM = 2048
+_COUNT_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """Pairs sorted by expert, in tiles of one expert each; a pair is token * k + choice.
+
+    order: [pairs] int32, the pairs in sorted order; those without an expert here come last.
+    tile_expert, tile_begin, tile_end: [max_tiles] int32, of which `num_tiles` [1] int32 are set: a
+    tile's expert and its rows of the sorted order.
+    """
+
+    order: torch.Tensor
+    tile_expert: torch.Tensor
+    tile_begin: torch.Tensor
+    tile_end: torch.Tensor
+    num_tiles: torch.Tensor
+
+    @property
+    def max_tiles(self) -> int:
+        return self.tile_expert.shape[0]
+
+
+@triton.jit
+def _sort(experts, order, pairs, num_experts, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    expert = tl.load(experts + i, mask=i < pairs, other=-1).to(tl.int32)
+    known = (expert >= 0) & (expert < num_experts)
+    key = tl.where(known, expert, tl.where(i < pairs, num_experts, num_experts + 1)) * BLOCK + i
+    key = tl.sort(key)
+    tl.store(order + i, key % BLOCK, mask=i < pairs)
+
+
+@triton.jit
+def _tile(
+    experts, tile_expert, tile_begin, tile_end, num_tiles, pairs, num_experts,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program an expert: counts all pairs (cheaper than a launch) and writes its tiles."""
+    me = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    i = tl.arange(0, CHUNK)
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    for begin in range(0, pairs, CHUNK):
+        expert = tl.load(experts + begin + i, mask=begin + i < pairs, other=-1).to(tl.int32)
+        known = (expert >= 0) & (expert < num_experts)
+        counts += tl.histogram(tl.where(known, expert, num_experts), BLOCK_E)
+    tiles = tl.where(e < num_experts, (counts + TILE - 1) // TILE, 0)
+    before = e < me
+    row = tl.sum(tl.where(before, counts, 0))
+    end = row + tl.sum(tl.where(e == me, counts, 0))
+    first = tl.sum(tl.where(before, tiles, 0))
+    mine = tl.sum(tl.where(e == me, tiles, 0))
+    for tile in range(mine):
+        tl.store(tile_expert + first + tile, me)
+        tl.store(tile_begin + first + tile, row + tile * TILE)
+        tl.store(tile_end + first + tile, tl.minimum(row + (tile + 1) * TILE, end))
+    if me == num_experts - 1:
+        tl.store(num_tiles, first + mine)
+
+
+def expert_tiles(experts: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertTiles:
+    """Return the tiles of `experts` [tokens, k] int64; ids outside 0..num_experts - 1 have none."""
+    pairs, device = experts.numel(), experts.device
+    most = min(pairs, num_experts) + pairs // tile_rows
+    tile_expert, tile_begin, tile_end = torch.empty(3, most, dtype=torch.int32, device=device)
+    num_tiles = torch.zeros(1, dtype=torch.int32, device=device)
+    flat = experts.contiguous().view(-1)
+    if pairs <= _MAX_PAIRS_ONE_PROGRAM:
+        order = torch.empty(pairs, dtype=torch.int32, device=device)
+        if pairs:
+            _sort[(1,)](flat, order, pairs, num_experts, BLOCK=pow2(pairs), num_warps=8)
+    else:
+        known = (flat >= 0) & (flat < num_experts)
+        order = flat.where(known, num_experts).sort(stable=True).indices.to(torch.int32)
+    if pairs:
+        _tile[(num_experts,)](
+            flat, tile_expert, tile_begin, tile_end, num_tiles, pairs, num_experts,
+            TILE=tile_rows, CHUNK=min(_COUNT_CHUNK, pow2(pairs)), BLOCK_E=pow2(num_experts + 1),
+            num_warps=4,
+        )  # fmt: skip
+    return ExpertTiles(order, tile_expert, tile_begin, tile_end, num_tiles)

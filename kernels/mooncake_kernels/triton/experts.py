@@ -1,0 +1,173 @@
+"""Routed experts on the grouped products: plain, FP8 block and INT4 weights (contracts:
+`reference.experts`, `reference.experts_quantized`). Experts of other ranks (ids outside the stack)
+add nothing, so the same classes serve expert parallelism. No count ever reaches the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch.nn import functional
+
+from mooncake_kernels.reference.experts_quantized import int4_codes
+from mooncake_kernels.triton import grouped
+from mooncake_kernels.triton.device import num_programs, pow2, target
+from mooncake_kernels.triton.expert_order import ExpertTiles, expert_tiles
+from mooncake_kernels.triton.quantize import quantize_rows
+from mooncake_kernels.tuning import ExpertsConfig, ExpertsShape, ProductTile, experts_config
+
+INT4_COLUMNS = 128
+"""Columns that are packed together; narrower last ones are filled up with zeros."""
+_SUM_COLUMNS = 1024
+_ZERO_CODE = 8
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """`matrices` [rows, columns] of one product, one after another, and what widens them."""
+
+    values: torch.Tensor
+    factors: torch.Tensor
+    rows: int
+    columns: int
+    matrices: int
+
+
+class _GroupedExperts:
+    """What the three formats share. `config` overrides the tables (for tuning)."""
+
+    def __init__(self, kind: int, num_experts: int, gate_up: _Weights, down: _Weights) -> None:
+        self._kind = kind
+        self._num_experts = num_experts
+        self._gate_up = gate_up
+        self._down = down
+        names = ("plain", "fp8", "int4")
+        self.shape = ExpertsShape(names[kind], num_experts, gate_up.rows, gate_up.columns)
+        self.config: ExpertsConfig | None = None
+
+    def __call__(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, [tokens, hidden] in x's dtype."""
+        tokens, choices = experts.shape
+        hidden, pairs = x.shape[1], experts.numel()
+        out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+        if not tokens:
+            return out
+        config = self.config or experts_config(self.shape, pairs, target(x.device))
+        tiles = expert_tiles(experts, self._num_experts, config.block_t)
+        inner = torch.empty(pairs, self._gate_up.rows, dtype=x.dtype, device=x.device)
+        parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
+        self._multiply(self._gate_up, x.contiguous(), inner, tiles, config, choices)
+        self._multiply(self._down, inner, parts, tiles, config, weights.contiguous())
+        columns = min(_SUM_COLUMNS, pow2(hidden))
+        grouped.sum_kernel[(tokens, triton.cdiv(hidden, columns))](
+            parts, experts.contiguous(), out, self._num_experts, hidden,
+            CHOICES=choices, BLOCK_N=columns, num_warps=4,
+        )  # fmt: skip
+        return out
+
+    def _multiply(
+        self,
+        w: _Weights,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        tiles: ExpertTiles,
+        config: ExpertsConfig,
+        extra: Any,
+    ) -> None:
+        first = w is self._gate_up
+        kernel = grouped.gate_up_kernel if first else grouped.down_kernel
+        tile: ProductTile = config.gate_up if first else config.down
+        # Both quantized formats have a step fixed by their groups.
+        step = tile.block_k if self._kind == grouped.PLAIN.value else INT4_COLUMNS
+        x, x_factors = quantize_rows(x) if self._kind == grouped.FP8.value else (x, x)
+        most = tiles.max_tiles * triton.cdiv(w.rows, tile.block_w)
+        programs = min(num_programs(x.device) * tile.programs, most)
+        kernel[(programs,)](
+            x, x_factors, w.values, w.factors, out,
+            tiles.order, tiles.tile_expert, tiles.tile_begin, tiles.tile_end, tiles.num_tiles,
+            w.rows, w.columns, w.values.numel() // w.matrices, w.factors.numel() // w.matrices,
+            extra,
+            FORMAT=self._kind, SWAP=config.swap, BLOCK_W=tile.block_w, BLOCK_T=config.block_t,
+            BLOCK_K=step, GROUP_T=tile.group_t, STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+
+
+class StackedExperts(_GroupedExperts):
+    """As `reference.experts.StackedExperts`, of any float dtype."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        count, hidden, inner = down.shape
+        gate_up, down = gate_up.contiguous(), down.contiguous()
+        super().__init__(
+            grouped.PLAIN.value,
+            count,
+            _Weights(gate_up, gate_up, inner, hidden, 2 * count),
+            _Weights(down, down, hidden, inner, count),
+        )
+
+
+class Fp8Experts(_GroupedExperts):
+    """As `reference.experts_quantized.Fp8Experts`."""
+
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        gate_up_factors: torch.Tensor,
+        down: torch.Tensor,
+        down_factors: torch.Tensor,
+    ) -> None:
+        count, hidden, inner = down.shape
+        super().__init__(
+            grouped.FP8.value,
+            count,
+            _Weights(gate_up.contiguous(), gate_up_factors.contiguous(), inner, hidden, 2 * count),
+            _Weights(down.contiguous(), down_factors.contiguous(), hidden, inner, count),
+        )
+
+
+class Int4Experts(_GroupedExperts):
+    """As `reference.experts_quantized.Int4Experts`; packs the weights anew, see `pack_int4`."""
+
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        gate_up_scales: torch.Tensor,
+        down: torch.Tensor,
+        down_scales: torch.Tensor,
+    ) -> None:
+        count, hidden, inner = down.shape[0], down.shape[1], gate_up.shape[2]
+        super().__init__(
+            grouped.INT4.value,
+            count,
+            _Weights(*_packed(gate_up, gate_up_scales), inner, hidden, 2 * count),
+            _Weights(*_packed(down, down_scales), hidden, inner, count),
+        )
+
+
+def _packed(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all matrices of `words` and `scales` in the kernel's order, one at a time."""
+    pairs = zip(words.flatten(0, -3), scales.flatten(0, -3), strict=True)
+    packed = [pack_int4(*pair) for pair in pairs]
+    return torch.stack([codes for codes, _ in packed]), torch.stack([s for _, s in packed])
+
+
+def pack_int4(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (bytes [steps, rows, 64] uint8, scales [steps, rows, 4]) of one matrix.
+
+    words: [rows, columns / 8] int32 and scales: [rows, columns / 32] as in the checkpoint. A step
+    is 128 columns: byte j holds column j in its low half and column 64 + j in its high half.
+    """
+    codes = int4_codes(words)
+    rows, columns = codes.shape
+    steps = triton.cdiv(columns, INT4_COLUMNS)
+    codes = functional.pad(codes, (0, steps * INT4_COLUMNS - columns), value=_ZERO_CODE)
+    scales = functional.pad(scales, (0, steps * 4 - scales.shape[1]))
+    halves = codes.view(rows, steps, 2, INT4_COLUMNS // 2)
+    octets = halves[:, :, 0] | (halves[:, :, 1] << 4)
+    by_step = scales.view(rows, steps, 4).transpose(0, 1)
+    return octets.transpose(0, 1).contiguous(), by_step.contiguous()

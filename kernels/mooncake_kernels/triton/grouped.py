@@ -1,0 +1,210 @@
+"""Grouped matrix products over tiles of one expert each, for weights plain, FP8 block or INT4.
+
+`SWAP` makes weights the rows of the product and tokens its columns: wgmma wants 64 rows, which a
+decode batch has of weights and not of tokens of one expert. Programs walk over all tiles, whose
+number is read on the device, so the grid is the same for every batch.
+
+INT4 weights lie as `experts.pack_int4` puts them: for each 128 columns a byte holds column j low
+and column 64 + j high, so one mask gives 64 columns in a row, and a tile's bytes are contiguous.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mooncake_kernels.triton.device import INTERPRETED, dot, narrow
+
+PLAIN = tl.constexpr(0)
+FP8 = tl.constexpr(1)
+INT4 = tl.constexpr(2)
+
+
+@triton.jit
+def _dot(w, x, acc, SWAP: tl.constexpr):
+    """Add the product of weights [n, k] and tokens [t, k] to acc, [n, t] if SWAP, else [t, n]."""
+    if SWAP:
+        return dot(w, tl.trans(x), acc)
+    else:  # noqa: RET505
+        return dot(x, tl.trans(w), acc)
+
+
+@triton.jit
+def _int4_half(codes, scales, x_dtype: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Return weights [BLOCK_W, 64] of codes [BLOCK_W, 64] and their groups' scales [BLOCK_W, 2]."""
+    wide = tl.broadcast_to(scales[:, :, None], [BLOCK_W, 2, 32])
+    wide = tl.reshape(wide, [BLOCK_W, 64])
+    if INTERPRETED:
+        return (codes.to(tl.float32) - 8.0) * wide.to(tl.float32)
+    else:  # noqa: RET505
+        return (codes.to(tl.int8) - 8).to(x_dtype) * wide
+
+
+@triton.jit
+def _add(
+    acc, x, x_high, x_factor, w, factors, rows, k, N, K,
+    FORMAT: tl.constexpr, SWAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Add one step of BLOCK_K columns from `k` on of the matrix `w` [N, K] to acc."""
+    live = rows < N
+    if FORMAT == INT4:
+        j = tl.arange(0, 64)
+        g = tl.arange(0, 2)
+        line = rows.to(tl.int64) + k // 128 * N
+        codes = tl.load(w + line[:, None] * 64 + j[None, :], mask=live[:, None], other=0)
+        at = factors + line[:, None] * 4 + g[None, :]
+        scales = tl.load(at, mask=live[:, None], other=0.0)
+        later_scales = tl.load(at + 2, mask=live[:, None], other=0.0)
+        acc = _dot(_int4_half(codes & 15, scales, x.dtype, BLOCK_W), x, acc, SWAP)
+        acc = _dot(_int4_half(codes >> 4, later_scales, x.dtype, BLOCK_W), x_high, acc, SWAP)
+    else:
+        column = k + tl.arange(0, BLOCK_K)
+        tile = tl.load(
+            w + rows.to(tl.int64)[:, None] * K + column[None, :],
+            mask=live[:, None] & (column < K)[None, :],
+            other=0.0,
+        )
+        if FORMAT == FP8:
+            blocks = (K + 127) // 128
+            factor = tl.load(factors + rows // 128 * blocks + k // 128, mask=live, other=0.0)
+            if SWAP:
+                scale = factor[:, None] * x_factor[None, :]
+            else:
+                scale = x_factor[:, None] * factor[None, :]
+            acc += _dot(tile, x, tl.zeros(acc.shape, tl.float32), SWAP) * scale
+        else:
+            acc = _dot(tile, x, acc, SWAP)
+    return acc
+
+
+@triton.jit
+def _tokens(
+    x, x_factors, x_rows, live, k, K,
+    FORMAT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return (columns k on, the later half for INT4, factors for FP8) of some rows of x [., K]."""
+    HALF: tl.constexpr = 64 if FORMAT == INT4 else BLOCK_K
+    column = k + tl.arange(0, HALF)
+    row = x + x_rows.to(tl.int64)[:, None] * K
+    part = tl.load(row + column[None, :], mask=live[:, None] & (column < K)[None, :], other=0.0)
+    later = part
+    factor = tl.zeros([BLOCK_T], tl.float32)
+    if FORMAT == INT4:
+        column += 64
+        later = tl.load(
+            row + column[None, :], mask=live[:, None] & (column < K)[None, :], other=0.0
+        )
+    if FORMAT == FP8:
+        blocks = (K + 127) // 128
+        factor = tl.load(x_factors + x_rows * blocks + k // 128, mask=live, other=0.0)
+    return part, later, factor
+
+
+@triton.jit
+def _place(index, num_tiles, blocks, GROUP_T: tl.constexpr):
+    """Return (tile, block of weight rows): GROUP_T tiles share a block's read before the next."""
+    group = index // (GROUP_T * blocks)
+    first = group * GROUP_T
+    size = tl.minimum(num_tiles - first, GROUP_T)
+    inside = index % (GROUP_T * blocks)
+    return first + inside % size, inside // size
+
+
+@triton.jit
+def gate_up_kernel(
+    x, x_factors, w, factors, out, order, tile_expert, tile_begin, tile_end, num_tiles,
+    N, K, matrix, matrix_factors, choices,
+    FORMAT: tl.constexpr, SWAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out[sorted row] = silu(gate x) * (up x) for each pair; w: [experts, 2, N, K].
+
+    matrix, matrix_factors: elements of one [N, K] matrix and of its factors.
+    """
+    blocks = tl.cdiv(N, BLOCK_W)
+    tiles = tl.load(num_tiles)
+    for index in range(tl.program_id(0), tiles * blocks, tl.num_programs(0)):
+        tile, block = _place(index, tiles, blocks, GROUP_T)
+        expert = tl.load(tile_expert + tile).to(tl.int64)
+        row = tl.load(tile_begin + tile) + tl.arange(0, BLOCK_T)
+        live = row < tl.load(tile_end + tile)
+        token = tl.load(order + row, mask=live, other=0) // choices
+        n = block * BLOCK_W + tl.arange(0, BLOCK_W)
+        gate_w = w + expert * 2 * matrix
+        gate_factors = factors + expert * 2 * matrix_factors
+        if SWAP:
+            gate = tl.zeros([BLOCK_W, BLOCK_T], tl.float32)
+        else:
+            gate = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
+        up = gate
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            part, later, factor = _tokens(x, x_factors, token, live, k, K, FORMAT, BLOCK_T, BLOCK_K)
+            gate = _add(
+                gate, part, later, factor, gate_w, gate_factors, n, k, N, K,
+                FORMAT, SWAP, BLOCK_W, BLOCK_K,
+            )  # fmt: skip
+            up = _add(
+                up, part, later, factor, gate_w + matrix, gate_factors + matrix_factors, n, k, N, K,
+                FORMAT, SWAP, BLOCK_W, BLOCK_K,
+            )  # fmt: skip
+        result = gate / (1.0 + tl.exp(-gate)) * up
+        if SWAP:
+            at = row.to(tl.int64)[None, :] * N + n[:, None]
+            mask = live[None, :] & (n < N)[:, None]
+        else:
+            at = row.to(tl.int64)[:, None] * N + n[None, :]
+            mask = live[:, None] & (n < N)[None, :]
+        tl.store(out + at, narrow(result, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def down_kernel(
+    x, x_factors, w, factors, out, order, tile_expert, tile_begin, tile_end, num_tiles,
+    N, K, matrix, matrix_factors, pair_weights,
+    FORMAT: tl.constexpr, SWAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = weight * (down x[sorted row]); w: [experts, N, K]."""
+    blocks = tl.cdiv(N, BLOCK_W)
+    tiles = tl.load(num_tiles)
+    for index in range(tl.program_id(0), tiles * blocks, tl.num_programs(0)):
+        tile, block = _place(index, tiles, blocks, GROUP_T)
+        expert = tl.load(tile_expert + tile).to(tl.int64)
+        row = tl.load(tile_begin + tile) + tl.arange(0, BLOCK_T)
+        live = row < tl.load(tile_end + tile)
+        n = block * BLOCK_W + tl.arange(0, BLOCK_W)
+        if SWAP:
+            acc = tl.zeros([BLOCK_W, BLOCK_T], tl.float32)
+        else:
+            acc = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            part, later, factor = _tokens(x, x_factors, row, live, k, K, FORMAT, BLOCK_T, BLOCK_K)
+            acc = _add(
+                acc, part, later, factor, w + expert * matrix, factors + expert * matrix_factors,
+                n, k, N, K, FORMAT, SWAP, BLOCK_W, BLOCK_K,
+            )  # fmt: skip
+        pair = tl.load(order + row, mask=live, other=0).to(tl.int64)
+        weight = tl.load(pair_weights + pair, mask=live, other=0.0)
+        if SWAP:
+            acc = acc * weight[None, :]
+            at = pair[None, :] * N + n[:, None]
+            mask = live[None, :] & (n < N)[:, None]
+        else:
+            acc = acc * weight[:, None]
+            at = pair[:, None] * N + n[None, :]
+            mask = live[:, None] & (n < N)[None, :]
+        tl.store(out + at, narrow(acc, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_kernel(parts, experts, out, num_experts, N, CHOICES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """out[token] = the sum of its pairs' parts by choice; experts elsewhere add nothing."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_N], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        pair = token * CHOICES + choice
+        expert = tl.load(experts + pair).to(tl.int32)
+        limit = tl.where((expert >= 0) & (expert < num_experts), N, 0)
+        acc += tl.load(parts + pair * N + n, mask=n < limit, other=0.0).to(tl.float32)
+    tl.store(out + token * N + n, narrow(acc, out.dtype.element_ty), mask=n < N)

@@ -1,0 +1,83 @@
+"""Dense products of FP8 block weights (contract: `reference.fp8.linear_fp8`).
+
+Each step of 128 columns is one product of its own, scaled and added in float32: that is what the
+factors ask for, and it keeps Hopper's short FP8 accumulator from carrying over long sums. Few rows
+swap the operands so that weights fill wgmma's 64 rows. Tiles are walked in groups for reuse in L2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mooncake_kernels.reference.fp8 import GROUP
+from mooncake_kernels.triton.device import dot, narrow, num_programs
+
+_FEW_ROWS = (16, 32, 64)
+
+
+@triton.jit
+def _linear(
+    x, x_factors, w, factors, out, M, N, K,
+    SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks_m = tl.cdiv(M, BLOCK_M)
+    blocks_n = tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(K, 128)
+    j = tl.arange(0, 128)
+    for index in range(tl.program_id(0), blocks_m * blocks_n, tl.num_programs(0)):
+        first = index // (GROUP_M * blocks_n) * GROUP_M
+        size = tl.minimum(blocks_m - first, GROUP_M)
+        inside = index % (GROUP_M * blocks_n)
+        m = (first + inside % size) * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = inside // size * BLOCK_N + tl.arange(0, BLOCK_N)
+        x_row = x + m.to(tl.int64)[:, None] * K
+        w_row = w + n.to(tl.int64)[:, None] * K
+        if SWAP:
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in tl.range(0, steps, num_stages=STAGES):
+            column = (step * 128 + j)[None, :]
+            a = tl.load(x_row + column, mask=(m < M)[:, None] & (column < K), other=0.0)
+            b = tl.load(w_row + column, mask=(n < N)[:, None] & (column < K), other=0.0)
+            of_row = tl.load(x_factors + m * steps + step, mask=m < M, other=0.0)
+            of_block = tl.load(factors + n // 128 * steps + step, mask=n < N, other=0.0)
+            zero = tl.zeros(acc.shape, tl.float32)
+            if SWAP:
+                acc += dot(b, tl.trans(a), zero) * of_block[:, None] * of_row[None, :]
+            else:
+                acc += dot(a, tl.trans(b), zero) * of_row[:, None] * of_block[None, :]
+        if SWAP:
+            at = m.to(tl.int64)[None, :] * N + n[:, None]
+            mask = (m < M)[None, :] & (n < N)[:, None]
+        else:
+            at = m.to(tl.int64)[:, None] * N + n[None, :]
+            mask = (m < M)[:, None] & (n < N)[None, :]
+        tl.store(out + at, narrow(acc, out.dtype.element_ty), mask=mask)
+
+
+def linear_fp8(
+    x: torch.Tensor, x_factors: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor
+) -> torch.Tensor:
+    """Return `x @ weight.T`, [rows, out] bfloat16; see the reference. All contiguous."""
+    rows, width = x.shape
+    columns = weight.shape[0]
+    steps = triton.cdiv(width, GROUP)
+    if tuple(x_factors.shape) != (rows, steps) or factors.shape[1] != steps:
+        raise ValueError(f"factors of {tuple(x_factors.shape)} for {rows} rows of {width} columns")
+    out = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.device)
+    if not rows:
+        return out
+    swap = rows <= _FEW_ROWS[-1]
+    block_m = next((size for size in _FEW_ROWS if rows <= size), 128)
+    block_n = 64 if swap else 128
+    tiles = triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n)
+    _linear[(min(tiles, num_programs(x.device) * (3 if swap else 1)),)](
+        x, x_factors, weight, factors, out, rows, columns, width,
+        SWAP=swap, BLOCK_M=block_m, BLOCK_N=block_n, GROUP_M=8, STAGES=4,
+        num_warps=4 if swap else 8,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,138 @@
+"""Which tile sizes a kernel is launched with: tables measured on a device, else a rule of thumb.
+
+A table is a JSON file in `tuned/`, made by `mooncake tune` and never while serving:
+`{"device": ..., "triton": "3.6", "entries": {"experts/int4/384/256/7168": {"128": {...}}}}`; the
+inner key is the batch, of which the nearest is taken. Knows no torch and no Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+TABLES = Path(__file__).parent / "tuned"
+
+_FEW_ROWS = (16, 32, 64)
+"""Rows of an expert up to which weights are made the rows of the product."""
+
+
+@dataclass(frozen=True)
+class ProductTile:
+    """How one grouped product is cut. `programs`: a multiprocessor; 0 columns_step: all of K."""
+
+    block_w: int
+    block_k: int
+    group_t: int
+    programs: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Tiles of a layer of experts: `block_t` rows of one expert, weights as rows where `swap`."""
+
+    block_t: int
+    swap: bool
+    gate_up: ProductTile
+    down: ProductTile
+
+    @classmethod
+    def from_table(cls, entry: Mapping[str, object]) -> ExpertsConfig:
+        """Read what `to_table` wrote. TypeError: keys are missing or unknown."""
+        values = dict(entry)
+        tiles = {name: ProductTile(**values.pop(name)) for name in ("gate_up", "down")}  # type: ignore[arg-type]
+        return cls(**values, **tiles)  # type: ignore[arg-type]
+
+    def to_table(self) -> dict[str, object]:
+        """Return what JSON can hold."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """What an entry is looked up by. inner, hidden: of this rank; format: plain, fp8 or int4."""
+
+    format: str
+    num_experts: int
+    inner: int
+    hidden: int
+
+    @property
+    def key(self) -> str:
+        parts = [str(getattr(self, field.name)) for field in fields(self)]
+        return "/".join(["experts", *parts])
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device and a Triton release; tables of one say nothing of another."""
+
+    device: str
+    triton: str
+
+    @property
+    def file_name(self) -> str:
+        """Return e.g. `nvidia-h200.triton-3.6.json`."""
+        slug = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
+        return f"{slug}.triton-{'.'.join(self.triton.split('.')[:2])}.json"
+
+
+def experts_config(
+    shape: ExpertsShape, pairs: int, target: Target | None, tables: Path = TABLES
+) -> ExpertsConfig:
+    """Return the configuration for `pairs` (token, choice) pairs: the table's nearest, else a rule.
+
+    target: None where there is nothing to measure (the interpreter).
+    """
+    if target is not None:
+        batches = _table(tables / target.file_name).get(shape.key)
+        if batches:
+            nearest = min(batches, key=lambda batch: abs(math.log(batch / max(pairs, 1))))
+            return batches[nearest]
+    return default_experts_config(shape, pairs)
+
+
+@functools.cache
+def _table(path: Path) -> dict[str, dict[int, ExpertsConfig]]:
+    if not path.exists():
+        return {}
+    entries = json.loads(path.read_text(encoding="utf-8"))["entries"]
+    return {
+        key: {int(batch): ExpertsConfig.from_table(entry) for batch, entry in batches.items()}
+        for key, batches in entries.items()
+    }
+
+
+def save_table(
+    path: Path, target: Target, entries: Mapping[str, Mapping[int, ExpertsConfig]]
+) -> None:
+    """Write or extend the table at `path`; entries of the same key and batch are replaced."""
+    merged = {key: dict(batches) for key, batches in _table(path).items()}
+    for key, batches in entries.items():
+        merged.setdefault(key, {}).update(batches)
+    plain = {
+        key: {str(batch): merged[key][batch].to_table() for batch in sorted(merged[key])}
+        for key in sorted(merged)
+    }
+    content = {"device": target.device, "triton": target.triton, "entries": plain}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    _table.cache_clear()
+
+
+def default_experts_config(shape: ExpertsShape, pairs: int) -> ExpertsConfig:
+    """Return a configuration from the mean number of rows an expert has."""
+    rows = pairs / min(shape.num_experts, max(pairs, 1))
+    for block_t in _FEW_ROWS:
+        if rows <= block_t // 2:
+            tile = ProductTile(64, 128, 1, 3 if block_t < 64 else 2, 4, 4)
+            return ExpertsConfig(block_t, True, tile, tile)
+    gate_up = ProductTile(64, 128 if shape.format != "plain" else 64, 8, 1, 8, 3)
+    down = ProductTile(128, gate_up.block_k, 8, 1, 8, 3)
+    return ExpertsConfig(128, False, gate_up, down)

@@ -1,0 +1,162 @@
+"""Routed experts in three weight formats against their definitions, both ways round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mooncake_kernels.dispatch import kernel
+from mooncake_kernels.reference.experts_quantized import widen_int4
+from mooncake_kernels.reference.fp8 import widen_blocks
+from mooncake_kernels.triton.experts import pack_int4
+from mooncake_kernels.tuning import ExpertsConfig, ProductTile
+
+from tests.support.kernel_gates import DEVICE, assert_product
+
+TILE = ProductTile(block_w=32, block_k=32, group_t=2, programs=1, warps=4, stages=2)
+SWAPPED = ExpertsConfig(16, True, TILE, TILE)
+STRAIGHT = ExpertsConfig(16, False, TILE, replace(TILE, block_w=64))
+BOTH = pytest.mark.parametrize("config", [SWAPPED, STRAIGHT], ids=["swapped", "straight"])
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def routing(tokens: int, k: int, num: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = random(tokens, num, seed=seed)
+    weights = torch.softmax(random(tokens, k, seed=seed + 1), dim=-1)
+    return scores.topk(k, dim=-1).indices, weights
+
+
+def plain(num: int, inner: int, hidden: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = random(num, 2 * inner, hidden, seed=seed) * hidden**-0.5
+    return gate_up, random(num, hidden, inner, seed=seed + 1) * inner**-0.5
+
+
+def fp8(values: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = -(-values.shape[-2] // 128), -(-values.shape[-1] // 128)
+    factors = random(*values.shape[:-2], rows, columns, seed=seed).abs() * 0.01 + 0.002
+    return (values * 100).clamp(-448, 448).to(torch.float8_e4m3fn), factors
+
+
+def int4(
+    shape: tuple[int, ...], seed: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    *lead, columns = shape
+    words = torch.randint(-(2**31), 2**31, (*lead, columns // 8), generator=generator)
+    scales = torch.rand(*lead, -(-columns // 32), generator=generator) * 0.05 + 0.01
+    return words.to(torch.int32).to(DEVICE), scales.to(DEVICE, dtype)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_plain(config: ExpertsConfig, dtype: torch.dtype) -> None:
+    gate_up, down = (part.to(dtype) for part in plain(5, 40, 72, seed=1))
+    x = random(9, 72, seed=3).to(dtype)
+    experts, weights = routing(9, 2, 5, seed=4)
+    fast = kernel("experts", "triton")(gate_up, down)
+    fast.config = config
+    wanted = kernel("experts")(gate_up.float(), down.float())(x.float(), experts, weights)
+    got = fast(x, experts, weights)
+    assert got.dtype == dtype
+    assert_product(got, wanted, gate=1e-5 if dtype == torch.bfloat16 else 1e-10)
+
+
+@BOTH
+def test_fp8_blocks(config: ExpertsConfig) -> None:
+    inner, hidden = 136, 160
+    gate_up, down = plain(3, inner, hidden, seed=5)
+    weights_fp8 = (*fp8(gate_up.view(3, 2, inner, hidden), 6), *fp8(down, 7))
+    x = random(4, hidden, seed=8).to(torch.bfloat16)
+    experts, weights = routing(4, 2, 3, seed=9)
+    fast = kernel("experts_fp8", "triton")(*weights_fp8)
+    fast.config = config
+    wanted = kernel("experts_fp8")(*weights_fp8)(x, experts, weights)
+    assert_product(fast(x, experts, weights), wanted, gate=1e-4)
+
+
+def test_fp8_is_near_the_widened_weights() -> None:
+    """The definition itself: quantized activations cost little against plain bf16 products."""
+    gate_up, down = plain(3, 64, 256, seed=10)
+    first, second = fp8(gate_up.view(3, 2, 64, 256), 11), fp8(down, 12)
+    x = random(6, 256, seed=13)
+    experts, weights = routing(6, 2, 3, seed=14)
+    quantized = kernel("experts_fp8")(*first, *second)(x, experts, weights)
+    wide = kernel("experts")(widen_blocks(*first).flatten(1, 2), widen_blocks(*second))
+    assert_product(quantized, wide(x, experts, weights), gate=2e-3, element=0.2)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_int4_groups(config: ExpertsConfig, dtype: torch.dtype) -> None:
+    inner, hidden = 64, 160
+    stored = (*int4((4, 2, inner, hidden), 15, dtype), *int4((4, hidden, inner), 16, dtype))
+    x = (random(7, hidden, seed=17) * 0.1).to(dtype)
+    experts, weights = routing(7, 3, 4, seed=18)
+    fast = kernel("experts_int4", "triton")(*stored)
+    fast.config = config
+    wide = [
+        part.float() for part in (widen_int4(*stored[:2]).flatten(1, 2), widen_int4(*stored[2:]))
+    ]
+    wanted = kernel("experts")(*wide)(x.float(), experts, weights)
+    gate = 1e-5 if dtype == torch.bfloat16 else 1e-10
+    assert_product(fast(x, experts, weights), wanted, gate)
+    reference = kernel("experts_int4")(*stored)(x, experts, weights)
+    assert_product(reference, wanted, 2 * gate)  # rounds each expert's output and its weight
+
+
+def test_int4_bytes_hold_the_codes_where_the_kernel_looks() -> None:
+    words, scales = int4((6, 256), 19, torch.float32)
+    octets, by_step = pack_int4(words, scales)
+    wide = widen_int4(words, scales)
+    for step in range(2):
+        low, high = octets[step] & 15, octets[step] >> 4
+        codes = torch.cat((low, high), dim=-1).float() - 8
+        again = codes * by_step[step].repeat_interleave(32, dim=-1)
+        assert torch.equal(again, wide[:, step * 128 : (step + 1) * 128])
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_the_rule_of_thumb_when_there_is_no_table(tokens: int) -> None:
+    gate_up, down = plain(2, 16, 32, seed=20)
+    x = random(tokens, 32, seed=21)
+    experts, weights = routing(tokens, 1, 2, seed=22)
+    wanted = kernel("experts")(gate_up, down)(x, experts, weights)
+    assert_product(kernel("experts", "triton")(gate_up, down)(x, experts, weights), wanted, 1e-10)
+
+
+def test_experts_of_other_ranks_add_nothing() -> None:
+    gate_up, down = plain(4, 16, 32, seed=23)
+    x = random(5, 32, seed=24)
+    experts, weights = routing(5, 2, 4, seed=25)
+    wanted = kernel("experts")(gate_up, down)(x, experts, weights)
+    halves = []
+    for first in (0, 2):
+        mine = kernel("experts", "triton")(gate_up[first : first + 2], down[first : first + 2])
+        halves.append(mine(x, experts - first, weights))
+    assert_product(halves[0] + halves[1], wanted, 1e-10)
+
+
+def test_no_tokens_and_one_expert_for_all() -> None:
+    gate_up, down = plain(3, 16, 32, seed=26)
+    fast = kernel("experts", "triton")(gate_up, down)
+    none = torch.empty(0, 2, dtype=torch.int64, device=DEVICE)
+    assert tuple(fast(random(0, 32, seed=1), none, none.float()).shape) == (0, 32)
+    x, experts = random(20, 32, seed=27), torch.full((20, 1), 1, device=DEVICE)
+    weights = torch.ones(20, 1, device=DEVICE)
+    wanted = kernel("experts")(gate_up, down)(x, experts, weights)
+    assert_product(fast(x, experts, weights), wanted, 1e-10)
+
+
+def test_a_token_does_not_depend_on_the_others() -> None:
+    gate_up, down = (part.to(torch.bfloat16) for part in plain(3, 16, 32, seed=28))
+    fast = kernel("experts", "triton")(gate_up, down)
+    fast.config = SWAPPED
+    x = random(9, 32, seed=29).to(torch.bfloat16)
+    experts, weights = routing(9, 2, 3, seed=30)
+    together = fast(x, experts, weights)
+    assert torch.equal(together, fast(x, experts, weights))
+    assert torch.equal(together[4:5], fast(x[4:5], experts[4:5], weights[4:5]))
