@@ -32,5 +32,8 @@ class ApiConfig:
     one to close and never sends a request into a closing connection."""
     drain_s: float = 30.0
     """On shutdown, running requests get this long before they are ended with an error."""
+    allow_special_tokens_in_chat: bool = False
+    """Whether a message that spells a control token gets that token. No: it could end its turn and
+    speak as the system or the model. /v1/completions always takes a prompt as it is written."""
     access_log: bool = False
     docs: bool = True

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mooncake.api.chat_template import ChatTemplate
+from mooncake.api.guard import Guard
 from mooncake.api.schema.chat import ChatMessage, Tool
 from mooncake.base import InvalidRequest
 
@@ -19,8 +20,9 @@ def render_conversation(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     kwargs: Mapping[str, Any] | None,
+    guard: Guard | None,
 ) -> str:
-    """Return the prompt text of a conversation.
+    """Return the prompt text of a conversation, to be encoded by `guard` if there is one.
 
     Raises:
         InvalidRequest: the two flags contradict each other, or the template refused.
@@ -39,9 +41,13 @@ def render_conversation(
         add_generation_prompt = not continue_final_message
     turns = [template_message(message) for message in messages]
     rename_calls(turns)
+    declared = [tool.raw for tool in tools] if tools else None
+    if guard is not None:
+        turns = [guard.turn(turn) for turn in turns]
+        declared, kwargs = guard.value(declared), guard.value(dict(kwargs or {}))
     return template.render(
         turns,
-        tools=[tool.raw for tool in tools] if tools else None,
+        tools=declared,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=bool(continue_final_message),
         kwargs=kwargs,

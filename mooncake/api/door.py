@@ -14,6 +14,7 @@ from mooncake.api.backend import Backend
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import shorten
 from mooncake.api.generation import Call, Choice, TextOptions
+from mooncake.api.guard import Guard
 from mooncake.api.message_parser import THINK_MARKERS, TOOL_MARKERS, Marker, find_markers
 from mooncake.api.model import ServedModel
 from mooncake.api.sampling import choice_seed, request_priority
@@ -59,6 +60,9 @@ class Door:
         """Empty when the model does not mark its reasoning."""
         self.tool_markers = find_markers(model.tokenizer, TOOL_MARKERS)
         """Empty when the model has no tool-call format that we know."""
+        self.guard = None
+        if not config.allow_special_tokens_in_chat:
+            self.guard = Guard(model.tokenizer, [marker.value for marker in THINK_MARKERS])
         template = model.template.source
         self.thinks = bool(self.think_markers) and Marker.THINK_BEGIN.value in template
         """Whether the model reasons by itself: its template knows of think blocks."""
@@ -95,6 +99,16 @@ class Door:
             return encode(text, add_special=add_special)
         return await asyncio.to_thread(encode, text, add_special=add_special)
 
+    async def encode_chat(self, text: str, *, add_special: bool) -> list[int]:
+        """Tokenize a rendered conversation: only the template's control tokens are control tokens,
+        unless the settings allow them to everybody.
+        """
+        if self.guard is None:
+            return await self.encode(text, add_special=add_special)
+        if len(text) <= THREAD_CHARS:
+            return self.guard.encode(text, add_special=add_special)
+        return await asyncio.to_thread(self.guard.encode, text, add_special=add_special)
+
     def new_id(self) -> str:
         """Return a fresh random id."""
         return self._ids.hex(16)
@@ -113,7 +127,7 @@ class Door:
         """
         if self.draining:
             raise Unavailable("the server is shutting down", retry_after_s=self.config.drain_s)
-        n = fields.n or 1
+        n = max(fields.n or 1, fields.best_of or 1)
         if len(prompts) * n > self.config.max_sequences:
             raise InvalidRequest(
                 f"{len(prompts)} prompts with n={n} are more than {self.config.max_sequences} "
@@ -141,7 +155,7 @@ class Door:
             Choice(which, request, self.model.tokenizer, options, self.model.eos_token_ids)
             for which, request in enumerate(requests)
         ]
-        return Call(self.backend, call_id, requests, choices, n)
+        return Call(self.backend, call_id, requests, choices, n, num_kept=fields.n or 1)
 
     def opened(self, call: Call) -> None:
         """Remember a running call, so that a shutdown can end it."""

@@ -6,6 +6,7 @@ disconnect ends. Replies and streams are made from the same `Delta`s, so they ag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
@@ -223,9 +224,17 @@ class Call:
         requests: Sequence[GenerateRequest],
         choices: Sequence[Choice],
         num_per_prompt: int,
+        *,
+        num_kept: int | None = None,
     ) -> None:
+        """`num_kept`: of the `num_per_prompt` choices of a prompt `finish` returns the so many most
+        likely; None = all.
+        """
         self.call_id = call_id
         self.requests = requests
+        """Of the choices that are returned, in their order."""
+        self._num_kept = num_kept or num_per_prompt
+        self._firsts = requests[::num_per_prompt]
         self.choices = choices
         self._num_per_prompt = num_per_prompt
         self._by_id = {
@@ -264,7 +273,22 @@ class Call:
         """Run to the end and return the whole of every choice, in order."""
         while events := await self._stream.batch():
             self._feed(events)
-        return [choice.take() for choice in self.choices]
+        deltas = [choice.take() for choice in self.choices]
+        if self._num_kept < self._num_per_prompt:
+            deltas = self._most_likely(deltas)
+        return deltas
+
+    def _most_likely(self, deltas: list[Delta]) -> list[Delta]:
+        """Return of each prompt the most likely answers, best first, numbered anew."""
+        kept: list[Delta] = []
+        requests: list[GenerateRequest] = []
+        for first in range(0, len(deltas), self._num_per_prompt):
+            group = deltas[first : first + self._num_per_prompt]
+            for delta in sorted(group, key=_mean_logprob, reverse=True)[: self._num_kept]:
+                requests.append(self.requests[delta.index])
+                kept.append(msgspec.structs.replace(delta, index=len(kept)))
+        self.requests = requests
+        return kept
 
     def _feed(self, events: Sequence[OutputEvent]) -> list[Choice]:
         """Feed every choice and return those that have something new."""
@@ -283,7 +307,7 @@ class Call:
     @property
     def num_prompt_tokens(self) -> int:
         """Of all prompts, each counted once however many choices it has."""
-        return sum(len(request.prompt_tokens) for request in self._first_of_prompts())
+        return sum(len(request.prompt_tokens) for request in self._firsts)
 
     @property
     def num_output_tokens(self) -> int:
@@ -299,5 +323,9 @@ class Call:
         firsts = self.choices[:: self._num_per_prompt]
         return sum(choice.num_cached_tokens or 0 for choice in firsts)
 
-    def _first_of_prompts(self) -> Sequence[GenerateRequest]:
-        return self.requests[:: self._num_per_prompt]
+
+def _mean_logprob(delta: Delta) -> float:
+    """Return how likely the model found an answer, a token: OpenAI's measure for `best_of`."""
+    if not delta.logprobs:
+        return -math.inf
+    return sum(entry.logprob for entry in delta.logprobs) / len(delta.logprobs)

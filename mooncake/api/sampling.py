@@ -70,7 +70,7 @@ def sampling_params(
         stop_token_ids=list(dict.fromkeys(stop_ids)),
         ignore_eos=bool(fields.ignore_eos),
         bad_words=_bad_words(fields, model),
-        num_logprobs=wanted.num_logprobs,
+        num_logprobs=_num_logprobs(fields, wanted),
         num_prompt_logprobs=wanted.num_prompt_logprobs,
     )
 
@@ -184,6 +184,7 @@ def _first(asked: Number | None, default: Number) -> Number:
 def _check_limits(fields: GenerationFields, wanted: Wanted, config: ApiConfig) -> None:
     if (fields.n or 1) > config.max_choices:
         raise InvalidRequest(f"n: at most {config.max_choices} choices per prompt", param="n")
+    _check_best_of(fields, config)
     stops = fields.stops
     if len(stops) > config.max_stops:
         raise InvalidRequest(f"stop: at most {config.max_stops} stop strings", param="stop")
@@ -201,6 +202,14 @@ def _check_limits(fields: GenerationFields, wanted: Wanted, config: ApiConfig) -
             )
 
 
+def _num_logprobs(fields: GenerationFields, wanted: Wanted) -> int | None:
+    """Return what to ask of the engine: `best_of` needs to know how likely the answers are."""
+    chosen_from = fields.best_of or 1
+    return (
+        0 if wanted.num_logprobs is None and chosen_from > (fields.n or 1) else wanted.num_logprobs
+    )
+
+
 def _bad_words(fields: GenerationFields, model: ServedModel) -> list[list[int]]:
     """Return the tokens of each bad word, at the beginning of a text and inside one."""
     words = fields.bad_words or []
@@ -212,6 +221,20 @@ def _bad_words(fields: GenerationFields, model: ServedModel) -> list[list[int]]:
     spelled = (f"{space}{word.strip()}" for word in words for space in ("", " "))
     found = [tuple(encode(word, allow_special=False)) for word in spelled]
     return [list(tokens) for tokens in dict.fromkeys(found)]
+
+
+def _check_best_of(fields: GenerationFields, config: ApiConfig) -> None:
+    best_of = fields.best_of
+    if best_of is None:
+        return
+    if best_of > config.max_choices:
+        raise InvalidRequest(
+            f"best_of: at most {config.max_choices} choices per prompt", param="best_of"
+        )
+    if best_of < (fields.n or 1):
+        raise InvalidRequest(f"best_of: {best_of} is less than n={fields.n}", param="best_of")
+    if fields.stream and best_of > (fields.n or 1):
+        raise InvalidRequest("best_of is not available with stream=true", param="best_of")
 
 
 def _logit_bias(fields: GenerationFields, model: ServedModel) -> dict[int, float]:

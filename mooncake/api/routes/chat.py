@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
@@ -74,13 +76,14 @@ async def _new_call(door: Door, body: ChatRequest, name: str) -> Call:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         kwargs=kwargs,
+        guard=door.guard,
     )
-    tokens = await door.encode(text, add_special=bool(body.add_special_tokens))
+    tokens = await door.encode_chat(text, add_special=bool(body.add_special_tokens))
     tokens = fit_prompt(tokens, body, sampling, door.model)
     sampling = fit_output(len(tokens), sampling, wanted, door.model)
-    grammar = chat_grammar(
-        body, door.model, _marker_ids(door) if calls else {}, _thinking(door, body, tokens)
-    )
+    ids, thinking = _marker_ids(door) if calls else {}, _thinking(door, body, tokens)
+    # Checking a large schema takes milliseconds, in which no stream may stutter.
+    grammar = await asyncio.to_thread(chat_grammar, body, door.model, ids, thinking)
     sampling = msgspec.structs.replace(sampling, grammar=grammar)
     markers = door.think_markers | (door.tool_markers if calls else {})
     max_calls = 1 if body.parallel_tool_calls is False else None

@@ -33,12 +33,12 @@ def token_routes(door: Door) -> APIRouter:
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 kwargs=body.chat_template_kwargs,
+                guard=door.guard,
             )
-            add_special = bool(body.add_special_tokens)
+            tokens = await door.encode_chat(text, add_special=bool(body.add_special_tokens))
         else:
-            text = body.prompt or ""
             add_special = body.add_special_tokens is not False
-        tokens = await door.encode(text, add_special=add_special)
+            tokens = await door.encode(body.prompt or "", add_special=add_special)
         reply = TokenizeReply(len(tokens), door.model.max_model_len, tokens)
         if body.return_token_strs:
             reply.token_strs = [tokenizer.decode([token]) for token in tokens]

@@ -64,12 +64,14 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), "templates come from the checkpoint"),
     "function_call": (("none",), "use tools and tool_choice"),
     "functions": (([],), "use tools"),
+    "length_penalty": ((1, 1.0), "beam search is not supported"),
     "logprob_token_ids": (([],), "use top_logprobs"),
     "modalities": ((["text"],), "this model writes text only"),
     "prompt_embeds": ((), "send text or token ids"),
     "repetition_detection": ((), "use repetition_penalty"),
     "suffix": (("",), "this model does not fill in the middle"),
     "thinking_token_budget": ((), "limit the whole answer with max_tokens"),
+    "use_beam_search": ((False,), "ask for the best of several samples with best_of"),
 }
 """Field -> (values that ask for nothing, what to do instead). null always asks for nothing."""
 
@@ -116,10 +118,6 @@ class GenerationFields(BaseModel):
     bad_words: Texts | None = None
     best_of: int | None = Field(None, ge=1)
     """Generate so many and keep the `n` most likely."""
-    use_beam_search: bool | None = None
-    """Search for the most likely answers with a beam of `best_of` (or `n`) instead of sampling."""
-    length_penalty: float | None = None
-    """Of beam search: above 1 favours long answers."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None

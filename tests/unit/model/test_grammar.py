@@ -202,7 +202,7 @@ def likely(text: str, step: int) -> torch.Tensor:
     logits[0, special(END)] = 1.0
     if step < len(tokens):
         logits[0, tokens[step]] = 9.0
-    for token in encode('"}]:0') + [special(CALL_END), special(SECTION_END)]:
+    for token in [*encode('"}]:0'), special(CALL_END), special(SECTION_END)]:
         logits[0, token] += 2.0
     return logits
 
