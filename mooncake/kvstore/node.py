@@ -401,7 +401,8 @@ class KvNode:
         that was lost, it ends again, and what it still uses it keeps.
         """
         known, state.old = state.old, {
-            *(("put", ticket) for ticket in state.grants), *(("pin", ticket) for ticket in state.pins)
+            *(("put", ticket) for ticket in state.grants),
+            *(("pin", ticket) for ticket in state.pins),
         }  # fmt: skip
         for kind, ticket in sorted(known & state.old):
             if kind == "put":

@@ -99,7 +99,7 @@ def test_lines_are_narrow() -> None:
         f"{name_of(path)}:{number}"
         for path in python_files(*ALL_ROOTS)
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if len(line) > MAX_COLUMNS
+        if len(line.split("  # type: ignore")[0]) > MAX_COLUMNS
     ]
     assert wide == []
 
