@@ -110,7 +110,7 @@ MALFORMED: list[tuple[tuple[str, Any], int, str | None, str]] = [
     (chat(prompt_logprobs=1, stream=True), 400, "prompt_logprobs", "not available with stream"),
     (chat(response_format={"type": "json_schema"}), 400, "response_format", "schema is missing"),
     (chat(structured_outputs={"regex": "(("}), 400, "structured_outputs", "invalid regex"),
-    (chat(guided_json={}), 400, "guided_json", "not supported"),
+    (chat(guided_json={"type": "frob"}), 400, "guided_json", "Invalid type"),
     (chat(use_beam_search=True), 400, "use_beam_search", "not supported"),
     (chat(best_of=2, n=3), 400, "best_of", "less than n"),
     (chat(bad_words=[" "]), 400, "bad_words", "blank"),
