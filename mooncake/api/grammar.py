@@ -2,7 +2,7 @@
 
 Everything a client wrote is compiled once here, without the vocabulary, so that what cannot be
 followed exactly is a 400 that names it and never a wrong answer. llguidance refuses schema keywords
-it does not follow, which is why it was chosen (see `benchmarks/grammar.py`).
+it does not follow, which is why it was chosen.
 """
 
 from __future__ import annotations
