@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ SIZED = b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\nConnection: close\r\n\r
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
     bounds = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
-    return [data[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [data[a:b] for a, b in pairwise(bounds)]
 
 
 def read(pieces: list[bytes]) -> tuple[ResponseReader, bytes]:
