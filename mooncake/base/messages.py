@@ -348,9 +348,79 @@ class Unpin(Message, frozen=True, tag="unpin"):
     """Blocks that did not arrive as their checksums say."""
 
 
+class Replicate(Message, frozen=True, tag="replicate"):
+    """Copy these blocks, a run of one chain, from another pool node. Answered by block events."""
+
+    source: WorkerRef
+    keys: list[BlockKey]
+    tenant: str = ""
+
+
+class Prefetch(Message, frozen=True, tag="prefetch"):
+    """Bring this run up from SSD: its reader comes soon. Answered to nobody."""
+
+    keys: list[BlockKey]
+
+
+class FindBlocks(Message, frozen=True, tag="find"):
+    """Ask what is stored, without holding or using it: answered by `BlocksFound`."""
+
+    asker: WorkerRef
+    ticket: int
+    keys: list[BlockKey]
+
+
+class RemoveBlocks(Message, frozen=True, tag="remove"):
+    """Take blocks out of all tiers, but for those in use: answered by `BlocksRemoved`."""
+
+    asker: WorkerRef
+    ticket: int
+    keys: list[BlockKey]
+
+
+class AskPool(Message, frozen=True, tag="ask_pool"):
+    """Ask a pool node how it is doing: answered by `PoolState`."""
+
+    asker: WorkerRef
+    ticket: int
+
+
+# ---------------------------------------------------------------- to clients of the pool
+
+
+class BlocksFound(Message, frozen=True, tag="found"):
+    """The fastest tier of each block asked for; None: not stored."""
+
+    ticket: int
+    store: WorkerRef
+    tiers: list[Tier | None]
+
+
+class BlocksRemoved(Message, frozen=True, tag="removed"):
+    """Whether each block named is gone; False: it was not there, or is in use."""
+
+    ticket: int
+    store: WorkerRef
+    removed: list[bool]
+
+
+class PoolState(Message, frozen=True, tag="pool_state"):
+    """One pool node, as it is now."""
+
+    ticket: int
+    store: WorkerRef
+    load: WorkerLoad
+    layout_fingerprint: str
+    block_bytes: int
+    num_ssd_blocks: int = 0
+    num_ssd_stored: int = 0
+
+
 AnyMessage = (
     WorkerHello | LoadReport | BlockEvents | StepOutputs | Welcome | PeerLost | Drain
     | PrefillTask | Reserved | DecodeTask | KVReady | PushEnded | AbortTask | PutGranted
     | PinGranted | PutStart | PutEnd | PinBlocks | Unpin | DoubtPeers | WhoAreYou
+    | Replicate | Prefetch | FindBlocks | RemoveBlocks | AskPool | BlocksFound | BlocksRemoved
+    | PoolState
 )  # fmt: skip
 """The tagged union that travels on a channel."""

@@ -64,6 +64,10 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Bytes that may be on their way down, and as many up; what is more is a miss."""
     ssd_threads: int = 4
     """Operations under way at once on each disk."""
+    replicate_timeout_s: float = 10.0
+    """A copy of another node's blocks that has not come by then is given up."""
+    replica_idle_s: float = 300.0
+    """Copies that nobody read for so long are dropped."""
     tenant_quota_bytes: dict[str, int] = {}
     """Most bytes a tenant may hold; a tenant at its quota evicts its own blocks. Not named: no
     quota."""
@@ -72,7 +76,7 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in (
             "dram_bytes", "put_timeout_s", "report_interval_s", "doubt_interval_s",
             "max_tickets_per_worker", "ssd_min_uses", "ssd_load_timeout_s", "ssd_queue_bytes",
-            "ssd_threads",
+            "ssd_threads", "replicate_timeout_s", "replica_idle_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"kvstore.{name} must be positive, not {getattr(self, name)}")

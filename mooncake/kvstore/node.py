@@ -8,7 +8,6 @@ read and write the registered arena themselves.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
 
 import msgspec
 
@@ -30,55 +29,23 @@ from mooncake.base import (
     WorkerRef,
     packed_places,
 )
-from mooncake.base.messages import WhoAreYou
+from mooncake.base.messages import Replicate, WhoAreYou
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.counters import COUNTERS
 from mooncake.kvstore.disk import DiskDone, Disks, DiskScanned, NoDisks
 from mooncake.kvstore.dram import DramTier
 from mooncake.kvstore.hashing import Hashing
+from mooncake.kvstore.inquiries import Inquiries
+from mooncake.kvstore.peers import Grant, Peer, PeerState, peer_of
 from mooncake.kvstore.promotion import Promotions
+from mooncake.kvstore.replicate import Replicator
 from mooncake.kvstore.tiering import Tiering
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
-from mooncake.transfer.engine import Region, Transfer
+from mooncake.transfer.engine import Region, Transfer, TransferDone
 
 MAX_REMEMBERED = 4_096
 """Lost epochs and ended tickets remembered, so that a late or repeated message finds nothing."""
-
-Peer = tuple[str, str]
-"""(worker id, epoch)"""
-
-
-class _Grant:
-    """A put between `PutStart` and its last `PutEnd`."""
-
-    __slots__ = ("pending", "run")
-
-    def __init__(self, run: list[BlockKey], granted: Sequence[BlockKey]) -> None:
-        self.run = run
-        """All keys asked for, head first: one use of a chain, whether stored before or now."""
-        self.pending = dict.fromkeys(granted)
-
-
-class _PeerState:
-    """What one boot of one worker has open here, by ticket."""
-
-    __slots__ = ("grants", "old", "pins", "ref", "since_s", "waits")
-
-    def __init__(self, ref: WorkerRef, since_s: float) -> None:
-        self.ref = ref
-        self.since_s = since_s
-        """Something of it has been open ever since."""
-        self.grants: dict[int, _Grant] = {}
-        self.pins: dict[int, list[BlockKey]] = {}
-        self.waits: dict[int, None] = {}
-        """Pins that are answered when blocks have come up from SSD."""
-        self.old: set[tuple[str, int]] = set()
-        """Tickets that were open at the last look."""
-
-    @property
-    def num_open(self) -> int:
-        return len(self.grants) + len(self.pins) + len(self.waits)
 
 
 class KvNode:
@@ -132,10 +99,18 @@ class KvNode:
         if disks.num_slots:
             self._membership.add_tier(Tier.SSD, self._tiering.ssd.stored_keys)
         disks.attach(self._region)
-        self._peers: dict[Peer, _PeerState] = {}
+        self._replicator = Replicator(
+            config, layout, self._tier, (channel, transfer, self._region.region_id),
+            hello.worker, self._on_copied, self._counters,
+        )  # fmt: skip
+        self._inquiries = Inquiries(
+            hello.worker, layout, channel, (self._tier, self._tiering, self._promotions),
+            self._load, self._gone, self._counters,
+        )  # fmt: skip
+        self._peers: dict[Peer, PeerState] = {}
         self._lost: OrderedDict[Peer, None] = OrderedDict()
         self._ended: OrderedDict[tuple[Peer, str, int], None] = OrderedDict()
-        self._overdue_at: deque[tuple[float, _Grant]] = deque()
+        self._overdue_at: deque[tuple[float, Grant]] = deque()
         self._doubt_s = 0.0
         self._draining = False
 
@@ -161,7 +136,8 @@ class KvNode:
     @property
     def quiet(self) -> bool:
         """Nothing is open, and nothing moves between the tiers."""
-        return self.num_open == 0 and self._tiering.quiet and self._hashing.quiet
+        parts = (self._tiering, self._hashing, self._replicator)
+        return self.num_open == 0 and all(part.quiet for part in parts)
 
     # ------------------------------------------------------------------ the machine
 
@@ -175,11 +151,6 @@ class KvNode:
             self._on_pin(event, now)
         elif isinstance(event, Unpin):
             self._on_unpin(event)
-        elif isinstance(event, DiskDone):
-            if not self._hashing.on_done(event):
-                self._tiering.on_done(event, now)
-        elif isinstance(event, DiskScanned):
-            self._tiering.on_scanned(event)
         elif isinstance(event, PeerLost):
             self._on_peer_lost(event.worker, now)
         elif isinstance(event, Welcome):
@@ -188,6 +159,25 @@ class KvNode:
             self._membership.on_who(event)
         elif isinstance(event, Drain):
             self._draining = True
+        else:
+            self._move_blocks(event, now)
+
+    def _move_blocks(self, event: msgspec.Struct, now: float) -> None:
+        """Take what disks and transfers have done, and what is wished for beyond puts and pins."""
+        if isinstance(event, DiskDone):
+            if not self._hashing.on_done(event):
+                self._tiering.on_done(event, now)
+        elif isinstance(event, DiskScanned):
+            self._tiering.on_scanned(event)
+        elif isinstance(event, PinGranted):
+            self._replicator.on_pin_granted(event)
+        elif isinstance(event, TransferDone):
+            self._replicator.on_transfer_done(event, now)
+        elif isinstance(event, Replicate):
+            if not self._draining:
+                self._replicator.begin(event, now)
+        else:
+            self._inquiries.handle(event, now)
 
     def tick(self, now: float) -> float | None:
         """End quarantines, count overdue puts, evict to the watermark, report."""
@@ -195,7 +185,7 @@ class KvNode:
         while self._overdue_at and self._overdue_at[0][0] <= now:
             self._counters["puts_overdue"] += bool(self._overdue_at.popleft()[1].pending)
         times.append(self._overdue_at[0][0] if self._overdue_at else None)
-        times.append(self._promotions.tick(now))
+        times += [self._promotions.tick(now), self._replicator.tick(now)]
         self._hashing.start()
         self._tiering.start_writes(now)
         self._evicted(self._tier.evict_to_watermark())
@@ -221,9 +211,11 @@ class KvNode:
                 assert (peer, ticket) in self._promotions, "waits for an answer that does not come"
         self._tiering.check_integrity()
         self._promotions.check_integrity()
+        self._replicator.check_integrity()
         pins += self._tiering.held() + self._promotions.held() + self._hashing.held()
         assert writing.isdisjoint(self._tiering.loading())
-        writing |= self._tiering.loading()
+        assert self._replicator.filling().isdisjoint(writing | self._tiering.loading())
+        writing |= self._tiering.loading() | self._replicator.filling()
         assert dict(pins) == self._tier.pin_counts()
         assert len(writing) == self._tier.num_writing
         assert not any(self._tier.has(key) for key in writing)
@@ -231,7 +223,7 @@ class KvNode:
     # ------------------------------------------------------------------ writing
 
     def _on_put_start(self, message: PutStart, now: float) -> None:
-        peer = _peer_of(message.writer)
+        peer = peer_of(message.writer)
         state = self._peers.get(peer)
         grant = state.grants.get(message.ticket) if state is not None else None
         if grant is None and self._may_open(peer, "put", message.ticket) and not self._draining:
@@ -239,7 +231,7 @@ class KvNode:
             granted, evicted = self._tier.reserve(wanted, message.tenant)
             self._evicted(evicted)
             if granted:
-                grant = _Grant(message.keys, list(granted))
+                grant = Grant(message.keys, list(granted))
                 self._state_of(message.writer, now).grants[message.ticket] = grant
                 self._overdue_at.append((now + self._config.put_timeout_s, grant))
             else:
@@ -264,7 +256,7 @@ class KvNode:
         )
 
     def _on_put_end(self, message: PutEnd) -> None:
-        peer = _peer_of(message.writer)
+        peer = peer_of(message.writer)
         state = self._peers.get(peer)
         grant = state.grants.get(message.ticket) if state is not None else None
         if state is None or grant is None:
@@ -298,7 +290,7 @@ class KvNode:
     # ------------------------------------------------------------------ reading
 
     def _on_pin(self, message: PinBlocks, now: float) -> None:
-        peer = _peer_of(message.reader)
+        peer = peer_of(message.reader)
         state = self._peers.get(peer)
         if state is not None and message.ticket in state.waits:
             return
@@ -316,14 +308,15 @@ class KvNode:
 
     def _come_up(self, message: PinBlocks, now: float) -> None:
         """A run that was waited for lies in DRAM, as far as it will."""
-        del self._peers[_peer_of(message.reader)].waits[message.ticket]
+        del self._peers[peer_of(message.reader)].waits[message.ticket]
         self._pin(message, self._tier.leading(message.keys), now)
 
     def _pin(self, message: PinBlocks, num_blocks: int, now: float) -> None:
-        peer = _peer_of(message.reader)
+        peer = peer_of(message.reader)
         run = message.keys[:num_blocks]
         self._tier.pin(run)
         self._tiering.used(run)
+        self._replicator.used(run, now)
         if run:
             self._state_of(message.reader, now).pins[message.ticket] = run
         else:
@@ -348,7 +341,7 @@ class KvNode:
         )
 
     def _on_unpin(self, message: Unpin) -> None:
-        peer = _peer_of(message.reader)
+        peer = peer_of(message.reader)
         state = self._peers.get(peer)
         if state is not None and message.ticket in state.pins:
             self._tier.unpin(state.pins.pop(message.ticket))
@@ -364,11 +357,12 @@ class KvNode:
     # ------------------------------------------------------------------ peers
 
     def _on_peer_lost(self, worker: WorkerRef, now: float) -> None:
-        peer = _peer_of(worker)
+        peer = peer_of(worker)
         self._lost[peer] = None
         if len(self._lost) > MAX_REMEMBERED:
             self._lost.popitem(last=False)
         self._membership.on_peer_lost(worker)
+        self._replicator.on_peer_lost(worker)
         state = self._peers.pop(peer, None)
         if state is None:
             return
@@ -396,7 +390,7 @@ class KvNode:
                 self._ask_again(state)
         return self._doubt_s
 
-    def _ask_again(self, state: _PeerState) -> None:
+    def _ask_again(self, state: PeerState) -> None:
         """Repeat to a living peer what it was given long ago: what it has ended, though the word of
         that was lost, it ends again, and what it still uses it keeps.
         """
@@ -410,8 +404,8 @@ class KvNode:
             else:
                 self._send_pinned(state.ref, ticket, state.pins[ticket])
 
-    def _state_of(self, worker: WorkerRef, now: float) -> _PeerState:
-        return self._peers.setdefault(_peer_of(worker), _PeerState(worker, now))
+    def _state_of(self, worker: WorkerRef, now: float) -> PeerState:
+        return self._peers.setdefault(peer_of(worker), PeerState(worker, now))
 
     def _may_open(self, peer: Peer, kind: str, ticket: int) -> bool:
         """Whether a new ticket is fresh, from a live worker, and within its worker's bound."""
@@ -438,8 +432,17 @@ class KvNode:
 
     def _evicted(self, keys: list[BlockKey]) -> None:
         self._counters["blocks_evicted"] += len(keys)
+        self._gone(keys)
+
+    def _gone(self, keys: list[BlockKey]) -> None:
         self._tiering.evicted(keys)
+        self._replicator.evicted(keys)
         self._membership.send_blocks([], keys)
+
+    def _on_copied(self, whole: list[BlockKey], gone: list[BlockKey]) -> None:
+        self._gone(gone)
+        self._hashing.suspect(whole)
+        self._membership.send_blocks(whole, [])
 
     def _announce(self, tier: Tier, stored: list[BlockKey], removed: list[BlockKey]) -> None:
         self._membership.send_blocks(stored, removed, tier)
@@ -451,8 +454,7 @@ class KvNode:
         """Memory does not hold any more what was written; while somebody reads it, it stays."""
         self._counters["blocks_damaged"] += 1
         if self._tier.discard(key):
-            self._tiering.evicted([key])
-            self._membership.send_blocks([], [key])
+            self._gone([key])
 
     def _use(self, run: list[BlockKey]) -> None:
         self._tier.use(run)
@@ -475,7 +477,3 @@ class KvNode:
             num_cached_blocks=tier.num_stored,
             counters=self.counters,
         )
-
-
-def _peer_of(worker: WorkerRef) -> Peer:
-    return worker.worker_id, worker.epoch

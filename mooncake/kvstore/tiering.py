@@ -234,9 +234,13 @@ class Tiering:
         elif (erase := self._erases.pop(event.op_id, None)) is not None:
             self.ssd.erased(*erase, well=event.outcomes == [Outcome.OK])
 
+    def can_drop(self, key: BlockKey) -> bool:
+        """Whether a block is on a disk, and neither on its way up nor down."""
+        return self.ssd.has(key) and key not in self._loading
+
     def drop(self, key: BlockKey) -> bool:
         """Forget a block on a disk, for this boot and the next ones; False while it is in use."""
-        if not self.ssd.has(key) or key in self._loading:
+        if not self.can_drop(key):
             return False
         disk, slot = self.ssd.condemn(key)
         self._erases[self._disks.erase(disk, [DiskBlock(key, slot, 0)])] = (disk, slot)

@@ -58,6 +58,16 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Unpin(reader=WORKER, ticket=1),
     m.DoubtPeers(worker=WORKER, peers=[WORKER]),
     m.WhoAreYou(gateway=WORKER),
+    m.Replicate(source=WORKER, keys=[b"k"]),
+    m.Prefetch(keys=[b"k"]),
+    m.FindBlocks(asker=WORKER, ticket=1, keys=[b"k"]),
+    m.RemoveBlocks(asker=WORKER, ticket=1, keys=[b"k"]),
+    m.AskPool(asker=WORKER, ticket=1),
+    m.BlocksFound(ticket=1, store=WORKER, tiers=[m.Tier.SSD, None]),
+    m.BlocksRemoved(ticket=1, store=WORKER, removed=[True]),
+    m.PoolState(
+        ticket=1, store=WORKER, load=m.WorkerLoad(), layout_fingerprint="f", block_bytes=4096
+    ),
 ]  # fmt: skip
 
 

@@ -1,0 +1,106 @@
+"""What anybody may ask of a pool node besides reading and writing: what is there, how it is doing,
+bring this up, take this away. Nothing asked here holds anything.
+
+Pure; owned by the node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from mooncake.base import BlockKey, KvLayout, Tier, WorkerLoad, WorkerRef
+from mooncake.base.messages import (
+    AskPool,
+    BlocksFound,
+    BlocksRemoved,
+    FindBlocks,
+    PoolState,
+    Prefetch,
+    RemoveBlocks,
+)
+from mooncake.kvstore.dram import DramTier
+from mooncake.kvstore.promotion import Promotions
+from mooncake.kvstore.tiering import Tiering
+from mooncake.rpc.channel import Channel
+
+
+class Inquiries:
+    """Answers for one node."""
+
+    def __init__(
+        self,
+        worker: WorkerRef,
+        layout: KvLayout,
+        channel: Channel,
+        tiers: tuple[DramTier, Tiering, Promotions],
+        load: Callable[[], WorkerLoad],
+        gone: Callable[[list[BlockKey]], None],
+        counters: Counter[str],
+    ) -> None:
+        """`gone` is told of blocks taken out of DRAM."""
+        self._worker = worker
+        self._layout = layout
+        self._channel = channel
+        self._dram, self._tiering, self._promotions = tiers
+        self._load = load
+        self._gone = gone
+        self._counters = counters
+        self._num_prefetches = 0
+
+    def handle(self, event: msgspec.Struct, now: float) -> None:
+        """Answer, if it is for us."""
+        if isinstance(event, FindBlocks):
+            tiers = [self._tier_of(key) for key in event.keys]
+            self._channel.send(
+                event.asker.address,
+                BlocksFound(ticket=event.ticket, store=self._worker, tiers=tiers),
+            )
+        elif isinstance(event, RemoveBlocks):
+            removed = [self._remove(key) for key in event.keys]
+            self._channel.send(
+                event.asker.address,
+                BlocksRemoved(ticket=event.ticket, store=self._worker, removed=removed),
+            )
+        elif isinstance(event, AskPool):
+            ssd = self._tiering.ssd
+            state = PoolState(
+                ticket=event.ticket,
+                store=self._worker,
+                load=self._load(),
+                layout_fingerprint=self._layout.fingerprint,
+                block_bytes=self._layout.block_bytes,
+                num_ssd_blocks=ssd.num_slots,
+                num_ssd_stored=ssd.num_stored,
+            )
+            self._channel.send(event.asker.address, state)
+        elif isinstance(event, Prefetch):
+            self._prefetch(event.keys, now)
+
+    def _prefetch(self, keys: Sequence[BlockKey], now: float) -> None:
+        """Bring up a run for a reader to come; it counts as a use of the run."""
+        self._num_prefetches += 1
+        self._promotions.begin(
+            ("prefetch", self._num_prefetches), keys, now, lambda _at: self._dram.use(keys)
+        )
+
+    def _tier_of(self, key: BlockKey) -> Tier | None:
+        if self._dram.has(key):
+            return Tier.DRAM
+        return Tier.SSD if self._tiering.ssd.has(key) else None
+
+    def _remove(self, key: BlockKey) -> bool:
+        """Take a block out of all tiers; False when it is not here, or somebody uses it."""
+        if not self._dram.has(key):
+            found = not self._dram.is_known(key) and self._tiering.drop(key)
+        else:
+            on_ssd = self._tiering.ssd.is_known(key)
+            found = (not on_ssd or self._tiering.can_drop(key)) and self._dram.discard(key)
+            if found:
+                self._gone([key])
+                if on_ssd:
+                    self._tiering.drop(key)
+        self._counters["blocks_removed"] += found
+        return found
