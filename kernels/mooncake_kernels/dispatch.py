@@ -73,7 +73,14 @@ _TABLE: dict[str, dict[str, str]] = {
         REFERENCE: "mooncake_kernels.reference.mla_decode:mla_decode",
         TRITON: "mooncake_kernels.triton.mla_decode:mla_decode",
     },
-    "mla_expanded": {REFERENCE: "mooncake_kernels.reference.mla:mla_expanded"},
+    "mla_expanded": {
+        REFERENCE: "mooncake_kernels.reference.mla:mla_expanded",
+        TRITON: "mooncake_kernels.triton.mla:mla_expanded",
+    },
+    "mla_prefill": {
+        REFERENCE: "mooncake_kernels.reference.mla_prefill:mla_prefill",
+        TRITON: "mooncake_kernels.triton.mla_prefill:mla_prefill",
+    },
 }
 
 

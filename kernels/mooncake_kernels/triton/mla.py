@@ -1,4 +1,8 @@
-"""The absorbed form by spans (contract: `reference.mla.mla_absorbed`) on the decode kernel."""
+"""Both forms of MLA by spans (contracts: `reference.mla`), on the decode and prefill kernels.
+
+Spans are known to the host, so page tables are copied to the device here; a captured step calls
+`mla_decode` with tables of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,87 @@ from collections.abc import Sequence
 
 import torch
 
+from mooncake_kernels.reference.mla_prefill import ExpandedKeys, RaggedBatch
 from mooncake_kernels.reference.paged import PagedSpan
 from mooncake_kernels.reference.paged_batch import batch_of_spans
+from mooncake_kernels.triton.merge import merge_attention
 from mooncake_kernels.triton.mla_decode import mla_decode
+from mooncake_kernels.triton.mla_prefill import mla_prefill
+
+CHUNK_TOKENS = 32768
+"""Keys expanded at a time: 1.3 GB for Kimi-K2's 64 heads in bfloat16."""
 
 
 def mla_absorbed(
     q: torch.Tensor, kv: torch.Tensor, spans: Sequence[PagedSpan], rank: int
 ) -> torch.Tensor:
-    """Return the attended latents, [rows, heads, rank]; see the reference.
-
-    Copies the page tables to the device: a captured step calls `mla_decode` with its own.
-    """
+    """Return the attended latents, [rows, heads, rank]; see the reference."""
     out, _ = mla_decode(q.contiguous(), kv, batch_of_spans(spans, q.device), rank)
     return out
+
+
+def mla_expanded(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    spans: Sequence[PagedSpan],
+    key_up: torch.Tensor,
+    value_up: torch.Tensor,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> torch.Tensor:
+    """Return the attended values, [rows, heads, value width]; see the reference.
+
+    Contexts that fit `chunk_tokens` together are expanded in one go; a longer one in chunks, whose
+    results are merged by their log-sum-exps.
+    """
+    out = q.new_empty(q.shape[0], q.shape[1], value_up.shape[1])
+    for group in _groups(spans, chunk_tokens):
+        cached = [torch.cat([part.to(q.dtype) for part in span.keys(kv)]) for span in group]
+        rows = slice(group[0].first_row, group[-1].first_row + group[-1].num_rows)
+        longest = max(span.context for span in group)
+        parts = []
+        for begin in range(0, longest, chunk_tokens):
+            end = min(begin + chunk_tokens, longest)
+            chunk = torch.cat([rows_of[begin:end] for rows_of in cached])
+            batch = _ragged(group, begin, end, q.device)
+            parts.append(mla_prefill(q[rows], _expanded(chunk, key_up, value_up), batch))
+        if len(parts) == 1:
+            out[rows] = parts[0][0]
+        else:
+            outs, lses = zip(*parts, strict=True)
+            out[rows], _ = merge_attention(torch.stack(outs), torch.stack(lses))
+    return out
+
+
+def _groups(spans: Sequence[PagedSpan], chunk_tokens: int) -> list[list[PagedSpan]]:
+    """Return neighbouring spans put together while their contexts fit one chunk."""
+    groups: list[list[PagedSpan]] = []
+    held = 0
+    for span in spans:
+        if groups and held + span.context <= chunk_tokens:
+            groups[-1].append(span)
+            held += span.context
+        else:
+            groups.append([span])
+            held = span.context
+    return groups
+
+
+def _ragged(spans: Sequence[PagedSpan], begin: int, end: int, device: torch.device) -> RaggedBatch:
+    """Return the batch of `spans` over their keys `begin` to `end`."""
+    row_start, key_start, first_seen = [0], [0], []
+    for span in spans:
+        row_start.append(row_start[-1] + span.num_rows)
+        key_start.append(key_start[-1] + max(0, min(end, span.context) - begin))
+        first_seen.append(span.context - span.num_rows + 1 - begin)
+    tensors = torch.tensor([row_start, key_start, [*first_seen, 0]], dtype=torch.int32).to(device)
+    most = max(span.num_rows for span in spans)
+    return RaggedBatch(tensors[0], tensors[1], tensors[2, :-1], most)
+
+
+def _expanded(cached: torch.Tensor, key_up: torch.Tensor, value_up: torch.Tensor) -> ExpandedKeys:
+    """Return keys and values of `cached` [tokens, rank + rope]; heads are the outer axis."""
+    rank = key_up.shape[1]
+    latent = cached[:, :rank].expand(key_up.shape[0], -1, -1)
+    nope = torch.bmm(latent, key_up).transpose(0, 1)
+    values = torch.bmm(latent, value_up.transpose(1, 2)).transpose(0, 1)
+    return ExpandedKeys(nope, cached[:, rank:], values)

@@ -1,0 +1,75 @@
+"""Every kernel, with Kimi-K2's shapes, through Triton's compiler and ptxas for an H200: no GPU needed.
+
+The interpreter runs the source but not the compiled branches; this is what checks those, and that
+a kernel fits a multiprocessor. Speed is measured on a GPU only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.hopper_compiler import HOPPER_SHARED_BYTES
+
+ROOT = Path(__file__).resolve().parents[2]
+FEW_ROWS_OR_POINTWISE = ("8 heads", "16 rows", "layer ops", "router")
+"""Launches that need not, or cannot, fill wgmma's 64 rows."""
+KNOWN_SPILLS = {"decode, 64 heads", "decode, 64 heads, 4 rows", "decode, 64 heads, fp8 cache"}
+"""A 64 x 512 accumulator is half of all registers: some of the rest is spilled, outside dots."""
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.hopper_launches"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_every_kernel_fits_a_multiprocessor(launches: list[dict[str, Any]]) -> None:
+    assert len({made["kernel"] for made in launches}) >= 17
+    large = [made for made in launches if made["shared_bytes"] > HOPPER_SHARED_BYTES]
+    assert large == []
+
+
+@pytest.mark.slow
+def test_products_run_on_wgmma(launches: list[dict[str, Any]]) -> None:
+    products = {"_attend", "_prefill", "gate_up_kernel", "down_kernel"}
+    missing = [
+        made
+        for made in launches
+        if made["kernel"] in products
+        and not made["wgmma"]
+        and not any(mark in made["launch"] for mark in FEW_ROWS_OR_POINTWISE)
+    ]
+    assert missing == []
+    assert [made["wgmma"] for made in launches if made["kernel"] == "_linear"] == [True, True]
+
+
+@pytest.mark.slow
+def test_registers_suffice(launches: list[dict[str, Any]]) -> None:
+    spilling = [
+        made
+        for made in launches
+        if made["stack_bytes"]
+        and made["launch"] not in KNOWN_SPILLS
+        and "float32" not in made["launch"]  # exact float32 products are for comparisons only
+    ]
+    assert spilling == []
+    assert all(made["stack_bytes"] <= 512 for made in launches if made["launch"] in KNOWN_SPILLS)
