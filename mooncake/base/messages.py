@@ -30,6 +30,8 @@ class Role(str, Enum):
     DECODE = "decode"
     KVSTORE = "kvstore"
     GATEWAY = "gateway"
+    CLIENT = "client"
+    """Uses the pool, serves nobody."""
 
 
 class Tier(str, Enum):

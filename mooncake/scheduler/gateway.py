@@ -94,8 +94,8 @@ class Gateway:
         workers = []
         for member in self._roster.members:
             view = self._conductor.view(member.hello.worker.worker_id)
-            assert view is not None, "a member the Conductor does not know"
-            workers.append(worker_status(member, view, now))
+            if view is not None:  # a client of the pool has none
+                workers.append(worker_status(member, view, now))
         is_draining = self._draining_since_s is not None
         return ClusterStatus(
             ready=not is_draining and any(v.role == Role.DECODE and not v.draining for v in views),
@@ -180,7 +180,7 @@ class Gateway:
         if self._roster.fenced(worker):
             return
         self.worker_lost(worker.worker_id, now, "it was started again")
-        reason = self._conductor.on_hello(hello)
+        reason = self._admit(hello)
         if reason is not None:
             self._roster.refuse(worker, reason)
             return
@@ -193,11 +193,23 @@ class Gateway:
         )
         self._desk.worker_joined(now)
 
+    def _admit(self, hello: WorkerHello) -> str | None:
+        """Return why a worker cannot be used. Nothing is placed on clients of the pool: the
+        Conductor need not know them.
+        """
+        if hello.role is not Role.CLIENT:
+            return self._conductor.on_hello(hello)
+        layout = self._conductor.layout
+        if layout is None or layout.fingerprint == hello.layout_fingerprint:
+            return None
+        return f"its KVCache layout {hello.layout_fingerprint} is not {layout.fingerprint}"
+
     def _on_load(self, report: LoadReport, now: float) -> None:
         worker_id = report.worker.worker_id
         self._conductor.on_load(report, now)
         view = self._conductor.view(worker_id)
-        assert view is not None, "a member the Conductor does not know"
+        if view is None:
+            return
         self._recorder.record(
             WorkerReported(
                 worker_id=worker_id,

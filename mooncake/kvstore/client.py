@@ -1,0 +1,392 @@
+"""A client of the pool, as a machine: puts blocks from its own registered memory, gets blocks into
+it, looks, removes, asks. For programs that are no worker: another engine, an operator's tool.
+
+It joins the cluster in the role `client`, so that what it holds is reclaimed when it is lost. A
+call ends through its callback exactly once, and only when nothing touches its memory any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from mooncake.base import (
+    BlockKey,
+    BlockPlaces,
+    KvLayout,
+    MooncakeError,
+    PeerLost,
+    PinBlocks,
+    PinGranted,
+    PutEnd,
+    PutGranted,
+    PutStart,
+    Tier,
+    TransferError,
+    Unavailable,
+    Unpin,
+    Welcome,
+    WorkerHello,
+    WorkerLoad,
+    WorkerRef,
+)
+from mooncake.base.messages import (
+    AskPool,
+    BlocksFound,
+    BlocksRemoved,
+    FindBlocks,
+    PoolState,
+    RemoveBlocks,
+    WhoAreYou,
+)
+from mooncake.kvstore.block_record import checksum_of
+from mooncake.rpc.channel import Channel
+from mooncake.rpc.membership import Membership
+from mooncake.transfer.engine import Op, Region, Transfer, TransferBatch, TransferDone, TransferOp
+
+REPORT_INTERVAL_S = 0.5
+
+Wrote = Callable[[list[BlockKey] | MooncakeError], None]
+"""The blocks that were written; the others were there already, or there was no room."""
+Got = Callable[[int | MooncakeError], None]
+"""How many blocks, from the first on, lie in our memory, verified where the pool gave checksums."""
+Found = Callable[[list[Tier | None] | MooncakeError], None]
+Removed = Callable[[list[bool] | MooncakeError], None]
+Stated = Callable[[PoolState | MooncakeError], None]
+
+
+@dataclass(frozen=True)
+class ClientPorts:
+    """The world of a client."""
+
+    channel: Channel
+    transfer: Transfer
+    region: Region
+    """Its memory: host memory, registered with `transfer`."""
+    gateway_address: str
+
+
+@dataclass
+class _Call:
+    """What was asked of one pool node and has not ended."""
+
+    store: WorkerRef
+    deadline_s: float
+    fail: Callable[[MooncakeError], None]
+    batch_id: int | None = None
+
+
+@dataclass
+class _Put(_Call):
+    blocks: dict[BlockKey, int] = field(default_factory=dict)
+    """Key -> byte offset in our memory."""
+    granted: list[BlockKey] = field(default_factory=list)
+    done: Wrote = lambda _written: None
+
+
+@dataclass
+class _Get(_Call):
+    keys: list[BlockKey] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    num_blocks: int = 0
+    checksums: list[int] = field(default_factory=list)
+    done: Got = lambda _count: None
+
+
+@dataclass
+class _Ask(_Call):
+    done: Callable[[PoolState | BlocksFound | BlocksRemoved], None] = lambda _answer: None
+
+
+class PoolClient:
+    """All calls of one client. Blocks lie packed in its memory, as in the pool's."""
+
+    def __init__(
+        self,
+        hello: WorkerHello,
+        layout: KvLayout,
+        ports: ClientPorts,
+        *,
+        store: WorkerRef | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        """Calls go to `store`, or to the pool of this client's node once the gateway names it."""
+        self._layout = layout
+        self._ports = ports
+        self._store = store
+        self._timeout_s = timeout_s
+        self._membership = Membership(
+            hello, ports.channel, ports.gateway_address, Tier.HBM, list, REPORT_INTERVAL_S
+        )
+        self._worker = hello.worker
+        self._calls: dict[int, _Call] = {}
+        self._batches: dict[int, int] = {}
+        self._last_ticket = 0
+
+    @property
+    def store(self) -> WorkerRef | None:
+        """The pool node that calls go to, once known."""
+        return self._store or self._membership.kvstore
+
+    @property
+    def num_open(self) -> int:
+        return len(self._calls)
+
+    # ------------------------------------------------------------------ calls
+
+    def put_from(
+        self,
+        keys: Sequence[BlockKey],
+        offsets: Sequence[int],
+        done: Wrote,
+        now: float,
+        tenant: str = "",
+    ) -> None:
+        """Write blocks, a run of one chain, that lie at byte `offsets` of our memory. They must not
+        change before `done`.
+        """
+        store = self._known_store(done)
+        if store is None:
+            return
+        blocks = dict(zip(keys, offsets, strict=True))
+        call = _Put(store, now + self._timeout_s, done, blocks=blocks, done=done)
+        ticket = self._open(call)
+        self._send(
+            store, PutStart(writer=self._worker, ticket=ticket, keys=list(blocks), tenant=tenant)
+        )
+
+    def get_into(
+        self, keys: Sequence[BlockKey], offsets: Sequence[int], done: Got, now: float
+    ) -> None:
+        """Read a run of blocks to byte `offsets` of our memory, whose content is lost even when
+        less comes.
+        """
+        store = self._known_store(done)
+        if store is None:
+            return
+        call = _Get(
+            store, now + self._timeout_s, done, keys=list(keys), offsets=list(offsets), done=done
+        )
+        ticket = self._open(call)
+        self._send(store, PinBlocks(reader=self._worker, ticket=ticket, keys=list(keys)))
+
+    def exists(self, keys: Sequence[BlockKey], done: Found, now: float) -> None:
+        """Ask in which tier blocks are; holds nothing, and promises nothing for later."""
+        self._ask(
+            lambda ticket: FindBlocks(asker=self._worker, ticket=ticket, keys=list(keys)),
+            lambda answer: done(answer.tiers if isinstance(answer, BlocksFound) else _odd()),
+            done,
+            now,
+        )
+
+    def remove(self, keys: Sequence[BlockKey], done: Removed, now: float) -> None:
+        """Take blocks out of all tiers, but for those in use."""
+        self._ask(
+            lambda ticket: RemoveBlocks(asker=self._worker, ticket=ticket, keys=list(keys)),
+            lambda answer: done(answer.removed if isinstance(answer, BlocksRemoved) else _odd()),
+            done,
+            now,
+        )
+
+    def stat(self, done: Stated, now: float) -> None:
+        """Ask the node how it is doing."""
+        self._ask(
+            lambda ticket: AskPool(asker=self._worker, ticket=ticket),
+            lambda answer: done(answer if isinstance(answer, PoolState) else _odd()),
+            done,
+            now,
+        )
+
+    # ------------------------------------------------------------------ the machine
+
+    def handle(self, event: msgspec.Struct, now: float) -> None:
+        """Take an answer or the end of a transfer; unknown ones are ignored."""
+        match event:
+            case PutGranted():
+                self._on_put_granted(event)
+            case PinGranted():
+                self._on_pin_granted(event)
+            case TransferDone():
+                self._on_transfer_done(event)
+            case BlocksFound() | BlocksRemoved() | PoolState():
+                call = self._calls.get(event.ticket)
+                if isinstance(call, _Ask) and call.store.address == event.store.address:
+                    del self._calls[event.ticket]
+                    call.done(event)
+            case Welcome():
+                self._membership.on_welcome(event)
+            case WhoAreYou():
+                self._membership.on_who(event)
+            case PeerLost():
+                self._membership.on_peer_lost(event.worker)
+                self._on_peer_lost(event.worker)
+        del now
+
+    def tick(self, now: float) -> float | None:
+        """Give up calls that are not answered, report; return when to come again."""
+        waiting = {t: call for t, call in self._calls.items() if call.batch_id is None}
+        for ticket in [t for t, call in waiting.items() if call.deadline_s <= now]:
+            del waiting[ticket]
+            self._fail(ticket, TransferError("the pool does not answer"))
+        times = [call.deadline_s for call in waiting.values()]
+        times.append(self._membership.tick(now, lambda: WorkerLoad(num_running=self.num_open)))
+        return min(times)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a transfer belongs to no call."""
+        for batch_id, ticket in self._batches.items():
+            assert self._calls[ticket].batch_id == batch_id
+
+    # ------------------------------------------------------------------ puts
+
+    def _on_put_granted(self, message: PutGranted) -> None:
+        call = self._calls.get(message.ticket)
+        if not isinstance(call, _Put) or call.store.address != message.store.address:
+            # Given up before: what was granted is nobody's.
+            dropped = PutEnd(writer=self._worker, ticket=message.ticket, dropped=message.keys)
+            self._send(message.store, dropped)
+            return
+        if call.batch_id is not None:
+            return
+        call.store, call.granted = message.store, message.keys
+        if not message.keys:
+            del self._calls[message.ticket]
+            call.done([])
+            return
+        offsets = [call.blocks[key] for key in message.keys]
+        self._move(message.ticket, call, Op.WRITE, message.places, offsets)
+
+    def _put_ended(self, ticket: int, call: _Put, error: str | None) -> None:
+        written = call.granted if error is None else []
+        dropped = [] if error is None else call.granted
+        checksums = [self._checksum(call.blocks[key]) for key in written]
+        self._send(
+            call.store,
+            PutEnd(
+                writer=self._worker,
+                ticket=ticket,
+                written=written,
+                dropped=dropped,
+                checksums=checksums,
+            ),
+        )
+        call.done(written if error is None else TransferError(error))
+
+    # ------------------------------------------------------------------ gets
+
+    def _on_pin_granted(self, message: PinGranted) -> None:
+        call = self._calls.get(message.ticket)
+        if not isinstance(call, _Get) or call.store.address != message.store.address:
+            self._send(message.store, Unpin(reader=self._worker, ticket=message.ticket))
+            return
+        if call.batch_id is not None:
+            return
+        call.store = message.store
+        call.num_blocks = min(message.num_blocks, len(call.keys))
+        call.checksums = message.checksums
+        if not call.num_blocks:
+            del self._calls[message.ticket]
+            self._send(call.store, Unpin(reader=self._worker, ticket=message.ticket))
+            call.done(0)
+            return
+        offsets = call.offsets[: call.num_blocks]
+        self._move(message.ticket, call, Op.READ, message.places, offsets)
+
+    def _get_ended(self, ticket: int, call: _Get, error: str | None) -> None:
+        corrupt: list[BlockKey] = []
+        whole = call.num_blocks
+        if error is None:
+            for number, checksum in enumerate(call.checksums[: call.num_blocks]):
+                if checksum and self._checksum(call.offsets[number]) != checksum:
+                    whole, corrupt = number, [call.keys[number]]
+                    break
+        self._send(call.store, Unpin(reader=self._worker, ticket=ticket, corrupt=corrupt))
+        call.done(whole if error is None else TransferError(error))
+
+    # ------------------------------------------------------------------ both
+
+    def _move(
+        self, ticket: int, call: _Call, op: Op, places: BlockPlaces, offsets: list[int]
+    ) -> None:
+        size = self._layout.slice_bytes
+        ops = [
+            TransferOp(
+                self._ports.region.region_id,
+                here + layer * size,
+                places.region,
+                there + layer * places.layer_stride,
+                size,
+            )
+            for here, there in zip(offsets, places.offsets, strict=False)
+            for layer in range(self._layout.num_layers)
+        ]
+        call.batch_id = self._ports.transfer.submit(
+            TransferBatch(op=op, peer=places.segment, ops=ops, deadline_s=call.deadline_s)
+        )
+        self._batches[call.batch_id] = ticket
+
+    def _on_transfer_done(self, event: TransferDone) -> None:
+        ticket = self._batches.pop(event.batch_id, None)
+        if ticket is None:
+            return
+        call = self._calls.pop(ticket)
+        if isinstance(call, _Put):
+            self._put_ended(ticket, call, event.error)
+        elif isinstance(call, _Get):
+            self._get_ended(ticket, call, event.error)
+
+    def _on_peer_lost(self, worker: WorkerRef) -> None:
+        """What the lost node had not granted yet fails now; running transfers fail by
+        themselves.
+        """
+        for ticket, call in list(self._calls.items()):
+            if call.batch_id is None and call.store.address == worker.address:
+                self._fail(ticket, Unavailable("the pool node was lost"))
+
+    def _ask(
+        self,
+        message: Callable[[int], FindBlocks | RemoveBlocks | AskPool],
+        done: Callable[[PoolState | BlocksFound | BlocksRemoved], None],
+        fail: Callable[[MooncakeError], None],
+        now: float,
+    ) -> None:
+        store = self._known_store(fail)
+        if store is not None:
+            ticket = self._open(_Ask(store, now + self._timeout_s, fail, done=done))
+            self._send(store, message(ticket))
+
+    def _known_store(self, fail: Callable[[MooncakeError], None]) -> WorkerRef | None:
+        if self.store is None:
+            fail(Unavailable("no pool node is known yet: is a kvstore worker up on this node?"))
+        return self.store
+
+    def _open(self, call: _Call) -> int:
+        self._last_ticket += 1
+        self._calls[self._last_ticket] = call
+        return self._last_ticket
+
+    def _fail(self, ticket: int, error: MooncakeError) -> None:
+        """End a call that was not granted anything; what comes for it later is given back."""
+        call = self._calls.pop(ticket)
+        if isinstance(call, _Get):
+            self._send(call.store, Unpin(reader=self._worker, ticket=ticket))
+        elif isinstance(call, _Put):
+            dropped = list(call.blocks)
+            self._send(call.store, PutEnd(writer=self._worker, ticket=ticket, dropped=dropped))
+        call.fail(error)
+
+    def _checksum(self, offset: int) -> int:
+        return checksum_of(self._ports.region.buffer[offset : offset + self._layout.block_bytes])
+
+    def _send(
+        self,
+        store: WorkerRef,
+        message: PutStart | PutEnd | PinBlocks | Unpin | FindBlocks | RemoveBlocks | AskPool,
+    ) -> None:
+        self._ports.channel.send(store.address, message)
+
+
+def _odd() -> TransferError:
+    return TransferError("the pool answered something else")
