@@ -1,0 +1,197 @@
+"""Blocking calls on one pool node, for programs and operators: the pool's client in a thread.
+
+Wires `kvstore.client` to real messages and transfers; decides nothing. What `mooncake pool` does
+is a call each.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from mooncake.base import (
+    BlockKey,
+    KvLayout,
+    MonotonicClock,
+    MooncakeError,
+    PeerLost,
+    Role,
+    SystemIds,
+    Tier,
+    Unavailable,
+    WorkerHello,
+    WorkerRef,
+)
+from mooncake.base.messages import PoolState
+from mooncake.kvstore.client import ClientPorts, PoolClient
+from mooncake.launch import machine_facts
+from mooncake.launch.driver import Driver
+from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.transfer.backends.tcp import TcpSettings
+from mooncake.transfer.factory import PROTOCOLS, TransferConfig, open_transfer
+
+CONNECT_POLL_S = 0.02
+
+
+class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the pool is and who may use it."""
+
+    gateway_address: str
+    cluster_secret: str
+    layout: KvLayout
+    node_id: str = ""
+    """The node whose pool is used, as its workers name it."""
+    store_address: str = ""
+    """Or the pool worker itself."""
+    bind_host: str = "127.0.0.1"
+    transfer_protocols: list[str] = msgspec.field(default_factory=lambda: list(PROTOCOLS))
+    num_places: int = 16
+    """Blocks of memory that data passes through: the most one transfer carries."""
+    timeout_s: float = 10.0
+
+
+class PoolSession:
+    """One connection to one pool node; calls may come from any thread, one at a time each.
+
+    All calls raise MooncakeError (TransferError, Unavailable) when the pool cannot be reached.
+    """
+
+    def __init__(self, config: PoolSessionConfig) -> None:
+        """Raises ConfigError when `bind_host` cannot be bound or a protocol is unknown."""
+        self._config = config
+        ids = SystemIds()
+        self._channel = ZmqChannel(config.bind_host, secret=config.cluster_secret)
+        clock = MonotonicClock()
+        self._transfer = open_transfer(
+            TransferConfig(
+                secret=config.cluster_secret,
+                host=machine_facts.boot_id(),
+                protocols=config.transfer_protocols,
+                tcp=TcpSettings(bind_host=config.bind_host),
+            ),
+            ids.hex(8),
+            clock,
+        )
+        self._block_bytes = config.layout.block_bytes
+        self._region = self._transfer.allocate(
+            config.num_places * self._block_bytes, "pool-session"
+        )
+        ref = self._ref = WorkerRef(f"client-{ids.hex(4)}", ids.hex(8), self._channel.address)
+        hello = WorkerHello(
+            worker=ref, role=Role.CLIENT, node_id=config.node_id, host=machine_facts.host_name(),
+            pid=os.getpid(), layout_fingerprint=config.layout.fingerprint,
+            block_tokens=config.layout.block_tokens, num_blocks=0,
+        )  # fmt: skip
+        store = WorkerRef("", "", config.store_address) if config.store_address else None
+        ports = ClientPorts(self._channel, self._transfer, self._region, config.gateway_address)
+        self._client = PoolClient(
+            hello, config.layout, ports, store=store, timeout_s=config.timeout_s
+        )
+        self._driver = Driver(
+            self._client, self._channel, transfer=self._transfer, clock=clock, own=ref
+        )
+        self._memory_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._driver.run, name="pool-session", daemon=True)
+        self._thread.start()
+
+    def connect(self) -> None:
+        """Wait until the gateway has named the pool. Raises Unavailable after `timeout_s`."""
+        pause = threading.Event()
+        for _ in range(int(self._config.timeout_s / CONNECT_POLL_S)):
+            if self._client.store is not None:
+                return
+            pause.wait(CONNECT_POLL_S)
+        raise Unavailable(
+            f"{self._config.gateway_address} names no pool on node {self._config.node_id!r}: is "
+            "the cluster up, and the secret right?"
+        )
+
+    def put(self, blocks: dict[BlockKey, bytes], tenant: str = "") -> list[BlockKey]:
+        """Store blocks, a run of one chain; return those that were written. The others were there
+        already, or there was no room. Raises ValueError for data of the wrong size.
+        """
+        for key, data in blocks.items():
+            if len(data) != self._block_bytes:
+                raise ValueError(
+                    f"block {key.hex()} has {len(data)} bytes, not {self._block_bytes}"
+                )
+        written: list[BlockKey] = []
+        for keys in self._batches(list(blocks)):
+            with self._memory_lock:
+                for place, key in enumerate(keys):
+                    self._view(place)[:] = blocks[key]
+                offsets = [place * self._block_bytes for place in range(len(keys))]
+                start = partial(PoolClient.put_from, keys=keys, offsets=offsets, tenant=tenant)
+                written += self._call(start)
+        return written
+
+    def get(self, keys: Sequence[BlockKey]) -> list[bytes]:
+        """Return the bytes of a run of blocks, as far as it is there from the first on."""
+        found: list[bytes] = []
+        for batch in self._batches(list(keys)):
+            with self._memory_lock:
+                offsets = [place * self._block_bytes for place in range(len(batch))]
+                start = partial(PoolClient.get_into, keys=batch, offsets=offsets)
+                count = self._call(start)
+                found += [bytes(self._view(place)) for place in range(count)]
+            if count < len(batch):
+                break
+        return found
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
+        """Return the tier of each block; None: not stored."""
+        answer: list[Tier | None] = self._call(partial(PoolClient.exists, keys=keys))
+        return answer
+
+    def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Take blocks out of all tiers; False: it was not there, or is in use."""
+        answer: list[bool] = self._call(partial(PoolClient.remove, keys=keys))
+        return answer
+
+    def stat(self) -> PoolState:
+        """Return how the node is doing."""
+        answer: PoolState = self._call(PoolClient.stat)
+        return answer
+
+    def close(self) -> None:
+        """Leave the cluster. To be called once."""
+        self._driver.stop()
+        self._thread.join()
+        self._channel.send(self._config.gateway_address, PeerLost(worker=self._ref))
+        self._channel.close()
+        self._transfer.close()
+
+    def __enter__(self) -> PoolSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, start: Callable[..., None]) -> Any:
+        """Start a call (a method of the client) in its thread and wait for its one answer."""
+        answer: Future[Any] = Future()
+        started = self._driver.call(
+            lambda client, now: start(client, done=answer.set_result, now=now)
+        )
+        started.result()
+        try:
+            # The client ends every call in time; only a client that was given up does not.
+            result = answer.result(timeout=3 * self._config.timeout_s)
+        except TimeoutError as error:
+            raise Unavailable("this client was given up by the cluster: open a new one") from error
+        if isinstance(result, MooncakeError):
+            raise result
+        return result
+
+    def _batches(self, keys: list[BlockKey]) -> list[list[BlockKey]]:
+        step = self._config.num_places
+        return [keys[start : start + step] for start in range(0, len(keys), step)]
+
+    def _view(self, place: int) -> memoryview:
+        return self._region.buffer[place * self._block_bytes : (place + 1) * self._block_bytes]
