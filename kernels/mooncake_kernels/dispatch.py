@@ -61,6 +61,14 @@ _TABLE: dict[str, dict[str, str]] = {
         REFERENCE: "mooncake_kernels.reference.experts_quantized:Int4Experts",
         TRITON: "mooncake_kernels.triton.experts:Int4Experts",
     },
+    "draw": {
+        REFERENCE: "mooncake_kernels.reference.sampling:draw",
+        TRITON: "mooncake_kernels.triton.sampling:draw",
+    },
+    "penalize": {
+        REFERENCE: "mooncake_kernels.reference.sampling:penalize",
+        TRITON: "mooncake_kernels.triton.sampling:penalize",
+    },
     "quantize_rows": {
         REFERENCE: "mooncake_kernels.reference.fp8:quantize_rows",
         TRITON: "mooncake_kernels.triton.quantize:quantize_rows",

@@ -1,4 +1,4 @@
-"""Every kernel, with Kimi-K2's shapes, through Triton's compiler and ptxas for an H200: no GPU needed.
+"""Every kernel, with Kimi-K2's shapes, through Triton's compiler and ptxas for an H200.
 
 The interpreter runs the source but not the compiled branches; this is what checks those, and that
 a kernel fits a multiprocessor. Speed is measured on a GPU only.
@@ -43,7 +43,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_every_kernel_fits_a_multiprocessor(launches: list[dict[str, Any]]) -> None:
-    assert len({made["kernel"] for made in launches}) >= 17
+    assert len({made["kernel"] for made in launches}) >= 18
     large = [made for made in launches if made["shared_bytes"] > HOPPER_SHARED_BYTES]
     assert large == []
 

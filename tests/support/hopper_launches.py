@@ -20,6 +20,7 @@ from mooncake_kernels.dispatch import kernel
 from mooncake_kernels.reference.mla_prefill import ExpandedKeys, RaggedBatch
 from mooncake_kernels.reference.paged_batch import PagedBatch
 from mooncake_kernels.reference.router import Routing
+from mooncake_kernels.reference.sampling import DrawSettings, Penalties
 from mooncake_kernels.triton import experts as experts_module
 from mooncake_kernels.tuning import default_experts_config
 
@@ -95,6 +96,16 @@ def router() -> None:
         kernel("choose", "triton")(torch.zeros(4, EXPERTS), torch.zeros(EXPERTS), routing)
 
 
+def sampling() -> None:
+    one = torch.zeros(4)
+    settings = DrawSettings(one, ints(4), one.double(), one.double(), one.double())
+    kernel("draw", "triton")(torch.zeros(4, 163840), settings)
+    seen = torch.zeros(4, 163840, dtype=torch.bool)
+    kernel("penalize", "triton")(
+        torch.zeros(4, 163840), seen, ints(4, 163840), Penalties(one, one, one)
+    )
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
     "decode, 64 heads": lambda: decode(64, 1),
     "decode, 64 heads, fp8 cache": lambda: decode(64, 1, kv_dtype=FP8),
@@ -110,6 +121,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     },
     "layer ops": layer_ops,
     "router": router,
+    "sampling": sampling,
 }
 
 

@@ -1,0 +1,78 @@
+"""Choosing tokens from rows of logits, each row by its own settings, on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DrawSettings:
+    """Per row, each of shape [rows].
+
+    temperature: float32, 0 = the most likely token (of a tie the lowest id). top_k: int32, 0 = off.
+    top_p: float64, 1 = off. min_p: float64, 0 = off. uniform: float64 in [0, 1).
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    uniform: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Per row, each of shape [rows] float32; 1, 0 and 0 are off."""
+
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+
+
+def penalize(
+    logits: torch.Tensor, seen: torch.Tensor, counts: torch.Tensor, penalties: Penalties
+) -> None:
+    """Take penalties off `logits` [rows, vocab] float32, in place.
+
+    seen: [rows, vocab] bool, tokens of prompt or output: divided by `repetition` where positive,
+    else multiplied. counts: [rows, vocab] int32, of the output: `frequency` times the count and,
+    where there is one, `presence` are subtracted.
+    """
+    repetition = penalties.repetition[:, None]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    adjusted = torch.where(seen, repeated, logits)
+    adjusted -= penalties.frequency[:, None] * counts + penalties.presence[:, None] * (counts > 0)
+    logits.copy_(adjusted)
+
+
+def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
+    """Return one token id per row of `logits` [rows, vocab] float32: int64 [rows].
+
+    Temperature first; min-p, top-k, and top-p over what those left. Each filter is a threshold:
+    tokens that tie with the last one kept stay. The token is the first whose cumulative weight, in
+    order of token id, exceeds `uniform` times the whole.
+    """
+    tokens = [_draw_row(row, settings, place) for place, row in enumerate(logits)]
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+
+
+def _draw_row(row: torch.Tensor, settings: DrawSettings, place: int) -> int:
+    temperature = float(settings.temperature[place])
+    if temperature == 0:
+        return int((row == row.max()).nonzero()[0])
+    scaled = (row - row.max()) / settings.temperature[place]
+    threshold = settings.min_p[place].log().to(scaled.dtype)
+    descending = scaled.sort(descending=True).values
+    top_k, top_p = int(settings.top_k[place]), float(settings.top_p[place])
+    if 0 < top_k < row.numel():
+        threshold = torch.maximum(threshold, descending[top_k - 1])
+    if top_p < 1:
+        masses = descending.double().exp().masked_fill(descending < threshold, 0.0)
+        before = masses.cumsum(0) - masses
+        num_kept = max(1, int((before < top_p * masses.sum()).sum()))
+        threshold = torch.maximum(threshold, descending[num_kept - 1])
+    cumulative = scaled.double().exp().masked_fill(scaled < threshold, 0.0).cumsum(0)
+    above = (cumulative > float(settings.uniform[place]) * cumulative[-1]).nonzero()
+    return int(above[0])
