@@ -27,8 +27,8 @@ EXAMPLES = """examples:
 """
 DATASETS = ("random", "sharegpt", "prefix_repetition", "custom", "timed_trace", "mooncake_trace")
 """The last two are one format: JSON lines of timestamp, input_length, output_length, hash_ids."""
-BLIND_VOCAB = 1000
-"""Tokens that every model has, for prompts of ids where no checkpoint says how many there are."""
+BLIND_VOCAB = 256
+"""Ids that every vocabulary has, for prompts of ids where no checkpoint says how many there are."""
 SAMPLING = (
     "top_p", "top_k", "min_p", "temperature", "frequency_penalty", "presence_penalty",
     "repetition_penalty",
@@ -167,6 +167,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from mooncake.bench.report import TITLES
 
     shown = _listed(arguments.percentile_metrics or "ttft,tpot,itl", "percentile-metrics", TITLES)
+    _pairs(arguments.metadata, "metadata")  # a mistake in it must not cost the run
     url = arguments.base_url or f"http://{arguments.host}:{arguments.port}"
     client = HttpClient(url, insecure=arguments.insecure)
     return run_in_loop(_serve_async(arguments, client, shown))
