@@ -32,9 +32,18 @@ SERVE_EXAMPLES = """examples:
   mooncake serve --config cluster.yaml --port 9000           keys are the flags' names
   mooncake serve --role prefill --join 10.0.0.7:6379         one more worker for a running cluster
   mooncake serve checkpoints/k2-small --dry-run              what would be started, and its memory
+  mooncake serve --check                                     each kernel against its reference here
 """
 INIT_EXAMPLES = """examples:
   mooncake model init --preset k2-small --seed 0 --out checkpoints/k2-small
+"""
+CONVERT_EXAMPLES = """examples:
+  mooncake model convert checkpoints/k2-small --to fp8 --out checkpoints/k2-small-fp8
+  mooncake model convert checkpoints/k2-small --to int4 --out checkpoints/k2-small-int4
+"""
+TUNE_EXAMPLES = """examples:
+  mooncake tune --split tp8 --format int4
+  mooncake tune --split ep16 --format fp8 --format int4
 """
 STATUS_EXAMPLES = """examples:
   mooncake status
@@ -103,6 +112,10 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     known = options.options_of(ServeConfig)
     given = {name: value for name, value in vars(arguments).items() if name in known}
+    if arguments.check:
+        from mooncake.launch import kernel_tools
+
+        return kernel_tools.check()
     config = resolve(given, arguments.config, os.environ)
     if arguments.dry_run:
         return serve.dry_run(config)
@@ -115,6 +128,18 @@ def _model_init(arguments: argparse.Namespace) -> int:
     return model_files.init(
         arguments.preset, options.count(0)("seed", arguments.seed), arguments.out
     )
+
+
+def _model_convert(arguments: argparse.Namespace) -> int:
+    from mooncake.launch import model_files
+
+    return model_files.convert(arguments.model, arguments.to, arguments.out)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from mooncake.launch import kernel_tools
+
+    return kernel_tools.tune(arguments.split, arguments.format or kernel_tools.FORMATS)
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -158,7 +183,9 @@ def _parser() -> argparse.ArgumentParser:
         title="commands", required=True, metavar="COMMAND", dest="command"
     )
     _add_serve(commands)
-    model = _command(commands, "model", "work with checkpoints", None, INIT_EXAMPLES)
+    model = _command(
+        commands, "model", "work with checkpoints", None, INIT_EXAMPLES + CONVERT_EXAMPLES[10:]
+    )
     model_commands = model.add_subparsers(title="commands", required=True, metavar="COMMAND")
     init = _command(
         model_commands, "init", "write a checkpoint with random weights", _model_init, INIT_EXAMPLES
@@ -169,6 +196,17 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("--seed", default="0", metavar="N", help="of the weights (default: 0)")
     init.add_argument(
         "--out", required=True, metavar="DIR", help="a directory that is not there yet"
+    )
+    _add_convert(model_commands)
+    tune = _command(
+        commands, "tune", "measure kernel configurations on this GPU", _tune, TUNE_EXAMPLES
+    )
+    tune.add_argument(
+        "--split", default="tp8", metavar="NAME",
+        help="how K2's experts are split: tp8, tp16 or ep16 (default: tp8)",
+    )  # fmt: skip
+    tune.add_argument(
+        "--format", action="append", metavar="NAME", help="plain, fp8 or int4 (default: all)"
     )
     status = _command(commands, "status", "workers, pool and load", _status, STATUS_EXAMPLES)
     _add_server(status)
@@ -215,6 +253,25 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--dry-run",
         action="store_true",
         help="print the configuration and memory plan, start nothing",
+    )
+    serve.add_argument(
+        "--check",
+        action="store_true",
+        help="compare each kernel with its reference on this machine, start nothing",
+    )
+
+
+def _add_convert(commands: argparse._SubParsersAction[_Parser]) -> None:
+    convert = _command(
+        commands, "convert", "write a quantized copy", _model_convert, CONVERT_EXAMPLES
+    )
+    convert.add_argument("model", metavar="DIR", help="a checkpoint that is not quantized")
+    convert.add_argument(
+        "--to", required=True, metavar="FORMAT",
+        help="fp8 (blocks of 128 x 128, as K2-Instruct) or int4 (groups of 32, as K2-Thinking)",
+    )  # fmt: skip
+    convert.add_argument(
+        "--out", required=True, metavar="DIR", help="a directory that is not there yet"
     )
 
 

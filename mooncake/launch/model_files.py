@@ -1,4 +1,6 @@
-"""`mooncake model init`: writes a checkpoint with a progress bar. The work is `model.presets`'."""
+"""`mooncake model init` and `convert`: write checkpoints with a progress bar. The work is
+`model.presets`' and `model.convert`'s.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,28 @@ def init(preset: str, seed: int, out: str) -> int:
             bar.update(task, completed=done, total=whole)
 
         path = init_checkpoint(preset, seed, Path(out), progress=show)
+    written = sum(file.stat().st_size for file in path.iterdir())
+    console.print(f"wrote {path} ({format_bytes(written)}); serve it: mooncake serve {out}")
+    return 0
+
+
+def convert(source: str, format_name: str, out: str) -> int:
+    """Write a quantized copy of the checkpoint `source` and return the exit code.
+
+    Raises:
+        ConfigError: an unknown format, a source that is quantized, or `out` holds something.
+        CheckpointError: the source cannot be read.
+    """
+    from mooncake.model.convert import convert_checkpoint
+
+    console = Console(stderr=True)
+    with progress_bar(console) as bar:
+        task = bar.add_task(f"converting to {format_name}", total=None)
+
+        def show(done: int, whole: int) -> None:
+            bar.update(task, completed=done, total=whole)
+
+        path = convert_checkpoint(Path(source), Path(out), format_name, progress=show)
     written = sum(file.stat().st_size for file in path.iterdir())
     console.print(f"wrote {path} ({format_bytes(written)}); serve it: mooncake serve {out}")
     return 0

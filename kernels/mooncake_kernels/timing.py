@@ -1,0 +1,52 @@
+"""Device time of a function on a CUDA GPU: a captured graph, replayed with a cold L2."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_FLUSH_BYTES = 256 * 2**20
+"""Five times the L2 of an H200: writing it leaves nothing of the last run behind."""
+_WARM_UP = 3
+
+Timer = Callable[[Callable[[], object]], float]
+"""Returns the seconds a call takes."""
+
+
+def cuda_seconds(function: Callable[[], object], repeats: int = 20) -> float:
+    """Return the median device seconds of `function`, which must not touch the host.
+
+    The call is captured once, so that the time is the device's and not that of launching; before
+    each replay a large buffer is written, so that weights and KV come from memory as in serving.
+    """
+    cuda: Any = torch.cuda
+    stream = cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    flushed = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    times: list[float] = []
+    for _ in range(repeats):
+        flushed.zero_()
+        begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return statistics.median(times)
+
+
+def copy_bandwidth(num_bytes: int = 4 * 2**30) -> float:
+    """Return the bytes per second (read plus written) of a large copy: what floors are made of."""
+    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return num_bytes / cuda_seconds(lambda: target.copy_(source))
