@@ -16,6 +16,13 @@ Timer = Callable[[Callable[[], object]], float]
 """Returns the seconds a call takes."""
 
 
+def local_device() -> tuple[torch.device, str]:
+    """Return the device to run on here, a CUDA GPU where there is one, and its name."""
+    if torch.cuda.is_available():
+        return torch.device("cuda"), torch.cuda.get_device_name()
+    return torch.device("cpu"), "this CPU"
+
+
 def cuda_seconds(function: Callable[[], object], repeats: int = 20) -> float:
     """Return the median device seconds of `function`, which must not touch the host.
 

@@ -23,11 +23,10 @@ FORMATS = ("plain", "fp8", "int4")
 
 def check() -> int:
     """Compare every fast op with its reference here, print a table; 0 if none differs."""
-    import torch
     from mooncake_kernels.checks import check_kernels
+    from mooncake_kernels.timing import local_device
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    place = torch.cuda.get_device_name() if device.type == "cuda" else "this CPU"
+    device, place = local_device()
     table = Table(title=f"kernels on {place}", title_justify="left")
     for heading in ("op", "backend", "difference", "gate", ""):
         table.add_column(heading, justify="right" if heading in ("difference", "gate") else "left")
@@ -49,7 +48,7 @@ def tune(split: str, formats: Sequence[str]) -> int:
     Raises:
         ConfigError: no such split or format, or there is no GPU.
     """
-    import torch
+    from mooncake_kernels.timing import local_device
     from mooncake_kernels.tune import BATCHES, KIMI_K2_RANKS, rank_shape, tune_experts
     from mooncake_kernels.tuning import TABLES, Target, save_table
 
@@ -58,11 +57,12 @@ def tune(split: str, formats: Sequence[str]) -> int:
     unknown = [name for name in formats if name not in FORMATS]
     if unknown:
         raise ConfigError(f"format: {unknown[0]!r} is not one of {', '.join(FORMATS)}")
-    if not torch.cuda.is_available():
+    device, place = local_device()
+    if device.type != "cuda":
         raise ConfigError("tune measures kernels on a CUDA GPU, and there is none here")
     import triton
 
-    target = Target(torch.cuda.get_device_name(), triton.__version__)
+    target = Target(place, triton.__version__)
     console = Console(stderr=True)
     for name in formats:
         shape = rank_shape(name, split)
