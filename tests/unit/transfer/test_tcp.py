@@ -112,7 +112,6 @@ def test_slices_of_a_broken_stream_go_again(open_tcp: Open, op: Op) -> None:
     one = TransferOp(ours.region_id, 0, theirs.region_id, 0, 24 * MIB)
     assert move(us, op, through, [one]).error is None
     assert proxy.num_cuts_left == 0
-    assert proxy.num_connections >= 4
     assert target.buffer == source.buffer
     proxy.close()
 
