@@ -12,11 +12,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mooncake.base.clock import Clock
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.engine import Op, TransferBatch, TransferDone, TransferOp
-from mooncake.transfer.plan import merge_ops
+from mooncake.transfer.plan import Slice, merge_ops
 
 
 class Job:
@@ -110,6 +111,15 @@ class Job:
             return False
         self._ended = True
         return True
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One slice of a job on its way; it may have to go more than once."""
+
+    job: Job
+    slice: Slice
+    num_failures: int = 0
 
 
 MAX_OPEN_BATCHES = 65536

@@ -14,14 +14,21 @@ from mooncake.base.ids import IdSource, SystemIds
 from mooncake.transfer.backends.copying import CopyPool
 from mooncake.transfer.backends.inproc import InprocBackend, InprocFabric
 from mooncake.transfer.backends.io_loop import IoLoop
+from mooncake.transfer.backends.rdma import ControlAddress, RdmaSettings, open_rdma
 from mooncake.transfer.backends.shm import ShmBackend
 from mooncake.transfer.backends.tcp import TcpBackend, TcpSettings
 from mooncake.transfer.handshake import Credentials
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.router import RoutedTransfer
+from mooncake.transfer.topology import has_rdma_devices
 
-PROTOCOLS = ("inproc", "shm", "tcp")
+PROTOCOLS = ("inproc", "shm", "rdma", "tcp")
 """All protocols there are, the one tried first first."""
+
+
+def usable_protocols() -> tuple[str, ...]:
+    """Return the protocols that work on this machine: RDMA needs a device."""
+    return tuple(name for name in PROTOCOLS if name != "rdma" or has_rdma_devices())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +39,13 @@ class TransferConfig:
     """The cluster secret: peers that do not know it are refused."""
     host: str
     """Name of this machine; peers with an equal one may use shared memory."""
-    protocols: Sequence[str] = PROTOCOLS
+    protocols: Sequence[str] = field(default_factory=usable_protocols)
     num_io_threads: int = 2
     """Threads that serve all sockets together."""
     num_copy_threads: int = 2
     """Threads that copy memory to memory; 0 = copies are done inside `poll` (tests)."""
     tcp: TcpSettings = field(default_factory=TcpSettings)
+    rdma: RdmaSettings = field(default_factory=RdmaSettings)
 
 
 def open_transfer(
@@ -60,7 +68,7 @@ def open_transfer(
     router = RoutedTransfer(engine_id, config.host, table, clock)
     credentials = Credentials(engine_id=engine_id, secret=config.secret, ids=ids)
     loops: list[IoLoop] = []
-    if {"shm", "tcp"} & set(config.protocols):
+    if {"shm", "rdma", "tcp"} & set(config.protocols):
         loops = [
             IoLoop(fabric.gates, f"transfer-io-{index}") for index in range(config.num_io_threads)
         ]
@@ -77,6 +85,11 @@ def open_transfer(
                 router.add_backend(
                     ShmBackend(credentials, table, pool, loops[0], router, config.host)
                 )
+        if "rdma" in config.protocols:
+            loop = IoLoop(fabric.gates, "transfer-rdma")
+            router.add_closer(loop.close)
+            control = ControlAddress(config.tcp.bind_host, config.tcp.advertise_host)
+            router.add_backend(open_rdma(credentials, table, loop, router, config.rdma, control))
         if "tcp" in config.protocols:
             router.add_backend(TcpBackend(credentials, table, loops, router, config.tcp))
     except ConfigError:

@@ -97,6 +97,14 @@ class RegionTable:
         self._next_id = 1
         self._closed = False
         self._watchers: list[Callable[[int], None]] = []
+        self._admitters: list[Callable[[HostRegion], None]] = []
+
+    def watch_additions(self, admit: Callable[[HostRegion], None]) -> None:
+        """Have `admit` called with each new region before anyone can use it.
+
+        It may raise TransferError: then the region is not registered.
+        """
+        self._admitters.append(admit)
 
     def watch_withdrawals(self, watcher: Callable[[int], None]) -> None:
         """Have `watcher` called with the id of each region as it is withdrawn."""
@@ -122,9 +130,25 @@ class RegionTable:
                     os.close(fd)
                 raise TransferError(f"{label}: the transfer engine is closed")
             region = HostRegion(self._next_id, label, buffer, fd)
-            self._regions[region.region_id] = region
             self._next_id += 1
-            return region
+        try:
+            for admit in self._admitters:
+                admit(region)
+        except TransferError:
+            self._discard(region)
+            raise
+        with self._lock:
+            self._regions[region.region_id] = region
+        return region
+
+    def _discard(self, region: HostRegion) -> None:
+        """A backend cannot serve this memory: as if it had never been."""
+        region.alive = False
+        for watcher in self._watchers:
+            watcher(region.region_id)
+        if region.fd is not None:
+            os.close(region.fd)
+            region.fd = None
 
     def withdraw(self, region: Region) -> None:
         """Refuse the region from now on; on return no thread of this process touches it.

@@ -23,10 +23,9 @@ from mooncake.base.errors import ProtocolError
 from mooncake.transfer.backends import tcp_wire as wire
 from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
 from mooncake.transfer.backends.tcp_server import receive_into, tune_socket, withdrawn
-from mooncake.transfer.batches import Job
+from mooncake.transfer.batches import Job, Part
 from mooncake.transfer.engine import Op
 from mooncake.transfer.handshake import MAX_HANDSHAKE_BYTES, ConnectingSide, HandshakeRefused
-from mooncake.transfer.plan import Slice
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
 
 _ANSWERS = frozenset((wire.DONE, wire.DATA, wire.REFUSED))
@@ -48,15 +47,6 @@ class LaneLimits:
     """Without any progress for this long a stream with work on it counts as broken."""
     idle_s: float = 60.0
     """A stream without work for this long is closed."""
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """One slice of a job on its way through lanes."""
-
-    job: Job
-    slice: Slice
-    num_failures: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mooncake.transfer.backends.io_loop import IoLoop
-from mooncake.transfer.backends.tcp_lane import Lane, LaneFailure, LaneLimits, LaneState, Part
-from mooncake.transfer.batches import Job
+from mooncake.transfer.backends.tcp_lane import Lane, LaneFailure, LaneLimits, LaneState
+from mooncake.transfer.batches import Job, Part
 from mooncake.transfer.engine import Op
 from mooncake.transfer.handshake import MAX_FENCED, ConnectingSide, Credentials
 from mooncake.transfer.plan import SliceLimits, plan_slices

@@ -1,0 +1,311 @@
+"""The RDMA backend: serves our memory to peers' NICs and moves batches by one-sided READ and WRITE.
+
+Puts together NICs, registered memory, the owner's side and one `RdmaPeer` for each engine we talk
+to. One loop thread owns all of it; completions come as events of a descriptor, with a short spin.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mooncake.base.errors import ConfigError
+from mooncake.base.kv_layout import SegmentRef
+from mooncake.transfer.backends.io_loop import READABLE, IoLoop
+from mooncake.transfer.backends.port import Router
+from mooncake.transfer.backends.rdma_endpoint import Endpoint, EndpointState, Path, serial_of
+from mooncake.transfer.backends.rdma_memory import RdmaMemory
+from mooncake.transfer.backends.rdma_nic import Nic
+from mooncake.transfer.backends.rdma_owner import OwnerLimits, RdmaOwner
+from mooncake.transfer.backends.rdma_peer import RdmaLimits, RdmaPeer
+from mooncake.transfer.backends.rdma_session import VisitorSession
+from mooncake.transfer.backends.rdma_verbs import NicChoices, open_nics
+from mooncake.transfer.backends.tcp import parse_endpoint
+from mooncake.transfer.batches import Job, Part
+from mooncake.transfer.endpoint_pool import EndpointPool
+from mooncake.transfer.handshake import Credentials
+from mooncake.transfer.link_stats import LinkStats
+from mooncake.transfer.regions import RegionTable
+from mooncake.transfer.topology import read_matrix
+
+_LOG = logging.getLogger(__name__)
+_MANY_PEERS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class RdmaSettings:
+    """How one engine uses RDMA. Devices, ports, GIDs and MTU are found where not given."""
+
+    devices: Sequence[str] = ()
+    """Names such as "mlx5_0"; empty = all that are up."""
+    gid_index: int | None = None
+    mtu_bytes: int | None = None
+    max_endpoints: int = 512
+    """Queue pairs open to peers at a time; of more, those not used lately are closed."""
+    num_spins: int = 32
+    """Looks at an empty completion queue before the thread sleeps."""
+    link_look_s: float = 0.1
+    """How often a NIC whose link is down is looked at."""
+    limits: RdmaLimits = field(default_factory=RdmaLimits)
+    owner: OwnerLimits = field(default_factory=OwnerLimits)
+
+
+@dataclass(frozen=True)
+class ControlAddress:
+    """Where control streams are listened for, and what peers are told."""
+
+    bind_host: str
+    advertise_host: str | None = None
+
+
+class RdmaBackend:
+    """The `Backend` for peers reached by RDMA."""
+
+    protocol = "rdma"
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        memory: RdmaMemory,
+        nics: Sequence[Nic],
+        loop: IoLoop,
+        router: Router,
+        settings: RdmaSettings,
+        control: ControlAddress,
+    ) -> None:
+        """Serve peers. Raises ConfigError when the control address cannot be bound."""
+        self.loop = loop
+        self.memory = memory
+        self.nics: Mapping[str, Nic] = {nic.address.name: nic for nic in nics}
+        self.limits = settings.limits
+        self.stats = LinkStats(self.protocol)
+        self._credentials = credentials
+        self._router = router
+        self._settings = settings
+        self._control = control
+        self._peers: dict[tuple[str, str], RdmaPeer] = {}
+        self._pool: EndpointPool[int] = EndpointPool(settings.max_endpoints)
+        self._endpoints: dict[int, tuple[Endpoint, RdmaPeer]] = {}
+        self._serials = itertools.count(1)
+        self._short_of_room: list[RdmaPeer] = []
+        self._down: set[str] = set()
+        self._closed = False
+        self._owner = RdmaOwner(
+            control.bind_host, credentials, memory, self.nics, loop, settings.owner
+        )
+        loop.post(self._watch)
+
+    def _watch(self) -> None:
+        for nic in self.nics.values():
+            self.loop.add(nic.fileno(), READABLE, functools.partial(self._on_ready, nic))
+            self.loop.add(nic.events_fileno(), READABLE, functools.partial(self._on_port, nic))
+
+    # ----------------------------------------------------- what the router asks
+
+    @property
+    def endpoint(self) -> str:
+        host = self._control.advertise_host or self._control.bind_host
+        return f"[{host}]:{self._owner.port}" if ":" in host else f"{host}:{self._owner.port}"
+
+    @property
+    def num_endpoints(self) -> int:
+        """Queue pairs open to peers, or being opened."""
+        return len(self._endpoints)
+
+    @property
+    def num_served_pairs(self) -> int:
+        """Queue pairs peers have open to us."""
+        return self._owner.num_pairs
+
+    def reaches(self, peer: SegmentRef) -> bool:
+        return self.protocol in peer.endpoints and len(self._down) < len(self.nics)
+
+    def start(self, job: Job) -> None:
+        self.loop.post(functools.partial(self._start, job))
+
+    def _start(self, job: Job) -> None:
+        key = (job.peer.endpoints[self.protocol], job.peer.engine_id)
+        peer = self._peers.get(key)
+        if self._closed:
+            job.stop("the transfer engine is closed")
+            return
+        if peer is None:
+            try:
+                address = parse_endpoint(key[0])
+            except ConfigError as error:
+                self.decline(job, error.message)
+                return
+            if len(self._peers) >= _MANY_PEERS:
+                self._forget_unused()
+            peer = self._peers[key] = RdmaPeer(job.peer.engine_id, address, self)
+        peer.put(job)
+
+    def _forget_unused(self) -> None:
+        for peer in [peer for peer in self._peers.values() if peer.is_unused]:
+            peer.end("not used lately")
+
+    def stop_sent(self, job: Job) -> None:
+        self.loop.post(functools.partial(self._stop_sent, job))
+
+    def _stop_sent(self, job: Job) -> None:
+        peer = self._peers.get((job.peer.endpoints.get(self.protocol, ""), job.peer.engine_id))
+        if peer is not None:
+            peer.stop_sent(job)
+
+    def pump(self) -> None:
+        """Nothing: all work is done in the loop."""
+
+    def close(self) -> None:
+        """Refuse peers, tear all paths down; done when the loop has ended."""
+        self.loop.post(self._close)
+
+    def _close(self) -> None:
+        self._closed = True
+        for peer in list(self._peers.values()):
+            peer.end("the transfer engine is closed")
+        self._owner.close()
+        for nic in self.nics.values():
+            self.loop.remove(nic.fileno())
+            self.loop.remove(nic.events_fileno())
+
+    # -------------------------------------------------------- what peers ask
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def is_up(self, nic: str) -> bool:
+        return nic not in self._down
+
+    def decline(self, job: Job, reason: str) -> None:
+        self._router.decline(job, reason)
+
+    def new_session(self, peer: RdmaPeer, fenced: Sequence[str]) -> VisitorSession:
+        return VisitorSession(peer, self._credentials, fenced, self.loop, self.limits.connect_s)
+
+    def forget(self, peer: RdmaPeer) -> None:
+        self._peers = {key: other for key, other in self._peers.items() if other is not peer}
+
+    def open_endpoint(self, peer: RdmaPeer, path: Path) -> Endpoint | None:
+        if not self._pool.has_room:
+            self._make_room()
+        if not self._pool.has_room:
+            if peer not in self._short_of_room:
+                self._short_of_room.append(peer)
+            return None
+        serial = next(self._serials)
+        endpoint = Endpoint(serial, path, self.nics[path.local], self.limits.signal_every)
+        self._pool.add(serial)
+        self._endpoints[serial] = (endpoint, peer)
+        return endpoint
+
+    def _make_room(self) -> None:
+        """Close the idle endpoint used least lately, or have one go when it is idle."""
+        idle = self._pool.victim(lambda serial: self._endpoints[serial][0].is_idle)
+        if idle is not None:
+            endpoint, peer = self._endpoints[idle]
+            peer.retire(endpoint)
+        elif not any(endpoint.leaving for endpoint, _ in self._endpoints.values()):
+            busy = self._pool.victim(
+                lambda serial: self._endpoints[serial][0].state is EndpointState.READY
+            )
+            if busy is not None:
+                self._endpoints[busy][0].leaving = True
+
+    def touch(self, endpoint: Endpoint) -> None:
+        self._pool.touch(endpoint.serial)
+
+    def close_endpoint(self, endpoint: Endpoint) -> list[Part]:
+        if self._endpoints.pop(endpoint.serial, None) is not None:
+            self._pool.remove(endpoint.serial)
+        parts = endpoint.close()
+        if self._short_of_room and not self._closed:
+            self.loop.post(self._serve_short)
+        return parts
+
+    def _serve_short(self) -> None:
+        waiting, self._short_of_room = self._short_of_room, []
+        for peer in waiting:
+            peer.pump()
+
+    # ---------------------------------------------------------- what NICs say
+
+    def _on_ready(self, nic: Nic, _events: int) -> None:
+        num_empty = 0
+        while num_empty <= self._settings.num_spins:
+            num_empty = 0 if self._take(nic) else num_empty + 1
+        nic.arm()
+        self._take(nic)  # what came before the descriptor was armed signals nothing
+
+    def _take(self, nic: Nic) -> bool:
+        """Deal with what has ended; return whether anything had."""
+        ended = nic.take_completions()
+        touched: dict[int, RdmaPeer] = {}
+        for completion in ended:
+            known = self._endpoints.get(serial_of(completion.work_id))
+            if known is None:
+                continue  # of an endpoint that was closed
+            endpoint, peer = known
+            peer.on_completion(endpoint, completion)
+            touched[id(peer)] = peer
+            if (
+                endpoint.leaving
+                and endpoint.is_idle
+                and serial_of(completion.work_id) in (self._endpoints)
+            ):
+                peer.retire(endpoint)
+        for peer in touched.values():
+            peer.pump()
+        return bool(ended)
+
+    def _on_port(self, nic: Nic, _events: int) -> None:
+        nic.take_events()
+        self._look_at(nic)
+
+    def _look_at(self, nic: Nic) -> None:
+        """Learn whether the link of a NIC is up: when it goes, so do its paths, at once."""
+        name = nic.address.name
+        if self._closed:
+            return
+        if nic.is_active():
+            if name in self._down:
+                _LOG.warning("the link of %s is up again", name)
+                self._down.discard(name)
+                self._all_peers(RdmaPeer.pump)
+            return
+        if name not in self._down:
+            _LOG.warning("the link of %s is down", name)
+            self._down.add(name)
+            self._all_peers(lambda peer: self._fail_paths(peer, name))
+        self.loop.call_later(self._settings.link_look_s, functools.partial(self._look_at, nic))
+
+    def _fail_paths(self, peer: RdmaPeer, name: str) -> None:
+        for endpoint in list(peer.endpoints.values()):
+            if endpoint.path.local == name:
+                peer.fail(endpoint, f"the link of {name} is down", blame=False)
+        peer.pump()
+
+    def _all_peers(self, act: Callable[[RdmaPeer], None]) -> None:
+        for peer in list(self._peers.values()):
+            act(peer)
+
+
+def open_rdma(
+    credentials: Credentials,
+    table: RegionTable,
+    loop: IoLoop,
+    router: Router,
+    settings: RdmaSettings,
+    control: ControlAddress,
+) -> RdmaBackend:
+    """Return the backend over this machine's own devices.
+
+    Raises ConfigError without pyverbs, without a device, or when one that was named is not usable.
+    """
+    choices = NicChoices(gid_index=settings.gid_index, mtu_bytes=settings.mtu_bytes)
+    nics = open_nics(settings.devices, choices)
+    memory = RdmaMemory(table, nics, read_matrix([nic.address.name for nic in nics]))
+    return RdmaBackend(credentials, memory, nics, loop, router, settings, control)

@@ -1,0 +1,117 @@
+"""What the RDMA backend needs of a NIC: registered memory, reliable connections, completions.
+
+`rdma_verbs` is the real one; the rules of the backend are tested with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from mooncake.transfer.backends.rdma_wire import NicAddress, PairAddress
+
+
+class Outcome(Enum):
+    """How a work request ended."""
+
+    ARRIVED = "arrived"
+    REFUSED = "the peer's NIC refused the address or the key"
+    LOCAL_MEMORY = "our NIC refused our own memory"
+    FLUSHED = "given up, because an earlier one failed"
+    LINK = "the path broke"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A work request has ended, and with it all before it of the same queue pair."""
+
+    work_id: int
+    outcome: Outcome
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRequest:
+    """One one-sided copy."""
+
+    work_id: int
+    is_write: bool
+    local_address: int
+    local_key: int
+    remote_address: int
+    remote_key: int
+    num_bytes: int
+    signalled: bool
+    """Whether its success is reported (a failure always is)."""
+
+
+class Registration(Protocol):
+    """Memory one NIC may touch."""
+
+    @property
+    def local_key(self) -> int: ...
+
+    @property
+    def remote_key(self) -> int: ...
+
+    def close(self) -> None:
+        """Withdraw it: from the return on the NIC touches it no more and refuses peers."""
+
+
+class QueuePair(Protocol):
+    """One end of a reliable connection. Methods raise TransferError when the NIC refuses."""
+
+    @property
+    def address(self) -> PairAddress: ...
+
+    def serve(self, peer: PairAddress) -> None:
+        """Become the end that is read from and written to."""
+
+    def connect(self, peer: PairAddress) -> None:
+        """Become the end that asks."""
+
+    def post(self, requests: Sequence[WorkRequest]) -> None:
+        """Hand requests to the NIC, in order; there must be room for them."""
+
+    def close(self) -> None:
+        """Destroy it: from the return on nothing that came or goes by it touches memory."""
+
+
+class Nic(Protocol):
+    """One port of an RDMA device."""
+
+    @property
+    def address(self) -> NicAddress: ...
+
+    @property
+    def depth(self) -> int:
+        """Work requests a queue pair holds."""
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when requests ended (after `arm`)."""
+
+    def events_fileno(self) -> int:
+        """A descriptor that becomes readable when the port changed."""
+
+    def take_events(self) -> None:
+        """Forget the changes reported so far."""
+
+    def is_active(self) -> bool:
+        """Whether the port's link is up, asked now."""
+
+    def register(self, address: int, num_bytes: int) -> Registration:
+        """Let the NIC touch memory of this process. Raises TransferError."""
+
+    def new_pair(self) -> QueuePair:
+        """Return an unconnected queue pair. Raises TransferError."""
+
+    def take_completions(self) -> list[Completion]:
+        """Return what ended, without waiting."""
+
+    def arm(self) -> None:
+        """Have the descriptor signal the next completion; look once more after."""
+
+    def close(self) -> None:
+        """Give the device back; pairs and registrations were closed before."""
