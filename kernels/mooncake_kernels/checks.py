@@ -126,6 +126,20 @@ def _quantize(s: ModelShape, device: torch.device) -> Case:
     return Case(lambda f: [widen_rows(*f(x))], FP8_GATE)
 
 
+def _plain_linear(s: ModelShape, device: torch.device) -> Case:
+    make = Maker(device)
+    x, bias = make.normal(5, s.hidden), make.normal(s.kv_width)
+    weight = make.normal(s.kv_width, s.hidden, scale=s.hidden**-0.5)
+    return Case(lambda f: [f(x, weight, bias)], BF16_GATE)
+
+
+def _linear_heads(s: ModelShape, device: torch.device) -> Case:
+    make = Maker(device)
+    x = make.normal(5, s.heads, s.nope + s.rope)[..., : s.nope]
+    weight = make.normal(s.heads, s.rank, s.nope, scale=s.nope**-0.5)
+    return Case(lambda f: [f(x, weight)], BF16_GATE)
+
+
 def _linear(s: ModelShape, device: torch.device) -> Case:
     make = Maker(device)
     quantized = quantize_rows(make.normal(5, s.hidden))
@@ -276,7 +290,9 @@ CASES: dict[str, Callable[[ModelShape, torch.device], Case]] = {
     "experts_fp8": _experts("fp8"),
     "experts_int4": _experts("int4"),
     "kv_write": _kv_write,
+    "linear": _plain_linear,
     "linear_fp8": _linear,
+    "linear_heads": _linear_heads,
     "merge_attention": _merge,
     "mla_absorbed": _spans(absorbed=True),
     "mla_decode": _decode,

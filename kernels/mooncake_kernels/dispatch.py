@@ -36,6 +36,14 @@ _TABLE: dict[str, dict[str, str]] = {
         REFERENCE: "mooncake_kernels.reference.merge:merge_attention",
         TRITON: "mooncake_kernels.triton.merge:merge_attention",
     },
+    "linear": {
+        REFERENCE: "mooncake_kernels.reference.linear:linear",
+        TRITON: "mooncake_kernels.triton.linear:linear",
+    },
+    "linear_heads": {
+        REFERENCE: "mooncake_kernels.reference.linear:linear_heads",
+        TRITON: "mooncake_kernels.triton.linear:linear_heads",
+    },
     "linear_fp8": {
         REFERENCE: "mooncake_kernels.reference.fp8:linear_fp8",
         TRITON: "mooncake_kernels.triton.linear_fp8:linear_fp8",

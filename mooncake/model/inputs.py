@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from mooncake_kernels.reference.paged import PagedSpan, paged_span
+from mooncake_kernels.reference.paged_batch import PagedBatch
 
 from mooncake.engine.plan import StepSlot
 
@@ -23,7 +24,8 @@ class Queries:
     """The rows that attend: the first `split` rows in the absorbed form, the rest expanded.
 
     Rows of absorbed spans count from 0, rows of expanded spans from `split`. `rows` says which rows
-    of the step these are (None: all, in order).
+    of the step these are (None: all, in order). `batch`: the absorbed rows described on the device
+    in place of spans, as a captured step has them.
     """
 
     positions: torch.Tensor
@@ -31,6 +33,7 @@ class Queries:
     absorbed: tuple[PagedSpan, ...]
     expanded: tuple[PagedSpan, ...]
     split: int
+    batch: PagedBatch | None = None
 
     @property
     def num_rows(self) -> int:

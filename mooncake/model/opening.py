@@ -15,9 +15,10 @@ import torch
 from mooncake.base import CheckpointError, KvLayout
 from mooncake.model.grammar import Grammars
 from mooncake.model.grammar_tokens import load_grammar_tokens
-from mooncake.model.kimi_k2 import KimiK2, load_model
+from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
+from mooncake.model.loading import load_model
 from mooncake.model.runner import ModelRunner
 from mooncake.model.weights import SPEC_DTYPES, Checkpoint
 

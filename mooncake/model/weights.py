@@ -14,6 +14,7 @@ import torch
 
 from mooncake.base import CheckpointError, ModelSpec
 from mooncake.model.checkpoint_files import CheckpointFiles, Homes
+from mooncake.model.loading import FP8_BLOCK, INT4_GROUP, QuantizedWeight
 from mooncake.model.quant import (
     Fp8Block,
     Int4Group,
@@ -125,6 +126,27 @@ class Checkpoint:
         self._check_dtype(name, _FLOATS)
         return self.raw(name)
 
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        """Return the weight `name` of `shape` as it is stored, checked; views of the mapped file.
+
+        None where it is not quantized, or in blocks, groups or widths the kernels do not take.
+
+        Raises:
+            CheckpointError: a part is missing or not what the format says.
+        """
+        scheme = self.quantization
+        if f"{name}_packed" in self._homes:
+            self._check_int4(name, shape)
+            whole = shape[1] % INT4_GROUP == 0
+            if not (whole and isinstance(scheme, Int4Group) and scheme.group_size == INT4_GROUP):
+                return None
+            return QuantizedWeight("int4", self.raw(f"{name}_packed"), self.raw(f"{name}_scale"))
+        if self._find(name, shape).dtype != "F8_E4M3":
+            return None
+        if self._check_fp8(name, shape).block != (FP8_BLOCK, FP8_BLOCK):
+            return None
+        return QuantizedWeight("fp8", self.raw(name), self.raw(f"{name}_scale_inv"))
+
     def raw(self, name: str) -> torch.Tensor:
         """Return the tensor stored under canonical `name` as it is, e.g. `….weight_packed`."""
         self._entry(name)
@@ -132,16 +154,24 @@ class Checkpoint:
         return view_tensor(file, stored_name)
 
     def _fp8(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if not isinstance(self.quantization, Fp8Block) or len(shape) != 2:
-            raise self._error(name, "F8_E4M3 without quantization_config quant_method 'fp8'")
-        block = self.quantization.block
-        self._find(f"{name}_scale_inv", fp8_scale_shape(shape, block))
-        self._check_dtype(f"{name}_scale_inv", _FLOATS)
+        block = self._check_fp8(name, shape).block
         return dequantize_fp8_block(
             self.raw(name), self.raw(f"{name}_scale_inv"), block, self._dtype
         )
 
+    def _check_fp8(self, name: str, shape: tuple[int, ...]) -> Fp8Block:
+        if not isinstance(self.quantization, Fp8Block) or len(shape) != 2:
+            raise self._error(name, "F8_E4M3 without quantization_config quant_method 'fp8'")
+        self._find(f"{name}_scale_inv", fp8_scale_shape(shape, self.quantization.block))
+        self._check_dtype(f"{name}_scale_inv", _FLOATS)
+        return self.quantization
+
     def _int4(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        group = self._check_int4(name, shape).group_size
+        packed, scale = self.raw(f"{name}_packed"), self.raw(f"{name}_scale")
+        return dequantize_int4_packed(packed, scale, (shape[0], shape[1]), group, self._dtype)
+
+    def _check_int4(self, name: str, shape: tuple[int, ...]) -> Int4Group:
         if not isinstance(self.quantization, Int4Group) or len(shape) != 2:
             raise self._error(f"{name}_packed", "packed without compressed-tensors in config.json")
         rows, columns = shape
@@ -155,8 +185,7 @@ class Checkpoint:
         recorded = tuple(self.raw(f"{name}_shape").tolist())
         if recorded != shape:
             raise self._error(f"{name}_shape", f"records {recorded}, the model needs {shape}")
-        packed, scale = self.raw(f"{name}_packed"), self.raw(f"{name}_scale")
-        return dequantize_int4_packed(packed, scale, (rows, columns), group, self._dtype)
+        return self.quantization
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -91,6 +91,14 @@ def layer_ops() -> None:
         kernel("linear_fp8", "triton")(*quantized, zeros(2112, HIDDEN, dtype=FP8), zeros(17, 56))
 
 
+def fixed_products() -> None:
+    for dtype in (BF16, torch.float32):
+        kernel("linear", "triton")(
+            zeros(4, HIDDEN, dtype=dtype), zeros(EXPERTS, HIDDEN, dtype=dtype)
+        )
+    kernel("linear_heads", "triton")(zeros(4, 64, 192)[..., :128], zeros(64, 512, 128))
+
+
 def router() -> None:
     for routing in (Routing(8, 1, 1, True, 2.827), Routing(8, 8, 4, True, 2.5)):
         kernel("choose", "triton")(torch.zeros(4, EXPERTS), torch.zeros(EXPERTS), routing)
@@ -120,6 +128,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         for tokens in (16, 512, 4096)
     },
     "layer ops": layer_ops,
+    "fixed products": fixed_products,
     "router": router,
     "sampling": sampling,
 }

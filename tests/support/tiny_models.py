@@ -11,9 +11,10 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from mooncake.base import CheckpointError, KvLayout, ModelSpec
 from mooncake.engine.plan import StepSlot
 from mooncake.model.inputs import PrefersAbsorbed, build_inputs
-from mooncake.model.kimi_k2 import KimiK2, load_model
+from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.mla import absorbed_is_cheaper
+from mooncake.model.loading import QuantizedWeight, load_model
 from mooncake.model.tensor_shapes import tensor_shapes
 
 CPU = torch.device("cpu")
@@ -103,6 +104,9 @@ class DictSource:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         assert self.tensors[name].shape == shape
         return self.tensors[name]
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        return None
 
 
 def source_of(model: DeepseekV3ForCausalLM) -> DictSource:

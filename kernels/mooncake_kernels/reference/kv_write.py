@@ -25,9 +25,14 @@ def kv_write(
     offset; a negative place is passed over (unused rows of a captured step). norm: (weight [rank],
     eps). kv: [pages, block_tokens, rank + rope]; float8_e4m3fn is clamped to +-448.
     """
-    used = places >= 0
     turned = rotate(key[:, None], rotation, interleaved=True)[:, 0]
     rows = torch.cat((rms_norm(latent.contiguous(), *norm), turned), dim=-1)
     if kv.dtype == torch.float8_e4m3fn:
         rows = (rows.float() / kv_scale).clamp_(-FP8_MAX, FP8_MAX)
-    kv.view(-1, kv.shape[-1])[places[used]] = rows[used].to(kv.dtype)
+    written, flat = rows.to(kv.dtype), kv.view(-1, kv.shape[-1])
+    if kv.dtype == torch.float8_e4m3fn:  # not every torch moves e4m3 by index: move its bytes
+        written, flat = written.view(torch.uint8), flat.view(torch.uint8)
+    used = places >= 0
+    if not bool(used.all()):
+        places, written = places[used], written[used]
+    flat.index_copy_(0, places, written)

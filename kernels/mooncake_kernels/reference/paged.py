@@ -23,7 +23,10 @@ class Section:
         """Return [num_tokens, width] of `kv` [pages, block_tokens, width]; a view if it can."""
         if self.pages is None:
             return kv.view(-1, kv.shape[-1])[self.begin : self.begin + self.num_tokens]
-        copied = kv.index_select(0, self.pages)
+        if kv.dtype == torch.float8_e4m3fn:  # not every torch moves e4m3 by index
+            copied = kv.view(torch.uint8).index_select(0, self.pages.to(kv.device)).view(kv.dtype)
+        else:
+            copied = kv.index_select(0, self.pages.to(kv.device))
         return copied.view(-1, kv.shape[-1])[: self.num_tokens]
 
 

@@ -17,7 +17,13 @@ from mooncake_kernels.triton import grouped
 from mooncake_kernels.triton.device import num_programs, pow2, target
 from mooncake_kernels.triton.expert_order import ExpertTiles, expert_tiles
 from mooncake_kernels.triton.quantize import quantize_rows
-from mooncake_kernels.tuning import ExpertsConfig, ExpertsShape, ProductTile, experts_config
+from mooncake_kernels.tuning import (
+    ExpertsConfig,
+    ExpertsShape,
+    ProductTile,
+    default_experts_config,
+    experts_config,
+)
 
 INT4_COLUMNS = 128
 """Columns that are packed together; narrower last ones are filled up with zeros."""
@@ -47,6 +53,10 @@ class _GroupedExperts:
         names = ("plain", "fp8", "int4")
         self.shape = ExpertsShape(names[kind], num_experts, gate_up.rows, gate_up.columns)
         self.config: ExpertsConfig | None = None
+
+    def fix_tiles(self, rows: int) -> None:
+        """Take for every batch the tiles of `rows` rows an expert: bits then depend on no batch."""
+        self.config = default_experts_config(self.shape, rows * self._num_experts)
 
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

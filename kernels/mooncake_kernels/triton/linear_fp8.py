@@ -60,9 +60,17 @@ def _linear(
 
 
 def linear_fp8(
-    x: torch.Tensor, x_factors: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor
+    x: torch.Tensor,
+    x_factors: torch.Tensor,
+    weight: torch.Tensor,
+    factors: torch.Tensor,
+    *,
+    fixed_tiles: bool = False,
 ) -> torch.Tensor:
-    """Return `x @ weight.T`, [rows, out] bfloat16; see the reference. All contiguous."""
+    """Return `x @ weight.T`, [rows, out] bfloat16; see the reference. All contiguous.
+
+    fixed_tiles: a row's bits do not depend on how many rows there are.
+    """
     rows, width = x.shape
     columns = weight.shape[0]
     steps = triton.cdiv(width, GROUP)
@@ -71,8 +79,8 @@ def linear_fp8(
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.device)
     if not rows:
         return out
-    swap = rows <= _FEW_ROWS[-1]
-    block_m = next((size for size in _FEW_ROWS if rows <= size), 128)
+    swap = rows <= _FEW_ROWS[-1] and not fixed_tiles
+    block_m = next((size for size in _FEW_ROWS if swap and rows <= size), 128)
     block_n = 64 if swap else 128
     tiles = triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n)
     _linear[(min(tiles, num_programs(x.device) * (3 if swap else 1)),)](

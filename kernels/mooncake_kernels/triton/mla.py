@@ -22,10 +22,16 @@ CHUNK_TOKENS = 32768
 
 
 def mla_absorbed(
-    q: torch.Tensor, kv: torch.Tensor, spans: Sequence[PagedSpan], rank: int
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    spans: Sequence[PagedSpan],
+    rank: int,
+    *,
+    split_pages: int = 0,
 ) -> torch.Tensor:
-    """Return the attended latents, [rows, heads, rank]; see the reference."""
-    out, _ = mla_decode(q.contiguous(), kv, batch_of_spans(spans, q.device), rank)
+    """Return the attended latents, [rows, heads, rank]; see the reference and `mla_decode`."""
+    batch = batch_of_spans(spans, q.device)
+    out, _ = mla_decode(q.contiguous(), kv, batch, rank, split_pages=split_pages)
     return out
 
 

@@ -230,6 +230,8 @@ def mla_decode(
     if not (q.is_contiguous() and kv.is_contiguous() and batch.page_table.is_contiguous()):
         raise ValueError("q, kv and page_table must be contiguous")
     tile_rows = min(_MAX_TILE_ROWS, pow2(batch.max_rows * heads, 16))
+    if split_pages:  # the size of a tile chooses the instruction, and that the order of sums
+        tile_rows = _MAX_TILE_ROWS
     tiles = triton.cdiv(batch.max_rows * heads, tile_rows)
     programs = max(1, num_programs(q.device) // tiles)
     most_pages = batch.page_table.shape[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -25,13 +27,20 @@ class Head:
     A head tied to the embedding reads the embedding's own tensor: packing it would keep it twice.
     """
 
-    def __init__(self, weight: torch.Tensor, *, tied: bool) -> None:
-        self._linear = None if tied else Linear(weight)
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        *,
+        tied: bool,
+        multiply: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        self._linear = None if tied else Linear(weight, multiply=multiply)
         self._tied_weight = weight if tied else None
+        self._multiply = multiply or functional.linear
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [rows, vocab] float32 for `hidden` [rows, hidden]."""
         if self._linear is not None:
             return self._linear(hidden).float()
         assert self._tied_weight is not None
-        return functional.linear(hidden, self._tied_weight).float()
+        return self._multiply(hidden, self._tied_weight).float()

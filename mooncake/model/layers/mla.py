@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from mooncake_kernels.dispatch import kernel
 
 from mooncake.base import ModelSpec
+from mooncake.model.backends import Backends
 from mooncake.model.inputs import PrefersAbsorbed, Queries
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.linear import Linear
+from mooncake.model.layers.linear import Product
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
 
@@ -36,19 +36,21 @@ class MlaWeights:
     batch is copied in every call: it cost a fifth of a decode step).
     """
 
-    query_kv_a: Linear
+    query_kv_a: Product
     query_norm: RmsNorm | None
-    query_b: Linear | None
+    query_b: Product | None
     kv_norm: RmsNorm
     key_up: torch.Tensor
     value_up: torch.Tensor
-    output: Linear
+    output: Product
 
 
 class Mla:
     """The attention of layer `layer`."""
 
-    def __init__(self, spec: ModelSpec, layer: int, weights: MlaWeights, rope: Rope) -> None:
+    def __init__(
+        self, spec: ModelSpec, layer: int, weights: MlaWeights, rope: Rope, backends: Backends
+    ) -> None:
         self._layer = layer
         self._w = weights
         self._rope = rope
@@ -57,8 +59,12 @@ class Mla:
         self._kv_width = spec.kv_width
         self._nope = spec.qk_nope_head_dim
         self._scale = spec.softmax_scale
-        self._mla_absorbed = kernel("mla_absorbed")
-        self._mla_expanded = kernel("mla_expanded")
+        self._interleaved = spec.rope_interleave
+        self._kv_write = backends.op("kv_write")
+        self._mla_absorbed = backends.op("mla_absorbed")
+        self._mla_decode = backends.op("mla_decode")
+        self._mla_expanded = backends.op("mla_expanded")
+        self._linear_heads = backends.linear_heads
 
     def write_kv(
         self, x: torch.Tensor, rotation: torch.Tensor, places: torch.Tensor, kv: KvTensors
@@ -68,8 +74,12 @@ class Mla:
         query = joined[:, : -self._kv_width]
         latent = joined[:, -self._kv_width : self._rank - self._kv_width]
         key = joined[:, self._rank - self._kv_width :]
-        turned = self._rope(key[:, None], rotation)[:, 0]
-        kv.write(self._layer, places, torch.cat((self._w.kv_norm(latent), turned), dim=-1))
+        if self._interleaved:
+            norm = self._w.kv_norm.weight, self._w.kv_norm.eps
+            self._kv_write(latent, key, rotation, places, norm, kv.layers[self._layer])
+        else:
+            turned = self._rope(key[:, None], rotation)[:, 0]
+            kv.write(self._layer, places, torch.cat((self._w.kv_norm(latent), turned), dim=-1))
         return query
 
     def attend(
@@ -88,7 +98,7 @@ class Mla:
         pages = kv.layers[self._layer]
         split = queries.split
         parts = []
-        if queries.absorbed:
+        if queries.absorbed or queries.batch is not None:
             parts.append(self._absorbed(q[:split], pages, queries))
         if queries.expanded:
             parts.append(
@@ -108,10 +118,13 @@ class Mla:
         return q
 
     def _absorbed(self, q: torch.Tensor, pages: torch.Tensor, queries: Queries) -> torch.Tensor:
-        latent_q = torch.bmm(q[..., : self._nope].transpose(0, 1), self._w.key_up.transpose(1, 2))
-        whole = torch.cat((latent_q.transpose(0, 1), q[..., self._nope :]), dim=-1)
-        latent = self._mla_absorbed(whole, pages, queries.absorbed, self._rank)
-        return torch.bmm(latent.transpose(0, 1), self._w.value_up.transpose(1, 2)).transpose(0, 1)
+        latent_q = self._linear_heads(q[..., : self._nope], self._w.key_up)
+        whole = torch.cat((latent_q, q[..., self._nope :]), dim=-1)
+        if queries.batch is not None:
+            latent, _ = self._mla_decode(whole.contiguous(), pages, queries.batch, self._rank)
+        else:
+            latent = self._mla_absorbed(whole, pages, queries.absorbed, self._rank)
+        return self._linear_heads(latent, self._w.value_up)
 
 
 def absorbed_is_cheaper(spec: ModelSpec) -> PrefersAbsorbed:

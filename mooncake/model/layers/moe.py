@@ -5,33 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from mooncake_kernels.dispatch import REFERENCE, kernel
-from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.router import Routing
 
 from mooncake.base import ModelSpec
+from mooncake.model.backends import Backends
 from mooncake.model.layers.linear import GatedMlp
 
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """Weights of one layer in the model's dtype, except the router's in float32.
+    """Weights of one layer.
 
-    router: [experts, hidden]; router_bias: [experts]; gate_up: [experts, 2 * inner, hidden];
-    down: [experts, hidden, inner]; shared: None when the model has no shared expert.
+    router: [experts, hidden], router_bias: [experts], float32. experts: what the op
+    `experts_op` ("experts", "experts_fp8", "experts_int4") is made of, see its reference; plain
+    ones are in the model's dtype. shared: None when the model has no shared expert.
     """
 
     router: torch.Tensor
     router_bias: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    experts_op: str
+    experts: tuple[torch.Tensor, ...]
     shared: GatedMlp | None
 
 
 class Moe:
     """`x + shared(h) + sum of the chosen experts of h`."""
 
-    def __init__(self, spec: ModelSpec, weights: MoeWeights) -> None:
+    def __init__(self, spec: ModelSpec, weights: MoeWeights, backends: Backends) -> None:
         self._routing = Routing(
             top_k=spec.num_experts_per_tok,
             num_groups=spec.n_group,
@@ -42,9 +42,8 @@ class Moe:
         self._router = weights.router
         self._router_bias = weights.router_bias
         self._shared = weights.shared
-        backend = "onednn" if onednn.supported(weights.gate_up) else REFERENCE
-        self._experts = kernel("experts", backend)(weights.gate_up, weights.down)
-        self._route = kernel("route")
+        self._experts = backends.experts(weights.experts_op, *weights.experts)
+        self._route = backends.route
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + moe(x)`; x and to: [rows, hidden]."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from mooncake_kernels.dispatch import kernel
 
 from mooncake.base import ModelSpec, YarnScaling, yarn_mscale
+from mooncake.model.backends import Backends
 
 _SINGULARITY = 0.001
 
@@ -15,11 +15,13 @@ _SINGULARITY = 0.001
 class Rope:
     """Rotates the rope part of queries and keys; the order of the numbers is kept."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, device: torch.device, backends: Backends | None = None
+    ) -> None:
         self._interleaved = spec.rope_interleave
         self._frequencies = rope_frequencies(spec).to(device)
         self._scale = rope_scale(spec.yarn)
-        self._rotate = kernel("rotate")
+        self._rotate = (backends or Backends()).op("rotate")
 
     def rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """Return [rows, rope width / 2] complex64 for `positions` [rows] int64."""

@@ -11,8 +11,9 @@ import transformers
 
 from mooncake.base import SamplingParams
 from mooncake.engine.plan import SequenceStart
-from mooncake.model.kimi_k2 import KimiK2, load_model
+from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.sampler import Sampler
+from mooncake.model.loading import load_model
 from mooncake.model.presets import init_checkpoint
 from mooncake.model.weights import Checkpoint
 from tests.support.tiny_models import forward, kv_for, random_tokens, slot

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from mooncake.base import ConfigError
 from mooncake.model.convert import QUANTIZATION_CONFIGS, convert_checkpoint
-from mooncake.model.kimi_k2 import load_model
+from mooncake.model.loading import load_model
 from mooncake.model.presets import init_checkpoint
 from mooncake.model.quant import Fp8Block, Int4Group
 from mooncake.model.tensor_shapes import tensor_shapes

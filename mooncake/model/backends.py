@@ -1,0 +1,126 @@
+"""Which implementation each op of the model uses: asked for by a person, settled by the device."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mooncake_kernels.dispatch import REFERENCE, TRITON, kernel
+from mooncake_kernels.onednn import linear as onednn
+
+from mooncake.base import ConfigError
+
+AUTO = "auto"
+ONEDNN = "onednn"
+ATTENTION_BACKENDS = (AUTO, REFERENCE, TRITON)
+MOE_BACKENDS = (AUTO, REFERENCE, ONEDNN, TRITON)
+
+_FIXED_SPLIT_PAGES = 64
+"""Of a context, where cuts may not depend on the batch: 4096 tokens with pages of 64."""
+_FIXED_ROWS_OF_EXPERT = 32
+"""The load whose tiles are taken for every load, where they may not depend on the batch."""
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The settled choice. `attention` is also that of norms, rotation and the KV write.
+
+    deterministic: no result of a row may depend on what else is in the batch. Costs speed: fixed
+    cuts and tiles, dense products of this project's own kernel, prompts in the absorbed form.
+    """
+
+    attention: str = REFERENCE
+    moe: str = AUTO
+    deterministic: bool = False
+
+    @property
+    def keeps_quantized(self) -> bool:
+        """Whether FP8 and INT4 weights stay as they are: only kernels here multiply with them."""
+        return self.moe == TRITON
+
+    def op(self, name: str) -> Any:
+        """Return an op of the attention side."""
+        made = kernel(name, self.attention)
+        if self.deterministic and name in ("mla_absorbed", "mla_decode"):
+            return functools.partial(made, split_pages=_FIXED_SPLIT_PAGES)
+        return made
+
+    @property
+    def route(self) -> Callable[..., Any]:
+        """Return the router."""
+        if not self.deterministic:
+            made: Callable[..., Any] = kernel("route", TRITON if self.moe == TRITON else REFERENCE)
+            return made
+        choose, multiply = kernel("choose", TRITON), kernel("linear", TRITON)
+        return lambda x, weight, bias, routing: choose(multiply(x.float(), weight), bias, routing)
+
+    @property
+    def linear(self) -> Callable[..., torch.Tensor] | None:
+        """Return the product dense layers must use; None: whichever is fastest."""
+        return kernel("linear", TRITON) if self.deterministic else None
+
+    def fp8_op(self, name: str) -> Callable[..., Any]:
+        """Return `quantize_rows` or `linear_fp8`, for weights that stay FP8."""
+        made: Callable[..., Any] = kernel(name, self.moe)
+        if self.deterministic and name == "linear_fp8":
+            return functools.partial(made, fixed_tiles=True)
+        return made
+
+    @property
+    def linear_heads(self) -> Callable[..., torch.Tensor]:
+        """Return the product of each head's rows apart."""
+        made: Callable[..., torch.Tensor] = kernel(
+            "linear_heads", TRITON if self.deterministic else REFERENCE
+        )
+        return made
+
+    def experts(self, op: str, *stored: torch.Tensor) -> Any:
+        """Return the layer of experts made of `stored`; op: "experts", "…_fp8" or "…_int4"."""
+        name = self.moe
+        if name == AUTO:
+            name = ONEDNN if onednn.supported(stored[0]) else REFERENCE
+        made = kernel(op, name)(*stored)
+        if self.deterministic:
+            made.fix_tiles(_FIXED_ROWS_OF_EXPERT)
+        return made
+
+
+def settle(
+    attention: str, moe: str, device: torch.device, *, deterministic: bool = False
+) -> Backends:
+    """Return the backends for `device`, `auto` replaced: Triton on a GPU, else plain torch.
+
+    Experts on the CPU stay `auto`: oneDNN where the dtype allows, else the reference.
+
+    Raises:
+        ConfigError: Triton is asked for where it cannot run, or `deterministic` without it.
+    """
+    on_gpu = device.type == "cuda"
+    chosen = Backends(
+        attention=(TRITON if on_gpu else REFERENCE) if attention == AUTO else attention,
+        moe=(TRITON if on_gpu else AUTO) if moe == AUTO else moe,
+        deterministic=deterministic,
+    )
+    if TRITON in (chosen.attention, chosen.moe):
+        _need_triton(device)
+    if chosen.moe == ONEDNN and on_gpu:
+        raise ConfigError("moe-backend=onednn computes on the CPU, this model is on a GPU")
+    if deterministic and (chosen.attention, chosen.moe) != (TRITON, TRITON):
+        raise ConfigError(
+            "deterministic needs attention-backend and moe-backend triton, on a CUDA GPU: the "
+            "libraries behind the other backends sum in an order that depends on the batch"
+        )
+    return chosen
+
+
+def _need_triton(device: torch.device) -> None:
+    try:
+        interpreted = importlib.import_module("mooncake_kernels.triton.device").INTERPRETED
+    except ImportError as error:
+        raise ConfigError(f"the triton backend needs {error.name}: pip install triton") from error
+    if device.type != "cuda" and not interpreted.value:
+        raise ConfigError("the triton backend needs a CUDA GPU; use auto or reference here")

@@ -1,0 +1,259 @@
+"""From a source of named tensors to a model: reads, packs and places weights layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mooncake.base import CheckpointError, ModelSpec
+from mooncake.model.backends import Backends
+from mooncake.model.kimi_k2 import KimiK2, Layer
+from mooncake.model.layers.embedding import Embedding, Head
+from mooncake.model.layers.linear import Fp8Linear, GatedMlp, Linear, Product
+from mooncake.model.layers.mla import LATENT_NORM_EPS, Mla, MlaWeights
+from mooncake.model.layers.moe import Moe, MoeWeights
+from mooncake.model.layers.norm import RmsNorm
+from mooncake.model.layers.rope import Rope
+from mooncake.model.tensor_shapes import tensor_shapes
+
+FP8_BLOCK = 128
+INT4_GROUP = 32
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A linear weight as it is stored.
+
+    kind "fp8": values e4m3 [out, in], factors [ceil(out / 128), ceil(in / 128)]. kind "int4":
+    values int32 [out, in / 8], factors [out, in / 32].
+    """
+
+    kind: str
+    values: torch.Tensor
+    factors: torch.Tensor
+
+
+class WeightSource(Protocol):
+    """What a model is loaded from: `weights.Checkpoint`, or tensors made in a test."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def check_names(self, expected: Iterable[str]) -> None:
+        """Raise CheckpointError unless exactly these tensors are there."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor in a float dtype; CheckpointError if missing or of another shape."""
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        """Return the weight as stored if it is quantized in a form kernels take, else None."""
+
+
+def load_model(
+    checkpoint: WeightSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
+    backends: Backends | None = None,
+) -> KimiK2:
+    """Return the model of `checkpoint` with weights as `dtype` on `device`.
+
+    Tensors are read one by one and packed layer by layer: beside the finished weights never more
+    than one layer (or the head) is held. `progress(done, total)` counts tensors. Quantized weights
+    stay as they are where the backends' kernels multiply with them, else they are widened once.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or of the wrong shape.
+    """
+    return _Loader(checkpoint, dtype, device, progress, backends or Backends()).model()
+
+
+class _Loader:
+    """Reads tensors by name and builds layers of them."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None,
+        backends: Backends,
+    ) -> None:
+        self._source = source
+        self._spec = source.spec
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._backends = backends
+        self._shapes = tensor_shapes(source.spec)
+        self._done = 0
+
+    def model(self) -> KimiK2:
+        spec = self._spec
+        self._source.check_names(self._shapes)
+        embedding = Embedding(self._read("model.embed_tokens.weight"))
+        rope = Rope(spec, self._device, self._backends)
+        layers = [self._layer(number, rope) for number in range(spec.num_hidden_layers)]
+        norm = self._norm("model.norm.weight", spec.rms_norm_eps)
+        tied = spec.tie_word_embeddings
+        weight = embedding.weight if tied else self._read("lm_head.weight")
+        head = Head(weight, tied=tied, multiply=self._backends.linear)
+        return KimiK2(spec, embedding, layers, norm, head, rope)
+
+    def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor = self._source.tensor(name, self._shapes[name])
+        # A copy even where nothing changes: the source may hand out views of a mapped file.
+        kept = tensor.to(device=self._device, dtype=dtype or self._dtype, copy=True)
+        self._count()
+        return kept
+
+    def _read_into(self, name: str, out: torch.Tensor) -> None:
+        out.copy_(self._source.tensor(name, self._shapes[name]))
+        self._count()
+
+    def _count(self) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, len(self._shapes))
+
+    def _stored(self, name: str) -> QuantizedWeight | None:
+        """Return the weight as it is stored, if it may stay so."""
+        if not self._backends.keeps_quantized:
+            return None
+        return self._source.quantized(name, self._shapes[name])
+
+    def _norm(self, name: str, eps: float) -> RmsNorm:
+        return RmsNorm(self._read(name), eps, self._backends)
+
+    def _layer(self, number: int, rope: Rope) -> Layer:
+        spec, prefix = self._spec, f"model.layers.{number}."
+        dense = number < spec.first_k_dense_replace
+        attention = self._attention(prefix + "self_attn.")
+        return Layer(
+            self._norm(prefix + "input_layernorm.weight", spec.rms_norm_eps),
+            Mla(spec, number, attention, rope, self._backends),
+            self._norm(prefix + "post_attention_layernorm.weight", spec.rms_norm_eps),
+            self._mlp(prefix + "mlp.") if dense else self._moe(prefix + "mlp."),
+        )
+
+    def _attention(self, prefix: str) -> MlaWeights:
+        spec = self._spec
+        compressed = spec.q_lora_rank is not None
+        query = prefix + ("q_a_proj" if compressed else "q_proj")
+        kv_b = self._read(prefix + "kv_b_proj.weight").view(
+            spec.num_attention_heads, -1, spec.kv_lora_rank
+        )
+        return MlaWeights(
+            query_kv_a=self._linear(query, prefix + "kv_a_proj_with_mqa"),
+            query_norm=self._norm(prefix + "q_a_layernorm.weight", LATENT_NORM_EPS)
+            if compressed
+            else None,
+            query_b=self._linear(prefix + "q_b_proj") if compressed else None,
+            kv_norm=self._norm(prefix + "kv_a_layernorm.weight", LATENT_NORM_EPS),
+            key_up=kv_b[:, : spec.qk_nope_head_dim].transpose(1, 2).contiguous(),
+            value_up=kv_b[:, spec.qk_nope_head_dim :].contiguous(),
+            output=self._linear(prefix + "o_proj"),
+        )
+
+    def _linear(self, *names: str) -> Product:
+        """Return one linear layer of several with the same input, outputs in the order given."""
+        kept = self._fp8_linear(names)
+        if kept is not None:
+            return kept
+        multiply = self._backends.linear
+        weights = [self._read(name + ".weight") for name in names]
+        biases = [self._bias_or_none(name) for name in names]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        if all(bias is None for bias in biases):
+            return Linear(weight, multiply=multiply)
+        filled = [
+            part.new_zeros(part.shape[0]) if bias is None else bias
+            for part, bias in zip(weights, biases, strict=True)
+        ]
+        return Linear(weight, torch.cat(filled), multiply)
+
+    def _fp8_linear(self, names: Sequence[str]) -> Fp8Linear | None:
+        """Return the layer of FP8 weights if all are, without bias, and blocks stay whole."""
+        if any(name + ".bias" in self._shapes for name in names):
+            return None
+        stored = [self._stored(name + ".weight") for name in names]
+        parts = [part for part in stored if part is not None and part.kind == "fp8"]
+        if len(parts) != len(names):
+            return None
+        if any(part.values.shape[0] % FP8_BLOCK for part in parts[:-1]):
+            return None
+        for _ in names:
+            self._count()
+        return Fp8Linear(
+            torch.cat([part.values.view(torch.uint8).to(self._device) for part in parts]).view(
+                torch.float8_e4m3fn
+            ),
+            torch.cat([part.factors.float().to(self._device) for part in parts]),
+            self._backends,
+        )
+
+    def _bias_or_none(self, name: str) -> torch.Tensor | None:
+        return self._read(name + ".bias") if name + ".bias" in self._shapes else None
+
+    def _mlp(self, prefix: str) -> GatedMlp:
+        gate_up = self._linear(prefix + "gate_proj", prefix + "up_proj")
+        return GatedMlp(gate_up, self._linear(prefix + "down_proj"))
+
+    def _moe(self, prefix: str) -> Moe:
+        spec = self._spec
+        router = self._read(prefix + "gate.weight", torch.float32)
+        bias = self._read(prefix + "gate.e_score_correction_bias", torch.float32)
+        stored = self._stored(prefix + "experts.0.gate_proj.weight")
+        if stored is None:
+            op, experts = "experts", self._plain_experts(prefix)
+        else:
+            op, experts = f"experts_{stored.kind}", self._stored_experts(prefix, stored.kind)
+        shared = self._mlp(prefix + "shared_experts.") if spec.n_shared_experts else None
+        return Moe(spec, MoeWeights(router, bias, op, experts, shared), self._backends)
+
+    def _plain_experts(self, prefix: str) -> tuple[torch.Tensor, ...]:
+        count, hidden = self._spec.n_routed_experts, self._spec.hidden_size
+        inner = self._spec.moe_intermediate_size
+        gate_up = torch.empty(count, 2 * inner, hidden, dtype=self._dtype, device=self._device)
+        down = torch.empty(count, hidden, inner, dtype=self._dtype, device=self._device)
+        for expert in range(count):
+            name = f"{prefix}experts.{expert}."
+            self._read_into(name + "gate_proj.weight", gate_up[expert, :inner])
+            self._read_into(name + "up_proj.weight", gate_up[expert, inner:])
+            self._read_into(name + "down_proj.weight", down[expert])
+        return gate_up, down
+
+    def _stored_experts(self, prefix: str, kind: str) -> tuple[torch.Tensor, ...]:
+        """Return (gate_up, its factors, down, its factors) of all experts as they are stored.
+
+        Raises:
+            CheckpointError: one of them is not stored as the first one is.
+        """
+        count = self._spec.n_routed_experts
+        made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for expert in range(count):
+            for part in ("gate", "up", "down"):
+                name = f"{prefix}experts.{expert}.{part}_proj.weight"
+                weight = self._source.quantized(name, self._shapes[name])
+                if weight is None or weight.kind != kind:
+                    raise CheckpointError(f"{name}: not stored as {kind}, as other experts are")
+                lead = (count,) if part == "down" else (count, 2)
+                key = "down" if part == "down" else "gate_up"
+                if key not in made:
+                    factors = torch.float32 if kind == "fp8" else self._dtype
+                    made[key] = (
+                        self._empty(lead, weight.values, weight.values.dtype),
+                        self._empty(lead, weight.factors, factors),
+                    )
+                at = (expert,) if part == "down" else (expert, int(part == "up"))
+                made[key][0][at].copy_(weight.values)
+                made[key][1][at].copy_(weight.factors)
+                self._count()
+        return *made["gate_up"], *made["down"]
+
+    def _empty(self, lead: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*lead, *like.shape, dtype=dtype, device=self._device)

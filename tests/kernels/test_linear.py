@@ -1,0 +1,37 @@
+"""Products with fixed tiles against the library's: odd shapes, strides, bias, empty batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mooncake_kernels.dispatch import kernel
+
+from tests.support.kernel_gates import DEVICE
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE)
+
+
+@pytest.mark.parametrize(("rows", "width", "columns"), [(1, 5, 3), (70, 130, 65), (0, 8, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows(rows: int, width: int, columns: int, dtype: torch.dtype) -> None:
+    joined = normal(rows, 2 * width, seed=rows).to(dtype)
+    x = joined[:, width:]
+    weight, bias = normal(columns, width, seed=2).to(dtype), normal(columns, seed=3).to(dtype)
+    for args in ((x, weight), (x, weight, bias)):
+        found, wanted = kernel("linear", "triton")(*args), kernel("linear")(*args)
+        assert found.dtype == dtype
+        assert found.shape == wanted.shape
+        gate = 1e-4 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found, wanted, atol=gate, rtol=gate)
+
+
+def test_heads_of_a_strided_view() -> None:
+    q = normal(9, 3, 40, seed=1)[..., :24]
+    weight = normal(3, 17, 24, seed=2)
+    found = kernel("linear_heads", "triton")(q, weight)
+    wanted = torch.einsum("rhi,hoi->rho", q, weight)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(kernel("linear_heads")(q, weight), wanted, atol=1e-4, rtol=1e-4)
