@@ -36,8 +36,10 @@ class LocalCluster:
         *,
         lost: Lost,
         progress: Progress = no_progress,
+        protocols: Sequence[str] = ("inproc",),
     ) -> None:
         self._network = network
+        self._protocols = protocols
         self._secret = SystemIds().hex(16)
         self._fabric = InprocFabric()
         self._model = model
@@ -79,7 +81,7 @@ class LocalCluster:
         self._num_boots += 1
         channel = InprocChannel(self._network, f"{settings.worker_id}#{self._num_boots}")
         transfer = open_transfer(
-            TransferConfig(secret=self._secret, host="local", protocols=["inproc"]),
+            TransferConfig(secret=self._secret, host="local", protocols=self._protocols),
             f"{settings.worker_id}#{self._num_boots}",
             MonotonicClock(),
             fabric=self._fabric,

@@ -42,6 +42,11 @@ class RoutedTransfer:
         """Take one more protocol, to be tried after those added before. Only before first use."""
         self._backends.append(backend)
 
+    @property
+    def backends(self) -> Sequence[Backend]:
+        """The protocols, in the order they are tried."""
+        return self._backends
+
     def add_closer(self, close: Callable[[], None]) -> None:
         """Have `close` called at the end, after all backends, in the order added."""
         self._closers.append(close)

@@ -69,6 +69,7 @@ class ModelCluster:
         config: ServeConfig,
         *,
         change_plan: Callable[[ServePlan], ServePlan] = lambda plan: plan,
+        protocols: Sequence[str] = ("inproc",),
     ) -> None:
         plan = change_plan(make_plan(config, cores=1))
         network = InprocNetwork()
@@ -88,7 +89,7 @@ class ModelCluster:
         self._gateway = Driver(gateway, channel)
         self._thread = threading.Thread(target=self._gateway.run, daemon=True)
         self._thread.start()
-        self.workers = LocalCluster(network, model, lost=self._lost)
+        self.workers = LocalCluster(network, model, lost=self._lost, protocols=protocols)
         self._settings = cluster_workers(config, plan, channel.address, "secret", "host")
         self.workers.start(self._settings)
         self._wait_until_all_are_up()
@@ -148,6 +149,7 @@ def model_cluster(
     *,
     kvstore: int = 1,
     change_plan: Callable[[ServePlan], ServePlan] = lambda plan: plan,
+    protocols: Sequence[str] = ("inproc",),
     **settings: Any,
 ) -> Iterator[ModelCluster]:
     """Serve `model` from so many workers for the body; integrity is checked at the end."""
@@ -162,7 +164,7 @@ def model_cluster(
         kvstore_dram_bytes=2**24,
         **({"kv_cache_memory_bytes": 2**24} | settings),
     )
-    cluster = ModelCluster(config, change_plan=change_plan)
+    cluster = ModelCluster(config, change_plan=change_plan, protocols=protocols)
     try:
         yield cluster
     finally:

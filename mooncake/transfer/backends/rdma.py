@@ -92,6 +92,8 @@ class RdmaBackend:
         self._endpoints: dict[int, tuple[Endpoint, RdmaPeer]] = {}
         self._serials = itertools.count(1)
         self._short_of_room: list[RdmaPeer] = []
+        self._served: RdmaPeer | None = None
+        """Of those, the one whose turn it is."""
         self._down: set[str] = set()
         self._closed = False
         self._owner = RdmaOwner(
@@ -171,6 +173,9 @@ class RdmaBackend:
         for nic in self.nics.values():
             self.loop.remove(nic.fileno())
             self.loop.remove(nic.events_fileno())
+        self.memory.close()
+        for nic in self.nics.values():
+            nic.close()
 
     # -------------------------------------------------------- what peers ask
 
@@ -190,9 +195,10 @@ class RdmaBackend:
         self._peers = {key: other for key, other in self._peers.items() if other is not peer}
 
     def open_endpoint(self, peer: RdmaPeer, path: Path) -> Endpoint | None:
-        if not self._pool.has_room:
+        is_turn = peer is self._served or not self._short_of_room
+        if is_turn and not self._pool.has_room:
             self._make_room()
-        if not self._pool.has_room:
+        if not (is_turn and self._pool.has_room):
             if peer not in self._short_of_room:
                 self._short_of_room.append(peer)
             return None
@@ -203,8 +209,8 @@ class RdmaBackend:
         return endpoint
 
     def _make_room(self) -> None:
-        """Close the idle endpoint used least lately, or have one go when it is idle."""
-        idle = self._pool.victim(lambda serial: self._endpoints[serial][0].is_idle)
+        """Close an idle endpoint not used lately, or have a busy one go when it is idle."""
+        idle = self._pool.victim(lambda serial: self._endpoints[serial][0].may_retire)
         if idle is not None:
             endpoint, peer = self._endpoints[idle]
             peer.retire(endpoint)
@@ -222,14 +228,20 @@ class RdmaBackend:
         if self._endpoints.pop(endpoint.serial, None) is not None:
             self._pool.remove(endpoint.serial)
         parts = endpoint.close()
-        if self._short_of_room and not self._closed:
+        if self._short_of_room:
             self.loop.post(self._serve_short)
         return parts
 
     def _serve_short(self) -> None:
-        waiting, self._short_of_room = self._short_of_room, []
-        for peer in waiting:
+        """Let those that wait for room have it, in the order they came."""
+        while self._short_of_room and not self._closed:
+            self._served = peer = self._short_of_room.pop(0)
             peer.pump()
+            self._served = None
+            if peer in self._short_of_room:  # still none
+                self._short_of_room.remove(peer)
+                self._short_of_room.insert(0, peer)
+                return
 
     # ---------------------------------------------------------- what NICs say
 
@@ -259,6 +271,8 @@ class RdmaBackend:
                 peer.retire(endpoint)
         for peer in touched.values():
             peer.pump()
+        if touched:
+            self._serve_short()
         return bool(ended)
 
     def _on_port(self, nic: Nic, _events: int) -> None:

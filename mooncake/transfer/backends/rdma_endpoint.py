@@ -76,24 +76,23 @@ class Endpoint:
         return not self._posted
 
     @property
+    def may_retire(self) -> bool:
+        """It is connected and has nothing to do."""
+        return self.state is EndpointState.READY and self.is_idle
+
+    @property
     def room(self) -> int:
         """Requests it can still take."""
         return self._nic.depth - self._num_requests
 
-    def send(
-        self,
-        parts: Sequence[Part],
-        requests_of: Callable[[Part], Sequence[WorkRequest]],
-        now: float,
-    ) -> None:
-        """Post slices; `requests_of` gives their copies without number and signal.
+    def send(self, parts: Sequence[tuple[Part, Sequence[WorkRequest]]], now: float) -> None:
+        """Post slices, each with its copies, which get their numbers and signals here.
 
         Raises TransferError when the NIC takes none: all of `parts` are posted then, as far as is
         known, so close the endpoint.
         """
         run: list[WorkRequest] = []
-        for part in parts:
-            requests = requests_of(part)
+        for part, requests in parts:
             for request in requests:
                 self._num_silent += 1
                 signalled = self._num_silent >= self._signal_every

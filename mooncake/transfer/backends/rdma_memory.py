@@ -58,6 +58,13 @@ class RdmaMemory:
         for registration in done.values():
             registration.close()
 
+    def close(self) -> None:
+        """Withdraw everything; to be called when no queue pair is left."""
+        with self._lock:
+            region_ids = list(self._registrations)
+        for region_id in region_ids:
+            self._withdraw(region_id)
+
     def local(self, region_id: int, nic: str) -> tuple[int, int] | None:
         """Return (address, local key) of a region on one of our NICs; None when withdrawn."""
         with self._lock:

@@ -367,13 +367,19 @@ class RdmaPeer:
         return breaker
 
     def _send(self, endpoint: Endpoint, parts: list[Part], now: float) -> None:
+        run: list[tuple[Part, list[WorkRequest]]] = []
+        for part in parts:
+            try:
+                run.append((part, self._requests(endpoint.path, part)))
+            except RangeRefused as error:  # our own memory was withdrawn meanwhile
+                part.job.finish(error.message)
+        if len(run) < len(parts):
+            self._hub.loop.post(self.pump)  # no completion of theirs will
+        if not run:
+            return
         self._hub.touch(endpoint)
         try:
-            endpoint.send(parts, functools.partial(self._requests, endpoint.path), now)
-        except RangeRefused as error:  # our own memory was withdrawn meanwhile
-            for part in parts:
-                part.job.stop(error.message)
-            self.fail(endpoint, error.message, blame=False)
+            endpoint.send(run, now)
         except TransferError as error:
             self.fail(endpoint, error.message)
 
@@ -407,8 +413,10 @@ class RdmaPeer:
         resting = all(breaker.num_failures >= 2 for breaker in self._breakers.values())
         if not any(self._hub.is_up(name) for name in self._hub.nics) or (times and resting):
             self._strand("no path to the peer works")
-        elif times and self._timer is None:
-            self._timer = self._hub.loop.call_later(max(0.0, min(times) - now), self._on_timer)
+        elif self._timer is None:
+            self._timer = self._hub.loop.call_later(
+                max(0.0, min(times, default=now) - now), self._on_timer
+            )
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -438,7 +446,7 @@ class RdmaPeer:
                 culprit.job.stop(f"{self.engine_id} refused: {reason}")
             self.fail(endpoint, reason, blame=False)
         elif completion.outcome is Outcome.LOCAL_MEMORY and culprit is not None:
-            culprit.job.stop(f"our own memory was withdrawn: {reason}")
+            culprit.job.stop(f"our own memory was unregistered: {reason}")
             self.fail(endpoint, reason, blame=False)
         else:
             self.fail(endpoint, reason)

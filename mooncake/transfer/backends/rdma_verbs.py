@@ -113,7 +113,8 @@ class VerbsNic:
         os.set_blocking(self._fd, False)
         os.set_blocking(self._events_fd, False)
         self._queue.req_notify()
-        self._has_extended_posts = True
+        self.has_extended_posts = True
+        """Many requests for one doorbell; False where the provider has it not."""
 
     def _read_address(self, port: PortFacts, choices: NicChoices) -> NicAddress:
         attributes = self._context.query_port(port.port)
@@ -195,14 +196,14 @@ class VerbsNic:
             "cap": capacity,
             "pd": self._domain,
         }
-        if self._has_extended_posts:
+        if self.has_extended_posts:
             mask = enums.IBV_QP_INIT_ATTR_PD | enums.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS
             ops = enums.IBV_QP_EX_WITH_RDMA_WRITE | enums.IBV_QP_EX_WITH_RDMA_READ
             extended = verbs.qp.QPInitAttrEx(**wanted, comp_mask=mask, send_ops_flags=ops)
             try:
                 return verbs.qp.QPEx(self._context, extended), True
             except verbs.error:  # not every provider has it
-                self._has_extended_posts = False
+                self.has_extended_posts = False
         plain = verbs.qp.QPInitAttrEx(**wanted, comp_mask=enums.IBV_QP_INIT_ATTR_PD)
         return verbs.qp.QP(self._context, plain), False
 

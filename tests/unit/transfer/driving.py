@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import select
 
+import pytest
+
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.engine import Op, TransferBatch, TransferDone, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.router import RoutedTransfer
+from mooncake.transfer.topology import has_rdma_devices
 
+NEEDS_RDMA = pytest.mark.skipif(
+    not has_rdma_devices(),
+    reason="needs an RDMA device; 'make test-rdma' boots a machine with two",
+)
+WIRED = ["tcp", "shm", pytest.param("rdma", marks=NEEDS_RDMA)]
+"""The protocols between processes."""
 WAIT_S = 20.0
 """For what must happen; never reached when it does."""
 

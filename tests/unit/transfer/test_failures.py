@@ -16,14 +16,14 @@ from mooncake.base.clock import MonotonicClock
 from mooncake.base.errors import TransferError
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.router import RoutedTransfer
-from tests.unit.transfer.driving import WAIT_S, move, open_engine, wait_for
+from tests.unit.transfer.driving import WAIT_S, WIRED, move, open_engine, wait_for
 from tests.unit.transfer.peer_process import PeerProcess, digest_of
 
 MIB = 2**20
 StartPeer = Callable[..., PeerProcess]
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=WIRED)
 def protocol(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

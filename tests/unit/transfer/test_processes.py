@@ -1,4 +1,4 @@
-"""Transfer between two real processes, by TCP and by shared memory: right bytes and refusals."""
+"""Transfer between two real processes, by every protocol: right bytes and refusals."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.router import RoutedTransfer
-from tests.unit.transfer.driving import move, open_engine, wait_for
+from tests.unit.transfer.driving import WIRED, move, open_engine, wait_for
 from tests.unit.transfer.peer_process import PeerProcess, digest_of
 
 REGION_BYTES = 17 * 2**20 + 4099
 SIZES = [1, 2, 3, 63, 4095, 4097, 65537, 2**20 - 1, 2**20 + 1, 16 * 2**20 - 5, 16 * 2**20]
 
 
-@pytest.fixture(scope="module", params=["tcp", "shm"])
+@pytest.fixture(scope="module", params=WIRED)
 def protocol(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -223,7 +223,7 @@ def test_our_own_bad_ranges_fail_through_the_event(
 
 def test_a_peer_that_is_not_there_is_an_error(engine: RoutedTransfer, protocol: str) -> None:
     ours = engine.allocate(4096, "ours")
-    nowhere = {"tcp": "127.0.0.1:1", "shm": "@mooncake-nobody"}[protocol]
+    nowhere = "@mooncake-nobody" if protocol == "shm" else "127.0.0.1:1"
     op = TransferOp(ours.region_id, 0, 1, 0, 1)
     done = move(engine, Op.READ, SegmentRef("ghost", {protocol: nowhere}, "host"), [op])
     assert done.error is not None
