@@ -1,0 +1,45 @@
+"""Counters of links."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkStats
+
+
+def test_bytes_latency_and_busy_time() -> None:
+    stats = LinkStats("rdma")
+    stats.arrived("nic0", "peer", 1000, posted_s=0.0, now_s=0.0001)
+    stats.arrived("nic0", "peer", 1000, posted_s=0.00005, now_s=0.0002)  # overlaps the first
+    stats.arrived("nic0", "peer", 2000, posted_s=1.0, now_s=3.0)
+    stats.retried("nic0", "peer", 3)
+    stats.failed("nic0", "peer")
+    (link,) = stats.snapshot()
+    assert (link.protocol, link.nic, link.peer) == ("rdma", "nic0", "peer")
+    assert (link.num_bytes, link.num_slices) == (4000, 3)
+    assert link.busy_s == pytest.approx(2.0002)
+    assert link.gigabytes_per_s == pytest.approx(4000 / 2.0002 / 1e9)
+    assert (link.num_retries, link.num_failures) == (3, 1)
+    assert sum(link.latency_buckets) == 3
+    assert link.latency_buckets[-1] == 1  # two seconds are beyond the last bound
+    assert link.latency_buckets[LATENCY_BOUNDS_S.index(1e-4)] == 1
+
+
+def test_links_are_apart_and_sorted() -> None:
+    stats = LinkStats("tcp")
+    for nic, peer in (("b", "x"), ("a", "y"), ("a", "x")):
+        stats.failed(nic, peer)
+    assert [(link.nic, link.peer) for link in stats.snapshot()] == [
+        ("a", "x"), ("a", "y"), ("b", "x"),
+    ]  # fmt: skip
+    assert stats.snapshot()[0].gigabytes_per_s == 0.0
+
+
+def test_the_oldest_links_are_forgotten_when_there_are_many() -> None:
+    stats = LinkStats("tcp")
+    for number in range(5000):
+        stats.failed("nic", f"peer {number:05}")
+    names = [link.peer for link in stats.snapshot()]
+    assert len(names) == 4096
+    assert names[-1] == "peer 04999"
+    assert "peer 00000" not in names
