@@ -21,7 +21,8 @@ from mooncake.transfer.backends.rdma_endpoint import Endpoint, EndpointState, Pa
 from mooncake.transfer.backends.rdma_memory import RdmaMemory
 from mooncake.transfer.backends.rdma_nic import Nic
 from mooncake.transfer.backends.rdma_owner import OwnerLimits, RdmaOwner
-from mooncake.transfer.backends.rdma_peer import RdmaLimits, RdmaPeer
+from mooncake.transfer.backends.rdma_paths import RdmaLimits
+from mooncake.transfer.backends.rdma_peer import RdmaPeer
 from mooncake.transfer.backends.rdma_session import VisitorSession
 from mooncake.transfer.backends.rdma_verbs import NicChoices, open_nics
 from mooncake.transfer.backends.tcp import parse_endpoint
@@ -297,7 +298,7 @@ class RdmaBackend:
         self.loop.call_later(self._settings.link_look_s, functools.partial(self._look_at, nic))
 
     def _fail_paths(self, peer: RdmaPeer, name: str) -> None:
-        for endpoint in list(peer.endpoints.values()):
+        for endpoint in list(peer.paths.endpoints.values()):
             if endpoint.path.local == name:
                 peer.fail(endpoint, f"the link of {name} is down", blame=False)
         peer.pump()

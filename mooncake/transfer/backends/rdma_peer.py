@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -19,55 +18,27 @@ from mooncake.base.errors import ProtocolError, TransferError
 from mooncake.transfer.backends import rdma_wire as wire
 from mooncake.transfer.backends.io_loop import IoLoop, Timer
 from mooncake.transfer.backends.rdma_endpoint import Endpoint, EndpointState, Path, Posted
-from mooncake.transfer.backends.rdma_memory import RdmaMemory
-from mooncake.transfer.backends.rdma_nic import Completion, Nic, Outcome, WorkRequest
+from mooncake.transfer.backends.rdma_nic import Completion, Outcome, WorkRequest
+from mooncake.transfer.backends.rdma_paths import PathHub, PeerPaths
 from mooncake.transfer.backends.rdma_session import VisitorSession
 from mooncake.transfer.batches import Job, Part
 from mooncake.transfer.engine import Op
 from mooncake.transfer.link_stats import LinkStats
-from mooncake.transfer.path_health import Breaker, BreakerLimits
-from mooncake.transfer.plan import SliceLimits, plan_slices
+from mooncake.transfer.path_health import Breaker
+from mooncake.transfer.plan import plan_slices
 from mooncake.transfer.regions import RangeRefused
-from mooncake.transfer.topology import rank_remote
 
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RdmaLimits:
-    """How we talk to one peer."""
-
-    slices: SliceLimits = field(
-        default_factory=lambda: SliceLimits(target_bytes=2**20, min_bytes=64 * 1024, max_pieces=32)
-    )
-    """64 KiB where that spreads a batch over more NICs, more where there is much to move."""
-    in_flight_bytes: int = 8 * 2**20
-    """Bytes one queue pair has under way; more is queued, so that other paths can take it."""
-    signal_every: int = 16
-    num_failures: int = 4
-    """A slice whose path broke this often fails its batch."""
-    fence_s: float = 0.25
-    """How long a stopped batch may go on before its queue pairs are torn down, and again how long
-    the owner may take to confirm.
-    """
-    connect_s: float = 5.0
-    breaker: BreakerLimits = field(default_factory=BreakerLimits)
-
-
-class PeerHub(Protocol):
+class PeerHub(PathHub, Protocol):
     """What all peers of one engine share (the backend)."""
 
     loop: IoLoop
-    memory: RdmaMemory
-    nics: Mapping[str, Nic]
-    limits: RdmaLimits
     stats: LinkStats
 
     def now(self) -> float:
         """Seconds of real time."""
-
-    def is_up(self, nic: str) -> bool:
-        """Whether the link of one of our NICs is up, as last seen."""
 
     def open_endpoint(self, peer: RdmaPeer, path: Path) -> Endpoint | None:
         """Return a new endpoint if the cap allows; else room is made and `pump` called then.
@@ -104,16 +75,13 @@ class RdmaPeer:
         self.engine_id = engine_id
         self.address = address
         self.state = PeerState.CONNECTING
-        self.endpoints: dict[Path, Endpoint] = {}
+        self.paths = PeerPaths(hub, self._open)
         self._hub = hub
         self._waiting: list[Job] = []
         """Jobs none of whose slices are cut: keys or the owner's NICs are not known yet."""
         self._queue: deque[Part] = deque()
         self._keys: dict[int, wire.RegionKeys] = {}
         self._asked: set[int] = set()
-        self._nics: dict[str, wire.NicAddress] = {}
-        self._ranks: dict[str, list[str]] = {}
-        self._breakers: dict[Path, Breaker] = {}
         self._closing: dict[int, list[Part]] = {}
         """WRITEs that wait for the owner to close their queue pair, by its serial number."""
         self._unfenced: dict[str, list[Part]] = {}
@@ -126,7 +94,7 @@ class RdmaPeer:
     def is_unused(self) -> bool:
         """No work and nothing to confirm."""
         return not (self._waiting or self._queue or self._closing or self._unfenced) and all(
-            endpoint.is_idle for endpoint in self.endpoints.values()
+            endpoint.is_idle for endpoint in self.paths.endpoints.values()
         )
 
     # ------------------------------------------------------------ the owner
@@ -147,7 +115,7 @@ class RdmaPeer:
         self.state = PeerState.CONNECTING
         writes = [part for parts in self._closing.values() for part in parts]
         self._closing = {}
-        for endpoint in list(self.endpoints.values()):
+        for endpoint in list(self.paths.endpoints.values()):
             writes += self._let_go(endpoint, tell=False)
         if writes:
             self._unfenced[session.connection_id] = writes
@@ -184,11 +152,7 @@ class RdmaPeer:
     def _on_inventory(self, answer: wire.Inventory) -> None:
         if not answer.nics:
             raise ProtocolError("the peer has no NIC")
-        self._nics = {nic.name: nic for nic in answer.nics}
-        gids = {name: nic.gid for name, nic in self._nics.items()}
-        self._ranks = {
-            name: rank_remote(nic.address.gid, name, gids) for name, nic in self._hub.nics.items()
-        }
+        self.paths.rank({nic.name: nic.gid for nic in answer.nics})
         self.state = PeerState.READY
         self._cut_waiting()
 
@@ -202,7 +166,7 @@ class RdmaPeer:
                 part.job.stop(message)
 
     def _on_pair(self, answer: wire.PairOpened | wire.PairRefused) -> None:
-        for endpoint in self.endpoints.values():
+        for endpoint in self.paths.endpoints.values():
             if endpoint.serial == answer.pair_id:
                 break
         else:
@@ -282,7 +246,7 @@ class RdmaPeer:
                 held.append(self._queue.popleft())
                 self._ask(unknown)
                 continue
-            endpoint = self._choose(part, runs, now)
+            endpoint = self.paths.choose(part, runs, now)
             if endpoint is None:
                 break
             self._queue.popleft()
@@ -290,53 +254,8 @@ class RdmaPeer:
                 runs.setdefault(endpoint.path, []).append(part)
         self._queue.extendleft(reversed(held))
         for path, parts in runs.items():
-            self._send(self.endpoints[path], parts, now)
+            self._send(self.paths.endpoints[path], parts, now)
         self._look_ahead(now)
-
-    def _choose(
-        self, part: Part, runs: Mapping[Path, Sequence[Part]], now: float
-    ) -> Endpoint | None:
-        """Return the least busy usable endpoint near the slice's memory; open those wanted."""
-        near = self._hub.memory.nics_near(part.slice.pieces[0].local_region)
-        for names in (near.preferred, near.secondary):
-            usable = []
-            under_way = False
-            for name in names:
-                endpoint, is_opening = self._endpoint_of(name, now)
-                under_way |= is_opening or endpoint is not None
-                if endpoint is None:
-                    continue
-                mine = runs.get(endpoint.path, ())
-                num_bytes = endpoint.num_bytes + sum(other.slice.num_bytes for other in mine)
-                requests = sum(len(other.slice.pieces) for other in mine)
-                if (
-                    endpoint.room - requests >= len(part.slice.pieces)
-                    and (num_bytes < self._hub.limits.in_flight_bytes)
-                    and (self._breaker(endpoint.path).is_closed or not num_bytes)
-                ):
-                    usable.append((num_bytes, endpoint.path, endpoint))
-            if usable:
-                return min(usable)[2]
-            if under_way:
-                return None
-        return None
-
-    def _endpoint_of(self, local: str, now: float) -> tuple[Endpoint | None, bool]:
-        """Return the endpoint from one of our NICs, by the best rail that works, and whether one
-        is being opened.
-        """
-        if not self._hub.is_up(local):
-            return None, False
-        for remote in self._ranks[local]:
-            path = Path(local, remote)
-            endpoint = self.endpoints.get(path)
-            if endpoint is not None:
-                ready = endpoint.state is EndpointState.READY and not endpoint.leaving
-                return (endpoint, False) if ready else (None, True)
-            breaker = self._breaker(path)
-            if breaker.may_try(now):
-                return None, self._open(path, breaker)
-        return None, False
 
     def _open(self, path: Path, breaker: Breaker) -> bool:
         """Begin to connect a path; False when our own NIC will not."""
@@ -348,7 +267,7 @@ class RdmaPeer:
             return False
         if endpoint is not None:
             breaker.tried()
-            self.endpoints[path] = endpoint
+            self.paths.endpoints[path] = endpoint
             assert self._session is not None
             self._session.send(wire.OpenPair(endpoint.serial, path.remote, endpoint.pair.address))
             timeout = functools.partial(self._open_late, endpoint)
@@ -359,12 +278,6 @@ class RdmaPeer:
         if endpoint.state is EndpointState.OPENING:
             self.fail(endpoint, "the peer opens no queue pair")
             self.pump()
-
-    def _breaker(self, path: Path) -> Breaker:
-        breaker = self._breakers.get(path)
-        if breaker is None:
-            breaker = self._breakers[path] = Breaker(self._hub.limits.breaker)
-        return breaker
 
     def _send(self, endpoint: Endpoint, parts: list[Part], now: float) -> None:
         run: list[tuple[Part, list[WorkRequest]]] = []
@@ -406,17 +319,13 @@ class RdmaPeer:
 
     def _look_ahead(self, now: float) -> None:
         """Slices wait and no path is up or coming: come again when one may be tried, or give up."""
-        if not self._queue or self.endpoints or self._asked:
+        if not self._queue or self.paths.endpoints or self._asked:
             return
-        tries = [breaker.next_try_s() for breaker in self._breakers.values()]
-        times = [when for when in tries if when is not None]
-        resting = all(breaker.num_failures >= 2 for breaker in self._breakers.values())
-        if not any(self._hub.is_up(name) for name in self._hub.nics) or (times and resting):
+        when = self.paths.next_try_s(now)
+        if when is None:
             self._strand("no path to the peer works")
         elif self._timer is None:
-            self._timer = self._hub.loop.call_later(
-                max(0.0, min(times, default=now) - now), self._on_timer
-            )
+            self._timer = self._hub.loop.call_later(max(0.0, when - now), self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -432,7 +341,7 @@ class RdmaPeer:
     def on_completion(self, endpoint: Endpoint, completion: Completion) -> None:
         """Requests of one of our endpoints have ended."""
         if completion.outcome is Outcome.ARRIVED:
-            self._breaker(endpoint.path).succeeded()
+            self.paths.breaker(endpoint.path).succeeded()
             self._arrived(endpoint, endpoint.complete(completion.work_id))
             return
         self._arrived(endpoint, endpoint.complete_before(completion.work_id))
@@ -471,7 +380,7 @@ class RdmaPeer:
             self.engine_id,
             reason,
         )
-        breaker = self._breaker(endpoint.path)
+        breaker = self.paths.breaker(endpoint.path)
         if blame:
             breaker.failed(self._hub.now())
             self._hub.stats.failed(endpoint.path.local, self.engine_id)
@@ -483,7 +392,7 @@ class RdmaPeer:
         self, endpoint: Endpoint, *, tell: bool, penalty: bool = False, reason: str = ""
     ) -> list[Part]:
         """Destroy an endpoint; READs go again. Return the WRITEs, which wait for the owner."""
-        self.endpoints.pop(endpoint.path, None)
+        self.paths.endpoints.pop(endpoint.path, None)
         parts = self._hub.close_endpoint(endpoint)
         if parts:
             self._hub.stats.retried(endpoint.path.local, self.engine_id, len(parts))
@@ -517,7 +426,7 @@ class RdmaPeer:
     def _break(self, job: Job) -> None:
         if job.ended:
             return
-        for endpoint in list(self.endpoints.values()):
+        for endpoint in list(self.paths.endpoints.values()):
             if endpoint.carries(lambda part: part.job is job):
                 self.fail(endpoint, "no answer in time to a batch that was stopped", blame=False)
         self.pump()
@@ -548,10 +457,10 @@ class RdmaPeer:
         stranded = [part for parts in self._closing.values() for part in parts]
         stranded += [part for parts in self._unfenced.values() for part in parts]
         self._closing, self._unfenced = {}, {}
-        for endpoint in list(self.endpoints.values()):
+        for endpoint in list(self.paths.endpoints.values()):
             for part in self._hub.close_endpoint(endpoint):
                 stranded.append(part)
-        self.endpoints = {}
+        self.paths.endpoints.clear()
         for part in stranded:
             part.job.stop(f"{self.engine_id}: {reason}")
             part.job.give_back()
