@@ -13,12 +13,13 @@ TORCH_INDEX ?=
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install serve test soak check fmt bench public-names clean
+.PHONY: help install serve test test-rdma soak check fmt bench public-names clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
 	@echo "make serve     write $(MODEL) once (PRESET=k2-nano|k2-tiny|k2-small), serve it on 127.0.0.1:8000"
 	@echo "make test      all checks and all tests      make check  the checks alone      make fmt  format"
+	@echo "make test-rdma  transfer over real verbs, on a virtual machine with two Soft-RoCE devices"
 	@echo "make soak      random faults on simulated clusters (SEEDS=1000 FIRST=0)"
 	@echo "make bench     the benchmarks behind the README's numbers"
 	@echo "make clean     forget .venv, caches and checkpoints"
@@ -50,6 +51,11 @@ check: $(STAMP)
 
 test: check
 	$(BIN)/pytest -q --ignore tests/arch
+
+# On a virtual machine with two software RDMA devices; skips, saying why, where none can be had.
+test-rdma: $(STAMP)
+	$(BIN)/python -m tests.rdma.machine --timeout-s 900 -- $(abspath $(BIN))/python -m pytest -q --color=no \
+	  -p no:cacheprovider -k rdma tests/rdma tests/unit/transfer/test_processes.py tests/unit/transfer/test_failures.py
 
 # Faults on simulated clusters, one seed after another: make soak SEEDS=10000 FIRST=0
 SEEDS ?= 1000

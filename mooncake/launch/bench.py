@@ -17,6 +17,12 @@ from typing import Any, Protocol
 
 from mooncake.base import ConfigError
 
+ENGINE_SETTINGS = (
+    "max_model_len", "max_num_seqs", "dtype", "num_threads", "device", "attention_backend",
+    "moe_backend", "kv_cache_dtype", "gpu_memory_utilization", "deterministic", "enforce_eager",
+)  # fmt: skip
+"""Of `mooncake serve`, that the benchmarks of an engine take too."""
+
 EXAMPLES = """examples:
   mooncake bench serve --dataset-name random --num-prompts 32 --max-concurrency 8
   mooncake bench serve --base-url http://10.0.0.7:8000 --tokenizer checkpoints/k2-small \\
@@ -153,6 +159,11 @@ def _add_engine(command: argparse.ArgumentParser, *, input_len: int, output_len:
     command.add_argument("--max-num-seqs", metavar="N")
     command.add_argument("--dtype", metavar="TYPE")
     command.add_argument("--num-threads", metavar="N")
+    for name in ("device", "attention-backend", "moe-backend", "kv-cache-dtype"):
+        command.add_argument(f"--{name}", metavar="NAME")
+    command.add_argument("--gpu-memory-utilization", metavar="SHARE")
+    for name in ("deterministic", "enforce-eager"):
+        command.add_argument(f"--{name}", action="store_true", default=None)
     command.add_argument("--seed", type=int, default=0, metavar="N")
     command.add_argument("--output-json", metavar="FILE")
     command.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
@@ -395,7 +406,7 @@ class _Engine:
         environment.restart_with(os.environ)
         given = {
             name: value
-            for name in ("max_model_len", "max_num_seqs", "dtype", "num_threads")
+            for name in ENGINE_SETTINGS
             if (value := getattr(arguments, name)) is not None
         }
         self._arguments = arguments

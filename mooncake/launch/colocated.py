@@ -30,7 +30,7 @@ class ColocatedWorkers:
     def start(self, front: Front, show: report.Show) -> list[report.WorkerRow]:
         plan = self._plan
         show("engine", "importing the tensor library", 0, 0)
-        model = open_model(str(plan.model.path), plan.model.dtype)
+        model = open_model(str(plan.model.path), plan.model.dtype, plan.options)
         settings = cluster_workers(
             self._config,
             plan,

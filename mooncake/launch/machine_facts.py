@@ -66,6 +66,11 @@ def boot_id() -> str:
     return f"{boot}-{namespace}"
 
 
+def has_gpu() -> bool:
+    """Return whether NVIDIA's driver is loaded: known without importing the tensor library."""
+    return Path("/dev/nvidiactl").exists()
+
+
 def check_system() -> None:
     """Raise ConfigError where this software cannot run at all."""
     if platform.system() != "Linux":

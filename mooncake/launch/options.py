@@ -167,6 +167,14 @@ def positive(name: str, value: object) -> float:
     return number
 
 
+def share(name: str, value: object) -> float:
+    """Read a number above zero and at most 1."""
+    number = positive(name, value)
+    if number > 1:
+        raise ConfigError(f"{flag(name)}: {value!r} is more than the whole (1)")
+    return number
+
+
 def host_and_port(name: str, value: object) -> str:
     """Read "HOST:PORT"."""
     host, colon, port = str(value).rpartition(":")

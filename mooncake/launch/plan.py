@@ -18,9 +18,11 @@ from mooncake.base import (
 )
 from mooncake.engine.config import EngineConfig
 from mooncake.kvstore.config import KvStoreConfig
+from mooncake.launch import machine_facts
 from mooncake.launch.settings import ServeConfig
 from mooncake.model.checkpoint_files import CheckpointFiles
 from mooncake.model.memory import weights_bytes, workspace_bytes
+from mooncake.model.options import KV_DTYPES, ModelOptions
 from mooncake.scheduler.config import SchedulerConfig
 
 DEFAULT_KV_BYTES = 2**30
@@ -55,6 +57,7 @@ class ServePlan:
     num_kvstores: int
     num_threads: int
     layout: KvLayout
+    options: ModelOptions
     workspace_bytes: int
     """Of the largest step of an engine."""
 
@@ -145,7 +148,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     layout = KvLayout.for_model(
         model.spec,
         block_tokens=config.block_size,
-        dtype=model.dtype,
+        dtype=KV_DTYPES.get(config.kv_cache_dtype, model.dtype),
         weights_revision=model.revision,
     )
     num_prefills, num_decodes, num_kvstores = _counts(config)
@@ -177,12 +180,36 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         num_kvstores=num_kvstores,
         num_threads=config.num_threads or max(1, cores // max(1, num_engines)),
         layout=layout,
+        options=_options(config),
         workspace_bytes=workspace_bytes(
             model.spec,
             model.dtype,
             step_tokens=config.max_num_batched_tokens,
             step_sequences=config.max_num_seqs,
         ),
+    )
+
+
+def _options(config: ServeConfig) -> ModelOptions:
+    """Return how engines run the model. ConfigError: a GPU for workers whose KV has to move."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if machine_facts.has_gpu() else "cpu"
+    moves = not config.colocated or bool(config.kvstore)
+    if device == "cuda" and moves:
+        raise ConfigError(
+            "device=cuda: KV in a GPU's memory cannot move between workers yet; use --colocated "
+            "without kvstore workers, or --device cpu"
+        )
+    sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
+    return ModelOptions(
+        device=device,
+        attention_backend=config.attention_backend,
+        moe_backend=config.moe_backend,
+        deterministic=config.deterministic,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        measure_pages=device == "cuda" and sized is None,
+        graphs=not config.enforce_eager,
     )
 
 
@@ -218,7 +245,7 @@ def _num_pages(config: ServeConfig, model: ModelPlan, block_bytes: int) -> int:
 
 def check_memory(plan: ServePlan, available: int | None) -> None:
     """Raise ConfigError when the workers would not fit into the memory that is there."""
-    if available is None or plan.total_bytes <= available:
+    if available is None or plan.total_bytes <= available or plan.options.device != "cpu":
         return
     parts = ", ".join(f"{what} {total}" for what, _, total in plan.memory_rows()[:-1])
     raise ConfigError(

@@ -34,7 +34,7 @@ from mooncake.launch import machine_facts
 from mooncake.launch.driver import Driver
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.backends.tcp import TcpSettings
-from mooncake.transfer.factory import PROTOCOLS, TransferConfig, open_transfer
+from mooncake.transfer.factory import TransferConfig, open_transfer, usable_protocols
 
 CONNECT_POLL_S = 0.02
 
@@ -50,7 +50,7 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     store_address: str = ""
     """Or the pool worker itself."""
     bind_host: str = "127.0.0.1"
-    transfer_protocols: list[str] = msgspec.field(default_factory=lambda: list(PROTOCOLS))
+    transfer_protocols: list[str] = msgspec.field(default_factory=lambda: list(usable_protocols()))
     num_places: int = 16
     """Blocks of memory that data passes through: the most one transfer carries."""
     timeout_s: float = 10.0

@@ -5,6 +5,7 @@ The only place that knows how a role is wired; `local` and `ray_cluster` both st
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -38,6 +39,7 @@ from mooncake.kvstore.node import KvNode
 from mooncake.launch import machine_facts
 from mooncake.launch.driver import Driver
 from mooncake.launch.profile import profile, shapes_for
+from mooncake.model.options import ModelOptions
 from mooncake.prefill import PrefillWorker
 from mooncake.rpc.channel import PolledChannel
 from mooncake.rpc.zmq_channel import ZmqChannel
@@ -61,10 +63,15 @@ class Model(Protocol):
     @property
     def revision(self) -> str: ...
 
+    @property
+    def owns_pages(self) -> bool: ...
+
     def load(self, progress: Callable[[int, int], None] | None = None) -> None: ...
 
+    def num_pages(self, layout: KvLayout, config: EngineConfig) -> int: ...
+
     def runner(
-        self, layout: KvLayout, num_pages: int, buffer: memoryview, num_threads: int | None
+        self, layout: KvLayout, config: EngineConfig, buffer: memoryview, num_threads: int | None
     ) -> PolledRunner: ...
 
 
@@ -91,6 +98,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 1
     self_profile: bool = True
     log_level: str = "info"
+    options: ModelOptions = ModelOptions()
 
 
 class Worker:
@@ -182,8 +190,11 @@ def _build_engine(
         )
     model.load(lambda done, whole: progress("loading weights", done, whole))
     progress("allocating KV pages", 0, 0)
-    region = transfer.allocate(config.num_blocks * layout.block_bytes, "kv-pages")
-    runner = model.runner(layout, config.num_blocks, region.buffer, settings.num_threads)
+    config = dataclasses.replace(config, num_blocks=model.num_pages(layout, config))
+    # Pages a device keeps to itself have no host memory; the region only gives them an address.
+    in_host = 1 if model.owns_pages else config.num_blocks
+    region = transfer.allocate(in_host * layout.block_bytes, "kv-pages")
+    runner = model.runner(layout, config, region.buffer, settings.num_threads)
     samples = []
     if settings.self_profile:
         progress("timing a few steps", 0, 0)
@@ -238,7 +249,7 @@ def run(
     model: Model | None = None
     if settings.role is not Role.KVSTORE:
         progress("importing the tensor library", 0, 0)
-        model = open_model(settings.model, settings.dtype)
+        model = open_model(settings.model, settings.dtype, settings.options)
     worker = build(settings, channel, transfer, model=model, progress=progress)
     # What was made so far lives as long as the process: full collections need not walk it again.
     gc.collect()
@@ -251,12 +262,13 @@ def run(
         worker.close()
 
 
-def open_model(path: str, dtype: str) -> Model:
+def open_model(path: str, dtype: str, options: ModelOptions | None = None) -> Model:
     """Return the checkpoint at `path`, weights not loaded yet. The first call imports torch.
 
     Raises:
         CheckpointError: it cannot be read.
+        ConfigError: the options ask for what this machine does not have.
     """
     from mooncake.model.opening import ModelSource
 
-    return ModelSource(Path(path), dtype)
+    return ModelSource(Path(path), dtype, options)

@@ -20,6 +20,7 @@ from mooncake.launch.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.process import WorkerSettings
 from mooncake.launch.settings import ServeConfig
 from mooncake.launch.workers import cluster_workers
+from mooncake.transfer.factory import choose_protocols
 
 
 class RayWorkers:
@@ -156,7 +157,7 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts) -> WorkerSett
         node_id=config.node_id or host,
         host=host,
         bind_host=config.bind_host,
-        transfer_protocols=list(config.transfer_protocols),
+        transfer_protocols=list(choose_protocols(config.transport)),
         model=str(plan.model.path),
         engine=plan.engine,
         kvstore=plan.kvstore,

@@ -11,6 +11,7 @@ from typing import Any
 
 from mooncake.launch import options
 from mooncake.launch.options import flag, setting
+from mooncake.model.options import ATTENTION_BACKENDS, DEVICES, KV_DTYPES, MOE_BACKENDS
 from mooncake.scheduler.config import POLICIES
 
 MODEL = "model and its memory"
@@ -50,6 +51,15 @@ class ServeConfig:
     kv_cache_memory_bytes: int | None = setting(
         None, options.size(1), MODEL, "SIZE", "memory for KV pages of each engine (default: 1GiB)"
     )
+    kv_cache_dtype: str = setting(
+        "auto", options.one_of("auto", *KV_DTYPES), MODEL, "TYPE", "of KV pages; auto: the dtype"
+    )
+    device: str = setting(
+        "auto", options.one_of(*DEVICES), MODEL, "NAME", "auto: a CUDA GPU where there is one"
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, options.share, MODEL, "SHARE", "of a GPU's memory; what is left of it holds KV pages"
+    )
     num_gpu_blocks_override: int | None = setting(
         None, options.count(1), MODEL, "PAGES", "number of KV pages of each engine, not a size"
     )
@@ -80,9 +90,10 @@ class ServeConfig:
     node_id: str | None = setting(
         None, options.text, CLUSTER, "NAME", "name of this machine (default: its host name)"
     )
-    transfer_protocols: tuple[str, ...] = setting(
-        ("shm", "tcp"), options.some_of("shm", "tcp"), CLUSTER, "LIST", "how KV may move"
-    )
+    transport: tuple[str, ...] = setting(
+        ("auto",), options.some_of("auto", "shm", "rdma", "tcp"), CLUSTER, "LIST",
+        "how KV may move, e.g. shm,tcp; auto: all that work on this machine",
+    )  # fmt: skip
     bind_host: str = setting(
         "127.0.0.1", options.text, CLUSTER, "HOST", "address workers listen on for each other"
     )
@@ -125,6 +136,21 @@ class ServeConfig:
     )
     enable_prefix_caching: bool = setting(
         True, options.truth, ENGINE, "", "reuse blocks of earlier requests", switch=True
+    )
+    attention_backend: str = setting(
+        "auto", options.one_of(*ATTENTION_BACKENDS), ENGINE, "NAME",
+        "auto: triton on a GPU, else reference",
+    )  # fmt: skip
+    moe_backend: str = setting(
+        "auto", options.one_of(*MOE_BACKENDS), ENGINE, "NAME",
+        "auto: triton on a GPU, else onednn where it can, else reference",
+    )  # fmt: skip
+    deterministic: bool = setting(
+        False, options.truth, ENGINE, "", "no result depends on the rest of the batch; slower",
+        switch=True,
+    )  # fmt: skip
+    enforce_eager: bool = setting(
+        False, options.truth, ENGINE, "", "capture no CUDA graphs of decode steps", switch=True
     )
     num_threads: int | None = setting(
         None,

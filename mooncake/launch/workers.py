@@ -1,4 +1,4 @@
-"""Which workers a plan asks for, as the settings each is started with. Pure."""
+"""Which workers a plan asks for, as the settings each is started with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from mooncake.base import Role
 from mooncake.launch.plan import ServePlan
 from mooncake.launch.process import WorkerSettings
 from mooncake.launch.settings import ServeConfig
+from mooncake.transfer.factory import choose_protocols
 
 
 def cluster_workers(
@@ -36,7 +37,7 @@ def cluster_workers(
             bind_host=config.bind_host,
             gateway_address=gateway_address,
             cluster_secret=cluster_secret,
-            transfer_protocols=list(config.transfer_protocols),
+            transfer_protocols=list(choose_protocols(config.transport)),
             model=str(plan.model.path),
             dtype=plan.model.dtype,
             weights_revision=plan.model.revision,
@@ -46,6 +47,7 @@ def cluster_workers(
             num_threads=plan.num_threads,
             self_profile=config.self_profile,
             log_level=config.log_level,
+            options=plan.options,
         )
         for role, number in counts.items()
         for index in range(number)

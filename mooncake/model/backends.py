@@ -16,8 +16,6 @@ from mooncake.base import ConfigError
 
 AUTO = "auto"
 ONEDNN = "onednn"
-ATTENTION_BACKENDS = (AUTO, REFERENCE, TRITON)
-MOE_BACKENDS = (AUTO, REFERENCE, ONEDNN, TRITON)
 
 _FIXED_SPLIT_PAGES = 64
 """Of a context, where cuts may not depend on the batch: 4096 tokens with pages of 64."""

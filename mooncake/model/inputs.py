@@ -7,7 +7,7 @@ either form of attention works on a slice of the rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from mooncake_kernels.reference.paged import PagedSpan, paged_span
@@ -39,6 +39,11 @@ class Queries:
     def num_rows(self) -> int:
         return self.positions.shape[0]
 
+    def to(self, device: torch.device) -> Queries:
+        """Return the same with its tensors on `device`; spans stay with the host."""
+        rows = None if self.rows is None else self.rows.to(device)
+        return replace(self, positions=self.positions.to(device), rows=rows)
+
 
 @dataclass(frozen=True)
 class OutputRows:
@@ -63,6 +68,19 @@ class StepInputs:
     queries: Queries
     outputs: Queries
     output_rows: tuple[OutputRows, ...]
+
+    def to(self, device: torch.device) -> StepInputs:
+        """Return the same with its tensors on `device`."""
+        if device.type == "cpu":
+            return self
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            positions=self.positions.to(device),
+            places=self.places.to(device),
+            queries=self.queries.to(device),
+            outputs=self.outputs.to(device),
+        )
 
 
 def build_inputs(

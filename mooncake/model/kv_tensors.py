@@ -10,12 +10,15 @@ from __future__ import annotations
 import torch
 
 from mooncake.base import DTYPE_BYTES, ConfigError, KvLayout
+from mooncake.model.quant import FP8_MAX
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
 }
+"""e4m3 pages hold the numbers themselves, cut off at +-448: a normed latent is far below that."""
 
 
 class KvTensors:
@@ -47,7 +50,9 @@ class KvTensors:
     def allocate(cls, layout: KvLayout, num_pages: int, device: torch.device) -> KvTensors:
         """Return zeroed pages in `device` memory."""
         shape = (layout.num_layers, num_pages, layout.block_tokens, layout.kv_width)
-        return cls(layout, torch.zeros(shape, dtype=_dtype(layout), device=device))
+        dtype = _dtype(layout)
+        zeros = torch.zeros(*shape[:3], shape[3] * dtype.itemsize, dtype=torch.uint8, device=device)
+        return cls(layout, zeros.view(dtype))
 
     @property
     def num_pages(self) -> int:
@@ -60,7 +65,11 @@ class KvTensors:
 
     def write(self, layer: int, places: torch.Tensor, rows: torch.Tensor) -> None:
         """Store `rows` [tokens, kv_width] at `places` [tokens] (page * block_tokens + offset)."""
-        self._rows[layer].index_copy_(0, places, rows.to(self.pages.dtype))
+        if self.pages.dtype == torch.float8_e4m3fn:
+            written = rows.float().clamp_(-FP8_MAX, FP8_MAX).to(self.pages.dtype)
+            self._rows[layer].view(torch.uint8).index_copy_(0, places, written.view(torch.uint8))
+        else:
+            self._rows[layer].index_copy_(0, places, rows.to(self.pages.dtype))
 
 
 def _dtype(layout: KvLayout) -> torch.dtype:

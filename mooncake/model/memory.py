@@ -44,6 +44,40 @@ class MemoryPlan:
         return self.weights_bytes + self.workspace_bytes + self.kv_bytes
 
 
+@dataclass(frozen=True)
+class GpuMemory:
+    """What was measured on a GPU once the weights were there."""
+
+    total_bytes: int
+    resident_bytes: int
+    """In use: weights, libraries, other processes."""
+    step_bytes: int
+    """What the largest step took on top while it ran."""
+
+
+def pages_that_fit(
+    memory: GpuMemory, *, utilization: float, block_bytes: int, least_pages: int
+) -> int:
+    """Return how many KV pages are left of `utilization` of the memory, captured steps reserved.
+
+    Captured decode steps keep their own workspace: never larger than the largest step's, so that
+    much is kept back a second time.
+
+    Raises:
+        ConfigError: fewer than `least_pages` fit; says what takes the room.
+    """
+    budget = int(memory.total_bytes * utilization)
+    pages = (budget - memory.resident_bytes - 2 * memory.step_bytes) // block_bytes
+    if pages < least_pages:
+        raise ConfigError(
+            f"gpu-memory-utilization: {utilization:g} of {format_bytes(memory.total_bytes)} leaves "
+            f"room for {max(0, pages)} KV pages beside {format_bytes(memory.resident_bytes)} in "
+            f"use and {format_bytes(2 * memory.step_bytes)} for steps; one sequence of full length "
+            f"takes {least_pages}; lower --max-model-len or --max-num-batched-tokens"
+        )
+    return pages
+
+
 def count_parameters(spec: ModelSpec) -> ParameterCount:
     """Return how many numbers a model of this shape has."""
     total = router = routed = 0

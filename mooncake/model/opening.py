@@ -11,14 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from mooncake_kernels.dispatch import TRITON
 
-from mooncake.base import CheckpointError, KvLayout
+from mooncake.base import CheckpointError, ConfigError, KvLayout
+from mooncake.engine.config import EngineConfig
+from mooncake.model.backends import settle
+from mooncake.model.cuda import CudaGraphs, measure_memory
 from mooncake.model.grammar import Grammars
 from mooncake.model.grammar_tokens import load_grammar_tokens
+from mooncake.model.graphs import DecodeGraphs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
+from mooncake.model.memory import pages_that_fit
+from mooncake.model.options import ModelOptions
 from mooncake.model.runner import ModelRunner
 from mooncake.model.weights import SPEC_DTYPES, Checkpoint
 
@@ -26,16 +33,25 @@ from mooncake.model.weights import SPEC_DTYPES, Checkpoint
 class ModelSource:
     """A checkpoint on disk and, once it was asked for, the model in memory."""
 
-    def __init__(self, path: Path, dtype: str) -> None:
+    def __init__(self, path: Path, dtype: str, options: ModelOptions | None = None) -> None:
         """Open the checkpoint; reads headers only.
 
         Raises:
+            ConfigError: the options ask for what this machine does not have.
             CheckpointError: it cannot be read, or `dtype` is not one that can be computed in.
         """
         self._checkpoint = Checkpoint.open(path)
         if dtype not in SPEC_DTYPES:
             raise CheckpointError(f"dtype {dtype!r} is none of {', '.join(SPEC_DTYPES)}")
         self._dtype = SPEC_DTYPES[dtype]
+        self._options = options or ModelOptions()
+        self._device = _device(self._options.device)
+        self._backends = settle(
+            self._options.attention_backend,
+            self._options.moe_backend,
+            self._device,
+            deterministic=self._options.deterministic,
+        )
         self._grammars = Grammars(
             self._checkpoint.spec.vocab_size, functools.partial(load_grammar_tokens, path)
         )
@@ -58,20 +74,80 @@ class ModelSource:
                 self._model = load_model(
                     self._checkpoint,
                     dtype=self._dtype,
-                    device=torch.device("cpu"),
+                    device=self._device,
                     progress=progress,
+                    backends=self._backends,
                 )
 
-    def runner(
-        self, layout: KvLayout, num_pages: int, buffer: memoryview, num_threads: int | None
-    ) -> ModelRunner:
-        """Return a runner whose KV pages are `buffer`, loading the weights first if need be."""
+    @property
+    def owns_pages(self) -> bool:
+        """Whether KV pages lie in the device's own memory, where no transfer reaches them yet."""
+        return self._device.type != "cpu"
+
+    def num_pages(self, layout: KvLayout, config: EngineConfig) -> int:
+        """Return how many KV pages there are: as configured, or what a GPU has room for.
+
+        Raises:
+            ConfigError: not even one sequence of full length fits.
+        """
+        if not (self._options.measure_pages and self._device.type == "cuda"):
+            return config.num_blocks
         self.load()
         assert self._model is not None
-        spec = self._checkpoint.spec
-        return ModelRunner(
+        memory = measure_memory(
             self._model,
-            KvTensors.view(layout, num_pages, buffer),
-            Sampler(spec.vocab_size, self._model.device, self._grammars),
-            num_threads=num_threads,
+            layout,
+            step_tokens=config.max_batched_tokens,
+            step_sequences=config.max_num_seqs,
         )
+        return pages_that_fit(
+            memory,
+            utilization=self._options.gpu_memory_utilization,
+            block_bytes=layout.block_bytes,
+            least_pages=config.num_pages(config.max_model_len),
+        )
+
+    def runner(
+        self, layout: KvLayout, config: EngineConfig, buffer: memoryview, num_threads: int | None
+    ) -> ModelRunner:
+        """Return a runner of `config.num_blocks` pages, loading the weights first if need be.
+
+        The pages are `buffer`, or of the device where it owns them.
+        """
+        self.load()
+        model = self._model
+        assert model is not None
+        if self.owns_pages:
+            kv = KvTensors.allocate(layout, config.num_blocks, self._device)
+        else:
+            kv = KvTensors.view(layout, config.num_blocks, buffer)
+        return ModelRunner(
+            model,
+            kv,
+            Sampler(model.spec.vocab_size, model.device, self._grammars),
+            num_threads=num_threads,
+            decoder=self._decoder(model, kv, config),
+            # The one form whose results do not depend on how a prompt was cut.
+            prefers_absorbed=(lambda *_: True) if self._backends.deterministic else None,
+        )
+
+    def _decoder(self, model: KimiK2, kv: KvTensors, config: EngineConfig) -> DecodeGraphs | None:
+        """Return captured decode steps where they can be had: no step may wait for the host."""
+        kernels = (self._backends.attention, self._backends.moe)
+        can = self._device.type == "cuda" and kernels == (TRITON, TRITON)
+        if not (can and self._options.graphs and model.spec.rope_interleave):
+            return None
+        with torch.inference_mode():
+            return DecodeGraphs(
+                model,
+                kv,
+                CudaGraphs(),
+                most_rows=config.max_num_seqs,
+                most_pages=config.num_pages(config.max_model_len),
+            )
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: torch sees no CUDA GPU here")
+    return torch.device(name)

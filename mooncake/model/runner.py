@@ -26,7 +26,8 @@ from mooncake.engine.plan import (
     StepPlan,
     StepResult,
 )
-from mooncake.model.inputs import OutputRows, StepInputs, build_inputs
+from mooncake.model.graphs import DecodeGraphs
+from mooncake.model.inputs import OutputRows, PrefersAbsorbed, StepInputs, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.mla import absorbed_is_cheaper
@@ -73,16 +74,21 @@ class ModelRunner:
         sampler: TokenSampler,
         *,
         num_threads: int | None = None,
+        decoder: DecodeGraphs | None = None,
+        prefers_absorbed: PrefersAbsorbed | None = None,
     ) -> None:
         """Start the thread. `num_threads`: torch's CPU threads, of the whole process; None = as is.
 
+        decoder: captured steps over the same pages; None = every step is run as it comes.
+        prefers_absorbed: which form of attention a slot takes; None = the cheaper one.
         The queue is as long as the engine lets it be (two steps in flight).
         """
         self._model = model
         self._kv = kv
         self._sampler = sampler
         self._num_threads = num_threads
-        self._prefers_absorbed = absorbed_is_cheaper(model.spec)
+        self._decoder = decoder
+        self._prefers_absorbed = prefers_absorbed or absorbed_is_cheaper(model.spec)
         self._starts: dict[int, SequenceStart] = {}
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._events: deque[RunnerEvent] = deque()
@@ -172,7 +178,19 @@ class ModelRunner:
         if unknown:
             raise ValueError(f"sequences {unknown} were never started")
         whole = frozenset(s.sequence_id for s in plan.slots if self._logprobs_wanted(s.sequence_id))
+        decoder = self._decoder
+        if decoder is not None and not (whole or plan.report_layers) and decoder.takes(plan.slots):
+            logits = decoder.logits(plan.slots)
+            asked = [slot.sequence_id for slot in plan.slots if slot.sample]
+            failures = self._sampler.broken(asked)
+            rows = [
+                (row, slot.sequence_id)
+                for row, slot in enumerate(plan.slots)
+                if slot.sample and slot.sequence_id not in failures
+            ]
+            return _Outcome(self._draw(logits, rows), {}, failures)
         inputs = build_inputs(plan.slots, whole, self._kv.page_shape, self._prefers_absorbed)
+        inputs = inputs.to(self._model.device)
 
         def after_write(layer: int) -> None:
             self._emit(LayerDone(step_id=plan.step_id, layer=layer))
@@ -200,6 +218,15 @@ class ModelRunner:
         last = torch.tensor([rows.first + rows.num_rows - 1 for rows in sampling])
         logits = self._model.logits(hidden.index_select(0, last.to(hidden.device)))
         return self._sampler.sample(logits, [rows.slot.sequence_id for rows in sampling])
+
+    def _draw(self, logits: torch.Tensor, rows: Sequence[tuple[int, int]]) -> list[Sample]:
+        """Sample `rows` (row of logits, sequence id); most often these are all rows."""
+        if not rows:
+            return []
+        if len(rows) < logits.shape[0]:
+            chosen = torch.tensor([row for row, _ in rows], device=logits.device)
+            logits = logits.index_select(0, chosen)
+        return self._sampler.sample(logits, [sequence_id for _, sequence_id in rows])
 
     def _logprobs_wanted(self, sequence_id: int) -> bool:
         return self._starts[sequence_id].sampling.num_prompt_logprobs is not None

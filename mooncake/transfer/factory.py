@@ -15,6 +15,7 @@ from mooncake.transfer.backends.copying import CopyPool
 from mooncake.transfer.backends.inproc import InprocBackend, InprocFabric
 from mooncake.transfer.backends.io_loop import IoLoop
 from mooncake.transfer.backends.rdma import ControlAddress, RdmaSettings, open_rdma
+from mooncake.transfer.backends.rdma_verbs import has_pyverbs
 from mooncake.transfer.backends.shm import ShmBackend
 from mooncake.transfer.backends.tcp import TcpBackend, TcpSettings
 from mooncake.transfer.handshake import Credentials
@@ -26,9 +27,23 @@ PROTOCOLS = ("inproc", "shm", "rdma", "tcp")
 """All protocols there are, the one tried first first."""
 
 
+AUTO = "auto"
+"""Stands for all protocols that work on this machine."""
+
+
 def usable_protocols() -> tuple[str, ...]:
-    """Return the protocols that work on this machine: RDMA needs a device."""
-    return tuple(name for name in PROTOCOLS if name != "rdma" or has_rdma_devices())
+    """Return the protocols that work on this machine: RDMA needs a device and pyverbs."""
+    has_rdma = has_rdma_devices() and has_pyverbs()
+    return tuple(name for name in PROTOCOLS if name != "rdma" or has_rdma)
+
+
+def choose_protocols(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the protocols between processes that `names` mean here, the one tried first first.
+
+    A name given is used, or refused later with a reason; "auto" leaves out what cannot work.
+    """
+    wanted = {*names, *(usable_protocols() if AUTO in names else ())}
+    return tuple(name for name in PROTOCOLS if name in wanted and name != "inproc")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from mooncake.base import (
     SamplingParams,
     TokensEvent,
 )
+from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import RunnerEvent, StepPlan
 from mooncake.launch.config import resolve
 from mooncake.launch.front import GATEWAY_ID, Front
@@ -60,6 +61,7 @@ class HashModel:
 
     def __init__(self, revision: str) -> None:
         self.revision = revision
+        self.owns_pages = False
         self.num_loads = 0
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -67,10 +69,13 @@ class HashModel:
         if progress is not None:
             progress(1, 1)
 
+    def num_pages(self, layout: KvLayout, config: EngineConfig) -> int:
+        return config.num_blocks
+
     def runner(
-        self, layout: KvLayout, num_pages: int, buffer: memoryview, num_threads: int | None
+        self, layout: KvLayout, config: EngineConfig, buffer: memoryview, num_threads: int | None
     ) -> PolledFakeRunner:
-        return PolledFakeRunner(FakeRunner(layout, num_pages, memory=buffer))
+        return PolledFakeRunner(FakeRunner(layout, config.num_blocks, memory=buffer))
 
 
 class LocalWorld:

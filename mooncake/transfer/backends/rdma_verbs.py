@@ -73,6 +73,12 @@ def _find_pyverbs() -> None:
         spec.loader.exec_module(module)
 
 
+def has_pyverbs() -> bool:
+    """Whether pyverbs can be found, in this environment or as the distribution's package."""
+    _find_pyverbs()
+    return "pyverbs" in sys.modules or importlib.util.find_spec("pyverbs") is not None
+
+
 def _event_descriptors() -> set[int]:
     found = set()
     for entry in Path("/proc/self/fd").iterdir():

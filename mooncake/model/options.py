@@ -1,0 +1,28 @@
+"""How a model is to be run, in plain values that travel to its process. Needs no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS = ("auto", "reference", "triton")
+MOE_BACKENDS = ("auto", "reference", "onednn", "triton")
+KV_DTYPES = {"fp8": "float8_e4m3fn"}
+"""Of `--kv-cache-dtype`, besides auto, to a layout's dtype."""
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a model is and what computes it."""
+
+    device: str = "cpu"
+    """"cpu" or "cuda"."""
+    attention_backend: str = "auto"
+    moe_backend: str = "auto"
+    deterministic: bool = False
+    """Results do not depend on what else is in the batch."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for weights, steps and pages together."""
+    measure_pages: bool = False
+    """On a GPU: as many KV pages as fit, instead of the number in the engine's settings."""
+    graphs: bool = True
+    """On a GPU: decode steps are captured once and replayed."""
