@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.rdma.kernel import CannotPrepare, GuestKernel, fetch_kernel, pack_archive
@@ -36,6 +37,8 @@ PACKAGES = {
     "/usr/lib/python3/dist-packages/pyverbs": "python3-pyverbs",
 }
 """What must be here, a command or a file -> the Debian package it comes with."""
+BOOT_S = 240.0
+"""Five seconds on an idle machine."""
 DID_NOT_FINISH = 125
 NOT_TO_BE_HAD = 77
 
@@ -67,6 +70,7 @@ for number in 0 1; do
   ip link set eth$number up
   rdma link add rxe$number type rxe netdev eth$number
 done
+echo "{mark} begins"
 cd {folder}
 {command}
 echo "{mark} $?"
@@ -128,7 +132,10 @@ def build_ram_disk(kernel: GuestKernel, command: Sequence[str], mark: str) -> by
 
 
 def run(command: Sequence[str], *, memory_mb: int, timeout_s: float) -> int:
-    """Run `command` in a fresh guest, its output to ours; return its exit status."""
+    """Run `command` in a fresh guest, its output to ours; return its exit status.
+
+    Raises CannotPrepare when the guest does not boot.
+    """
     kernel = fetch_kernel()
     mark = f"guest-ended-{secrets.token_hex(8)}"
     with tempfile.TemporaryDirectory() as scratch:
@@ -146,30 +153,45 @@ def run(command: Sequence[str], *, memory_mb: int, timeout_s: float) -> int:
         guest = subprocess.Popen(
             qemu, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        timer = threading.Timer(timeout_s, guest.kill)
-        timer.start()
+        assert guest.stdout is not None
+        lines = (line.decode(errors="replace").rstrip("\r\n") for line in guest.stdout)
         try:
-            status = _follow(guest, mark)
+            boot = _until(lines, f"{mark} begins", guest, BOOT_S)
+            if boot.ended is None:
+                raise CannotPrepare(f"the guest does not boot; its last words: {boot.last!r}")
+            status = _until(lines, rf"{mark} (\d+)", guest, timeout_s).ended
         finally:
-            timer.cancel()
             guest.kill()
             guest.wait()
     if status is None:
         print(f"the guest did not finish in {timeout_s:.0f} s", file=sys.stderr)
         return DID_NOT_FINISH
-    return status
+    return int(status[1])
 
 
-def _follow(guest: subprocess.Popen[bytes], mark: str) -> int | None:
-    """Print what the guest says until it says how its command ended."""
-    assert guest.stdout is not None
-    for line in guest.stdout:
-        text = line.decode(errors="replace").rstrip("\r\n")
-        ended = re.search(rf"{mark} (\d+)", text)
-        if ended:
-            return int(ended.group(1))
-        print(text, flush=True)
-    return None
+@dataclass
+class _Heard:
+    ended: re.Match[str] | None
+    last: str
+
+
+def _until(
+    lines: Iterator[str], end: str, guest: subprocess.Popen[bytes], timeout_s: float
+) -> _Heard:
+    """Print what the guest says until a line that holds `end`; kill it when that takes too long."""
+    timer = threading.Timer(timeout_s, guest.kill)
+    timer.start()
+    last = ""
+    try:
+        for text in lines:
+            ended = re.search(end, text)
+            if ended:
+                return _Heard(ended, last)
+            print(text, flush=True)
+            last = text
+    finally:
+        timer.cancel()
+    return _Heard(None, last)
 
 
 def main() -> int:
