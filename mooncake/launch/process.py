@@ -43,6 +43,7 @@ from mooncake.model.options import ModelOptions
 from mooncake.prefill import PrefillWorker
 from mooncake.rpc.channel import PolledChannel
 from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.transfer.backends.rdma import RdmaSettings
 from mooncake.transfer.backends.tcp import TcpSettings
 from mooncake.transfer.engine import PolledTransfer, Region
 from mooncake.transfer.factory import TransferConfig, open_transfer
@@ -87,6 +88,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     gateway_address: str
     cluster_secret: str
     transfer_protocols: list[str]
+    rdma: RdmaSettings = RdmaSettings()
     model: str
     """Directory of the checkpoint."""
     dtype: str
@@ -242,6 +244,7 @@ def run(
             host=machine_facts.boot_id(),
             protocols=settings.transfer_protocols,
             tcp=TcpSettings(bind_host=settings.bind_host, advertise_host=advertise_host),
+            rdma=settings.rdma,
         ),
         SystemIds().hex(8),
         MonotonicClock(),

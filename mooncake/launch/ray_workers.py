@@ -19,7 +19,7 @@ from mooncake.launch.front import Front
 from mooncake.launch.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.process import WorkerSettings
 from mooncake.launch.settings import ServeConfig
-from mooncake.launch.workers import cluster_workers
+from mooncake.launch.workers import cluster_workers, rdma_settings
 from mooncake.transfer.factory import choose_protocols
 
 
@@ -158,6 +158,7 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts) -> WorkerSett
         host=host,
         bind_host=config.bind_host,
         transfer_protocols=list(choose_protocols(config.transport)),
+        rdma=rdma_settings(config),
         model=str(plan.model.path),
         engine=plan.engine,
         kvstore=plan.kvstore,

@@ -94,6 +94,16 @@ class ServeConfig:
         ("auto",), options.some_of("auto", "shm", "rdma", "tcp"), CLUSTER, "LIST",
         "how KV may move, e.g. shm,tcp; auto: all that work on this machine",
     )  # fmt: skip
+    rdma_device: tuple[str, ...] = setting(
+        (), options.texts, CLUSTER, "NAME", "NIC such as mlx5_0, may be repeated (default: all)",
+        repeat=True,
+    )  # fmt: skip
+    rdma_gid_index: int | None = setting(
+        None, options.count(0, 255), CLUSTER, "N", "of each NIC (default: RoCE v2, routable)"
+    )
+    rdma_mtu: int | None = setting(
+        None, options.count(256, 4096), CLUSTER, "BYTES", "at most (default: the port's own)"
+    )
     bind_host: str = setting(
         "127.0.0.1", options.text, CLUSTER, "HOST", "address workers listen on for each other"
     )

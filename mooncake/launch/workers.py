@@ -6,6 +6,7 @@ from mooncake.base import Role
 from mooncake.launch.plan import ServePlan
 from mooncake.launch.process import WorkerSettings
 from mooncake.launch.settings import ServeConfig
+from mooncake.transfer.backends.rdma import RdmaSettings
 from mooncake.transfer.factory import choose_protocols
 
 
@@ -38,6 +39,7 @@ def cluster_workers(
             gateway_address=gateway_address,
             cluster_secret=cluster_secret,
             transfer_protocols=list(choose_protocols(config.transport)),
+            rdma=rdma_settings(config),
             model=str(plan.model.path),
             dtype=plan.model.dtype,
             weights_revision=plan.model.revision,
@@ -52,3 +54,12 @@ def cluster_workers(
         for role, number in counts.items()
         for index in range(number)
     ]
+
+
+def rdma_settings(config: ServeConfig) -> RdmaSettings:
+    """Return how a worker uses RDMA; what is not set is found on its machine."""
+    return RdmaSettings(
+        devices=config.rdma_device,
+        gid_index=config.rdma_gid_index,
+        mtu_bytes=config.rdma_mtu,
+    )
