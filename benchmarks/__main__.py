@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import constrained, overhead, paper, remote_prefix, serve
+from benchmarks import constrained, door, overhead, paper, remote_prefix, serve
 
 BENCHMARKS = {
     "serve": serve.main,
     "remote-prefix": remote_prefix.main,
     "overhead": overhead.main,
+    "door": door.main,
     "constrained": constrained.main,
     "paper": paper.main,
 }
