@@ -20,6 +20,7 @@ import msgspec
 
 from mooncake.base import Clock, Machine, MonotonicClock, PeerLost, WorkerRef
 from mooncake.engine.ports import PolledRunner
+from mooncake.kvstore.disk import PolledDisks
 from mooncake.rpc.channel import PolledChannel
 from mooncake.transfer.engine import PolledTransfer
 
@@ -52,6 +53,7 @@ class Driver:
         *,
         transfer: PolledTransfer | None = None,
         runner: PolledRunner | None = None,
+        disks: PolledDisks | None = None,
         clock: Clock | None = None,
         own: WorkerRef | None = None,
     ) -> None:
@@ -63,7 +65,7 @@ class Driver:
             (channel.fileno(), channel.receive)
         ]
         self._sources += [
-            (port.fileno(), port.poll) for port in (transfer, runner) if port is not None
+            (port.fileno(), port.poll) for port in (transfer, runner, disks) if port is not None
         ]
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -156,6 +157,21 @@ def size(minimum: int) -> Callable[[str, object], int]:
     return read
 
 
+def disks(name: str, value: object) -> tuple[tuple[str, int], ...]:
+    """Read directories with a size each, "DIR:SIZE": a list, or one text with commas."""
+    listed = value if isinstance(value, list | tuple) else [value]
+    found: dict[str, int] = {}
+    for part in (part.strip() for item in listed for part in str(item).split(",")):
+        directory, _, written = part.rpartition(":")
+        if not directory:
+            raise ConfigError(f"{flag(name)}: {part!r} is not DIR:SIZE (e.g. /mnt/nvme0:2TiB)")
+        directory = os.path.normpath(directory)
+        if directory in found:
+            raise ConfigError(f"{flag(name)}: {directory} is named twice")
+        found[directory] = size(1)(name, written)
+    return tuple(found.items())
+
+
 def positive(name: str, value: object) -> float:
     """Read a number above zero."""
     try:
@@ -173,6 +189,11 @@ def share(name: str, value: object) -> float:
     if number > 1:
         raise ConfigError(f"{flag(name)}: {value!r} is more than the whole (1)")
     return number
+
+
+def part(name: str, value: object) -> float:
+    """Read a number from 0 to 1."""
+    return 0.0 if str(value) in ("0", "0.0") else share(name, value)
 
 
 def host_and_port(name: str, value: object) -> str:

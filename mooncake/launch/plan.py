@@ -17,7 +17,7 @@ from mooncake.base import (
     format_bytes,
 )
 from mooncake.engine.config import EngineConfig
-from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.launch import machine_facts
 from mooncake.launch.settings import ServeConfig
 from mooncake.model.checkpoint_files import CheckpointFiles
@@ -153,9 +153,16 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     )
     num_prefills, num_decodes, num_kvstores = _counts(config)
     num_engines = num_prefills + num_decodes
-    kvstore = KvStoreConfig(dram_bytes=config.kvstore_dram_bytes)
+    kvstore = KvStoreConfig(
+        dram_bytes=config.kvstore_dram_bytes,
+        ssd=[SsdConfig(directory=where, num_bytes=size) for where, size in config.ssd],
+        ssd_min_uses=config.ssd_min_uses,
+        ssd_write_at=config.ssd_write_at,
+    )
     if num_kvstores:
         kvstore.num_blocks(layout)
+    elif config.ssd:
+        raise ConfigError("ssd: no kvstore worker would use it; add --kvstore 1")
     return ServePlan(
         model=model,
         engine=EngineConfig(

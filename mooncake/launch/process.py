@@ -35,8 +35,10 @@ from mooncake.engine.ports import PolledRunner
 from mooncake.instance import Instance, InstanceConfig
 from mooncake.instance.instance import InstancePorts
 from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.disk import PolledDisks
 from mooncake.kvstore.node import KvNode
 from mooncake.launch import machine_facts
+from mooncake.launch.disks import open_disks
 from mooncake.launch.driver import Driver
 from mooncake.launch.profile import profile, shapes_for
 from mooncake.model.options import ModelOptions
@@ -113,9 +115,11 @@ class Worker:
         ports: tuple[PolledChannel, PolledTransfer, PolledRunner | None],
         regions: list[Region],
         clock: Clock,
+        disks: PolledDisks | None = None,
     ) -> None:
         self.machine = machine
         self.ref = ref
+        self._disks = disks
         self._channel, self._transfer, self._runner = ports
         self._regions = regions
         self.driver = Driver(
@@ -123,14 +127,17 @@ class Worker:
             self._channel,
             transfer=self._transfer,
             runner=self._runner,
+            disks=disks,
             clock=clock,
             own=ref,
         )
 
     def close(self) -> None:
-        """Free model, memory and sockets. The driver must have ended."""
+        """Free model, disks, memory and sockets. The driver must have ended."""
         if self._runner is not None:
             self._runner.close()
+        if self._disks is not None:
+            self._disks.close()  # its threads read and write the memory that goes below
         self._channel.close()
         for region in self._regions:
             self._transfer.unregister(region)
@@ -150,6 +157,7 @@ def build(
 
     Raises:
         CheckpointError: the model cannot be loaded.
+        ConfigError: a directory of the pool cannot be used.
         TransferError: there is not enough memory for the pages or the pool.
     """
     ref = WorkerRef(settings.worker_id, (ids or SystemIds()).hex(8), channel.address)
@@ -167,12 +175,28 @@ def build(
     clock = MonotonicClock()
     if settings.role is Role.KVSTORE:
         progress("allocating the pool", 0, 0)
-        node = KvNode(
-            settings.kvstore, hello, settings.layout, channel, transfer, settings.gateway_address
-        )
-        return Worker(node, ref, (channel, transfer, None), [node.region], clock)
+        return _build_pool(settings, hello, (channel, transfer), clock)
     assert model is not None, "an engine needs a model"
     return _build_engine(settings, hello, (channel, transfer), model, progress, clock)
+
+
+def _build_pool(
+    settings: WorkerSettings,
+    hello: WorkerHello,
+    ports: tuple[PolledChannel, PolledTransfer],
+    clock: Clock,
+) -> Worker:
+    channel, transfer = ports
+    disks = open_disks(settings.kvstore, settings.layout)
+    try:
+        node = KvNode(
+            settings.kvstore, hello, settings.layout, channel, transfer, settings.gateway_address,
+            disks,
+        )  # fmt: skip
+    except BaseException:
+        disks.close()
+        raise
+    return Worker(node, hello.worker, (channel, transfer, None), [node.region], clock, disks)
 
 
 def _build_engine(

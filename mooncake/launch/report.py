@@ -74,7 +74,10 @@ def holdings(plan: ServePlan, role: Role) -> str:
     """Return what memory a worker of `role` holds, for the table."""
     if role is Role.KVSTORE:
         blocks = plan.kvstore.dram_bytes // plan.layout.block_bytes
-        return f"pool of {format_bytes(plan.kvstore.dram_bytes)} DRAM, {blocks} blocks"
+        disks = "".join(
+            f", {format_bytes(disk.num_bytes)} in {disk.directory}" for disk in plan.kvstore.ssd
+        )
+        return f"pool of {format_bytes(plan.kvstore.dram_bytes)} DRAM, {blocks} blocks{disks}"
     tokens = plan.engine.num_blocks * plan.engine.block_tokens
     return f"{format_bytes(plan.kv_bytes)} KV, {tokens} tokens, {plan.num_threads} threads"
 

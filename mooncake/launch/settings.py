@@ -15,6 +15,7 @@ from mooncake.model.options import ATTENTION_BACKENDS, DEVICES, KV_DTYPES, MOE_B
 from mooncake.scheduler.config import POLICIES
 
 MODEL = "model and its memory"
+POOL = "KVCache pool of each kvstore worker"
 CLUSTER = "cluster"
 DOOR = "HTTP door"
 ENGINE = "engine"
@@ -67,7 +68,20 @@ class ServeConfig:
         64, options.count(1, 1024), MODEL, "TOKENS", "tokens in a KVCache block"
     )
     kvstore_dram_bytes: int = setting(
-        2**30, options.size(1), MODEL, "SIZE", "memory of each kvstore worker's pool"
+        2**30, options.size(1), POOL, "SIZE", "memory of each kvstore worker's pool",
+        short="--dram",
+    )  # fmt: skip
+    ssd: tuple[tuple[str, int], ...] = setting(
+        (), options.disks, POOL, "DIR:SIZE",
+        "directory for blocks that DRAM has no room for, e.g. /mnt/nvme0:2TiB; one a disk, may be "
+        "repeated or listed with commas",
+        repeat=True,
+    )  # fmt: skip
+    ssd_min_uses: int = setting(
+        2, options.count(1), POOL, "N", "a block asked for so often goes down to SSD; 1: every one"
+    )
+    ssd_write_at: float = setting(
+        0.7, options.part, POOL, "SHARE", "of DRAM in use above which blocks go down; 0: at once"
     )
     prefill: int = setting(1, options.count(0, 512), CLUSTER, "N", "prefill workers")
     decode: int = setting(1, options.count(1, 512), CLUSTER, "N", "decode workers")

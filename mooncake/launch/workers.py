@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+import msgspec
+
 from mooncake.base import Role
+from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.plan import ServePlan
 from mooncake.launch.process import WorkerSettings
 from mooncake.launch.settings import ServeConfig
@@ -45,7 +50,7 @@ def cluster_workers(
             weights_revision=plan.model.revision,
             layout=plan.layout,
             engine=plan.engine,
-            kvstore=plan.kvstore,
+            kvstore=_own_pool(plan, f"{role.value}-{index}"),
             num_threads=plan.num_threads,
             self_profile=config.self_profile,
             log_level=config.log_level,
@@ -54,6 +59,19 @@ def cluster_workers(
         for role, number in counts.items()
         for index in range(number)
     ]
+
+
+def _own_pool(plan: ServePlan, worker_id: str) -> KvStoreConfig:
+    """Return the pool's settings of one worker: of several on one machine, each has directories of
+    its own below those named.
+    """
+    if plan.num_kvstores < 2:
+        return plan.kvstore
+    ssd = [
+        msgspec.structs.replace(disk, directory=os.path.join(disk.directory, worker_id))
+        for disk in plan.kvstore.ssd
+    ]
+    return msgspec.structs.replace(plan.kvstore, ssd=ssd)
 
 
 def rdma_settings(config: ServeConfig) -> RdmaSettings:

@@ -61,6 +61,10 @@ def test_counts_keep_their_range(minimum: int, number: int) -> None:
         (options.host_and_port, "node-1:6379", "node-1:6379"),
         (options.host_and_port, "[::1]:80", "[::1]:80"),
         (options.only_one("why"), "1", 1),
+        (options.part, "0", 0.0),
+        (options.part, 0.5, 0.5),
+        (options.disks, "/mnt/a/:1KiB", (("/mnt/a", 1024),)),
+        (options.disks, ["/a:1", "b:c:2,/d:3"], (("/a", 1), ("b:c", 2), ("/d", 3))),
     ],
 )
 def test_values(read: Callable[[str, object], Any], written: object, value: object) -> None:
@@ -94,6 +98,12 @@ def test_values(read: Callable[[str, object], Any], written: object, value: obje
         (options.host_and_port, "node:70000", "is not HOST:PORT"),
         (options.only_one("one process"), 2, "not supported yet: one process"),
         (options.only_one("one process"), 0, "must be at least 1"),
+        (options.part, "1.1", "more than the whole"),
+        (options.part, "-0.1", "not a number above zero"),
+        (options.disks, "/mnt/nvme0", "'/mnt/nvme0' is not DIR:SIZE"),
+        (options.disks, "/mnt/nvme0:", "is not a size"),
+        (options.disks, "/mnt/nvme0:much", "is not a size"),
+        (options.disks, "/a:1KiB,/a/:2KiB", "/a is named twice"),
     ],
 )
 def test_refusals_name_the_setting(

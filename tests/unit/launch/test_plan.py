@@ -10,6 +10,7 @@ import pytest
 from mooncake.base import CheckpointError, ConfigError
 from mooncake.launch.config import resolve
 from mooncake.launch.plan import LIBRARY_BYTES, ServePlan, check_memory, make_plan
+from mooncake.launch.workers import cluster_workers
 from tests.support.checkpoints import write_config_only
 
 BLOCK_BYTES = 3 * 64 * 20 * 2
@@ -48,6 +49,18 @@ def test_colocated_is_one_engine_and_no_pool(model: Path) -> None:
 def test_a_joining_worker_is_alone(model: Path, role: str, counts: tuple[int, int, int]) -> None:
     plan = plan_for(model, role=role, join="h:1")
     assert (plan.num_prefills, plan.num_decodes, plan.num_kvstores) == counts
+
+
+def test_each_pool_has_directories_of_its_own(model: Path) -> None:
+    def directories(**settings: Any) -> list[list[str]]:
+        config = resolve({"model": str(model), "ssd": "/a:1MiB,/b:2MiB", **settings}, None, {})
+        workers = cluster_workers(config, make_plan(config, 8), "tcp://g:1", "secret", "host")
+        return [
+            [disk.directory for disk in each.kvstore.ssd] for each in workers[: len(workers) - 2]
+        ]
+
+    assert directories() == [["/a", "/b"]]
+    assert directories(kvstore=2) == [[f"/a/kvstore-{n}", f"/b/kvstore-{n}"] for n in (0, 1)]
 
 
 def test_cores_are_shared_out_but_never_below_one(model: Path) -> None:

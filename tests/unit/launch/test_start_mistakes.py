@@ -59,6 +59,8 @@ MISTAKES = [
     ("serve good --block-size 0", "block-size: must be at least 1"),
     ("serve good --kvstore-dram-bytes lots", "kvstore-dram-bytes: 'lots' is not a size"),
     ("serve good --kvstore-dram-bytes 1KiB", "hold no block of this model"),
+    ("serve good --ssd somewhere", "ssd: 'somewhere' is not DIR:SIZE (e.g. /mnt/nvme0:2TiB)"),
+    ("serve good --kvstore 0 --ssd d:1GiB", "ssd: no kvstore worker would use it"),
     ("serve good --kv-cache-memory-bytes 1KiB", "room for 0 pages, one sequence of 256 tokens"),
     ("serve good --num-gpu-blocks-override 1", "room for 1 pages, one sequence of 256 tokens"),
     ("serve good --max-num-seqs 4096", "max_batched_tokens: 2048 is less than max_num_seqs"),
