@@ -7,7 +7,7 @@ blocks. No messages are sent from here and no policy lives here.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
@@ -203,6 +203,11 @@ class Directory:
         return sum(map(len, self._shards))
 
     @property
+    def num_slots(self) -> int:
+        """Slots made so far: masks have at most so many bits."""
+        return len(self._slots)
+
+    @property
     def live_mask(self) -> int:
         """The bits of all workers known now."""
         return self._live
@@ -213,7 +218,7 @@ class Directory:
         """
         return self._shards[key[0]].get(key, 0)
 
-    def masks(self, keys: Sequence[BlockKey]) -> Iterator[int]:
+    def masks(self, keys: Iterable[BlockKey]) -> Iterator[int]:
         """Yield `mask(key)` for each key; the fast way to walk a chain."""
         shards = self._shards
         for key in keys:
@@ -225,6 +230,11 @@ class Directory:
         if stream is None:
             raise KeyError(slot)
         return next(iter(self._streams[stream.worker.worker_id].values())).slot
+
+    def first_slot(self, worker_id: str) -> int | None:
+        """Return the slot that stands for a worker: that of its first tier; None if unknown."""
+        tiers = self._streams.get(worker_id)
+        return next(iter(tiers.values())).slot if tiers else None
 
     def worker_at(self, slot: int) -> WorkerRef:
         """Return the worker of a live slot."""

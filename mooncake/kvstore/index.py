@@ -5,10 +5,12 @@ Pure; owned by the Conductor. It holds no state but a `Directory` and a cache of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
 from mooncake.kvstore.directory import Directory, Replica, slots_of
+from mooncake.kvstore.survey import Survey
 
 _MAX_FOLDED = 1 << 16
 
@@ -78,6 +80,41 @@ class PrefixIndex:
             for slot in slots_of(mask)
         }
 
+    def survey(self, keys: Sequence[BlockKey]) -> Survey:
+        """Return who holds which stretch of a chain; good until the next event."""
+        return Survey(self, keys)
+
+    def live_masks(self, keys: Sequence[BlockKey], first: int) -> Iterator[int]:
+        """Yield the workers that hold each of `keys` from the `first` on, one bit each."""
+        directory = self._directory
+        rest = islice(keys, first, None) if first else keys
+        if directory.has_tiered_workers:
+            yield from self._folded_masks(rest)
+            return
+        live, last, cut = directory.live_mask, -1, 0
+        for mask in directory.masks(rest):
+            if mask is not last:
+                last, cut = mask, mask & live
+            yield cut
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever slots change hands."""
+        return self._directory.generation
+
+    @property
+    def num_slots(self) -> int:
+        """Masks have at most so many bits."""
+        return self._directory.num_slots
+
+    def slot_of(self, worker_id: str) -> int | None:
+        """Return the bit of a worker in masks; None when it is not known."""
+        return self._directory.first_slot(worker_id)
+
+    def worker_at(self, slot: int) -> WorkerRef:
+        """Return the worker a bit of a mask stands for."""
+        return self._directory.worker_at(slot)
+
     def replicas(self, key: BlockKey) -> list[Replica]:
         """Return all copies of `key`."""
         return self._directory.replicas(key)
@@ -94,7 +131,7 @@ class PrefixIndex:
         """Raise AssertionError when the directory contradicts itself."""
         self._directory.check_integrity()
 
-    def _folded_masks(self, keys: Sequence[BlockKey]) -> Iterator[int]:
+    def _folded_masks(self, keys: Iterable[BlockKey]) -> Iterator[int]:
         """Yield the masks of `keys` with the tiers of a worker folded into one bit."""
         directory = self._directory
         if directory.generation != self._folded_for or len(self._folded) > _MAX_FOLDED:

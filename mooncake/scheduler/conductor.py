@@ -27,15 +27,17 @@ from mooncake.kvstore.index import PrefixIndex
 from mooncake.scheduler.admission import Rejection, check_limits, no_decode, reject, too_large
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.cost import RunningMean
-from mooncake.scheduler.decode_choice import DecodeOption, DecodeQuery, choose_decode, evaluate
+from mooncake.scheduler.decode_choice import DecodeOption, DecodeQuery
 from mooncake.scheduler.fetch_costs import FetchCosts
+from mooncake.scheduler.fleet import Fleet
+from mooncake.scheduler.fleet_choice import FleetSearch, Holdings
 from mooncake.scheduler.forecast import DecodeForecast
 from mooncake.scheduler.inflight_prefixes import InflightPrefixes
+from mooncake.scheduler.pair_choice import Ask, PairChoice
+from mooncake.scheduler.pools import Pools, PoolSources
 from mooncake.scheduler.prefill_choice import (
     PrefillOption,
     PrefillQuery,
-    PrefixSources,
-    StoreRun,
     make_policy,
     option_maker,
 )
@@ -89,14 +91,18 @@ class Conductor:
 
     def __init__(self, config: SchedulerConfig, ids: IdSource) -> None:
         self._config = config
-        self._policy = make_policy(config, ids)
-        self._option = option_maker(config)
         self._index = PrefixIndex()
         self._inflight = InflightPrefixes()
         self._fetch = FetchCosts(config)
         self._forecast = DecodeForecast()
         self._replication = Replication(config.uses_per_s_per_copy, self._num_pool_copies)
         self._views: dict[str, InstanceView] = {}
+        self._prefills, self._decodes = Fleet(), Fleet()
+        self._pools = Pools(self._index, self._fetch)
+        self._choice = PairChoice(
+            config, make_policy(config, ids), self._prefills, self._decodes,
+            FleetSearch(option_maker(config), self._pools, self._index),
+        )  # fmt: skip
         self._books: dict[str, _Booking] = {}
         self._output_tokens = RunningMean(config.expected_output_tokens, OUTPUT_WINDOW)
         self._layout: Layout | None = None
@@ -142,7 +148,13 @@ class Conductor:
                 "and block size"
             )
         self._block_bytes = max(self._block_bytes, hello.block_bytes)
-        self._views[hello.worker.worker_id] = InstanceView.of(hello)
+        view = self._views[hello.worker.worker_id] = InstanceView.of(hello)
+        if hello.role == Role.KVSTORE:
+            self._pools.add(view)
+        else:
+            fleet = self._fleet(hello.role)
+            view.on_change = fleet.touch
+            fleet.add(view)
         tier = Tier.DRAM if hello.role == Role.KVSTORE else Tier.HBM
         self._index.add_worker(hello.worker, tier)
         return None
@@ -174,8 +186,13 @@ class Conductor:
 
     def on_lost(self, worker_id: str) -> None:
         """Forget a worker and everything it holds. Bookings on it stay until released."""
-        if self._views.pop(worker_id, None) is None:
+        view = self._views.pop(worker_id, None)
+        if view is None:
             return
+        if view.role == Role.KVSTORE:
+            self._pools.remove(worker_id)
+        else:
+            self._fleet(view.role).remove(worker_id)
         self._index.remove_worker(worker_id)
         self._fetch.forget(worker_id)
         if not self._views:
@@ -198,15 +215,22 @@ class Conductor:
         the workers it failed on, which are used only when there is no other.
         """
         admit, exclude = exclude is None, exclude or ()
-        decodes = self._usable(Role.DECODE, exclude)
-        if not decodes:
+        if all(view.draining for view in self._decodes.views):
             return no_decode()
         layout = self._layout
         assert layout is not None, "workers without a layout"
         num_tokens = len(request.prompt_tokens) + num_output_so_far
-        query = self._prefill_query(num_tokens, keys, layout)
-        wanted = self._decode_query(request, num_output_so_far, layout, query.own_matches)
-        chosen = self._choose(query, wanted, exclude, decodes, request)
+        survey = self._index.survey(keys)
+        held = Holdings(self._index, survey, ~self._pools.mask, self._inflight.match(keys))
+        query = PrefillQuery(
+            num_tokens=num_tokens,
+            block_tokens=layout.block_tokens,
+            own_matches=held,
+            sources=PoolSources(self._pools, survey),
+        )
+        wanted = self._decode_query(request, num_output_so_far, layout, held)
+        limit_s = request.tbt_slo_s or self._config.tbt_slo_s
+        chosen = self._choice.choose(Ask(query, wanted, held, survey, exclude, limit_s))
         if chosen is None:
             return too_large(num_tokens)
         prefill, decode = chosen
@@ -225,7 +249,7 @@ class Conductor:
             num_cached_blocks=prefill.num_cached_blocks,
             num_cached_tokens=prefill.num_cached_blocks * layout.block_tokens,
             num_fetch_blocks=prefill.num_fetch_blocks,
-            num_replicate_blocks=0 if whole else self._replication.use(keys, now, self._num_pools),
+            num_replicate_blocks=0 if whole else self._replication.use(keys, now, len(self._pools)),
         )
 
     def on_prefilled(self, request: GenerateRequest, now: float) -> Rejection | None:
@@ -278,59 +302,25 @@ class Conductor:
         """Raise AssertionError unless exactly the requests `placed` are on the books."""
         assert set(self._books) == placed, "the Conductor's books and the gateway's disagree"
         assert self._forecast.num_expected == len(placed), "somebody else is expected on decode"
+        self._prefills.check_integrity()
+        self._decodes.check_integrity()
         for view in self._views.values():
-            for request_id in (*view.pending, *view.reported):
+            for request_id in view.assigned_ids:
                 booking = self._books.get(request_id)
                 assert booking is not None, "a share without a booking"
                 assert view.worker_id in {booking.computing, booking.decode}
         if all(booking.prefilled for booking in self._books.values()):
-            assert self._inflight.num_keys == 0, "prefixes in flight that nobody computes"
+            assert self._inflight.empty, "prefixes in flight that nobody computes"
             self._fetch.check_idle()
         self._index.check_integrity()
 
     # -------------------------------------------------------- internals
 
-    @property
-    def _num_pools(self) -> int:
-        return sum(view.role == Role.KVSTORE for view in self._views.values())
+    def _fleet(self, role: Role) -> Fleet:
+        return self._prefills if role == Role.PREFILL else self._decodes
 
     def _num_pool_copies(self, key: BlockKey) -> int:
         return sum(replica.tier != Tier.HBM for replica in self._index.replicas(key))
-
-    def _usable(self, role: Role, exclude: Collection[str]) -> list[InstanceView]:
-        """Return the workers of a role that take work, excluded ones only for want of others."""
-        views = [v for v in self._views.values() if v.role == role and not v.draining]
-        return [v for v in views if v.worker_id not in exclude] or views
-
-    def _prefill_query(
-        self, num_tokens: int, keys: Sequence[BlockKey], layout: Layout
-    ) -> PrefillQuery:
-        matches = self._index.match(keys)
-        own = {
-            worker_id: length
-            for worker_id, length in matches.items()
-            if self._views[worker_id].role != Role.KVSTORE
-        }
-        for worker_id, length in self._inflight.match(keys).items():
-            own[worker_id] = max(length, own.get(worker_id, 0))
-
-        def look_up(first: int) -> list[StoreRun]:
-            found = self._index.match(keys[first:]) if first else matches
-            runs = [
-                self._fetch.run(self._views[worker_id], first, length)
-                for worker_id, length in found.items()
-                if self._views[worker_id].role == Role.KVSTORE
-            ]
-            return sorted(
-                runs, key=lambda run: (-run.stop, run.remote_fixed_s, run.store.worker_id)
-            )
-
-        return PrefillQuery(
-            num_tokens=num_tokens,
-            block_tokens=layout.block_tokens,
-            own_matches=own,
-            sources=PrefixSources(look_up),
-        )
 
     def _decode_query(
         self,
@@ -347,67 +337,6 @@ class Conductor:
             own_matches=own_matches,
             push_s_per_block=self._fetch.push_s_per_block(self._block_bytes),
         )
-
-    def _choose(
-        self,
-        query: PrefillQuery,
-        wanted: DecodeQuery,
-        exclude: Collection[str],
-        decodes: Sequence[InstanceView],
-        request: GenerateRequest,
-    ) -> tuple[PrefillOption, DecodeOption] | None:
-        """Return who computes the prompt and who decodes (the same view = whole on decode)."""
-        num_blocks = -(-query.num_tokens // query.block_tokens)
-        live = self._usable(Role.PREFILL, exclude)
-        prefills = [view for view in live if view.hello.num_blocks >= num_blocks]
-        if not live:
-            return self._choose_whole(query, wanted, decodes)
-        decode = choose_decode(wanted, decodes)
-        prefill = self._policy.choose(query, prefills)
-        if decode is None or prefill is None:
-            return None
-        if self._config.whole_on_decode_max_tokens:
-            whole = self._choose_whole(query, wanted, decodes)
-            if whole is not None and self._whole_is_better(whole, prefill, request):
-                return whole
-        return prefill, decode
-
-    def _choose_whole(
-        self, query: PrefillQuery, wanted: DecodeQuery, decodes: Sequence[InstanceView]
-    ) -> tuple[PrefillOption, DecodeOption] | None:
-        """Return the decode worker that does a whole request soonest, those with room first."""
-        pairs = [
-            (self._option(query, view, view.queued_s()), evaluate(wanted, view))
-            for view in decodes
-            if view.hello.num_blocks >= wanted.num_blocks_now
-        ]
-        return min(
-            pairs,
-            key=lambda pair: (
-                pair[1].full,
-                pair[0].ttft_s,
-                pair[1].tbt_s,
-                pair[0].view.num_assigned,
-                pair[0].view.worker_id,
-            ),
-            default=None,
-        )
-
-    def _whole_is_better(
-        self,
-        whole: tuple[PrefillOption, DecodeOption],
-        split: PrefillOption,
-        request: GenerateRequest,
-    ) -> bool:
-        """Whether a short prompt should run on its decode worker: sooner there, there is room, and
-        the batch it delays stays inside the limit on gaps.
-        """
-        option, decode = whole
-        if option.num_new_tokens > self._config.whole_on_decode_max_tokens or decode.full:
-            return False
-        limit_s = request.tbt_slo_s or self._config.tbt_slo_s
-        gap_s = decode.tbt_s + option.compute_s
-        return option.ttft_s <= split.ttft_s and (limit_s is None or gap_s <= limit_s)
 
     def _admit(
         self,

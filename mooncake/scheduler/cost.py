@@ -117,13 +117,10 @@ class StepCostModel:
         """
         if num_new_tokens <= 0:
             return 0.0
-        chunk = min(chunk_tokens, num_new_tokens) if chunk_tokens > 0 else num_new_tokens
-        full, rest = divmod(num_new_tokens, chunk)
         fixed, token, pair, square = self.coefficients
-        num_pairs = chunk * (full * num_context_tokens + chunk * full * (full - 1) // 2)
-        num_pairs += rest * (num_context_tokens + full * chunk)
-        num_squares = full * chunk * chunk + rest * rest
-        num_steps = full + (rest > 0)
+        num_steps, num_pairs, num_squares = chunk_features(
+            num_new_tokens, num_context_tokens, chunk_tokens
+        )
         return fixed * num_steps + token * num_new_tokens + pair * num_pairs + square * num_squares
 
     def tbt_s(self, num_sequences: int, num_context_tokens: int) -> float:
@@ -147,6 +144,19 @@ class StepCostModel:
         ridge = np.where(diagonal > 0, RIDGE * diagonal, 1.0)
         prior = np.array(DEFAULT_COEFFICIENTS)
         return non_negative_least_squares(gram + np.diag(ridge), moment + ridge * prior)
+
+
+def chunk_features(
+    num_new_tokens: int, num_context_tokens: int, chunk_tokens: int
+) -> tuple[int, int, int]:
+    """Return (steps, pairs of new and earlier tokens, pairs within chunks) of a prompt computed in
+    chunks; see `StepCostModel.prefill_s`.
+    """
+    chunk = min(chunk_tokens, num_new_tokens) if chunk_tokens > 0 else num_new_tokens
+    full, rest = divmod(num_new_tokens, chunk)
+    num_pairs = chunk * (full * num_context_tokens + chunk * full * (full - 1) // 2)
+    num_pairs += rest * (num_context_tokens + full * chunk)
+    return full + (rest > 0), num_pairs, full * chunk * chunk + rest * rest
 
 
 def _dot(
@@ -215,7 +225,7 @@ class BandwidthEstimate:
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
         if not bytes_per_s > 0 or latency_s < 0:
             raise ValueError("bandwidth must be above 0 and latency not negative")
-        self._latency_s = latency_s
+        self.latency_s = latency_s
         self._seconds = 1.0
         self._bytes = bytes_per_s
 
@@ -233,7 +243,7 @@ class BandwidthEstimate:
 
     def seconds(self, num_bytes: float) -> float:
         """Return the predicted seconds; nothing to move takes no time."""
-        return self._latency_s + num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0
+        return self.latency_s + num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0
 
 
 class RunningMean:

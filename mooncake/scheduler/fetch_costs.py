@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mooncake.base import BlockSource
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake.base import BlockSource, WorkerRef
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.cost import BandwidthEstimate
 from mooncake.scheduler.prefill_choice import StoreRun
@@ -28,6 +31,8 @@ class FetchCosts:
         self._blocks_asked: dict[str, int] = {}
         """Store id and epoch -> blocks of fetches not known to be over."""
         self._seen: dict[str, dict[str, float]] = {}
+        self.changed: dict[str, None] = {}
+        """Store ids whose blocks asked have changed; emptied by who keeps a copy of them."""
 
     def observe(self, worker_id: str, counters: Mapping[str, float]) -> None:
         """Learn from what a worker has fetched since its last report."""
@@ -46,8 +51,7 @@ class FetchCosts:
     def run(self, store: InstanceView, first: int, num_blocks: int) -> StoreRun:
         """Return what fetching `num_blocks` blocks from `first` on from `store` costs now."""
         block_bytes = store.hello.block_bytes
-        waiting = self._blocks_asked.get(_name(store.worker.worker_id, store.worker.epoch), 0)
-        waiting_bytes = waiting * block_bytes
+        waiting_bytes = self.blocks_asked(store.worker) * block_bytes
         return StoreRun(
             store=store.worker,
             node_id=store.hello.node_id,
@@ -59,6 +63,18 @@ class FetchCosts:
             local_fixed_s=self._local.seconds(max(waiting_bytes, 1)),
         )
 
+    def blocks_asked(self, store: WorkerRef) -> int:
+        """Return the blocks of fetches from this store that are not known to be over."""
+        return self._blocks_asked.get(_name(store.worker_id, store.epoch), 0)
+
+    def local_fixed_s(self, waiting_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return `StoreRun.local_fixed_s` of many stores at once."""
+        return self._local.latency_s + np.maximum(waiting_bytes, 1) / self._local.bytes_per_s
+
+    def block_s(self, block_bytes: int) -> tuple[float, float]:
+        """Return the seconds a block takes from the own node's pool, and from another's."""
+        return block_bytes / self._local.bytes_per_s, block_bytes / self._remote.bytes_per_s
+
     def push_s_per_block(self, block_bytes: int) -> float:
         """Return the seconds to push a block to another node."""
         return block_bytes / self._remote.bytes_per_s
@@ -69,11 +85,13 @@ class FetchCosts:
             name = _name(source.store.worker_id, source.store.epoch)
             blocks = source.stop - source.first
             self._blocks_asked[name] = self._blocks_asked.get(name, 0) + blocks
+            self.changed[source.store.worker_id] = None
 
     def ended(self, sources: Sequence[BlockSource]) -> None:
         """Take one `started` back."""
         for source in sources:
             name = _name(source.store.worker_id, source.store.epoch)
+            self.changed[source.store.worker_id] = None
             left = self._blocks_asked[name] - (source.stop - source.first)
             assert left >= 0, "more fetches ended than were started"
             if left:

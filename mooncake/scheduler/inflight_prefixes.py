@@ -1,7 +1,8 @@
 """Prefixes that are being computed right now: a burst of siblings finds them before the first
 block event does.
 
-Pure; owned by the Conductor. One entry a key, with the workers that will hold it soon.
+Pure; owned by the Conductor. A tree of stretches that chains have in common: a prompt of thousands
+of blocks costs a few nodes, not thousands of entries.
 """
 
 from __future__ import annotations
@@ -11,50 +12,130 @@ from collections.abc import Sequence
 from mooncake.base import BlockKey
 
 
+class _Stretch:
+    """The keys [start, stop) of a chain, which all chains through here have in common."""
+
+    __slots__ = ("children", "counts", "keys", "start", "stop", "total")
+
+    def __init__(self, keys: Sequence[BlockKey], start: int, stop: int) -> None:
+        self.keys = keys
+        """Of a whole chain through here (any one: up to `stop` they are the same)."""
+        self.start = start
+        self.stop = stop
+        self.counts: dict[str, int] = {}
+        """Worker id -> chains it was asked for that reach to `stop`."""
+        self.total = 0
+        """The sum of `counts`."""
+        self.children: dict[BlockKey, _Stretch] = {}
+        """By first key."""
+
+    def common(self, keys: Sequence[BlockKey]) -> int:
+        """Return where `keys` leave this stretch, given that they enter it. Keys are chained, so
+        equal keys mean that all before them are equal too.
+        """
+        low, high = self.start + 1, min(self.stop, len(keys))
+        if self.keys[high - 1] == keys[high - 1]:
+            return high
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.keys[middle - 1] == keys[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def count(self, worker_id: str, number: int) -> None:
+        left = self.counts.get(worker_id, 0) + number
+        if left:
+            self.counts[worker_id] = left
+        else:
+            del self.counts[worker_id]
+        self.total += number
+
+    def cut(self, at: int) -> None:
+        """Become [start, at) with the rest as the only child."""
+        rest = _Stretch(self.keys, at, self.stop)
+        rest.counts, rest.total, rest.children = dict(self.counts), self.total, self.children
+        self.stop = at
+        self.children = {rest.keys[at]: rest}
+
+    def mend(self) -> None:
+        """Take back a cut that has become needless: all chains go on into the only child."""
+        if len(self.children) != 1:
+            return
+        (child,) = self.children.values()
+        if child.total == self.total:
+            self.keys, self.stop, self.children = child.keys, child.stop, child.children
+
+
 class InflightPrefixes:
     """Which worker is computing which prefix. Keys are chained, so holding a key means holding all
     keys before it.
     """
 
     def __init__(self) -> None:
-        self._workers: dict[BlockKey, dict[str, int]] = {}
+        self._roots: dict[BlockKey, _Stretch] = {}
 
     @property
-    def num_keys(self) -> int:
-        return len(self._workers)
+    def empty(self) -> bool:
+        """Whether nothing is being computed."""
+        return not self._roots
+
+    @property
+    def num_stretches(self) -> int:
+        """Nodes of the tree."""
+        count, todo = 0, list(self._roots.values())
+        while todo:
+            stretch = todo.pop()
+            count += 1
+            todo.extend(stretch.children.values())
+        return count
 
     def add(self, worker_id: str, keys: Sequence[BlockKey]) -> None:
-        """`worker_id` has been asked to compute the blocks `keys`, from the first of a prompt."""
-        for key in keys:
-            counts = self._workers.setdefault(key, {})
-            counts[worker_id] = counts.get(worker_id, 0) + 1
+        """`worker_id` has been asked to compute the blocks `keys`, from the first of a prompt.
+        They must not change afterwards.
+        """
+        children, at = self._roots, 0
+        while at < len(keys):
+            stretch = children.get(keys[at])
+            if stretch is None:
+                stretch = children[keys[at]] = _Stretch(keys, at, len(keys))
+            else:
+                leaves = stretch.common(keys)
+                if leaves < stretch.stop:
+                    stretch.cut(leaves)
+            stretch.count(worker_id, 1)
+            children, at = stretch.children, stretch.stop
 
     def remove(self, worker_id: str, keys: Sequence[BlockKey]) -> None:
         """Take one `add` back."""
-        for key in keys:
-            counts = self._workers[key]
-            counts[worker_id] -= 1
-            if not counts[worker_id]:
-                del counts[worker_id]
-                if not counts:
-                    del self._workers[key]
+        children, at, path = self._roots, 0, list[_Stretch]()
+        while at < len(keys):
+            stretch = children[keys[at]]
+            stretch.count(worker_id, -1)
+            first, at = keys[at], stretch.stop
+            if not stretch.total:
+                del children[first]
+                break
+            path.append(stretch)
+            children = stretch.children
+        for stretch in reversed(path):
+            stretch.mend()
 
     def match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
         """Return worker id -> number of leading `keys` it is computing (workers with none left
         out).
         """
-        if not keys:
-            return {}
-        return {
-            worker_id: self._length(worker_id, keys) for worker_id in self._workers.get(keys[0], {})
-        }
-
-    def _length(self, worker_id: str, keys: Sequence[BlockKey]) -> int:
-        low, high = 1, len(keys)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if worker_id in self._workers.get(keys[middle - 1], {}):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        found: dict[str, int] = {}
+        children, at = self._roots, 0
+        while at < len(keys):
+            stretch = children.get(keys[at])
+            if stretch is None:
+                break
+            leaves = stretch.common(keys)
+            for worker_id in stretch.counts:
+                found[worker_id] = leaves
+            if leaves < stretch.stop:
+                break
+            children, at = stretch.children, leaves
+        return found

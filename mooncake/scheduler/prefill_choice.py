@@ -56,15 +56,33 @@ class StoreRun:
         return self.remote_fixed_s + num_blocks * self.remote_s_per_block
 
 
+class Sources(Protocol):
+    """Which pools hold a run of the prompt's blocks from a given one on."""
+
+    def longest(self, first: int) -> Sequence[StoreRun]:
+        """Return the longest runs that begin with block `first`, at most `MAX_ALTERNATIVES`;
+        longest first, then the cheapest to reach, then by name.
+        """
+
+    def local(self, first: int, node_id: str) -> StoreRun | None:
+        """Return the best of a node's own pools by the same order."""
+
+
 class PrefixSources:
-    """Which pools hold a run of the prompt's blocks from a given one on; asked once for each."""
+    """`Sources` from a plain list of all runs, asked for once for each first block."""
 
     def __init__(self, look_up: Callable[[int], Sequence[StoreRun]]) -> None:
+        """`look_up` returns the runs that begin with a block, best first."""
         self._look_up = look_up
         self._known: dict[int, Sequence[StoreRun]] = {}
 
-    def at(self, first: int) -> Sequence[StoreRun]:
-        """Return the runs that begin with block `first`, longest first."""
+    def longest(self, first: int) -> Sequence[StoreRun]:
+        return self._at(first)[:MAX_ALTERNATIVES]
+
+    def local(self, first: int, node_id: str) -> StoreRun | None:
+        return next((run for run in self._at(first) if run.node_id == node_id), None)
+
+    def _at(self, first: int) -> Sequence[StoreRun]:
         runs = self._known.get(first)
         if runs is None:
             runs = self._known[first] = self._look_up(first)
@@ -80,7 +98,7 @@ class PrefillQuery:
     block_tokens: int
     own_matches: Mapping[str, int]
     """Worker id of an engine -> leading blocks in its HBM, or being computed there."""
-    sources: PrefixSources
+    sources: Sources
 
     @property
     def max_cached_blocks(self) -> int:
@@ -127,8 +145,18 @@ class PrefillPolicy(Protocol):
         """Return the chosen option, or None when there are no instances."""
 
 
-OptionMaker = Callable[[PrefillQuery, InstanceView, float], PrefillOption]
-"""(prompt, worker, its queue in seconds) -> the quickest way for this worker to get the prefix."""
+class OptionMaker:
+    """(prompt, worker, its queue in seconds) -> the quickest way for this worker to get the
+    prefix.
+    """
+
+    def __init__(self, ways: Ways) -> None:
+        self.ways = ways
+
+    def __call__(self, query: PrefillQuery, view: InstanceView, queue_s: float) -> PrefillOption:
+        chains = self.ways(query, query.own_blocks(view.worker_id), view.hello.node_id)
+        options = [_option(query, view, queue_s, chain) for chain in chains]
+        return min(options, key=lambda option: option.score_s)
 
 
 class LeastTtft:
@@ -148,7 +176,7 @@ class LeastTtft:
             if best is not None and queue_s > best.score_s:
                 continue
             option = self._make(query, view, queue_s)
-            if best is None or _rank(option) < _rank(best):
+            if best is None or rank(option) < rank(best):
                 best = option
         return best
 
@@ -209,7 +237,7 @@ def make_policy(config: SchedulerConfig, ids: IdSource) -> PrefillPolicy:
     make = option_maker(config)
     makers: dict[str, Callable[[], PrefillPolicy]] = {
         "kvcache-centric": lambda: LeastTtft(make),
-        "local-cache-aware": lambda: LeastTtft(local_option),
+        "local-cache-aware": lambda: LeastTtft(make),
         "load-balance": lambda: LoadBalance(make),
         "round-robin": lambda: RoundRobin(make),
         "random": lambda: RandomChoice(make, ids),
@@ -220,73 +248,63 @@ def make_policy(config: SchedulerConfig, ids: IdSource) -> PrefillPolicy:
 def option_maker(config: SchedulerConfig) -> OptionMaker:
     """Return how a worker gets a prefix: with fetches from other nodes, or only from its own."""
     if not config.fetch_remote or config.policy == "local-cache-aware":
-        return local_option
-    return partial(best_option, threshold=config.kvcache_balancing_threshold)
+        return OptionMaker(local_ways)
+    return OptionMaker(partial(all_ways, threshold=config.kvcache_balancing_threshold))
 
 
 Chain = tuple[StoreRun, ...]
 """Runs to fetch one after another; each begins where the one before stops."""
-Pick = Callable[[Sequence[StoreRun]], StoreRun | None]
+Ways = Callable[[PrefillQuery, int, str], list[Chain]]
+"""(prompt, leading blocks a worker has itself, its node) -> what it may fetch after them: the
+alternatives that are weighed, nothing at all being the first.
+"""
 
 
-def local_option(query: PrefillQuery, view: InstanceView, queue_s: float) -> PrefillOption:
-    """Return the quickest of: use what the worker has, or also fetch from its own node's pool."""
-    own = query.own_blocks(view.worker_id)
-    chain = _chain(query, own, partial(_local_run, view.hello.node_id))
-    options = [_option(query, view, queue_s, part) for part in _parts(chain)]
-    return min(options, key=_rank)
+def local_ways(query: PrefillQuery, own: int, node_id: str) -> list[Chain]:
+    """Return: use what the worker has, or also fetch from its own node's pool."""
+    return list(_parts(_local_chain(query, own, node_id)))
 
 
-def best_option(
-    query: PrefillQuery, view: InstanceView, queue_s: float, threshold: float
-) -> PrefillOption:
-    """Return the quickest way for this worker: recompute, or gather more or less of the prefix from
-    its own node's pool and from others.
+def all_ways(query: PrefillQuery, own: int, node_id: str, threshold: float) -> list[Chain]:
+    """Return: recompute, or gather more or less of the prefix from the own node's pool and from
+    others.
 
     Other nodes are asked only where that makes a prefix longer than `threshold` times the local
     one.
     """
-    own = query.own_blocks(view.worker_id)
-    local = partial(_local_run, view.hello.node_id)
-    local_chain = _chain(query, own, local)
+    local_chain = _local_chain(query, own, node_id)
     here = local_chain[-1].stop if local_chain else own
-    options = [_option(query, view, queue_s, part) for part in _parts(local_chain)]
+    ways = list(_parts(local_chain))
 
-    def nearest(runs: Sequence[StoreRun]) -> StoreRun | None:
-        return local(runs) or _longest(runs)
+    def nearest(first: int) -> StoreRun | None:
+        local = query.sources.local(first, node_id)
+        return local or next(iter(query.sources.longest(first)), None)
 
     chains = [_chain(query, own, nearest)]
     if chains[0]:
-        for run in query.sources.at(own)[:MAX_ALTERNATIVES]:
-            if run is not chains[0][0]:
+        for run in query.sources.longest(own):
+            if run != chains[0][0]:
                 chains.append((run, *_chain(query, run.stop, nearest)))
     for chain in chains:
         for part in _parts(chain):
-            if all(run.node_id == view.hello.node_id for run in part):
+            if all(run.node_id == node_id for run in part):
                 continue  # among the local ones already
             if min(part[-1].stop, query.max_cached_blocks) > threshold * here:
-                options.append(_option(query, view, queue_s, part))
-    return min(options, key=_rank)
+                ways.append(part)
+    return ways
 
 
-def _local_run(node_id: str, runs: Sequence[StoreRun]) -> StoreRun | None:
-    for run in runs:
-        if run.node_id == node_id:
-            return run
-    return None
+def _local_chain(query: PrefillQuery, own: int, node_id: str) -> Chain:
+    return _chain(query, own, lambda first: query.sources.local(first, node_id))
 
 
-def _longest(runs: Sequence[StoreRun]) -> StoreRun | None:
-    return runs[0] if runs else None
-
-
-def _chain(query: PrefillQuery, first: int, pick: Pick) -> Chain:
+def _chain(query: PrefillQuery, first: int, pick: Callable[[int], StoreRun | None]) -> Chain:
     """Return the runs that `pick` chooses one after another, from block `first` as far as it
     goes.
     """
     runs: list[StoreRun] = []
     while first < query.max_cached_blocks and len(runs) < MAX_RUNS:
-        run = pick(query.sources.at(first))
+        run = pick(first)
         if run is None:
             break
         runs.append(run)
@@ -322,6 +340,6 @@ def _option(query: PrefillQuery, view: InstanceView, queue_s: float, chain: Chai
     )
 
 
-def _rank(option: PrefillOption) -> tuple[float, int, str]:
+def rank(option: PrefillOption) -> tuple[float, int, str]:
     """Best first; then whoever has less to do; then by name, so that equal worlds choose alike."""
     return option.score_s, option.view.num_assigned, option.view.worker_id

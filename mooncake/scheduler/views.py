@@ -7,6 +7,7 @@ Owned by the Conductor. Facts only; no choices here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooncake.base import BlockKey, Role, WorkerHello, WorkerLoad, WorkerRef
@@ -44,16 +45,58 @@ class _Since:
 
 
 @dataclass(slots=True)
+class _Book:
+    """Assignments and their sums, kept as they come and go: a busy decode worker has hundreds."""
+
+    shares: dict[str, Assignment]
+    to_compute: dict[str, Assignment] = field(default_factory=dict)
+    """Those with a prompt that is not computed yet."""
+    num_context_tokens: int = 0
+    num_blocks: int = 0
+
+    def put(self, share: Assignment, *, prefilled: bool) -> None:
+        self.shares[share.request_id] = share
+        self.num_context_tokens += share.num_context_tokens
+        self.num_blocks += share.num_blocks
+        if share.num_prefill_tokens and not prefilled:
+            self.to_compute[share.request_id] = share
+
+    def take(self, request_id: str) -> Assignment | None:
+        share = self.shares.pop(request_id, None)
+        if share is not None:
+            self.num_context_tokens -= share.num_context_tokens
+            self.num_blocks -= share.num_blocks
+            self.to_compute.pop(request_id, None)
+        return share
+
+    def outstanding(self) -> tuple[float, int]:
+        """Return the predicted seconds and the tokens still to compute. Seconds are added up anew:
+        a running sum of floats would drift.
+        """
+        seconds, tokens = 0.0, 0
+        for share in self.to_compute.values():
+            seconds += share.prefill_s
+            tokens += share.num_prefill_tokens
+        return seconds, tokens
+
+
+def _nobody(_worker_id: str) -> None:
+    """Nobody wants to know what changed."""
+
+
+@dataclass(slots=True)
 class InstanceView:
     """One live worker as the Conductor sees it."""
 
     hello: WorkerHello
     load: WorkerLoad
     cost: StepCostModel
-    draining: bool = False
-    pending: dict[str, Assignment] = field(default_factory=dict)
+    on_change: Callable[[str], None] = _nobody
+    """Told the worker's id when anything here has changed."""
+    _draining: bool = False
+    _pending: _Book = field(default_factory=lambda: _Book({}))
     """Assigned, and not in the last report."""
-    reported: dict[str, Assignment] = field(default_factory=dict)
+    _reported: _Book = field(default_factory=lambda: _Book({}))
     """Assigned, and in the last report."""
     _ended: _Since = field(default_factory=_Since)
     _prefilled: set[str] = field(default_factory=set)
@@ -77,26 +120,44 @@ class InstanceView:
         return self.hello.role
 
     @property
+    def draining(self) -> bool:
+        """Nothing more is to be placed here."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self._draining = value
+        self.on_change(self.worker_id)
+
+    @property
     def num_assigned(self) -> int:
-        return len(self.pending) + len(self.reported)
+        return len(self._pending.shares) + len(self._reported.shares)
+
+    @property
+    def assigned_ids(self) -> tuple[str, ...]:
+        """The requests that have a share here."""
+        return (*self._pending.shares, *self._reported.shares)
 
     def assigned(self, request_id: str) -> Assignment | None:
         """Return what this request was given here, if anything."""
-        return self.pending.get(request_id) or self.reported.get(request_id)
+        return self._pending.shares.get(request_id) or self._reported.shares.get(request_id)
 
     def observe(self, load: WorkerLoad, now: float) -> None:
         """Take in a report that has just arrived."""
         self.load = load
         self._ended = _Since()
-        visible = [a for a in self.pending.values() if a.placed_s <= now - REPORT_LAG_S]
+        visible = [a for a in self._pending.shares.values() if a.placed_s <= now - REPORT_LAG_S]
         for assignment in visible:
-            del self.pending[assignment.request_id]
-            self.reported[assignment.request_id] = assignment
+            self._pending.take(assignment.request_id)
+            prefilled = assignment.request_id in self._prefilled
+            self._reported.put(assignment, prefilled=prefilled)
+        self.on_change(self.worker_id)
 
     def assign(self, assignment: Assignment) -> None:
         """Book one request's share."""
         assert self.assigned(assignment.request_id) is None, "assigned twice"
-        self.pending[assignment.request_id] = assignment
+        self._pending.put(assignment, prefilled=False)
+        self.on_change(self.worker_id)
 
     def prefilled(self, request_id: str) -> None:
         """The request has its first token: nothing of its prompt is left to compute here."""
@@ -104,16 +165,20 @@ class InstanceView:
         if assignment is None or request_id in self._prefilled:
             return
         self._prefilled.add(request_id)
-        if request_id in self.reported:
+        self._pending.to_compute.pop(request_id, None)
+        if request_id in self._reported.shares:
+            self._reported.to_compute.pop(request_id, None)
             self._ended.num_prefill_tokens += assignment.num_prefill_tokens
+        self.on_change(self.worker_id)
 
     def release(self, request_id: str) -> Assignment | None:
         """The request is over here; returns what it had."""
         self.prefilled(request_id)
         self._prefilled.discard(request_id)
-        assignment = self.reported.pop(request_id, None)
+        self.on_change(self.worker_id)
+        assignment = self._reported.take(request_id)
         if assignment is None:
-            return self.pending.pop(request_id, None)
+            return self._pending.take(request_id)
         if assignment.num_context_tokens:
             self._ended.num_sequences += 1
         self._ended.num_context_tokens += assignment.num_context_tokens
@@ -126,8 +191,8 @@ class InstanceView:
         Own assignments count with the time predicted for each, scaled by what the report says is
         left of them; tokens from elsewhere (another gateway) at the model's rate.
         """
-        seconds, _ = self._outstanding(self.pending)
-        reported_s, reported_tokens = self._outstanding(self.reported)
+        seconds, _ = self._pending.outstanding()
+        reported_s, reported_tokens = self._reported.outstanding()
         left = max(0, self.load.num_queued_tokens - self._ended.num_prefill_tokens)
         if reported_tokens and left <= reported_tokens:
             return seconds + reported_s * left / reported_tokens
@@ -139,34 +204,22 @@ class InstanceView:
     def num_queued_tokens(self) -> int:
         """Return the prompt tokens given to this worker and not yet computed."""
         left = max(0, self.load.num_queued_tokens - self._ended.num_prefill_tokens)
-        return left + sum(
-            a.num_prefill_tokens
-            for a in self.pending.values()
-            if a.request_id not in self._prefilled
-        )
+        return left + self._pending.outstanding()[1]
 
     def num_sequences(self) -> int:
         """Return the sequences that decode here, or soon will."""
         known = self.load.num_running + self.load.num_waiting - self._ended.num_sequences
-        return max(max(known, 0) + len(self.pending), self.num_assigned)
+        return max(max(known, 0) + len(self._pending.shares), self.num_assigned)
 
     def num_context_tokens(self) -> int:
         """Return the tokens in the KV of sequences that decode here, or soon will."""
-        pending = sum(a.num_context_tokens for a in self.pending.values())
-        own = pending + sum(a.num_context_tokens for a in self.reported.values())
+        pending = self._pending.num_context_tokens
+        own = pending + self._reported.num_context_tokens
         known = max(0, self.load.num_context_tokens - self._ended.num_context_tokens)
         return max(known + pending, own)
 
     def num_free_blocks(self) -> int:
         """Return the blocks not promised to anyone (may be negative: more was promised)."""
-        pending = sum(a.num_blocks for a in self.pending.values())
         freed = self.load.num_free_blocks + self._ended.num_blocks
-        return min(freed, self.load.num_total_blocks or self.hello.num_blocks) - pending
-
-    def _outstanding(self, assignments: dict[str, Assignment]) -> tuple[float, int]:
-        seconds, tokens = 0.0, 0
-        for assignment in assignments.values():
-            if assignment.request_id not in self._prefilled:
-                seconds += assignment.prefill_s
-                tokens += assignment.num_prefill_tokens
-        return seconds, tokens
+        limit = self.load.num_total_blocks or self.hello.num_blocks
+        return min(freed, limit) - self._pending.num_blocks

@@ -25,7 +25,7 @@ def test_siblings_are_counted() -> None:
     inflight.remove("p0", A)
     assert inflight.match(A) == {"p0": 4}
     inflight.remove("p0", B)
-    assert inflight.num_keys == 0
+    assert inflight.empty
 
 
 def test_any_order_of_adding_and_removing_agrees_with_a_plain_count() -> None:
@@ -48,3 +48,18 @@ def test_any_order_of_adding_and_removing_agrees_with_a_plain_count() -> None:
             if common:
                 expected[worker] = max(common, expected.get(worker, 0))
         assert inflight.match(query) == expected
+    for worker, keys in held:
+        inflight.remove(worker, keys)
+    assert inflight.empty
+
+
+def test_a_cut_is_mended_when_nothing_branches_off_any_more() -> None:
+    inflight = InflightPrefixes()
+    inflight.add("p0", A)
+    for length in range(1, len(A)):
+        inflight.add("p1", A[:length])
+    assert inflight.num_stretches == len(A)
+    for length in range(1, len(A)):
+        inflight.remove("p1", A[:length])
+    assert inflight.num_stretches == 1
+    assert inflight.match(B) == {"p0": 4}

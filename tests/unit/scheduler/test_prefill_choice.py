@@ -3,24 +3,34 @@ behind the same port.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from mooncake.base import Role, SeededIds
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
 from mooncake.scheduler.prefill_choice import (
+    OptionMaker,
     PrefillOption,
     PrefillQuery,
     PrefixSources,
     StoreRun,
-    best_option,
-    local_option,
+    all_ways,
+    local_ways,
     make_policy,
 )
 from mooncake.scheduler.views import Assignment, InstanceView
 from tests.support.scheduling import BLOCK_TOKENS, TOKEN_S, hello, ref
 
 BLOCK_S = TOKEN_S * BLOCK_TOKENS
+
+local_option = OptionMaker(local_ways)
+
+
+def best_option(
+    query: PrefillQuery, view: InstanceView, queue_s: float, threshold: float
+) -> PrefillOption:
+    return OptionMaker(partial(all_ways, threshold=threshold))(query, view, queue_s)
 
 
 def worker(name: str, node: str = "", queue_s: float = 0.0) -> InstanceView:

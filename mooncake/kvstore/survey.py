@@ -1,0 +1,112 @@
+"""Who holds which stretch of one chain, found in one walk over its keys.
+
+Made by `PrefixIndex.survey` for one placement; true only until the next block event, so it is asked
+and thrown away. Masks here are cut to live workers, with all tiers of a worker in one bit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mooncake.base import BlockKey
+
+
+class Masks(Protocol):
+    """Where a survey looks keys up."""
+
+    def live_masks(self, keys: Sequence[BlockKey], first: int) -> Iterator[int]:
+        """Yield the workers that hold each key from the `first` on; the same object for equal
+        ones that follow each other, where that costs nothing.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A run of blocks that all have a holder, cut where the holders change."""
+
+    origin: int
+    stops: tuple[int, ...]
+    """Where each stretch ends (and the next begins)."""
+    masks: tuple[int, ...]
+    """The holders of each stretch."""
+
+    @property
+    def end(self) -> int:
+        """The first block nobody holds, or the end of the chain."""
+        return self.stops[-1] if self.stops else self.origin
+
+    def start(self, stretch: int) -> int:
+        """Return the first block of a stretch."""
+        return self.stops[stretch - 1] if stretch else self.origin
+
+
+class Survey:
+    """The holders of a chain; regions are looked up when they are first asked for."""
+
+    def __init__(self, masks: Masks, keys: Sequence[BlockKey]) -> None:
+        self._masks = masks
+        self._keys = keys
+        self._regions: list[Region] = []
+
+    def region(self, first: int) -> Region:
+        """Return the region that holds block `first`; an empty one where nobody holds it."""
+        for region in self._regions:
+            if region.origin <= first < region.end or first == region.origin:
+                return region
+        region = self._walk(first)
+        self._regions.append(region)
+        return region
+
+    def runs(self, first: int, among: int) -> Iterator[tuple[int, int]]:
+        """Yield (stop, workers) for the workers of the mask `among` that hold the blocks
+        [first, stop) and not the next; the longest run first.
+        """
+        region = self.region(first)
+        if not region.stops:
+            return
+        stretch = bisect_right(region.stops, first)
+        running, ended = region.masks[stretch] & among, []
+        for number in range(stretch + 1, len(region.stops)):
+            if not running:
+                break
+            held = running & region.masks[number]
+            if held != running:
+                ended.append((region.stops[number - 1], running ^ held))
+                running = held
+        if running:
+            yield region.end, running
+        yield from reversed(ended)
+
+    def run_of(self, first: int, bits: int) -> int:
+        """Return where the run from `first` of the workers in `bits`, taken as one, ends."""
+        region = self.region(first)
+        stop = first
+        if region.stops:
+            for number in range(bisect_right(region.stops, first), len(region.stops)):
+                if not region.masks[number] & bits:
+                    break
+                stop = region.stops[number]
+        return stop
+
+    def _walk(self, first: int) -> Region:
+        stops: list[int] = []
+        masks: list[int] = []
+        last, position = 0, first
+        for mask in self._masks.live_masks(self._keys, first):
+            if mask is not last and mask != last:
+                if last:
+                    stops.append(position)
+                last = mask
+                if not mask:
+                    break
+                masks.append(mask)
+            elif not mask:
+                break
+            position += 1
+        else:
+            if last:
+                stops.append(position)
+        return Region(first, tuple(stops), tuple(masks))
