@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import constrained, door, overhead, paper, remote_prefix, serve
+from benchmarks import constrained, door, overhead, paper, placement, remote_prefix, serve
 
 BENCHMARKS = {
     "serve": serve.main,
@@ -13,6 +13,7 @@ BENCHMARKS = {
     "door": door.main,
     "constrained": constrained.main,
     "paper": paper.main,
+    "placement": placement.main,
 }
 
 

@@ -7,8 +7,9 @@ blocks. No messages are sent from here and no policy lives here.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
 
@@ -18,6 +19,8 @@ NUM_SHARDS = 256
 SWEEP_KEYS = 4_096
 """Keys looked at in one `apply` while there are lost workers to clear away: under a millisecond."""
 
+WALK_KEYS = 256
+"""Looked up at a time when a chain is walked, which may end early."""
 _MAX_INTERNED = 1 << 16
 
 
@@ -218,11 +221,14 @@ class Directory:
         """
         return self._shards[key[0]].get(key, 0)
 
-    def masks(self, keys: Iterable[BlockKey]) -> Iterator[int]:
-        """Yield `mask(key)` for each key; the fast way to walk a chain."""
+    def masks(self, keys: Sequence[BlockKey], first: int = 0) -> Iterator[int]:
+        """Return `mask(key)` of each key from the `first` on; the fast way to walk a chain."""
+        return chain.from_iterable(self._chunks(keys, first))
+
+    def _chunks(self, keys: Sequence[BlockKey], first: int) -> Iterator[list[int]]:
         shards = self._shards
-        for key in keys:
-            yield shards[key[0]].get(key, 0)
+        for at in range(first, len(keys), WALK_KEYS):
+            yield [shards[key[0]].get(key, 0) for key in keys[at : at + WALK_KEYS]]
 
     def primary_slot(self, slot: int) -> int:
         """Return the slot that stands for the worker of a live `slot`: that of its first tier."""

@@ -5,8 +5,7 @@ Pure; owned by the Conductor. It holds no state but a `Directory` and a cache of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 
 from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
 from mooncake.kvstore.directory import Directory, Replica, slots_of
@@ -59,7 +58,10 @@ class PrefixIndex:
         if not directory.has_tiered_workers:
             running, masks = directory.live_mask, directory.masks(keys)
         else:
-            running, masks = self._fold(directory.live_mask), self._folded_masks(keys)
+            running, masks = (
+                self._fold(directory.live_mask),
+                map(self._fold_live, directory.masks(keys)),
+            )
         if not running:
             return {}
         count = 0
@@ -84,18 +86,21 @@ class PrefixIndex:
         """Return who holds which stretch of a chain; good until the next event."""
         return Survey(self, keys)
 
-    def live_masks(self, keys: Sequence[BlockKey], first: int) -> Iterator[int]:
-        """Yield the workers that hold each of `keys` from the `first` on, one bit each."""
-        directory = self._directory
-        rest = islice(keys, first, None) if first else keys
-        if directory.has_tiered_workers:
-            yield from self._folded_masks(rest)
-            return
-        live, last, cut = directory.live_mask, -1, 0
-        for mask in directory.masks(rest):
-            if mask is not last:
-                last, cut = mask, mask & live
-            yield cut
+    def live_runs(self, keys: Sequence[BlockKey], first: int) -> Iterator[tuple[int, int]]:
+        """Yield (stop, workers) for runs of `keys` from the `first` on that the same workers hold,
+        one bit each; 0 for blocks that nobody holds.
+        """
+        cut = self._fold_live if self._directory.has_tiered_workers else self._cut_live
+        last, mask, position = -1, -1, first
+        for position, held in enumerate(self._directory.masks(keys, first), start=first):
+            if held is last:
+                continue
+            workers = cut(held)
+            if workers != mask and mask >= 0:
+                yield position, mask
+            last, mask = held, workers
+        if mask >= 0:
+            yield position + 1, mask
 
     @property
     def generation(self) -> int:
@@ -131,17 +136,18 @@ class PrefixIndex:
         """Raise AssertionError when the directory contradicts itself."""
         self._directory.check_integrity()
 
-    def _folded_masks(self, keys: Iterable[BlockKey]) -> Iterator[int]:
-        """Yield the masks of `keys` with the tiers of a worker folded into one bit."""
+    def _cut_live(self, mask: int) -> int:
+        return mask & self._directory.live_mask
+
+    def _fold_live(self, mask: int) -> int:
+        """Return a mask with the tiers of a worker folded into one bit."""
         directory = self._directory
         if directory.generation != self._folded_for or len(self._folded) > _MAX_FOLDED:
             self._folded, self._folded_for = {}, directory.generation
-        live, folded = directory.live_mask, self._folded
-        for mask in directory.masks(keys):
-            known = folded.get(mask)
-            if known is None:
-                known = folded[mask] = self._fold(mask & live)
-            yield known
+        known = self._folded.get(mask)
+        if known is None:
+            known = self._folded[mask] = self._fold(mask & directory.live_mask)
+        return known
 
     def _fold(self, mask: int) -> int:
         result = 0

@@ -17,10 +17,8 @@ from mooncake.base import BlockKey
 class Masks(Protocol):
     """Where a survey looks keys up."""
 
-    def live_masks(self, keys: Sequence[BlockKey], first: int) -> Iterator[int]:
-        """Yield the workers that hold each key from the `first` on; the same object for equal
-        ones that follow each other, where that costs nothing.
-        """
+    def live_runs(self, keys: Sequence[BlockKey], first: int) -> Iterator[tuple[int, int]]:
+        """Yield (stop, workers) for runs of keys from the `first` on that the same workers hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +92,9 @@ class Survey:
     def _walk(self, first: int) -> Region:
         stops: list[int] = []
         masks: list[int] = []
-        last, position = 0, first
-        for mask in self._masks.live_masks(self._keys, first):
-            if mask is not last and mask != last:
-                if last:
-                    stops.append(position)
-                last = mask
-                if not mask:
-                    break
-                masks.append(mask)
-            elif not mask:
+        for stop, mask in self._masks.live_runs(self._keys, first):
+            if not mask:
                 break
-            position += 1
-        else:
-            if last:
-                stops.append(position)
+            stops.append(stop)
+            masks.append(mask)
         return Region(first, tuple(stops), tuple(masks))

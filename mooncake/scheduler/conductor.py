@@ -41,7 +41,7 @@ from mooncake.scheduler.prefill_choice import (
     make_policy,
     option_maker,
 )
-from mooncake.scheduler.replication import Replication
+from mooncake.scheduler.replication import HOT_BLOCKS, Replication
 from mooncake.scheduler.views import Assignment, InstanceView
 
 OUTPUT_WINDOW = 512
@@ -95,7 +95,7 @@ class Conductor:
         self._inflight = InflightPrefixes()
         self._fetch = FetchCosts(config)
         self._forecast = DecodeForecast()
-        self._replication = Replication(config.uses_per_s_per_copy, self._num_pool_copies)
+        self._replication = Replication(config.uses_per_s_per_copy)
         self._views: dict[str, InstanceView] = {}
         self._prefills, self._decodes = Fleet(), Fleet()
         self._pools = Pools(self._index, self._fetch)
@@ -249,7 +249,7 @@ class Conductor:
             num_cached_blocks=prefill.num_cached_blocks,
             num_cached_tokens=prefill.num_cached_blocks * layout.block_tokens,
             num_fetch_blocks=prefill.num_fetch_blocks,
-            num_replicate_blocks=0 if whole else self._replication.use(keys, now, len(self._pools)),
+            num_replicate_blocks=0 if whole else self._replicate(keys, now),
         )
 
     def on_prefilled(self, request: GenerateRequest, now: float) -> Rejection | None:
@@ -319,8 +319,13 @@ class Conductor:
     def _fleet(self, role: Role) -> Fleet:
         return self._prefills if role == Role.PREFILL else self._decodes
 
-    def _num_pool_copies(self, key: BlockKey) -> int:
-        return sum(replica.tier != Tier.HBM for replica in self._index.replicas(key))
+    def _replicate(self, keys: Sequence[BlockKey], now: float) -> int:
+        """Return how many leading blocks should get one more copy."""
+        watched = keys[:HOT_BLOCKS]
+        copies: list[int] = []
+        for stop, mask in self._index.live_runs(watched, 0):
+            copies += [(mask & self._pools.mask).bit_count()] * (stop - len(copies))
+        return self._replication.use(watched, copies, len(self._pools), now)
 
     def _decode_query(
         self,

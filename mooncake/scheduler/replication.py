@@ -9,7 +9,7 @@ a copy that is used no more: the pool's own eviction takes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 from mooncake.base import BlockKey
 
@@ -28,31 +28,46 @@ class _Heat:
         self.uses = 0.0
         self.at_s = now
 
+    def fading(self, now: float) -> float:
+        """Return the share of the uses that still counts."""
+        return math.exp2((self.at_s - now) / HALF_LIFE_S)
+
     def left(self, now: float) -> float:
         """Return the uses that still count."""
-        return self.uses * math.exp2((self.at_s - now) / HALF_LIFE_S)
+        return self.uses * self.fading(now)
 
 
 class Replication:
     """How many copies blocks should have."""
 
-    def __init__(self, uses_per_s_per_copy: float, num_copies: Callable[[BlockKey], int]) -> None:
-        """`num_copies` tells how many pools hold a block; 0 uses a second = no replication."""
-        self._per_copy = uses_per_s_per_copy
-        self._num_copies = num_copies
+    def __init__(self, uses_per_s_per_copy: float) -> None:
+        """0 uses a second = no replication."""
+        self._copies_per_use = (
+            math.log(2) / HALF_LIFE_S / uses_per_s_per_copy if uses_per_s_per_copy else 0.0
+        )
         self._heat: dict[BlockKey, _Heat] = {}
 
-    def use(self, keys: Sequence[BlockKey], now: float, max_copies: int) -> int:
-        """A prompt uses these blocks. Returns how many leading ones should get a copy on the node
-        that computes it: up to the last that is too hot for the copies it has.
+    def use(
+        self, keys: Sequence[BlockKey], copies: Iterable[int], max_copies: int, now: float
+    ) -> int:
+        """A prompt uses these blocks, of which so many pools have copies. Returns how many leading
+        ones should get a copy on the node that computes it: up to the last that is too hot for the
+        copies it has.
         """
-        if not self._per_copy:
+        if not self._copies_per_use:
             return 0
         length = 0
-        for index, key in enumerate(keys[:HOT_BLOCKS]):
-            rate = self._add(key, now)
-            wanted = min(max_copies, math.ceil(rate / self._per_copy))
-            if wanted > 1 and self._num_copies(key) < wanted:
+        at_s, faded = now, 1.0
+        for index, (key, num_copies) in enumerate(zip(keys[:HOT_BLOCKS], copies, strict=False)):
+            heat = self._heat.get(key)
+            if heat is None:
+                heat = self._heat[key] = _Heat(now)
+            if heat.at_s != at_s:  # what is used together was mostly used together before
+                at_s, faded = heat.at_s, heat.fading(now)
+            heat.uses = heat.uses * faded + 1
+            heat.at_s = now
+            wanted = min(max_copies, math.ceil(heat.uses * self._copies_per_use))
+            if num_copies < wanted > 1:
                 length = index + 1
         if len(self._heat) > MAX_WATCHED:
             self._forget_cold(now)
@@ -66,14 +81,6 @@ class Replication:
     @property
     def num_watched(self) -> int:
         return len(self._heat)
-
-    def _add(self, key: BlockKey, now: float) -> float:
-        heat = self._heat.get(key)
-        if heat is None:
-            heat = self._heat[key] = _Heat(now)
-        heat.uses = heat.left(now) + 1
-        heat.at_s = now
-        return heat.uses * math.log(2) / HALF_LIFE_S
 
     def _forget_cold(self, now: float) -> None:
         """Keep the hotter half."""

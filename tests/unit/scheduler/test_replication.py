@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 from mooncake.scheduler import replication
 from mooncake.scheduler.replication import HALF_LIFE_S, HOT_BLOCKS, MAX_WATCHED, Replication
 
@@ -12,63 +14,65 @@ def keys(count: int, name: int = 0) -> list[bytes]:
     return [name.to_bytes(8, "big") + index.to_bytes(8, "big") for index in range(count)]
 
 
-def heat(subject: Replication, run: list[bytes], uses_per_s: float, seconds: float) -> int:
+def heat(
+    subject: Replication, run: list[bytes], uses_per_s: float, seconds: float, copies: int = 1
+) -> int:
     """Use `run` so often for so long; return what the last use asked for."""
     length = 0
     for number in range(round(uses_per_s * seconds)):
-        length = subject.use(run, number / uses_per_s, max_copies=8)
+        length = subject.use(run, repeat(copies), 8, number / uses_per_s)
     return length
 
 
 def test_rates_are_measured() -> None:
-    subject = Replication(PER_COPY, lambda _: 1)
+    subject = Replication(PER_COPY)
     heat(subject, keys(1), uses_per_s=5, seconds=20 * HALF_LIFE_S)
     assert 4.5 < subject.uses_per_s(keys(1)[0], 20 * HALF_LIFE_S) < 5.5
 
 
 def test_a_hot_block_asks_for_copies_until_it_has_them() -> None:
     for copies, wanted in ((1, 3), (2, 3), (3, 3), (6, 0)):
-        subject = Replication(PER_COPY, lambda _, copies=copies: copies)
-        asked = heat(subject, keys(3), uses_per_s=5, seconds=10 * HALF_LIFE_S)
+        subject = Replication(PER_COPY)
+        asked = heat(subject, keys(3), uses_per_s=5, seconds=10 * HALF_LIFE_S, copies=copies)
         assert asked == wanted, copies
 
 
 def test_never_more_copies_than_pools() -> None:
-    subject = Replication(PER_COPY, lambda _: 8)
-    assert heat(subject, keys(1), uses_per_s=50, seconds=5 * HALF_LIFE_S) == 0
+    subject = Replication(PER_COPY)
+    assert heat(subject, keys(1), uses_per_s=50, seconds=5 * HALF_LIFE_S, copies=8) == 0
 
 
 def test_a_cold_block_asks_for_none() -> None:
-    subject = Replication(PER_COPY, lambda _: 0)
-    assert heat(subject, keys(3), uses_per_s=0.5, seconds=20 * HALF_LIFE_S) == 0
+    subject = Replication(PER_COPY)
+    assert heat(subject, keys(3), uses_per_s=0.5, seconds=20 * HALF_LIFE_S, copies=0) == 0
 
 
 def test_heat_fades() -> None:
-    subject = Replication(PER_COPY, lambda _: 1)
+    subject = Replication(PER_COPY)
     assert heat(subject, keys(1), uses_per_s=10, seconds=600) == 1
     later = 600 + 10 * HALF_LIFE_S
     assert subject.uses_per_s(keys(1)[0], later) < 0.02
-    assert subject.use(keys(1), later, max_copies=8) == 0
+    assert subject.use(keys(1), repeat(1), 8, later) == 0
 
 
 def test_only_the_shared_head_is_hot() -> None:
-    subject = Replication(PER_COPY, lambda _: 1)
+    subject = Replication(PER_COPY)
     shared, length = keys(2), 0
     for number in range(2000):
-        length = subject.use([*shared, *keys(5, name=number + 1)], number / 5, max_copies=8)
+        length = subject.use([*shared, *keys(5, name=number + 1)], repeat(1), 8, number / 5)
     assert length == 2
 
 
 def test_far_blocks_are_not_watched_and_the_table_is_bounded() -> None:
-    subject = Replication(PER_COPY, lambda _: 1)
-    subject.use(keys(HOT_BLOCKS * 2), 0.0, max_copies=8)
+    subject = Replication(PER_COPY)
+    subject.use(keys(HOT_BLOCKS * 2), repeat(1), 8, 0.0)
     assert subject.num_watched == HOT_BLOCKS
     for number in range(MAX_WATCHED // HOT_BLOCKS + 1):
-        subject.use(keys(HOT_BLOCKS, name=number + 1), 1.0, max_copies=8)
+        subject.use(keys(HOT_BLOCKS, name=number + 1), repeat(1), 8, 1.0)
     assert subject.num_watched <= replication.MAX_WATCHED
 
 
 def test_it_can_be_switched_off() -> None:
-    subject = Replication(0.0, lambda _: 0)
+    subject = Replication(0.0)
     assert heat(subject, keys(2), uses_per_s=50, seconds=60) == 0
     assert subject.num_watched == 0
