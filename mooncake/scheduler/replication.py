@@ -9,6 +9,7 @@ a copy that is used no more: the pool's own eviction takes it.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from mooncake.base import BlockKey
@@ -45,7 +46,8 @@ class Replication:
         self._copies_per_use = (
             math.log(2) / HALF_LIFE_S / uses_per_s_per_copy if uses_per_s_per_copy else 0.0
         )
-        self._heat: dict[BlockKey, _Heat] = {}
+        self._heat: OrderedDict[BlockKey, _Heat] = OrderedDict()
+        """The one used last is last; what was not used for long is forgotten first."""
 
     def use(
         self, keys: Sequence[BlockKey], copies: Iterable[int], max_copies: int, now: float
@@ -62,6 +64,8 @@ class Replication:
             heat = self._heat.get(key)
             if heat is None:
                 heat = self._heat[key] = _Heat(now)
+            else:
+                self._heat.move_to_end(key)
             if heat.at_s != at_s:  # what is used together was mostly used together before
                 at_s, faded = heat.at_s, heat.fading(now)
             heat.uses = heat.uses * faded + 1
@@ -69,8 +73,8 @@ class Replication:
             wanted = min(max_copies, math.ceil(heat.uses * self._copies_per_use))
             if num_copies < wanted > 1:
                 length = index + 1
-        if len(self._heat) > MAX_WATCHED:
-            self._forget_cold(now)
+        while len(self._heat) > MAX_WATCHED:
+            self._heat.popitem(last=False)
         return length
 
     def uses_per_s(self, key: BlockKey, now: float) -> float:
@@ -81,8 +85,3 @@ class Replication:
     @property
     def num_watched(self) -> int:
         return len(self._heat)
-
-    def _forget_cold(self, now: float) -> None:
-        """Keep the hotter half."""
-        ranked = sorted(self._heat.items(), key=lambda item: -item[1].left(now))
-        self._heat = dict(ranked[: MAX_WATCHED // 2])
