@@ -169,6 +169,49 @@ class DoubtPeers(Message, frozen=True, tag="doubt"):
     peers: list[WorkerRef]
 
 
+# ------------------------------------------------ between gateways of one cluster
+
+
+class Booking(Message, frozen=True, tag="booking"):
+    """A request was placed: what it takes of its workers, as its gateway foresees it."""
+
+    request_id: str
+    computing: WorkerRef
+    """Computes the prompt: a prefill worker, or `decode` itself."""
+    decode: WorkerRef
+    keys: tuple[BlockKey, ...]
+    """All full blocks of the prompt: siblings find its prefix before it is stored."""
+    sources: tuple[BlockSource, ...]
+    num_tokens: int
+    num_new_tokens: int
+    """To be computed."""
+    prefill_s: float
+    """Fetching and computing."""
+    ttft_s: float
+    num_blocks: int
+    """Of decode, by the time the request ends."""
+
+
+class BookingOver(Message, frozen=True, tag="booking_over"):
+    """A booking has ended, or its prompt is computed (`prefill_only`)."""
+
+    request_id: str
+    prefill_only: bool = False
+
+
+class GatewayNews(Message, frozen=True, tag="gateway"):
+    """What a gateway did since it last spoke, in order. Sent with each change and every second."""
+
+    gateway: WorkerRef
+    gateways: list[WorkerRef]
+    """The others it knows."""
+    news: list[Booking | BookingOver] = []
+    open: list[str] | None = None
+    """Now and then: all requests it has on its books, when whatever is not here is over."""
+    send_all: bool = False
+    """The receiver is new to it: tell of all bookings."""
+
+
 # ---------------------------------------------------------------- to any worker
 
 
@@ -180,6 +223,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """The pool of the worker's own node, if it runs."""
     send_snapshot: bool
     """Answer with `BlockEvents(snapshot=True)`."""
+    gateways: list[WorkerRef] = []
+    """Others that place requests in this cluster: say hello to them too."""
 
 
 class PeerLost(Message, frozen=True, tag="peer_lost"):
@@ -219,6 +264,8 @@ class PrefillTask(Message, frozen=True, tag="prefill"):
     output_tokens: list[int] = []
     """Already streamed by an earlier attempt."""
     sources: list[BlockSource] = []
+    turn: float = 0.0
+    """Place among the requests of its class: smaller goes first."""
     num_replicate_blocks: int = 0
     """So many leading blocks are hot: put them into the own node's pool even if reused."""
 
@@ -249,6 +296,8 @@ class DecodeTask(Message, frozen=True, tag="decode"):
     output_tokens: list[int] = []
     sources: list[BlockSource] = []
     """For the whole request done here."""
+    turn: float = 0.0
+    """Place among the requests of its class: smaller goes first."""
 
 
 class KVReady(Message, frozen=True, tag="kv_ready"):
@@ -416,6 +465,12 @@ class PoolState(Message, frozen=True, tag="pool_state"):
     block_bytes: int
     num_ssd_blocks: int = 0
     num_ssd_stored: int = 0
+    num_pinned: int = 0
+    """Blocks in DRAM that somebody reads."""
+    num_quarantined: int = 0
+    draining: bool = False
+    drained: bool = False
+    """Its process may be ended: nothing is open, and what was worth a disk is there."""
 
 
 AnyMessage = (
@@ -423,6 +478,6 @@ AnyMessage = (
     | PrefillTask | Reserved | DecodeTask | KVReady | PushEnded | AbortTask | PutGranted
     | PinGranted | PutStart | PutEnd | PinBlocks | Unpin | DoubtPeers | WhoAreYou
     | Replicate | Prefetch | FindBlocks | RemoveBlocks | AskPool | BlocksFound | BlocksRemoved
-    | PoolState
+    | PoolState | GatewayNews
 )  # fmt: skip
 """The tagged union that travels on a channel."""

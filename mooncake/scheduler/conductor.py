@@ -23,16 +23,16 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
+from mooncake.base.messages import Booking
 from mooncake.kvstore.index import PrefixIndex
 from mooncake.scheduler.admission import Rejection, check_limits, no_decode, reject, too_large
+from mooncake.scheduler.books import Books
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.cost import RunningMean
 from mooncake.scheduler.decode_choice import DecodeOption, DecodeQuery
 from mooncake.scheduler.fetch_costs import FetchCosts
 from mooncake.scheduler.fleet import Fleet
 from mooncake.scheduler.fleet_choice import FleetSearch, Holdings
-from mooncake.scheduler.forecast import DecodeForecast
-from mooncake.scheduler.inflight_prefixes import InflightPrefixes
 from mooncake.scheduler.pair_choice import Ask, PairChoice
 from mooncake.scheduler.pools import Pools, PoolSources
 from mooncake.scheduler.prefill_choice import (
@@ -42,7 +42,7 @@ from mooncake.scheduler.prefill_choice import (
     option_maker,
 )
 from mooncake.scheduler.replication import HOT_BLOCKS, Replication
-from mooncake.scheduler.views import Assignment, InstanceView
+from mooncake.scheduler.views import InstanceView
 
 OUTPUT_WINDOW = 512
 
@@ -76,34 +76,23 @@ class Layout:
     block_tokens: int
 
 
-@dataclass(slots=True)
-class _Booking:
-    computing: str
-    """Worker that computes the prompt."""
-    decode: str
-    keys: tuple[BlockKey, ...]
-    sources: tuple[BlockSource, ...]
-    prefilled: bool = False
-
-
 class Conductor:
     """Places requests on workers."""
 
     def __init__(self, config: SchedulerConfig, ids: IdSource) -> None:
         self._config = config
         self._index = PrefixIndex()
-        self._inflight = InflightPrefixes()
         self._fetch = FetchCosts(config)
-        self._forecast = DecodeForecast()
         self._replication = Replication(config.uses_per_s_per_copy)
         self._views: dict[str, InstanceView] = {}
+        self.books = Books(self._views, self._fetch)
+        """What was placed and is not over, here and by other gateways."""
         self._prefills, self._decodes = Fleet(), Fleet()
         self._pools = Pools(self._index, self._fetch)
         self._choice = PairChoice(
             config, make_policy(config, ids), self._prefills, self._decodes,
             FleetSearch(option_maker(config), self._pools, self._index),
         )  # fmt: skip
-        self._books: dict[str, _Booking] = {}
         self._output_tokens = RunningMean(config.expected_output_tokens, OUTPUT_WINDOW)
         self._layout: Layout | None = None
         self._block_bytes = 0
@@ -195,6 +184,7 @@ class Conductor:
             self._fleet(view.role).remove(worker_id)
         self._index.remove_worker(worker_id)
         self._fetch.forget(worker_id)
+        self.books.worker_lost(worker_id)
         if not self._views:
             self._layout = None
 
@@ -221,7 +211,7 @@ class Conductor:
         assert layout is not None, "workers without a layout"
         num_tokens = len(request.prompt_tokens) + num_output_so_far
         survey = self._index.survey(keys)
-        held = Holdings(self._index, survey, ~self._pools.mask, self._inflight.match(keys))
+        held = Holdings(self._index, survey, ~self._pools.mask, self.books.inflight.match(keys))
         query = PrefillQuery(
             num_tokens=num_tokens,
             block_tokens=layout.block_tokens,
@@ -257,61 +247,30 @@ class Conductor:
 
         Returns a rejection when its decode worker would miss the limit now (`recheck_decode`).
         """
-        booking = self._books.get(request.request_id)
+        entry = self.books.get(request.request_id)
         rejection = None
         recheck = self._config.recheck_decode or self._config.admission == "late"
-        if booking is not None and not booking.prefilled and recheck:
-            view = self._views.get(booking.decode)
+        if entry is not None and not entry.prefilled and recheck:
+            booking = entry.booking
+            view = self._views.get(booking.decode.worker_id)
             if view is not None and booking.computing != booking.decode:
-                tbt_s = self._forecast.tbt_now_s(view, len(request.prompt_tokens))
+                tbt_s = self.books.forecast.tbt_now_s(view, len(request.prompt_tokens))
                 rejection = check_limits(self._config, request, 0.0, tbt_s)
-        self._prefilled(request.request_id)
-        self._forecast.joined(request.request_id, now)
+        self.books.prefilled(request.request_id, now)
         return rejection
-
-    def _prefilled(self, request_id: str) -> None:
-        booking = self._books.get(request_id)
-        if booking is None or booking.prefilled:
-            return
-        booking.prefilled = True
-        self._inflight.remove(booking.computing, booking.keys)
-        self._fetch.ended(booking.sources)
-        view = self._views.get(booking.computing)
-        if view is not None:
-            view.prefilled(request_id)
-            if booking.computing != booking.decode:
-                view.release(request_id)
 
     def release(self, request_id: str, num_output_tokens: int | None = None) -> None:
         """Take a placement back: the request has ended, or the attempt has. `num_output_tokens`
         where it ended by itself, to learn how long outputs are.
         """
-        self._prefilled(request_id)
-        self._forecast.ended(request_id)
-        booking = self._books.pop(request_id, None)
-        if booking is None:
-            return
-        for worker_id in {booking.computing: None, booking.decode: None}:
-            view = self._views.get(worker_id)
-            if view is not None:
-                view.release(request_id)
-        if num_output_tokens is not None:
+        if self.books.release(request_id) and num_output_tokens is not None:
             self._output_tokens.add(num_output_tokens)
 
     def check_integrity(self, placed: set[str]) -> None:
         """Raise AssertionError unless exactly the requests `placed` are on the books."""
-        assert set(self._books) == placed, "the Conductor's books and the gateway's disagree"
-        assert self._forecast.num_expected == len(placed), "somebody else is expected on decode"
         self._prefills.check_integrity()
         self._decodes.check_integrity()
-        for view in self._views.values():
-            for request_id in view.assigned_ids:
-                booking = self._books.get(request_id)
-                assert booking is not None, "a share without a booking"
-                assert view.worker_id in {booking.computing, booking.decode}
-        if all(booking.prefilled for booking in self._books.values()):
-            assert self._inflight.empty, "prefixes in flight that nobody computes"
-            self._fetch.check_idle()
+        self.books.check_integrity(placed)
         self._index.check_integrity()
 
     # -------------------------------------------------------- internals
@@ -373,13 +332,13 @@ class Conductor:
             case "late":
                 return 0.0
             case "early":
-                return self._forecast.tbt_now_s(decode.view, wanted.num_tokens)
+                return self.books.forecast.tbt_now_s(decode.view, wanted.num_tokens)
             case _:
                 stay_s = max(1.0, self._output_tokens.value) * decode.tbt_s
                 at_s = now + prefill.ttft_s
                 return max(
-                    self._forecast.tbt_now_s(decode.view, wanted.num_tokens),
-                    self._forecast.tbt_at_s(decode.view, wanted.num_tokens, now, at_s, stay_s),
+                    self.books.forecast.tbt_now_s(decode.view, wanted.num_tokens),
+                    self.books.forecast.tbt_at_s(decode.view, wanted.num_tokens, now, at_s, stay_s),
                 )
 
     def _book(
@@ -391,36 +350,18 @@ class Conductor:
         wanted: DecodeQuery,
         now: float,
     ) -> None:
-        assert request_id not in self._books, "placed twice"
-        computing, decoding = prefill.view, decode.view
-        whole = computing is decoding
-        compute = Assignment(
-            request_id=request_id,
-            placed_s=now,
-            num_prefill_tokens=prefill.num_new_tokens,
-            prefill_s=prefill.fetch_s + prefill.compute_s,
-            num_context_tokens=wanted.num_tokens if whole else 0,
-            num_blocks=wanted.num_blocks_expected if whole else 0,
+        self.books.add(
+            Booking(
+                request_id=request_id,
+                computing=prefill.view.worker,
+                decode=decode.view.worker,
+                keys=tuple(keys),
+                sources=prefill.sources,
+                num_tokens=wanted.num_tokens,
+                num_new_tokens=prefill.num_new_tokens,
+                prefill_s=prefill.fetch_s + prefill.compute_s,
+                ttft_s=prefill.ttft_s,
+                num_blocks=wanted.num_blocks_expected,
+            ),
+            now,
         )
-        computing.assign(compute)
-        if not whole:
-            decoding.assign(
-                Assignment(
-                    request_id=request_id,
-                    placed_s=now,
-                    num_context_tokens=wanted.num_tokens,
-                    num_blocks=wanted.num_blocks_expected,
-                )
-            )
-        self._forecast.expect(
-            request_id, decoding.worker_id, wanted.num_tokens, now + prefill.ttft_s
-        )
-        held = tuple(keys)
-        self._books[request_id] = _Booking(
-            computing=computing.worker_id,
-            decode=decoding.worker_id,
-            keys=held,
-            sources=prefill.sources,
-        )
-        self._inflight.add(computing.worker_id, held)
-        self._fetch.started(prefill.sources)

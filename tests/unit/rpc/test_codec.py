@@ -58,6 +58,18 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Unpin(reader=WORKER, ticket=1),
     m.DoubtPeers(worker=WORKER, peers=[WORKER]),
     m.WhoAreYou(gateway=WORKER),
+    m.GatewayNews(
+        gateway=WORKER, gateways=[WORKER],
+        news=[
+            m.Booking(
+                request_id="r1", computing=WORKER, decode=WORKER, keys=(b"\x00k",),
+                sources=(SOURCE,), num_tokens=9, num_new_tokens=1, prefill_s=0.1, ttft_s=0.2,
+                num_blocks=3,
+            ),
+            m.BookingOver(request_id="r1", prefill_only=True),
+        ],
+        open=["r1"],
+    ),
     m.Replicate(source=WORKER, keys=[b"k"]),
     m.Prefetch(keys=[b"k"]),
     m.FindBlocks(asker=WORKER, ticket=1, keys=[b"k"]),

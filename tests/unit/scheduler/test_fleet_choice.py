@@ -81,8 +81,9 @@ class Twins:
 
     def lies_on(self, running: GenerateRequest, name: str) -> bool:
         """End a request of a lost worker."""
-        booking = self.both[0]._books[running.request_id]
-        if name not in (booking.computing, booking.decode):
+        entry = self.both[0].books.get(running.request_id)
+        assert entry is not None
+        if name not in (entry.booking.computing.worker_id, entry.booking.decode.worker_id):
             return False
         self.each(lambda conductor: conductor.release(running.request_id))
         return True
