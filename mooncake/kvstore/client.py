@@ -15,6 +15,7 @@ import msgspec
 from mooncake.base import (
     BlockKey,
     BlockPlaces,
+    Drain,
     KvLayout,
     MooncakeError,
     PeerLost,
@@ -198,6 +199,12 @@ class PoolClient:
             done,
             now,
         )
+
+    def drain(self, done: Stated, now: float) -> None:
+        """Have the node take nothing more and save what is worth it; ask how far it is."""
+        if self.store is not None:
+            self._ports.channel.send(self.store.address, Drain())
+        self.stat(done, now)
 
     # ------------------------------------------------------------------ the machine
 

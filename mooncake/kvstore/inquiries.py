@@ -36,16 +36,18 @@ class Inquiries:
         layout: KvLayout,
         channel: Channel,
         tiers: tuple[DramTier, Tiering, Promotions],
-        load: Callable[[], WorkerLoad],
+        figures: Callable[[], tuple[WorkerLoad, bool, bool]],
         gone: Callable[[list[BlockKey]], None],
         counters: Counter[str],
     ) -> None:
-        """`gone` is told of blocks taken out of DRAM."""
+        """`figures` returns (load, draining, drained); `gone` is told of blocks taken out of
+        DRAM.
+        """
         self._worker = worker
         self._layout = layout
         self._channel = channel
         self._dram, self._tiering, self._promotions = tiers
-        self._load = load
+        self._figures = figures
         self._gone = gone
         self._counters = counters
         self._num_prefetches = 0
@@ -65,19 +67,27 @@ class Inquiries:
                 BlocksRemoved(ticket=event.ticket, store=self._worker, removed=removed),
             )
         elif isinstance(event, AskPool):
-            ssd = self._tiering.ssd
-            state = PoolState(
-                ticket=event.ticket,
-                store=self._worker,
-                load=self._load(),
-                layout_fingerprint=self._layout.fingerprint,
-                block_bytes=self._layout.block_bytes,
-                num_ssd_blocks=ssd.num_slots,
-                num_ssd_stored=ssd.num_stored,
-            )
-            self._channel.send(event.asker.address, state)
+            self._channel.send(event.asker.address, self.state(event.ticket))
         elif isinstance(event, Prefetch):
             self._prefetch(event.keys, now)
+
+    def state(self, ticket: int) -> PoolState:
+        """Return the node as it is now."""
+        ssd = self._tiering.ssd
+        load, draining, drained = self._figures()
+        return PoolState(
+            ticket=ticket,
+            store=self._worker,
+            load=load,
+            layout_fingerprint=self._layout.fingerprint,
+            block_bytes=self._layout.block_bytes,
+            num_ssd_blocks=ssd.num_slots,
+            num_ssd_stored=ssd.num_stored,
+            num_pinned=self._dram.num_pinned,
+            num_quarantined=self._dram.num_quarantined,
+            draining=draining,
+            drained=drained,
+        )
 
     def _prefetch(self, keys: Sequence[BlockKey], now: float) -> None:
         """Bring up a run for a reader to come; it counts as a use of the run."""

@@ -29,7 +29,7 @@ from mooncake.base import (
     WorkerRef,
     packed_places,
 )
-from mooncake.base.messages import Replicate, WhoAreYou
+from mooncake.base.messages import PoolState, Replicate, WhoAreYou
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.counters import COUNTERS
 from mooncake.kvstore.disk import DiskDone, Disks, DiskScanned, NoDisks
@@ -105,7 +105,7 @@ class KvNode:
         )  # fmt: skip
         self._inquiries = Inquiries(
             hello.worker, layout, channel, (self._tier, self._tiering, self._promotions),
-            self._load, self._gone, self._counters,
+            self._figures, self._gone, self._counters,
         )  # fmt: skip
         self._peers: dict[Peer, PeerState] = {}
         self._lost: OrderedDict[Peer, None] = OrderedDict()
@@ -139,6 +139,15 @@ class KvNode:
         parts = (self._tiering, self._hashing, self._replicator)
         return self.num_open == 0 and all(part.quiet for part in parts)
 
+    @property
+    def drained(self) -> bool:
+        """Told to drain, and nothing would be lost by the end of this process but DRAM."""
+        return self._draining and self.quiet and self._tiering.drained
+
+    def state(self) -> PoolState:
+        """Return how the node is doing, as `AskPool` is answered."""
+        return self._inquiries.state(0)
+
     # ------------------------------------------------------------------ the machine
 
     def handle(self, event: msgspec.Struct, now: float) -> None:
@@ -158,9 +167,17 @@ class KvNode:
         elif isinstance(event, WhoAreYou):
             self._membership.on_who(event)
         elif isinstance(event, Drain):
-            self._draining = True
+            self._drain()
         else:
             self._move_blocks(event, now)
+
+    def _drain(self) -> None:
+        """Nobody is sent here and nothing is taken any more; what is read stays until then, and
+        what is worth a disk goes there.
+        """
+        self._draining = True
+        self._membership.withdraw()
+        self._tiering.drain()
 
     def _move_blocks(self, event: msgspec.Struct, now: float) -> None:
         """Take what disks and transfers have done, and what is wished for beyond puts and pins."""
@@ -466,6 +483,9 @@ class KvNode:
         refused = sum(not (self._tier.is_known(key) or ssd.has(key)) for key in keys)
         self._counters["blocks_granted"] += len(granted)
         self._counters["blocks_refused"] += refused
+
+    def _figures(self) -> tuple[WorkerLoad, bool, bool]:
+        return self._load(), self._draining, self.drained
 
     def _load(self) -> WorkerLoad:
         tier = self._tier

@@ -71,6 +71,8 @@ class Tiering:
         self._erases: dict[int, tuple[int, int]] = {}
         self._loading: dict[BlockKey, None] = {}
         self._num_writing = 0
+        self._stuck = False
+        """No disk took anything when last asked to."""
         self._write_above = math.floor(dram.num_blocks * config.ssd_write_at)
         queue_blocks = config.ssd_queue_bytes // dram.block_bytes
         self._max_writing = max(1, min(queue_blocks, dram.num_blocks // 8))
@@ -101,6 +103,15 @@ class Tiering:
 
     # ------------------------------------------------------------------ down
 
+    def drain(self) -> None:
+        """Send down all that is due by its uses, whatever room DRAM has: it will be gone soon."""
+        self._write_above = -1
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is under way, and what should have gone down has, or cannot."""
+        return self.quiet and (not self._candidates or self._stuck)
+
     def start_writes(self, now: float) -> None:
         """Send down what is due, as far as the disks keep up."""
         dram = self._dram
@@ -118,6 +129,7 @@ class Tiering:
             keys, gone = self.ssd.reserve(tenants, now)
             self._counters["ssd_blocks_evicted"] += len(gone)
             self._announce(Tier.SSD, [], gone)
+            self._stuck = not keys
             if not keys:
                 return
             dram.hold(keys)

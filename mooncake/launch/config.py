@@ -119,10 +119,18 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
     if config.colocated:
         for name in ("prefill", "decode", "role", "join", "ray_address"):
             both("colocated", name, "colocated is one process with one engine")
-    if (config.role is None) != (config.join is None):
+    alone = config.role == "kvstore" and not config.joins_by_ray
+    if alone and config.cluster_secret is None:
+        raise ConfigError(
+            "cluster-secret: a pool standing alone needs one, for its clients to prove: "
+            "--cluster-secret or MOONCAKE_CLUSTER_SECRET"
+        )
+    if (config.role is None) != (config.join is None) and not alone:
         missing = "join HOST:PORT" if config.join is None else "role prefill|decode|kvstore"
         raise ConfigError(f"role and join belong together: add --{missing}")
-    if config.role is not None:
+    if config.role not in (None, "kvstore") and not config.joins_by_ray:
+        raise ConfigError(f"join: {config.join} is a pool; only --role kvstore can join it")
+    if config.joins_by_ray:
         return
     if not config.model:
         raise ConfigError(

@@ -16,6 +16,8 @@ from mooncake.base import ConfigError, parse_bytes
 
 _COUNT = re.compile(r"^(-?[0-9]+)([kKmM]?)$")
 _COUNT_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+DIRECT = "tcp://"
+"""Before the address of a channel that is joined without Ray."""
 _WORDS = {
     "true": True, "yes": True, "on": True, "1": True,
     "false": False, "no": False, "off": False, "0": False,
@@ -202,6 +204,12 @@ def host_and_port(name: str, value: object) -> str:
     if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(f"{flag(name)}: {value!r} is not HOST:PORT (e.g. 10.0.0.7:6379)")
     return str(value)
+
+
+def joinable(name: str, value: object) -> str:
+    """Read "HOST:PORT" or "tcp://HOST:PORT"."""
+    written = str(value)
+    return DIRECT * written.startswith(DIRECT) + host_and_port(name, written.removeprefix(DIRECT))
 
 
 def only_one(reason: str) -> Callable[[str, object], int]:

@@ -29,14 +29,17 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.messages import PoolState
+from mooncake.kvstore import values
 from mooncake.kvstore.client import ClientPorts, PoolClient
 from mooncake.launch import machine_facts
+from mooncake.launch.client import Client
 from mooncake.launch.driver import Driver
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.backends.tcp import TcpSettings
 from mooncake.transfer.factory import TransferConfig, open_transfer, usable_protocols
 
 CONNECT_POLL_S = 0.02
+STATS_PATH = "/v1/pool/stats"
 
 
 class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +57,26 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     num_places: int = 16
     """Blocks of memory that data passes through: the most one transfer carries."""
     timeout_s: float = 10.0
+
+
+def locate(url: str, cluster_secret: str, api_key: str | None = None) -> PoolSessionConfig:
+    """Ask the HTTP door of a pool node where and of what shape it is.
+
+    Raises:
+        Unavailable: nobody answers at `url`.
+        MooncakeError: it refuses, or is no pool node.
+    """
+    about = Client(url, api_key or cluster_secret).get(STATS_PATH)
+    try:
+        return PoolSessionConfig(
+            gateway_address=about["gateway_address"],
+            cluster_secret=cluster_secret,
+            layout=msgspec.convert(about["layout"], KvLayout),
+            node_id=about["node_id"],
+            store_address=about["address"],
+        )
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise MooncakeError(f"{url} is no pool node of this version: {error}") from error
 
 
 class PoolSession:
@@ -100,6 +123,11 @@ class PoolSession:
         self._thread = threading.Thread(target=self._driver.run, name="pool-session", daemon=True)
         self._thread.start()
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self._block_bytes
+
     def connect(self) -> None:
         """Wait until the gateway has named the pool. Raises Unavailable after `timeout_s`."""
         pause = threading.Event()
@@ -114,7 +142,8 @@ class PoolSession:
 
     def put(self, blocks: dict[BlockKey, bytes], tenant: str = "") -> list[BlockKey]:
         """Store blocks, a run of one chain; return those that were written. The others were there
-        already, or there was no room. Raises ValueError for data of the wrong size.
+        already, or there was no room. What this session asks next sees them, others a moment
+        later. Raises ValueError for data of the wrong size.
         """
         for key, data in blocks.items():
             if len(data) != self._block_bytes:
@@ -144,6 +173,51 @@ class PoolSession:
                 break
         return found
 
+    def put_value(self, name: str, data: bytes, tenant: str = "") -> bool:
+        """Store a value of any size; False when there is one of that name.
+
+        Raises:
+            Unavailable: there is no room for it.
+            ValueError: blocks of this pool are too small for values.
+        """
+        layout = self._config.layout
+        if not values.fits(layout):
+            raise ValueError(f"blocks of {layout.block_bytes} bytes are too small for values")
+        key = values.head_key(layout, name, tenant)
+        if self.exists([key]) != [None]:
+            return False
+        head, size = values.ValueHead.of(data), layout.block_bytes
+        keys = head.keys(layout, tenant)
+        blocks = {
+            each: data[start * size : (start + 1) * size].ljust(size, b"\0")
+            for start, each in enumerate(keys)
+        }
+        self.put(blocks, tenant)
+        if None in self.exists(keys):
+            raise Unavailable(f"no room for {name!r} ({len(data)} bytes): the pool is full")
+        return bool(self.put({key: head.pack(layout)}, tenant))
+
+    def get_value(self, name: str, tenant: str = "") -> bytes | None:
+        """Return the value of that name; None when it is not there, or not all of it is."""
+        layout = self._config.layout
+        found = self.get([values.head_key(layout, name, tenant)])
+        head = values.ValueHead.unpack(found[0]) if found else None
+        if head is None:
+            return None
+        data = b"".join(self.get(head.keys(layout, tenant)))[: head.num_bytes]
+        return data if head.is_of(data) else None
+
+    def remove_value(self, name: str, tenant: str = "") -> bool:
+        """Take a value out of all tiers; False: it was not there, or is in use."""
+        layout = self._config.layout
+        key = values.head_key(layout, name, tenant)
+        found = self.get([key])
+        head = values.ValueHead.unpack(found[0]) if found else None
+        if head is None or not all(self.remove([key])):
+            return False
+        self.remove(head.keys(layout, tenant))
+        return True
+
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
         """Return the tier of each block; None: not stored."""
         answer: list[Tier | None] = self._call(partial(PoolClient.exists, keys=keys))
@@ -157,6 +231,11 @@ class PoolSession:
     def stat(self) -> PoolState:
         """Return how the node is doing."""
         answer: PoolState = self._call(PoolClient.stat)
+        return answer
+
+    def drain(self) -> PoolState:
+        """Have the node take nothing more; `drained` of what `stat` returns tells the end of it."""
+        answer: PoolState = self._call(PoolClient.drain)
         return answer
 
     def close(self) -> None:

@@ -5,19 +5,22 @@ The only place that knows how a role is wired; `local` and `ray_cluster` both st
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from mooncake.base import (
     CheckpointError,
     Clock,
+    Drain,
     IdSource,
     KvLayout,
     Machine,
@@ -40,6 +43,7 @@ from mooncake.kvstore.node import KvNode
 from mooncake.launch import machine_facts
 from mooncake.launch.disks import open_disks
 from mooncake.launch.driver import Driver
+from mooncake.launch.pool_admin import AdminSettings, PoolAdmin, begin_drain
 from mooncake.launch.profile import profile, shapes_for
 from mooncake.model.options import ModelOptions
 from mooncake.prefill import PrefillWorker
@@ -103,6 +107,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     self_profile: bool = True
     log_level: str = "info"
     options: ModelOptions = ModelOptions()
+    admin: AdminSettings | None = None
+    """Of a pool node: its HTTP door."""
 
 
 class Worker:
@@ -122,6 +128,7 @@ class Worker:
         self._disks = disks
         self._channel, self._transfer, self._runner = ports
         self._regions = regions
+        self._admin: PoolAdmin | None = None
         self.driver = Driver(
             machine,
             self._channel,
@@ -132,8 +139,33 @@ class Worker:
             own=ref,
         )
 
+    @property
+    def admin_url(self) -> str:
+        """Where operators ask a pool node; empty when it has no door."""
+        return self._admin.url if self._admin is not None else ""
+
+    def open_admin(self, settings: AdminSettings, about: dict[str, Any]) -> None:
+        """Open a pool node's HTTP door. Raises ConfigError when its address cannot be bound."""
+        self._admin = PoolAdmin(settings, self.driver, about, partial(begin_drain, self.driver))
+
+    def leave(self, limit_s: float) -> None:
+        """End the driver; a pool node may first finish what is open and save what is worth it, for
+        at most `limit_s`. Returns at once; from any thread.
+        """
+        if limit_s > 0 and isinstance(self.machine, KvNode):
+            self.driver.call(lambda node, now: node.handle(Drain(), now))
+            self.driver.stop_when(lambda node: bool(node.drained), limit_s)
+        else:
+            self.driver.stop()
+
+    def say_goodbye(self, gateway_address: str) -> None:
+        """Tell the gateway, so that nobody waits for our heartbeat."""
+        self._channel.send(gateway_address, PeerLost(worker=self.ref))
+
     def close(self) -> None:
         """Free model, disks, memory and sockets. The driver must have ended."""
+        if self._admin is not None:
+            self._admin.close()
         if self._runner is not None:
             self._runner.close()
         if self._disks is not None:
@@ -243,6 +275,34 @@ def _build_engine(
     return Worker(machine, hello.worker, (channel, transfer, runner), [region], clock)
 
 
+def _open(settings: WorkerSettings, progress: Progress, advertise_host: str | None) -> Worker:
+    """Return the worker over sockets of its own; a worker that cannot be built leaves none."""
+    with contextlib.ExitStack() as opened:
+        channel = ZmqChannel(
+            settings.bind_host, secret=settings.cluster_secret, advertise_host=advertise_host
+        )
+        opened.callback(channel.close)
+        transfer = open_transfer(
+            TransferConfig(
+                secret=settings.cluster_secret,
+                host=machine_facts.boot_id(),
+                protocols=settings.transfer_protocols,
+                tcp=TcpSettings(bind_host=settings.bind_host, advertise_host=advertise_host),
+                rdma=settings.rdma,
+            ),
+            SystemIds().hex(8),
+            MonotonicClock(),
+        )
+        opened.callback(transfer.close)
+        model: Model | None = None
+        if settings.role is not Role.KVSTORE:
+            progress("importing the tensor library", 0, 0)
+            model = open_model(settings.model, settings.dtype, settings.options)
+        worker = build(settings, channel, transfer, model=model, progress=progress)
+        opened.pop_all()
+        return worker
+
+
 def run(
     settings: WorkerSettings,
     *,
@@ -259,34 +319,29 @@ def run(
         MooncakeError: it cannot start.
         Exception: its machine failed.
     """
-    channel = ZmqChannel(
-        settings.bind_host, secret=settings.cluster_secret, advertise_host=advertise_host
-    )
-    transfer = open_transfer(
-        TransferConfig(
-            secret=settings.cluster_secret,
-            host=machine_facts.boot_id(),
-            protocols=settings.transfer_protocols,
-            tcp=TcpSettings(bind_host=settings.bind_host, advertise_host=advertise_host),
-            rdma=settings.rdma,
-        ),
-        SystemIds().hex(8),
-        MonotonicClock(),
-    )
-    model: Model | None = None
-    if settings.role is not Role.KVSTORE:
-        progress("importing the tensor library", 0, 0)
-        model = open_model(settings.model, settings.dtype, settings.options)
-    worker = build(settings, channel, transfer, model=model, progress=progress)
+    worker = _open(settings, progress, advertise_host)
     # What was made so far lives as long as the process: full collections need not walk it again.
     gc.collect()
     gc.freeze()
     try:
+        if settings.admin is not None:
+            worker.open_admin(settings.admin, _about(settings))
         started(worker)
         worker.driver.run()
-        channel.send(settings.gateway_address, PeerLost(worker=worker.ref))
+        worker.say_goodbye(settings.gateway_address)
     finally:
         worker.close()
+
+
+def _about(settings: WorkerSettings) -> dict[str, Any]:
+    """Return what a client must know of a pool node besides the secret."""
+    return {
+        "gateway_address": settings.gateway_address,
+        "node_id": settings.node_id,
+        "layout": msgspec.to_builtins(settings.layout),
+        "ssd": [msgspec.to_builtins(disk) for disk in settings.kvstore.ssd],
+        "pid": os.getpid(),
+    }
 
 
 def open_model(path: str, dtype: str, options: ModelOptions | None = None) -> Model:

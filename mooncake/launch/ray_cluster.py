@@ -26,7 +26,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mooncake.base import ConfigError, MooncakeError
 from mooncake.launch import environment, machine_facts, process
 from mooncake.launch.descendants import Descendants
-from mooncake.launch.driver import Driver
 from mooncake.launch.process import WorkerSettings
 from mooncake.telemetry.log import configure_logging
 
@@ -41,6 +40,8 @@ AGENTS_S = 0.5
 POLL_S = 0.2
 STOP_S = 10.0
 """A worker that has not stopped by itself after this long is killed."""
+SAVE_S = 5.0
+"""Of that, so long a pool node may take to write to its disks what is worth it."""
 MAX_EARLY_DEATHS = 3
 """Deaths in a row before a worker was ready that are taken as a fault no restart can cure."""
 
@@ -72,7 +73,7 @@ class WorkerActor:
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
         self._state = ("starting", 0, 0)
-        self._driver: Driver | None = None
+        self._worker: process.Worker | None = None
         self._lock = threading.Lock()
         self._stopping = False
 
@@ -92,12 +93,12 @@ class WorkerActor:
                 advertise_host=_own_address(),
             )
         except MooncakeError as error:
-            if self._driver is None:
+            if self._worker is None:
                 return error.message
             os._exit(1)
         except BaseException:
             # The driver has logged it. The process has to go: nobody knows what state it is in.
-            if self._driver is None:
+            if self._worker is None:
                 _log.exception("%s cannot start", settings.worker_id)
             sys.stderr.flush()
             os._exit(1)
@@ -105,7 +106,7 @@ class WorkerActor:
 
     def state(self) -> bytes:
         """Return a `State`."""
-        ready = self._driver is not None
+        ready = self._worker is not None
         state = State(os.getpid(), machine_facts.boot_id(), *self._state, ready)
         return msgspec.msgpack.encode(state)
 
@@ -113,17 +114,19 @@ class WorkerActor:
         """End `run`."""
         with self._lock:
             self._stopping = True
-            if self._driver is not None:
-                self._driver.stop()
+            if self._worker is not None:
+                self._worker.leave(SAVE_S)
 
     def _progress(self, what: str, done: int, whole: int) -> None:
         self._state = (what, done, whole)
 
     def _started(self, worker: process.Worker) -> None:
         with self._lock:
-            self._driver = worker.driver
+            self._worker = worker
+            if worker.admin_url:
+                _log.info("admin at %s", worker.admin_url)
             if self._stopping:
-                worker.driver.stop()
+                worker.leave(SAVE_S)
 
 
 @dataclasses.dataclass

@@ -19,7 +19,7 @@ from mooncake.launch.front import Front
 from mooncake.launch.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.process import WorkerSettings
 from mooncake.launch.settings import ServeConfig
-from mooncake.launch.workers import cluster_workers, rdma_settings
+from mooncake.launch.workers import admin_settings, cluster_workers, rdma_settings
 from mooncake.transfer.factory import choose_protocols
 
 
@@ -165,4 +165,5 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts) -> WorkerSett
         num_threads=plan.num_threads,
         self_profile=config.self_profile,
         log_level=config.log_level,
+        admin=admin_settings(config, facts.cluster_secret) if config.role == "kvstore" else None,
     )

@@ -65,8 +65,12 @@ def serve(config: ServeConfig) -> int:
         MooncakeError: it cannot be started; nothing is left running.
     """
     machine_facts.check_system()
-    if config.role is not None:
+    if config.joins_by_ray:
         return _join(config)
+    if config.role is not None:
+        from mooncake.launch import pool
+
+        return pool.serve_alone(config)
     plan = make_plan(config, machine_facts.num_cores())
     check_memory(plan, machine_facts.available_bytes())
     machine_facts.check_port(config.host, config.port)

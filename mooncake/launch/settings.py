@@ -83,6 +83,16 @@ class ServeConfig:
     ssd_write_at: float = setting(
         0.7, options.part, POOL, "SHARE", "of DRAM in use above which blocks go down; 0: at once"
     )
+    admin_host: str = setting("127.0.0.1", options.text, POOL, "HOST", "address of --admin-port")
+    admin_port: int | None = setting(
+        None, options.count(0, 65535), POOL, "PORT",
+        "health, metrics, stats and drain of a kvstore worker over HTTP; 0: any free one; the "
+        "second worker takes the next (default: none; a pool standing alone: 8100)",
+    )  # fmt: skip
+    pool_port: int = setting(
+        0, options.count(0, 65535), POOL, "PORT",
+        "where a pool standing alone is joined by clients and other nodes; 0: any free one",
+    )  # fmt: skip
     prefill: int = setting(1, options.count(0, 512), CLUSTER, "N", "prefill workers")
     decode: int = setting(1, options.count(1, 512), CLUSTER, "N", "decode workers")
     kvstore: int | None = setting(
@@ -96,11 +106,13 @@ class ServeConfig:
         None, options.host_and_port, CLUSTER, "HOST:PORT", "use this Ray cluster, start none"
     )
     role: str | None = setting(
-        None, options.one_of(*_ROLES), CLUSTER, "ROLE", "run one worker of this role; needs --join"
-    )
+        None, options.one_of(*_ROLES), CLUSTER, "ROLE",
+        "run one worker of this role; needs --join (kvstore without it: a pool standing alone)",
+    )  # fmt: skip
     join: str | None = setting(
-        None, options.host_and_port, CLUSTER, "HOST:PORT", "Ray address of the cluster to join"
-    )
+        None, options.joinable, CLUSTER, "HOST:PORT",
+        "Ray address of the cluster to join; tcp://HOST:PORT: of a pool standing alone",
+    )  # fmt: skip
     node_id: str | None = setting(
         None, options.text, CLUSTER, "NAME", "name of this machine (default: its host name)"
     )
@@ -213,6 +225,11 @@ class ServeConfig:
     def names(self) -> tuple[str, ...]:
         """Names the model answers to; the first is the one reported."""
         return self.served_model_name or (Path(self.model).resolve().name,)
+
+    @property
+    def joins_by_ray(self) -> bool:
+        """Whether Ray places and supervises the one worker of `role`."""
+        return self.join is not None and not self.join.startswith(options.DIRECT)
 
     def shown(self) -> dict[str, Any]:
         """Return all settings for a person, secrets hidden."""

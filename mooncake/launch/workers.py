@@ -9,6 +9,7 @@ import msgspec
 from mooncake.base import Role
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.plan import ServePlan
+from mooncake.launch.pool_admin import AdminSettings
 from mooncake.launch.process import WorkerSettings
 from mooncake.launch.settings import ServeConfig
 from mooncake.transfer.backends.rdma import RdmaSettings
@@ -55,6 +56,7 @@ def cluster_workers(
             self_profile=config.self_profile,
             log_level=config.log_level,
             options=plan.options,
+            admin=admin_settings(config, cluster_secret, index) if role is Role.KVSTORE else None,
         )
         for role, number in counts.items()
         for index in range(number)
@@ -72,6 +74,17 @@ def _own_pool(plan: ServePlan, worker_id: str) -> KvStoreConfig:
         for disk in plan.kvstore.ssd
     ]
     return msgspec.structs.replace(plan.kvstore, ssd=ssd)
+
+
+def admin_settings(
+    config: ServeConfig, cluster_secret: str, index: int = 0
+) -> AdminSettings | None:
+    """Return the HTTP door of a pool node; who may serve or join may also drain."""
+    if config.admin_port is None:
+        return None
+    port = config.admin_port + index if config.admin_port else 0
+    keys = [*config.api_key, cluster_secret]
+    return AdminSettings(host=config.admin_host, port=port, keys=keys)
 
 
 def rdma_settings(config: ServeConfig) -> RdmaSettings:

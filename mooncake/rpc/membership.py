@@ -54,6 +54,7 @@ class Membership:
         self._next_s = float("-inf")
         self._sequence_nos = {tier: 0}
         self._samples: list[CostSample] = []
+        self._withdrawn = False
         self.kvstore: WorkerRef | None = None
         """The pool of this worker's node, once known."""
 
@@ -77,7 +78,15 @@ class Membership:
         self.kvstore = welcome.kvstore
         if welcome.send_snapshot:
             for tier, inventory in self._inventories.items():
-                self._send_blocks(tier, inventory(), [], snapshot=True)
+                keys = [] if self._withdrawn else inventory()
+                self._send_blocks(tier, keys, [], snapshot=True)
+
+    def withdraw(self) -> None:
+        """Tell that nothing is to be had here any more, whatever is still held; for good."""
+        if not self._withdrawn and self._welcomed:
+            for tier in self._inventories:
+                self._send_blocks(tier, [], [], snapshot=True)
+        self._withdrawn = True
 
     def on_who(self, question: WhoAreYou) -> None:
         """A gateway that knows nothing yet heard us: say hello to it, as at the start."""
@@ -104,7 +113,7 @@ class Membership:
         self, stored: list[BlockKey], removed: list[BlockKey], tier: Tier | None = None
     ) -> None:
         """Tell what came and went since the last call; nothing is sent when nothing did."""
-        if (stored or removed) and self._welcomed:
+        if (stored or removed) and self._welcomed and not self._withdrawn:
             self._send_blocks(tier or self._tier, stored, removed, snapshot=False)
 
     def tick(self, now: float, load: Callable[[], WorkerLoad]) -> float:

@@ -172,6 +172,24 @@ def test_stop_works_before_the_start_and_twice(rig: Rig) -> None:
     rig.driver.stop()
 
 
+def test_it_stops_once_the_machine_is_done(rig: Rig) -> None:
+    rig.machine.wanted = 2
+    rig.thread.start()
+    rig.driver.stop_when(lambda machine: machine.enough.is_set(), 3600)
+    rig.peer.send("machine", abort(1))
+    assert rig.driver.call(lambda *_: True).result(20)
+    rig.peer.send("machine", abort(2))
+    rig.join()
+    assert rig.error is None
+
+
+def test_it_stops_at_the_limit_if_the_machine_is_never_done(rig: Rig) -> None:
+    rig.thread.start()
+    rig.driver.stop_when(lambda _: False, 0.05)
+    rig.join()
+    assert rig.error is None
+
+
 def test_calls_run_in_the_loops_thread_with_its_time(rig: Rig) -> None:
     rig.thread.start()
     name, now = rig.driver.call(lambda machine, now: (threading.current_thread(), now)).result(

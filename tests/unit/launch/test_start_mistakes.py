@@ -21,6 +21,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory with good and bad checkpoints and files in it; the current one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MOONCAKE_API_KEY", raising=False)
+    monkeypatch.delenv("MOONCAKE_CLUSTER_SECRET", raising=False)
     write_config_only(tmp_path / "good")
     write_config_only(tmp_path / "llama", model_type="llama")
     write_config_only(tmp_path / "linear", rope_scaling={"type": "linear", "factor": 2})
@@ -77,6 +78,24 @@ MISTAKES = [
     ("serve good --prefill -1", "prefill: must be at least 0"),
     ("serve good --colocated --prefill 2", "colocated and prefill exclude each other"),
     ("serve good --role prefill", "add --join HOST:PORT"),
+    ("serve good --role kvstore", "cluster-secret: a pool standing alone needs one"),
+    (
+        "serve good --role prefill --join tcp://h:1",
+        "join: tcp://h:1 is a pool; only --role kvstore",
+    ),
+    ("serve good --role kvstore --join tcp://h", "join: 'h' is not HOST:PORT"),
+    (
+        "serve good --role kvstore --cluster-secret s --bind-host 0.0.0.0",
+        "bind-host: 0.0.0.0 is no address that clients could connect to",
+    ),
+    (
+        "serve good --role kvstore --cluster-secret s --dram 1MiB --ssd no/such/place:1MiB",
+        "ssd: no/such is not there; create it, or mount the disk first",
+    ),
+    (
+        f"serve good --role kvstore --cluster-secret s --dram 1MiB --admin-port {TAKEN}",
+        "admin-port: cannot listen on 127.0.0.1:",
+    ),
     ("serve good --join 127.0.0.1:1", "add --role prefill|decode|kvstore"),
     ("serve good --role cook --join h:1", "role: 'cook' is not one of prefill, decode, kvstore"),
     ("serve good --ray-address here", "ray-address: 'here' is not HOST:PORT"),

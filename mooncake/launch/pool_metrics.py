@@ -1,0 +1,87 @@
+"""A pool node's state as documents: Prometheus text and JSON. Pure; keeps nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from mooncake.base.messages import PoolState
+from mooncake.kvstore.counters import COUNTERS
+
+GAUGES = {
+    "dram_blocks": "blocks that DRAM has room for",
+    "dram_blocks_free": "of those, free",
+    "dram_blocks_stored": "of those, whole and readable",
+    "dram_blocks_pinned": "of those, being read or pinned",
+    "dram_blocks_quarantined": "of those, waiting for the writes of lost workers to end",
+    "ssd_blocks": "blocks that the disks have room for",
+    "ssd_blocks_stored": "of those, readable",
+    "block_bytes": "bytes of a block",
+    "reads_open": "reads that peers have open",
+    "puts_open": "puts that peers have open",
+    "draining": "1: takes nothing any more",
+    "drained": "1: the process may be ended",
+}
+"""Name of a figure of a node -> what it is."""
+
+
+def figures(state: PoolState) -> dict[str, float]:
+    """Return the `GAUGES` of a node."""
+    load = state.load
+    return {
+        "dram_blocks": load.num_total_blocks,
+        "dram_blocks_free": load.num_free_blocks,
+        "dram_blocks_stored": load.num_cached_blocks,
+        "dram_blocks_pinned": state.num_pinned,
+        "dram_blocks_quarantined": state.num_quarantined,
+        "ssd_blocks": state.num_ssd_blocks,
+        "ssd_blocks_stored": state.num_ssd_stored,
+        "block_bytes": state.block_bytes,
+        "reads_open": load.num_running,
+        "puts_open": load.num_waiting,
+        "draining": int(state.draining),
+        "drained": int(state.drained),
+    }
+
+
+def document(state: PoolState) -> dict[str, Any]:
+    """Return a node's state as `mooncake pool stats --json` prints it."""
+    return {
+        "worker": state.store.worker_id,
+        "address": state.store.address,
+        "layout_fingerprint": state.layout_fingerprint,
+        **figures(state),
+        "draining": state.draining,
+        "drained": state.drained,
+        "counters": state.load.counters,
+    }
+
+
+class _Node:
+    """A collector of one state."""
+
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every series once."""
+        names, values = ["worker"], [self._state.store.worker_id]
+        shown = figures(self._state)
+        for name, text in GAUGES.items():
+            gauge = GaugeMetricFamily(f"mooncake_pool_{name}", text, labels=names)
+            gauge.add_metric(values, shown[name])
+            yield gauge
+        for name, text in COUNTERS.items():
+            counter = CounterMetricFamily(f"mooncake_pool_{name}", text, labels=names)
+            counter.add_metric(values, self._state.load.counters.get(name, 0.0))
+            yield counter
+
+
+def render(state: PoolState) -> bytes:
+    """Return a node's state in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Node(state))
+    return generate_latest(registry)

@@ -1,0 +1,148 @@
+"""`mooncake serve --role kvstore` as a process of its own: used, asked, drained, killed, and warm
+again from its disk.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake.base import Tier
+from mooncake.launch.pool_session import PoolSession, locate
+from tests.support.checkpoints import write_config_only
+from tests.support.pool_process import SECRET, PoolProcess, until
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config_only(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture(scope="module")
+def node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolProcess]:
+    home = tmp_path_factory.mktemp("node")
+    with PoolProcess(model, home / "log", "--dram", "1MiB") as running:
+        yield running
+
+
+def blocks_of(session: PoolSession, *numbers: int) -> dict[bytes, bytes]:
+    size = session.block_bytes
+    return {n.to_bytes(16, "big"): random.Random(n).randbytes(size) for n in numbers}
+
+
+def ask(url: str, method: str = "GET", key: str = SECRET) -> tuple[int, Any]:
+    request = urllib.request.Request(url, method=method, headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_a_warm_restart_after_a_drain(model: Path, tmp_path: Path) -> None:
+    words = ("--dram", "1MiB", "--ssd", f"{tmp_path / 'ssd'}:8MiB")
+    with PoolProcess(model, tmp_path / "log1", *words) as first, first.session() as session:
+        blocks = blocks_of(session, *range(20))
+        assert session.put(blocks) == list(blocks)
+        assert session.get(list(blocks)[:12]) == list(blocks.values())[:12]
+        assert session.stat().num_ssd_stored == 0, "DRAM has room"
+        assert first.stop(signal.SIGTERM) == 0
+    with PoolProcess(model, tmp_path / "log2", *words) as second, second.session() as session:
+        until(lambda: session.stat().num_ssd_stored == 12, "blocks used twice are found again")
+        assert session.exists(list(blocks)) == [Tier.SSD] * 12 + [None] * 8
+        assert session.get(list(blocks)) == list(blocks.values())[:12]
+        assert session.exists(list(blocks)[:12]) == [Tier.DRAM] * 12
+        counters = session.stat().load.counters
+        assert counters["ssd_blocks_found"] == counters["ssd_blocks_read"] == 12
+        assert counters["ssd_blocks_corrupt"] == 0
+
+
+def test_a_warm_restart_after_kill_9(model: Path, tmp_path: Path) -> None:
+    disks = ",".join(f"{tmp_path / name}:4MiB" for name in "ab")
+    words = ("--dram", "1MiB", "--ssd", disks, "--ssd-min-uses", "1", "--ssd-write-at", "0")
+    with PoolProcess(model, tmp_path / "log1", *words) as first, first.session() as session:
+        blocks = blocks_of(session, *range(20))
+        session.put(blocks)
+        until(lambda: session.stat().num_ssd_stored == 20, "every block goes down at once")
+        first.stop(signal.SIGKILL)
+    with PoolProcess(model, tmp_path / "log2", *words) as second, second.session() as session:
+        until(lambda: session.stat().num_ssd_stored == 20, "all blocks are found again")
+        assert session.get(list(blocks)) == list(blocks.values())
+
+
+def test_more_than_dram_holds_comes_back_from_ssd(model: Path, tmp_path: Path) -> None:
+    words = ("--dram", "256KiB", "--ssd", f"{tmp_path / 'ssd'}:8MiB", "--ssd-min-uses", "1")
+    with PoolProcess(model, tmp_path / "log", *words) as node, node.session() as session:
+        num_dram = session.stat().load.num_total_blocks
+        blocks = blocks_of(session, *range(3 * num_dram))
+        for number, key in enumerate(blocks):
+            session.put({key: blocks[key]})
+            wanted = number - num_dram * 3 // 4
+            until(lambda w=wanted: session.stat().num_ssd_stored > w, "older blocks go down")
+        found = [session.get([key]) for key in blocks]
+        assert found == [[data] for data in blocks.values()]
+        assert session.stat().load.counters["ssd_blocks_too_late"] == 0
+
+
+def test_what_operators_ask(node: PoolProcess) -> None:
+    assert ask(f"{node.url}/health", key="")[0] == 200
+    assert ask(f"{node.url}/v1/pool/stats", key="wrong")[0] == 401
+    assert ask(f"{node.url}/v1/pool/drain", "POST", key="")[0] == 401
+    assert ask(f"{node.url}/v1/pool/drain")[0] == 405
+    assert ask(f"{node.url}/nowhere")[0] == 404
+    status, body = ask(f"{node.url}/v1/pool/stats")
+    stats = json.loads(body)
+    assert (status, stats["draining"], stats["ssd_blocks"]) == (200, False, 0)
+    with node.session() as session:
+        session.put(blocks_of(session, 1, 2, 3))
+        session.stat()  # one channel keeps its order: the node has heard of the end of the put
+        status, text = ask(f"{node.url}/metrics", key="")
+        stored = f'mooncake_pool_dram_blocks_stored{{worker="{stats["worker"]}"}} 3.0'
+        assert (status, stored in text.decode()) == (200, True)
+        session.remove(list(blocks_of(session, 1, 2, 3)))
+
+
+def test_a_drained_node_takes_nothing_and_still_gives(model: Path, tmp_path: Path) -> None:
+    with PoolProcess(model, tmp_path / "log", "--dram", "1MiB") as node, node.session() as session:
+        blocks = blocks_of(session, *range(4))
+        session.put(blocks)
+        status, body = ask(f"{node.url}/v1/pool/drain", "POST")
+        assert (status, json.loads(body)["draining"]) == (202, True)
+        assert ask(f"{node.url}/health", key="")[0] == 503
+        until(lambda: session.stat().drained, "nothing is open")
+        assert session.put(blocks_of(session, 9)) == []
+        assert session.get(list(blocks)) == list(blocks.values())
+        assert node.stop(signal.SIGTERM) == 0
+
+
+def test_a_lost_client_leaves_nothing_behind(node: PoolProcess) -> None:
+    with node.session() as session:
+        session.put(blocks_of(session, 50))
+        assert session.stat().load.num_waiting == 0
+    with node.session() as session:
+        assert session.exists(list(blocks_of(session, 50))) == [Tier.DRAM]
+        assert session.stat().load.num_running == 0
+
+
+def test_nodes_join_and_clients_find_theirs(node: PoolProcess, model: Path, tmp_path: Path) -> None:
+    config = locate(node.url, SECRET)
+    words = ("--dram", "1MiB", "--node-id", "second", "--join", config.gateway_address)
+    with PoolProcess(model, tmp_path / "log", *words) as second:
+        assert locate(second.url, SECRET).gateway_address == config.gateway_address
+        with second.session(store_address="", node_id="second") as session:
+            session.connect()
+            blocks = blocks_of(session, 70)
+            session.put(blocks)
+            session.stat()
+            with second.session() as direct:
+                assert direct.get(list(blocks)) == list(blocks.values())
+        with node.session() as session:
+            assert session.exists(list(blocks)) == [None]

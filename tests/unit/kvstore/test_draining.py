@@ -1,0 +1,67 @@
+"""A node that is told to go: nobody is sent to it, nothing new is taken, disks get their due."""
+
+from __future__ import annotations
+
+from mooncake.base import Drain, Welcome
+from mooncake.sim.disk import SimMedium
+from tests.support.kvstore_world import GATEWAY, NodeWorld, keys, worker
+
+
+def test_it_tells_that_nothing_is_to_be_had_and_takes_nothing() -> None:
+    world = NodeWorld()
+    world.put(worker("p"), keys(1, 2))
+    world.handle(Drain())
+    assert world.inventory == set()
+    assert world.put(worker("p"), keys(3)) == []
+    assert world.pin(worker("d"), keys(1, 2)).num_blocks == 2, "what is here can be read"
+
+
+def test_it_is_drained_when_nothing_is_open() -> None:
+    world = NodeWorld()
+    grant = world.start(worker("p"), keys(1))
+    assert not world.node.drained
+    world.handle(Drain())
+    assert not world.node.drained
+    world.end(worker("p"), grant)
+    assert world.inventory == set(), "nor is what becomes whole now announced"
+    pinned = world.pin(worker("d"), keys(1))
+    assert not world.node.drained
+    world.unpin(worker("d"), pinned)
+    assert world.node.drained
+
+
+def test_a_new_gateway_hears_of_nothing_either() -> None:
+    world = NodeWorld()
+    world.put(worker("p"), keys(1))
+    world.handle(Drain())
+    world.handle(Welcome(gateway=GATEWAY, kvstore=None, send_snapshot=True))
+    assert world.inventory == set()
+
+
+def test_what_was_used_twice_goes_down_first() -> None:
+    world = NodeWorld(media=[SimMedium()])
+    world.tick(1.0)
+    world.put(worker("p"), keys(1, 2, 3))
+    world.unpin(worker("d"), world.pin(worker("d"), keys(1, 2)))
+    world.tick(2.0)
+    assert world.on_ssd == set()
+    world.handle(Drain())
+    assert not world.node.drained
+    world.tick(3.0)
+    assert world.node.drained
+    world.boot()
+    world.tick(4.0)
+    assert world.on_ssd == set(keys(1, 2))
+
+
+def test_a_disk_that_refuses_does_not_hold_it_up() -> None:
+    medium = SimMedium()
+    world = NodeWorld(media=[medium])
+    world.tick(1.0)
+    world.put(worker("p"), keys(1))
+    world.unpin(worker("d"), world.pin(worker("d"), keys(1)))
+    medium.refuses_writes = True
+    world.handle(Drain())
+    world.tick(2.0)
+    assert world.node.drained
+    assert world.node.state().draining
