@@ -16,8 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mooncake.api.http import error_response
 from mooncake.base import IdSource, Unauthorized
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/docs", "/openapi.json"})
-"""What needs no key: probes, scrapers and the documentation have none."""
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version", "/docs", "/openapi.json"})
+"""What needs no key: probes, scrapers and the documentation have none, and the page asks for it."""
+
+PAGE_PATH = "/page/"
+"""Where the page's own files are: the same for everybody."""
 
 _PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -51,7 +54,9 @@ class Access:
             await error_response(error)(scope, receive, named_send)
 
     def _may_pass(self, scope: Scope, headers: Headers) -> bool:
-        if not self._digests or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        path: str = scope["path"]
+        is_open = path in OPEN_PATHS or path.startswith(PAGE_PATH)
+        if not self._digests or is_open or scope["method"] == "OPTIONS":
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":

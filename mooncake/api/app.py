@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -24,6 +25,7 @@ from mooncake.api.routes.chat import chat_routes
 from mooncake.api.routes.completions import completion_routes
 from mooncake.api.routes.models import model_routes
 from mooncake.api.routes.operations import operation_routes
+from mooncake.api.routes.page import page_routes
 from mooncake.api.routes.tokens import token_routes
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
@@ -36,12 +38,22 @@ _log = logging.getLogger(__name__)
 _ERROR_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
+_ROUTES = (
+    chat_routes, completion_routes, model_routes, token_routes, operation_routes, page_routes,
+)  # fmt: skip
+
+
 def create_app(
-    backend: Backend, model: ServedModel, config: ApiConfig, *, ids: IdSource | None = None
+    backend: Backend,
+    model: ServedModel,
+    config: ApiConfig,
+    *,
+    ids: IdSource | None = None,
+    recent: Callable[[], Any] | None = None,
 ) -> FastAPI:
-    """Return the ASGI application; its `state.door` is the `Door`."""
+    """Return the ASGI application; its `state.door` is the `Door`, which explains `recent`."""
     ids = ids or SystemIds()
-    door = Door(backend, model, config, ids=ids)
+    door = Door(backend, model, config, ids=ids, recent=recent)
     app = FastAPI(
         title="Mooncake",
         version=__version__,
@@ -50,7 +62,7 @@ def create_app(
         openapi_url="/openapi.json" if config.docs else None,
     )
     app.state.door = door
-    for routes in (chat_routes, completion_routes, model_routes, token_routes, operation_routes):
+    for routes in _ROUTES:
         app.include_router(routes(door))
     app.add_exception_handler(MooncakeError, _on_mooncake_error)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -35,5 +35,9 @@ class ApiConfig:
     allow_special_tokens_in_chat: bool = False
     """Whether a message that spells a control token gets that token. No: it could end its turn and
     speak as the system or the model. /v1/completions always takes a prompt as it is written."""
+    max_listeners: int = 64
+    """Open pages that follow the cluster; more get 429."""
+    feed_s: float = 1.0
+    """Between two events of the cluster's feed."""
     access_log: bool = False
     docs: bool = True

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -49,13 +50,19 @@ class Door:
         *,
         ids: IdSource | None = None,
         wall_s: Callable[[], float] = time.time,
+        recent: Callable[[], Any] | None = None,
     ) -> None:
+        """`recent` returns how requests fared lately (`telemetry.recent`), for the page."""
         self.backend = backend
         self.model = model
         self.config = config
         self.names = config.served_model_names or model.names
         self.fingerprint = f"mooncake-{__version__}"
         self.draining = False
+        self.recent = recent or dict
+        self.num_listeners = 0
+        """Who follows the cluster's feed now."""
+        self._stopping = asyncio.Event()
         self.think_markers = find_markers(model.tokenizer, THINK_MARKERS)
         """Empty when the model does not mark its reasoning."""
         self.tool_markers = find_markers(model.tokenizer, TOOL_MARKERS)
@@ -73,6 +80,16 @@ class Door:
     @property
     def ready(self) -> bool:
         return not self.draining and self.backend.ready
+
+    def drain(self) -> None:
+        """Take no new calls, and let those go who listen without end."""
+        self.draining = True
+        self._stopping.set()
+        self.backend.drain()
+
+    async def stopping(self) -> None:
+        """Return when the server shuts down."""
+        await self._stopping.wait()
 
     def now_s(self) -> int:
         """Return Unix time for `created`."""

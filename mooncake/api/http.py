@@ -141,7 +141,7 @@ class CallResponse(Response):
             await json_response(body)(scope, receive, send)
 
     async def _send_stream(self, send: Send, deltas: list[Delta] | None) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             events = self._renderer.begin(self._call)
             while deltas is not None:
@@ -163,19 +163,29 @@ class CallResponse(Response):
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
 
-_STREAM_HEADERS = [
+STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect the stream otherwise
 ]
 
 
+def event(data: bytes) -> bytes:
+    """Return one server-sent event; `data` is JSON, so it has no line breaks."""
+    return b"data: %b\n\n" % data
+
+
 async def _send_events(send: Send, events: list[bytes]) -> None:
-    body = b"".join(b"data: %b\n\n" % event for event in events)
+    body = b"".join(event(data) for data in events)
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _watch_disconnect(receive: Receive, call: Call) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _watch_disconnect(receive: Receive, call: Call) -> None:
+    await until_gone(receive)
     call.fail(ClientGone("the client closed the connection"))

@@ -91,10 +91,9 @@ async def serve(
             host, port = listener.getsockname()[:2]
             ready(host, port)
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        door.draining = True
         for accepting in server.servers:  # at once, not at the server's next look around
             accepting.close()
-        door.backend.drain()
+        door.drain()
         server.should_exit = True
         done, _ = await asyncio.wait({running}, timeout=config.drain_s)
         if not done:

@@ -26,6 +26,7 @@ from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.gateway import Gateway
 from mooncake.telemetry.events import Recorders
 from mooncake.telemetry.metrics import Metrics
+from mooncake.telemetry.recent import Recent
 
 GATEWAY_ID = "gateway"
 
@@ -45,6 +46,7 @@ class Front:
         ids = ids or SystemIds()
         self._clock = clock or MonotonicClock()
         self._metrics = Metrics(model_name)
+        self._recent = Recent()
         self.channel = channel
         self._app: Any = None
         self.gateway = Gateway(
@@ -53,7 +55,7 @@ class Front:
             Conductor(plan.scheduler, ids),
             channel,
             ids,
-            Recorders(self._metrics),
+            Recorders(self._metrics, self._recent),
         )
         self.backend = GatewayBackend(
             self.gateway,
@@ -85,7 +87,12 @@ class Front:
         ready: Callable[[str, int], None],
     ) -> None:
         """Serve HTTP on `listener` until `stop`, then drain. `ready` is told the address."""
-        self._app = create_app(self.backend, model, api_config(config))
+        self._app = create_app(
+            self.backend,
+            model,
+            api_config(config),
+            recent=lambda: self._recent.status(self._clock.now()),
+        )
         self.backend.start()
         try:
             await serve(self._app, api_config(config), stop=stop, ready=ready, listener=listener)

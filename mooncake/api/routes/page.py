@@ -1,0 +1,115 @@
+"""The web page at `/`, its files, and the feed of events behind its cluster view.
+
+Files are read once and served from memory under their exact names: no path is ever looked up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from importlib import resources
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mooncake.api.access import PAGE_PATH
+from mooncake.api.door import Door
+from mooncake.api.http import STREAM_HEADERS, error_response, event, until_gone
+from mooncake.api.schema.replies import encode
+from mooncake.base import Overloaded
+
+_MEDIA = {
+    "css": "text/css; charset=utf-8",
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-cache",  # always asked for, and answered with 304 when it is the same
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def page_routes(door: Door) -> APIRouter:
+    """Return the page's routes over `door`. None is in the OpenAPI document: they are for people,
+    and the feed has no end."""
+    router = APIRouter(include_in_schema=False)
+    files = _read_files()
+
+    @router.get("/")
+    async def page(request: Request) -> Response:
+        """The page itself."""
+        return _file(request, files, "index.html")
+
+    @router.get(PAGE_PATH + "{name}")
+    async def file(request: Request, name: str) -> Response:
+        """A file of the page."""
+        return _file(request, files, name)
+
+    @router.get("/v1/cluster/events")
+    async def events() -> Response:
+        """The cluster's status and what happened lately, about once a second, without end."""
+        return FeedResponse(door)
+
+    return router
+
+
+def _read_files() -> dict[str, tuple[bytes, str]]:
+    """Return the page's files by name, each with its entity tag."""
+    files: dict[str, tuple[bytes, str]] = {}
+    for entry in resources.files("mooncake.api.page").iterdir():
+        if entry.name.rpartition(".")[2] in _MEDIA:
+            body = entry.read_bytes()
+            files[entry.name] = (body, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return files
+
+
+def _file(request: Request, files: dict[str, tuple[bytes, str]], name: str) -> Response:
+    if name not in files:
+        raise HTTPException(404)
+    body, tag = files[name]
+    headers = {**_HEADERS, "ETag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(body, headers=headers, media_type=_MEDIA[name.rpartition(".")[2]])
+
+
+class FeedResponse(Response):
+    """The cluster as server-sent events, until the client goes or the server shuts down."""
+
+    def __init__(self, door: Door) -> None:
+        super().__init__()
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        door = self._door
+        if door.num_listeners >= door.config.max_listeners:
+            error = Overloaded(
+                f"{door.num_listeners} listeners follow the cluster already", retry_after_s=5.0
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        ends = [asyncio.ensure_future(until_gone(receive)), asyncio.ensure_future(door.stopping())]
+        door.num_listeners += 1
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            while not any(end.done() for end in ends):
+                body = event(encode({"status": door.backend.status(), "recent": door.recent()}))
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await asyncio.wait(
+                    ends, timeout=door.config.feed_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            door.num_listeners -= 1
+            for end in ends:
+                end.cancel()

@@ -1,0 +1,158 @@
+"""How requests fared lately: latencies, hit rate, output and rejections of the last minute.
+
+Derived from lifetime events and bounded whatever the load. For eyes (the cluster page); the series
+that are kept and added up over gateways are `metrics.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from mooncake.telemetry.events import Accepted, AnyEvent, Finished, FirstToken, Refused, Tokens
+from mooncake.telemetry.stats import percentile
+
+WINDOW_S = 60.0
+MAX_SAMPLES = 4096
+MAX_REFUSALS = 20
+
+Value = TypeVar("Value")
+
+
+class RecentRefusal(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that was turned away."""
+
+    ago_s: float
+    request_id: str
+    status: int
+    reason: str
+
+
+class RecentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The last `window_s` seconds; a latency is None where nothing was measured."""
+
+    window_s: float
+    ttft_s_p50: float | None
+    ttft_s_p99: float | None
+    tbt_s_p50: float | None
+    """Of single gaps between tokens."""
+    tbt_s_p99: float | None
+    num_prompt_tokens: int
+    """Of requests that got their first token."""
+    num_cached_tokens: int
+    """Of those, not computed again."""
+    output_tokens_per_s: float
+    refusals: list[RecentRefusal]
+    """The newest first, however old."""
+
+
+class _Samples(Generic[Value]):
+    """Values with their times, as many as fit; the oldest go first."""
+
+    def __init__(self) -> None:
+        self._values: deque[tuple[float, Value]] = deque(maxlen=MAX_SAMPLES)
+
+    def add(self, at_s: float, value: Value) -> None:
+        self._values.append((at_s, value))
+
+    def since(self, start_s: float) -> list[Value]:
+        while self._values and self._values[0][0] < start_s:
+            self._values.popleft()
+        return [value for _, value in self._values]
+
+
+class Recent:
+    """A recorder that remembers the last minute."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, tuple[Accepted, float]] = {}
+        """With the time of the last token."""
+        self._ttft_s: _Samples[float] = _Samples()
+        self._gap_s: _Samples[float] = _Samples()
+        self._prompts: _Samples[tuple[int, int]] = _Samples()
+        self._outputs: deque[tuple[int, int]] = deque(maxlen=int(WINDOW_S) + 1)
+        """(whole second, tokens in it): a busy gateway brings more events than any list holds."""
+        self._refusals: deque[Refused] = deque(maxlen=MAX_REFUSALS)
+
+    @property
+    def num_live(self) -> int:
+        """Requests accepted and not yet finished."""
+        return len(self._live)
+
+    def record(self, event: AnyEvent) -> None:
+        """Take note of `event`; those that do not matter here are ignored."""
+        match event:
+            case Tokens():
+                self._on_tokens(event)
+            case Accepted():
+                self._live[event.request_id] = (event, event.at_s)
+            case FirstToken():
+                self._on_first_token(event)
+            case Finished():
+                self._live.pop(event.request_id, None)
+            case Refused():
+                self._refusals.appendleft(event)
+            case _:
+                pass
+
+    def _on_first_token(self, event: FirstToken) -> None:
+        if event.request_id not in self._live:
+            return
+        accepted, _ = self._live[event.request_id]
+        self._live[event.request_id] = (accepted, event.at_s)
+        self._ttft_s.add(event.at_s, event.at_s - accepted.at_s)
+        self._prompts.add(event.at_s, (accepted.num_prompt_tokens, event.num_cached_tokens))
+
+    def _on_tokens(self, event: Tokens) -> None:
+        if event.request_id not in self._live:
+            return
+        second, number = int(event.at_s), event.num_tokens
+        if self._outputs and self._outputs[-1][0] == second:
+            number += self._outputs.pop()[1]
+        self._outputs.append((second, number))
+        if event.start > 0:
+            accepted, last_s = self._live[event.request_id]
+            self._live[event.request_id] = (accepted, event.at_s)
+            self._gap_s.add(event.at_s, event.at_s - last_s)
+
+    def status(self, now: float) -> RecentStatus:
+        """Return what is known of the time up to `now`, on the events' clock."""
+        start_s = now - WINDOW_S
+        ttft_s, gap_s = self._ttft_s.since(start_s), self._gap_s.since(start_s)
+        prompts = self._prompts.since(start_s)
+        return RecentStatus(
+            window_s=WINDOW_S,
+            ttft_s_p50=_percentile(ttft_s, 50),
+            ttft_s_p99=_percentile(ttft_s, 99),
+            tbt_s_p50=_percentile(gap_s, 50),
+            tbt_s_p99=_percentile(gap_s, 99),
+            num_prompt_tokens=sum(number for number, _ in prompts),
+            num_cached_tokens=sum(number for _, number in prompts),
+            output_tokens_per_s=_rate(self._outputs, now),
+            refusals=[
+                RecentRefusal(
+                    ago_s=max(0.0, now - refused.at_s),
+                    request_id=refused.request_id,
+                    status=refused.status,
+                    reason=refused.reason,
+                )
+                for refused in self._refusals
+            ],
+        )
+
+
+def _percentile(values: list[float], percent: float) -> float | None:
+    return percentile(values, percent) if values else None
+
+
+RATE_S = 5
+"""Whole seconds that the rate of output is over."""
+
+
+def _rate(outputs: Iterable[tuple[int, int]], now: float) -> float:
+    """Return tokens a second over the last whole seconds before this one."""
+    this = int(now)
+    return sum(number for second, number in outputs if this - RATE_S <= second < this) / RATE_S
