@@ -10,9 +10,12 @@ import math
 import random
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from mooncake.api import Tokenizer
 from mooncake.base import ConfigError
+
+if TYPE_CHECKING:
+    from mooncake.api import Tokenizer
 
 Message = dict[str, str]
 

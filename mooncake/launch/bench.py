@@ -300,11 +300,12 @@ def _samples(arguments: argparse.Namespace, model: str) -> Any:
 
 def _words(path: str, *, skip: bool) -> Any:
     """Return what prompts are made of: the tokenizer at `path`, or ids where there is none."""
-    from mooncake.api import load_tokenizer
     from mooncake.bench.samples import Words
 
     directory = Path(path)
     if not skip and directory.is_dir():
+        from mooncake.api import load_tokenizer
+
         return Words(load_tokenizer(directory), 0)
     vocab = BLIND_VOCAB
     try:
@@ -397,13 +398,14 @@ def _latency(arguments: argparse.Namespace) -> int:
 
 
 class _Engine:
-    """`mooncake.LLM` without a prefix cache, so that equal batches cost the same."""
+    """The engine alone, without a prefix cache, so that equal batches cost the same."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         from mooncake.launch import environment
-        from mooncake.launch.llm import LLM
 
         environment.restart_with(os.environ)
+        from mooncake.launch.direct import DirectEngine
+
         given = {
             name: value
             for name in ENGINE_SETTINGS
@@ -412,33 +414,35 @@ class _Engine:
         self._arguments = arguments
         self._words = _words(arguments.model, skip=True)
         self._num_answers = getattr(arguments, "n", 1)
-        self._llm = LLM(arguments.model, enable_prefix_caching=False, self_profile=False, **given)
+        self._engine = DirectEngine.open(arguments.model, enable_prefix_caching=False, **given)
 
     def __enter__(self) -> _Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._llm.close()
+        self._engine.close()
 
     def samples(self, count: int) -> Any:
         """Return random prompts of the lengths that were asked for."""
         from mooncake.bench.samples import RandomShape, random_samples
 
         arguments = self._arguments
-        if count < 1:
-            raise ConfigError("the number of prompts must be at least 1")
+        if count < 1 or self._num_answers < 1:
+            raise ConfigError("the number of prompts and answers must be at least 1")
         shape = RandomShape(input_len=arguments.input_len, output_len=arguments.output_len)
         return random_samples(shape, count, self._words, arguments.seed)
 
     def generate(self, samples: Sequence[Any]) -> int:
         """Run `samples` to their full length and return how many tokens were made."""
-        results = self._llm.generate(
-            [sample.prompt for sample in samples],
-            max_tokens=samples[0].num_output_tokens,
-            ignore_eos=True,
-            n=self._num_answers,
-        )
-        return sum(len(output.token_ids) for result in results for output in result.outputs)
+        from mooncake.base import SamplingParams
+
+        answers = [
+            (sample.prompt, SamplingParams(max_tokens=sample.num_output_tokens, seed=seed))
+            for sample in samples
+            for seed in range(self._num_answers)
+        ]
+        made = self._engine.generate(*zip(*answers, strict=True))
+        return sum(len(tokens) for tokens in made)
 
 
 def _show_engine_result(arguments: argparse.Namespace, result: Any) -> None:
