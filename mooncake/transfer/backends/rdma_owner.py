@@ -11,10 +11,11 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mooncake.base.errors import ConfigError, TransferError
+from mooncake.base.errors import TransferError
 from mooncake.transfer.backends import rdma_wire as wire
 from mooncake.transfer.backends.control_link import ControlLink
-from mooncake.transfer.backends.io_loop import READABLE, IoLoop
+from mooncake.transfer.backends.io_loop import IoLoop
+from mooncake.transfer.backends.listener import Listener, tcp_listener
 from mooncake.transfer.backends.rdma_memory import RdmaMemory
 from mooncake.transfer.backends.rdma_nic import Nic, QueuePair
 from mooncake.transfer.handshake import AcceptingSide, Credentials, PeerIdentity
@@ -52,35 +53,17 @@ class RdmaOwner:
         self.num_pairs = 0
         self._credentials = credentials
         self._sessions: set[RdmaSession] = set()
-        self._listener = _listen(bind_host)
-        self.port: int = self._listener.getsockname()[1]
-        self._closed = False
-        loop.post(self._watch)
+        sock = tcp_listener(bind_host)
+        self.port: int = sock.getsockname()[1]
+        limit = limits.num_sessions
+        self._listener = Listener(sock, loop, "RDMA", limit, lambda: self.num_sessions, self._take)
 
     @property
     def num_sessions(self) -> int:
         """Peers connected now, proven or not."""
         return len(self._sessions)
 
-    def _watch(self) -> None:
-        if not self._closed:
-            self.loop.add(self._listener.fileno(), READABLE, self._accept)
-
-    def _accept(self, _events: int) -> None:
-        try:
-            sock, address = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:  # out of descriptors: leave the queue alone for a while
-            _LOG.warning("cannot accept an RDMA peer: %s", error)
-            self.loop.remove(self._listener.fileno())
-            self.loop.call_later(0.5, self._watch)
-            return
-        if len(self._sessions) >= self.limits.num_sessions:
-            _LOG.warning("RDMA peer %s refused: too many", address)
-            sock.close()
-            return
-        sock.setblocking(False)
+    def _take(self, sock: socket.socket) -> None:
         self._sessions.add(RdmaSession(self, sock, self._credentials.accept()))
 
     def fence(self, identity: PeerIdentity) -> None:
@@ -100,8 +83,6 @@ class RdmaOwner:
 
     def close(self) -> None:
         """Refuse peers and end what they have opened; runs in the loop."""
-        self._closed = True
-        self.loop.remove(self._listener.fileno())
         self._listener.close()
         for session in list(self._sessions):
             session.close()
@@ -197,16 +178,3 @@ class RdmaSession:
         for pair_id in list(self._pairs):
             self._close_pair(pair_id)
         self._owner.forget(self)
-
-
-def _listen(bind_host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((bind_host, 0))
-        listener.listen(512)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"RDMA control cannot listen on {bind_host}: {error}") from error
-    return listener

@@ -12,6 +12,7 @@ import threading
 from mooncake.base.errors import ProtocolError
 from mooncake.transfer.backends import shm_wire as wire
 from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, IoLoop
+from mooncake.transfer.backends.listener import Listener
 from mooncake.transfer.handshake import AcceptingSide, Credentials
 from mooncake.transfer.regions import RegionTable
 
@@ -33,38 +34,21 @@ class ShmOwner:
         self._sessions: set[OwnerSession] = set()
         name = f"mooncake-{credentials.ids.hex(8)}"
         self.endpoint = f"@{name}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(f"\0{name}")
-        self._listener.listen(128)
-        self._listener.setblocking(False)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.bind(f"\0{name}")
+        sock.listen(128)
         table.watch_withdrawals(self._withdraw)
-        loop.post(self._watch)
+        self._listener = Listener(
+            sock, loop, "shared-memory", _MAX_SESSIONS, lambda: self.num_sessions, self._take
+        )
 
     @property
     def num_sessions(self) -> int:
         """Peers connected now, proven or not."""
         return len(self._sessions)
 
-    def _watch(self) -> None:
-        if not self._closed:
-            self._loop.add(self._listener.fileno(), READABLE, self._accept)
-
-    def _accept(self, _events: int) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:  # out of descriptors: leave the queue alone for a while
-            _LOG.warning("cannot accept a shared-memory peer: %s", error)
-            self._loop.remove(self._listener.fileno())
-            self._loop.call_later(0.5, self._watch)
-            return
-        if len(self._sessions) >= _MAX_SESSIONS:
-            _LOG.warning("shared-memory peer refused: too many")
-            sock.close()
-            return
-        session = OwnerSession(self, sock, self._loop, self._credentials.accept())
-        self._sessions.add(session)
+    def _take(self, sock: socket.socket) -> None:
+        self._sessions.add(OwnerSession(self, sock, self._loop, self._credentials.accept()))
 
     def _withdraw(self, region_id: int) -> None:
         with self._lock:
@@ -107,7 +91,6 @@ class ShmOwner:
         self._loop.post(self._hang_up)
 
     def _hang_up(self) -> None:
-        self._loop.remove(self._listener.fileno())
         self._listener.close()
         for session in list(self._sessions):
             session.close()
@@ -124,7 +107,6 @@ class OwnerSession:
         self._loop = loop
         self._handshake = handshake
         self._closed = False
-        self._sock.setblocking(False)
         self._loop.add(self._sock.fileno(), READABLE, self._on_event)
         self._timer = self._loop.call_later(_HANDSHAKE_S, self._on_silence)
 

@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mooncake.base.errors import ConfigError, ProtocolError
+from mooncake.base.errors import ProtocolError
 from mooncake.transfer.backends import tcp_wire as wire
 from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
+from mooncake.transfer.backends.listener import Listener, tcp_listener
 from mooncake.transfer.handshake import MAX_HANDSHAKE_BYTES, Credentials, PeerIdentity
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
 
@@ -55,38 +56,26 @@ class TcpServer:
         self._lock = threading.Lock()
         self._connections: set[ServerConnection] = set()
         self._closed = False
-        self._listener = _listen(bind_host)
-        self.port: int = self._listener.getsockname()[1]
-        loops[0].post(self._watch)
+        sock = tcp_listener(bind_host)
+        self.port: int = sock.getsockname()[1]
+        limit = limits.num_connections
+        self._listener = Listener(
+            sock, loops[0], "TCP", limit, lambda: self.num_connections, self._take
+        )
 
     @property
     def num_connections(self) -> int:
         """Connections open now, proven or not."""
         return len(self._connections)
 
-    def _watch(self) -> None:
-        if not self._closed:
-            self._loops[0].add(self._listener.fileno(), READABLE, self._accept)
-
-    def _accept(self, _events: int) -> None:
-        try:
-            sock, address = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:  # out of descriptors: leave the queue alone for a while
-            _LOG.warning("cannot accept a transfer connection: %s", error)
-            self._loops[0].remove(self._listener.fileno())
-            self._loops[0].call_later(0.5, self._watch)
-            return
+    def _take(self, sock: socket.socket) -> None:
         with self._lock:
-            if self._closed or len(self._connections) >= self.limits.num_connections:
-                _LOG.warning("transfer connection from %s refused: too many", address)
+            if self._closed:
                 sock.close()
                 return
-            loop = next(self._next_loop)
-            connection = ServerConnection(self, sock, loop)
+            connection = ServerConnection(self, sock, next(self._next_loop))
             self._connections.add(connection)
-        loop.post(connection.start)
+        connection.loop.post(connection.start)
 
     def fence(self, identity: PeerIdentity) -> None:
         """Return when the named earlier connections of this engine touch no memory any more."""
@@ -113,13 +102,9 @@ class TcpServer:
         with self._lock:
             self._closed = True
             connections = list(self._connections)
-        self._loops[0].post(self._stop_listening)
+        self._loops[0].post(self._listener.close)
         for connection in connections:
             connection.loop.post(connection.close)
-
-    def _stop_listening(self) -> None:
-        self._loops[0].remove(self._listener.fileno())
-        self._listener.close()
 
 
 class ServerConnection:
@@ -379,16 +364,3 @@ def tune_socket(sock: socket.socket, dead_host_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(dead_host_s / 2)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(dead_host_s / 6)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
-def _listen(bind_host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((bind_host, 0))
-        listener.listen(512)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"transfer cannot listen on {bind_host}: {error}") from error
-    return listener

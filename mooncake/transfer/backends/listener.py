@@ -1,0 +1,84 @@
+"""Takes in the connections of peers, up to a limit, whatever their protocol. Lives in one loop."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+
+from mooncake.base.errors import ConfigError
+from mooncake.transfer.backends.io_loop import READABLE, IoLoop
+
+_LOG = logging.getLogger(__name__)
+_REST_S = 0.5
+"""Out of descriptors, the queue of peers is left alone for so long."""
+_BACKLOG = 512
+
+
+def tcp_listener(host: str) -> socket.socket:
+    """Return a socket that listens on a free port of `host`.
+
+    Raises:
+        ConfigError: it cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.bind((host, 0))
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host} for transfers: {error}") from error
+    return sock
+
+
+class Listener:
+    """See the module. Owns the socket."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: IoLoop,
+        name: str,
+        limit: int,
+        num_open: Callable[[], int],
+        take: Callable[[socket.socket], None],
+    ) -> None:
+        """`take` is given each connection, not blocking; `num_open` is held against `limit`."""
+        self._sock = sock
+        self._loop = loop
+        self._name = name
+        self._limit = limit
+        self._num_open = num_open
+        self._take = take
+        self._closed = False
+        sock.setblocking(False)
+        loop.post(self._watch)
+
+    def _watch(self) -> None:
+        if not self._closed:
+            self._loop.add(self._sock.fileno(), READABLE, self._accept)
+
+    def _accept(self, _events: int) -> None:
+        try:
+            sock, address = self._sock.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            _LOG.warning("cannot accept a %s peer: %s", self._name, error)
+            self._loop.remove(self._sock.fileno())
+            self._loop.call_later(_REST_S, self._watch)
+            return
+        if self._num_open() >= self._limit:
+            _LOG.warning("%s peer %s refused: too many", self._name, address or "of this host")
+            sock.close()
+            return
+        sock.setblocking(False)
+        self._take(sock)
+
+    def close(self) -> None:
+        """Take no more connections; in the loop."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove(self._sock.fileno())
+            self._sock.close()
