@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import constrained, door, overhead, paper, placement, remote_prefix, serve
+from benchmarks import constrained, door, overhead, paper, placement, remote_prefix, serve, transfer
 
 BENCHMARKS = {
     "serve": serve.main,
@@ -14,6 +14,7 @@ BENCHMARKS = {
     "constrained": constrained.main,
     "paper": paper.main,
     "placement": placement.main,
+    "transfer": transfer.main,
 }
 
 

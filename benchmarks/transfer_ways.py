@@ -1,0 +1,206 @@
+"""The ways `benchmarks/transfer.py` moves bytes between two processes, and the process at the other
+end. A way is called with (block bytes, blocks of a batch, number of batches) and returns seconds; a
+batch has ended at both ends before the next begins.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from benchmarks.upstream import UpstreamProcess
+from benchmarks.upstream_peer import batches
+from mooncake.base.clock import MonotonicClock
+from mooncake.base.kv_layout import SegmentRef
+from mooncake.transfer.engine import Op, TransferBatch, TransferOp
+from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.memory import allocate_shared
+from mooncake.transfer.router import RoutedTransfer
+
+BUFFER_BYTES = 256 * 2**20
+"""Both ends walk through this much memory, so that no block is copied twice from cache."""
+STREAMS = 2
+"""Of the raw multi-stream copy: as many as our TCP uses."""
+Way = Callable[[int, int, int], float]
+
+
+def plain_buffer() -> memoryview:
+    """Return resident memory of our own."""
+    return memoryview(allocate_shared(BUFFER_BYTES, "benchmark")[0])
+
+
+class Memcpy:
+    """Copies blocks with numpy in one thread."""
+
+    def __init__(self, source: memoryview) -> None:
+        self._source = np.frombuffer(source, dtype=np.uint8)
+        self._target = np.frombuffer(plain_buffer(), dtype=np.uint8)
+
+    def __call__(self, size: int, batch: int, times: int) -> float:
+        plan = batches(size, batch, times, BUFFER_BYTES)
+        begun = time.perf_counter()
+        for starts in plan:
+            for start in starts:
+                np.copyto(self._target[start : start + size], self._source[start : start + size])
+        return time.perf_counter() - begun
+
+
+class RawSockets:
+    """Sends blocks over raw sockets, each its share of every block; a batch is acknowledged with
+    one byte. Threads and connections stay.
+    """
+
+    def __init__(self, source: memoryview, ports: list[int]) -> None:
+        self._source = source
+        self._sockets = [socket.create_connection(("127.0.0.1", port)) for port in ports]
+        for sock in self._sockets:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def __call__(self, size: int, batch: int, times: int) -> float:
+        plan = batches(size, batch, times, BUFFER_BYTES)
+        share = size // len(self._sockets)
+
+        def work(lane: int) -> None:
+            sock = self._sockets[lane]
+            sock.sendall(b"".join(n.to_bytes(8, "little") for n in (share, batch, times)))
+            for starts in plan:
+                for start in starts:
+                    at = start + lane * share
+                    sock.sendall(self._source[at : at + share])
+                if not sock.recv(1):
+                    raise ConnectionError("the other process has gone")
+
+        return timed_threads(work, len(self._sockets))
+
+
+def timed_threads(work: Callable[[int], None], num_threads: int) -> float:
+    """Run `work(lane)` in each lane; return the seconds until all are done."""
+    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(1, num_threads)]
+    begun = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    work(0)
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - begun
+
+
+def receive_blocks(listener: socket.socket, lane: int, target: memoryview) -> None:
+    """The other end of one connection of `RawSockets`."""
+    sock, _ = listener.accept()
+    head = bytearray(24)
+    while sock.recv_into(head, 24, socket.MSG_WAITALL) == 24:
+        share, batch, times = (int.from_bytes(head[at : at + 8], "little") for at in (0, 8, 16))
+        for index in range(batch * times):
+            start = ((index * STREAMS + lane) * share) % (BUFFER_BYTES - share + 1)
+            done = 0
+            while done < share:
+                done += sock.recv_into(target[start + done : start + share])
+            if (index + 1) % batch == 0:
+                sock.send(b"k")
+    sock.close()
+
+
+class Ours:
+    """Our transfer engine, one batch after the other."""
+
+    def __init__(self, transfer: RoutedTransfer, peer: tuple[SegmentRef, int], op: Op) -> None:
+        self._transfer = transfer
+        self._segment, self._remote = peer
+        self._region = transfer.allocate(BUFFER_BYTES, "benchmark").region_id
+        self._op = op
+
+    def __call__(self, size: int, batch: int, times: int) -> float:
+        plan = batches(size, batch, times, BUFFER_BYTES)
+        begun = time.perf_counter()
+        for starts in plan:
+            ops = [TransferOp(self._region, at, self._remote, at, size) for at in starts]
+            self._transfer.submit(TransferBatch(op=self._op, peer=self._segment, ops=ops))
+            select.select([self._transfer], [], [])
+            [done] = self._transfer.poll()
+            if done.error is not None:
+                raise RuntimeError(done.error)
+        return time.perf_counter() - begun
+
+
+class Upstream:
+    """Upstream's transfer engine between two processes of its own."""
+
+    def __init__(self, visitor: UpstreamProcess, place: tuple[str, int], op: str) -> None:
+        self._visitor = visitor
+        self._place = place
+        self._op = op
+
+    def __call__(self, size: int, batch: int, times: int) -> float:
+        took: float = self._visitor.call("move", self._op, *self._place, size, batch, times)
+        return took
+
+
+def open_for(protocol: str, engine_id: str) -> RoutedTransfer:
+    """Return an engine that speaks `protocol` only."""
+    config = TransferConfig(secret="benchmark", host="here", protocols=[protocol])
+    return open_transfer(config, engine_id, MonotonicClock())
+
+
+def serve(pipe: Connection) -> None:
+    """The other process: memory for both protocols, and receivers for the raw sockets."""
+    engines = [open_for(protocol, f"owner-{protocol}") for protocol in ("tcp", "shm")]
+    regions = [engine.allocate(BUFFER_BYTES, "benchmark") for engine in engines]
+    target = plain_buffer()
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(1 + STREAMS)]
+    for index, listener in enumerate(listeners):
+        lane = max(0, index - 1)
+        threading.Thread(target=receive_blocks, args=(listener, lane, target), daemon=True).start()
+    peers = [
+        (engine.segment, region.region_id) for engine, region in zip(engines, regions, strict=True)
+    ]
+    pipe.send((peers, [listener.getsockname()[1] for listener in listeners]))
+    pipe.recv()
+    for engine in engines:
+        engine.close()
+
+
+class World:
+    """All ways, and the processes at their other ends. Leaving the context ends them."""
+
+    def __init__(self, *, with_upstream: bool) -> None:
+        """Raises RuntimeError when upstream does not start."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self._process.start()
+        (tcp_peer, shm_peer), ports = self._pipe.recv()
+        self._engines = [open_for(protocol, f"visitor-{protocol}") for protocol in ("tcp", "shm")]
+        tcp, shm = self._engines
+        source = plain_buffer()
+        self.ways: dict[str, Way] = {
+            "memcpy": Memcpy(source),
+            "raw socket": RawSockets(source, ports[:1]),
+            "raw sockets": RawSockets(source, ports[1:]),
+            "tcp write": Ours(tcp, tcp_peer, Op.WRITE),
+            "tcp read": Ours(tcp, tcp_peer, Op.READ),
+            "shm write": Ours(shm, shm_peer, Op.WRITE),
+            "shm read": Ours(shm, shm_peer, Op.READ),
+        }
+        self._upstream: list[UpstreamProcess] = []
+        if with_upstream:
+            self._upstream = [UpstreamProcess("engine", BUFFER_BYTES) for _ in range(2)]
+            place = self._upstream[0].call("place")
+            for op in ("write", "read"):
+                self.ways[f"upstream {op}"] = Upstream(self._upstream[1], place, op)
+
+    def close(self) -> None:
+        """End all processes."""
+        for member in self._upstream:
+            member.close()
+        for engine in self._engines:
+            engine.close()
+        self._pipe.send("done")
+        self._process.join()

@@ -1,0 +1,122 @@
+"""One process of the upstream transfer engine or store, for `benchmarks/upstream.py`.
+
+Run by the environment that holds `mooncake-transfer-engine-non-cuda`, whose package is called like
+ours: nothing of this repository can be imported here. Reads one JSON list a line, `[name, *args]`,
+answers with one JSON value a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+HOST = "127.0.0.1"
+
+
+def refuse_networks() -> None:
+    """Upstream listens on all interfaces: end unless there is only the loopback."""
+    names = [name for _, name in socket.if_nameindex()]
+    if names != ["lo"]:
+        raise SystemExit(f"not here: upstream would listen on {', '.join(names)}")
+
+
+def batches(size: int, batch: int, times: int, room: int) -> list[list[int]]:
+    """Return where the blocks of each batch start, the last first: round and round the memory."""
+    fit = room // size
+    starts = [(index % fit) * size for index in range(times * batch)]
+    return [starts[at : at + batch][::-1] for at in range(0, len(starts), batch)]
+
+
+class Engine:
+    """A transfer engine with one registered buffer."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._engine = importlib.import_module("mooncake.engine").TransferEngine()
+        _check(self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", ""))
+        self._memory = np.ones(num_bytes, dtype=np.uint8)
+        self._address = self._memory.ctypes.data
+        _check(self._engine.register_memory(self._address, num_bytes))
+
+    def place(self) -> list[Any]:
+        """Return how another process names the buffer."""
+        return [f"{HOST}:{self._engine.get_rpc_port()}", self._address]
+
+    def move(self, op: str, peer: str, there: int, size: int, batch: int, times: int) -> float:
+        """Move `times` batches of `batch` blocks; return the seconds it took."""
+        places = [
+            ([self._address + start for start in starts], [there + start for start in starts])
+            for starts in batches(size, batch, times, len(self._memory))
+        ]
+        one, many = (
+            getattr(self._engine, f"{kind}_sync_{op}") for kind in ("transfer", "batch_transfer")
+        )
+        begun = time.perf_counter()
+        for here, far in places:
+            if batch == 1:
+                _check(one(peer, here[0], far[0], size))
+            else:
+                _check(many(peer, here, far, [size] * batch))
+        return time.perf_counter() - begun
+
+
+class Store:
+    """A client of upstream's store; `segment` bytes of its memory belong to the store."""
+
+    def __init__(self, master: str, segment: int, num_bytes: int) -> None:
+        self._store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+        self._memory = np.ones(num_bytes, dtype=np.uint8)
+        self._address = self._memory.ctypes.data
+        _check(self._store.setup(HOST, "P2PHANDSHAKE", segment, 16 * 2**20, "tcp", "", master))
+        _check(self._store.register_buffer(self._address, num_bytes))
+
+    def put(self, name: str, start: int, size: int) -> float:
+        """Store a value under a new name; return the seconds it took."""
+        begun = time.perf_counter()
+        _check(self._store.put_from(name, self._address + start, size))
+        return time.perf_counter() - begun
+
+    def get(self, name: str, start: int, size: int) -> float:
+        """Fetch a value; return the seconds it took."""
+        begun = time.perf_counter()
+        if self._store.get_into(name, self._address + start, size) != size:
+            raise RuntimeError(f"{name} did not come back")
+        return time.perf_counter() - begun
+
+    def remove(self, name: str) -> bool:
+        """Return whether it could be removed: not while its lease runs."""
+        return bool(self._store.remove(name) == 0)
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(f"upstream says {code}")
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    refuse_networks()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what upstream prints is no answer
+    kinds: dict[str, Callable[..., Any]] = {"engine": Engine, "store": Store}
+    kind, *arguments = json.loads(sys.stdin.readline())
+    member = kinds[kind](*arguments)
+    print("null", file=answers, flush=True)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(getattr(member, name)(*arguments)), file=answers, flush=True)
+    answers.flush()
+    with contextlib.suppress(BaseException):
+        os._exit(0)  # its threads do not always end
+
+
+if __name__ == "__main__":
+    main()
