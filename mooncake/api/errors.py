@@ -57,6 +57,23 @@ def error_reply(error: MooncakeError) -> bytes:
     return msgspec.json.encode(ErrorReply(info))
 
 
+ANTHROPIC_PATH = "/v1/messages"
+"""Clients of the paths that begin so expect Anthropic's errors."""
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
+}  # fmt: skip
+
+
+def anthropic_error(error: MooncakeError) -> bytes:
+    """Return the JSON body for `error` in Anthropic's shape, also of a stream's error event."""
+    other = "api_error" if error.http_status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(error.http_status, other)
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
+
+
 def error_headers(error: MooncakeError) -> dict[str, str]:
     """Return the headers for `error`: when to try again, whom to authenticate to."""
     headers: dict[str, str] = {}

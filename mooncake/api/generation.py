@@ -14,7 +14,14 @@ import msgspec
 
 from mooncake.api.backend import Backend, EventStream
 from mooncake.api.errors import failure_error
-from mooncake.api.message_parser import Marker, MessageParser, ToolCallDelta, reasoning_is_open
+from mooncake.api.message_parser import (
+    Marker,
+    MessageParser,
+    Piece,
+    TextDelta,
+    ToolCallDelta,
+    reasoning_is_open,
+)
 from mooncake.api.stream import Detokenizer, StopMatcher
 from mooncake.api.tokenizer import Tokenizer
 from mooncake.base import (
@@ -46,18 +53,38 @@ class Delta(msgspec.Struct, kw_only=True):
     """What was added to one choice since the last `Delta` of it."""
 
     index: int
-    text: str
-    """Without reasoning and tool calls."""
+    pieces: list[Piece]
+    """Text, reasoning and tool calls in the model's order."""
     tokens: list[int]
     logprobs: list[TokenLogprobs]
     """As long as `tokens` when asked for, else empty."""
+    in_content: list[bool]
+    """For each of `logprobs` whether its token is text: no reasoning, call, marker or end."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
     """"stop", "length" or "tool_calls" with the last one."""
     stop_reason: int | str | None = None
     """The stop string or extra stop id that ended it; None for the model's own end of text."""
-    reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = []
+
+    @property
+    def text(self) -> str:
+        """All text without reasoning and tool calls."""
+        return self._joined(is_reasoning=False)
+
+    @property
+    def reasoning(self) -> str:
+        return self._joined(is_reasoning=True)
+
+    @property
+    def tool_calls(self) -> list[ToolCallDelta]:
+        return [piece for piece in self.pieces if isinstance(piece, ToolCallDelta)]
+
+    def _joined(self, *, is_reasoning: bool) -> str:
+        return "".join(
+            piece.text
+            for piece in self.pieces
+            if isinstance(piece, TextDelta) and piece.is_reasoning is is_reasoning
+        )
 
 
 class Choice:
@@ -93,6 +120,7 @@ class Choice:
             )
         self._text: list[str] = []
         self._tokens: list[int] = []
+        self._in_content: list[bool] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -117,20 +145,23 @@ class Choice:
         """Return what is new since the last call."""
         delta = Delta(
             index=self.index,
-            text="".join(self._text),
+            pieces=self._pieces(),
             tokens=self._tokens,
             logprobs=self._logprobs,
+            in_content=self._in_content,
             prompt_logprobs=self._prompt_logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
         )
-        self._text, self._tokens, self._logprobs = [], [], []
+        self._tokens, self._in_content, self._logprobs = [], [], []
         self._prompt_logprobs = None
-        if self._parser is not None:
-            message = self._parser.take()
-            delta.text, delta.reasoning = message.content, message.reasoning
-            delta.tool_calls = message.tool_calls
         return delta
+
+    def _pieces(self) -> list[Piece]:
+        if self._parser is not None:
+            return self._parser.take()
+        text, self._text = "".join(self._text), []
+        return [TextDelta(text=text)] if text else []
 
     def _add(self, event: TokensEvent) -> None:
         # A sequence that went on on another worker may repeat what we have.
@@ -143,10 +174,17 @@ class Choice:
             self._tokens.append(event.tokens[at])
             if event.logprobs is not None:
                 self._logprobs.append(event.logprobs[at])
+                self._in_content.append(self._is_content(event.tokens[at]))
             self.num_tokens += 1
             self._show(event.tokens[at])
             if self.finished:
                 return
+
+    def _is_content(self, token: int) -> bool:
+        if token in self._stop_ids or token in self._eos:
+            return False
+        parser = self._parser
+        return parser is None or (parser.in_content and token not in parser.markers)
 
     def _show(self, token: int) -> None:
         """Turn one token into text. A stop id is held back: it only shows if it does not stop."""

@@ -15,7 +15,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mooncake.api.door import Door
-from mooncake.api.errors import ApiError, error_headers, error_reply, validation_error
+from mooncake.api.errors import (
+    ANTHROPIC_PATH,
+    ApiError,
+    anthropic_error,
+    error_headers,
+    error_reply,
+    validation_error,
+)
 from mooncake.api.generation import Call, Delta
 from mooncake.base import InternalError, MooncakeError
 
@@ -39,13 +46,16 @@ class Renderer(Protocol):
         """Return the JSON body for a finished call; `deltas` are the whole choices in order."""
 
     def begin(self, call: Call) -> list[bytes]:
-        """Return the JSON of the events before the first token."""
+        """Return the events before the first token, as `event` makes them."""
 
     def chunk(self, call: Call, delta: Delta) -> list[bytes]:
-        """Return the JSON of the events for `delta`."""
+        """Return the events for `delta`."""
 
     def end(self, call: Call) -> list[bytes]:
-        """Return the JSON of the events after the last token."""
+        """Return the events after the last token."""
+
+    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
+        """Return the last events of a stream that `error` cut off."""
 
 
 async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
@@ -94,12 +104,23 @@ def json_response(body: bytes, status: int = 200) -> Response:
 
 def error_response(error: MooncakeError) -> Response:
     """Return the reply for `error`."""
-    return Response(
-        error_reply(error),
-        status_code=error.http_status,
-        headers=error_headers(error),
-        media_type="application/json",
-    )
+    return ErrorResponse(error)
+
+
+class ErrorResponse(Response):
+    """An error in the shape that clients of the path expect."""
+
+    def __init__(self, error: MooncakeError) -> None:
+        super().__init__(
+            error_reply(error), error.http_status, error_headers(error), "application/json"
+        )
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(ANTHROPIC_PATH):
+            self.body = anthropic_error(self._error)
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 class CallResponse(Response):
@@ -148,19 +169,19 @@ class CallResponse(Response):
                 for delta in deltas:
                     events += self._renderer.chunk(self._call, delta)
                 if events:
-                    await _send_events(send, events)
+                    body = b"".join(events)
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
                 events = []
                 deltas = await self._call.deltas()
             events = self._renderer.end(self._call)
         except ClientGone:
             raise
         except MooncakeError as error:
-            events = [error_reply(error)]
+            events = self._renderer.failed(self._call, error)
         except Exception:
             _log.exception("a stream failed")
-            events = [error_reply(InternalError(_FAILED))]
-        await _send_events(send, events)
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            events = self._renderer.failed(self._call, InternalError(_FAILED))
+        await send({"type": "http.response.body", "body": b"".join(events), "more_body": False})
 
 
 STREAM_HEADERS = [
@@ -170,14 +191,10 @@ STREAM_HEADERS = [
 ]
 
 
-def event(data: bytes) -> bytes:
+def event(data: bytes, name: str | None = None) -> bytes:
     """Return one server-sent event; `data` is JSON, so it has no line breaks."""
-    return b"data: %b\n\n" % data
-
-
-async def _send_events(send: Send, events: list[bytes]) -> None:
-    body = b"".join(event(data) for data in events)
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b\n\n" % (head, data)
 
 
 async def until_gone(receive: Receive) -> None:

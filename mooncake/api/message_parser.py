@@ -48,12 +48,14 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
     arguments: str = ""
 
 
-class MessageDelta(msgspec.Struct, kw_only=True):
-    """What was added to a message since the last one."""
+class TextDelta(msgspec.Struct, kw_only=True):
+    """What was added to the answer's text, or to the reasoning before it."""
 
-    content: str
-    reasoning: str
-    tool_calls: list[ToolCallDelta]
+    text: str
+    is_reasoning: bool = False
+
+
+Piece = TextDelta | ToolCallDelta
 
 
 class _State(Enum):
@@ -78,7 +80,7 @@ _MOVES: dict[tuple[_State, Marker], _State] = {
 
 
 class MessageParser:
-    """Takes text and markers in order, gives `MessageDelta`s."""
+    """Takes text and markers in order, gives pieces of the message in that order."""
 
     def __init__(
         self, markers: Mapping[int, Marker], *, reasoning_open: bool, max_calls: int | None
@@ -90,14 +92,17 @@ class MessageParser:
         self._id_text = ""
         self._call_ids: set[str] = set()
         self._arguments_seen = False
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCallDelta] = []
+        self._pieces: list[Piece] = []
 
     @property
     def reasoning(self) -> bool:
         """Whether the model is thinking."""
         return self._state is _State.REASONING
+
+    @property
+    def in_content(self) -> bool:
+        """Whether text is the answer's own."""
+        return self._state is _State.CONTENT
 
     @property
     def in_section(self) -> bool:
@@ -110,9 +115,9 @@ class MessageParser:
             return
         match self._state:
             case _State.CONTENT:
-                self._content.append(text)
+                self._add_text(text, is_reasoning=False)
             case _State.REASONING:
-                self._reasoning.append(text)
+                self._add_text(text, is_reasoning=True)
             case _State.ID:
                 self._id_text += text
             case _State.ARGUMENTS:
@@ -137,15 +142,10 @@ class MessageParser:
         """The answer ended by itself: a call that was opened is taken as whole."""
         self._end_call()
 
-    def take(self) -> MessageDelta:
-        """Return what is new since the last call."""
-        delta = MessageDelta(
-            content="".join(self._content),
-            reasoning="".join(self._reasoning),
-            tool_calls=self._calls,
-        )
-        self._content, self._reasoning, self._calls = [], [], []
-        return delta
+    def take(self) -> list[Piece]:
+        """Return what is new since the last call; neighbours are of different kinds or calls."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def _begin_call(self) -> None:
         call_id = self._id_text.strip()
@@ -158,7 +158,8 @@ class MessageParser:
         self._state, self._arguments_seen = _State.ARGUMENTS, False
         self.num_calls += 1
         if self._kept:
-            self._calls.append(ToolCallDelta(index=self.num_calls - 1, call_id=call_id, name=name))
+            index = self.num_calls - 1
+            self._pieces.append(ToolCallDelta(index=index, call_id=call_id, name=name))
 
     def _end_call(self) -> None:
         if self._state is _State.ARGUMENTS and not self._arguments_seen:
@@ -171,10 +172,18 @@ class MessageParser:
         if not self._kept:
             return
         index = self.num_calls - 1
-        if self._calls and self._calls[-1].index == index:
-            self._calls[-1].arguments += text
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, ToolCallDelta) and last.index == index:
+            last.arguments += text
         else:
-            self._calls.append(ToolCallDelta(index=index, arguments=text))
+            self._pieces.append(ToolCallDelta(index=index, arguments=text))
+
+    def _add_text(self, text: str, *, is_reasoning: bool) -> None:
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, TextDelta) and last.is_reasoning is is_reasoning:
+            last.text += text
+        else:
+            self._pieces.append(TextDelta(text=text, is_reasoning=is_reasoning))
 
     @property
     def _kept(self) -> bool:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import msgspec
 from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mooncake.api.constraints import Thinking, chat_grammar
-from mooncake.api.conversation import render_conversation
+from mooncake.api.chat_call import new_chat_call
 from mooncake.api.door import Door
+from mooncake.api.errors import error_reply
 from mooncake.api.generation import Call, Delta
-from mooncake.api.http import CallResponse, call_id, read_body
+from mooncake.api.http import DONE, CallResponse, call_id, event, read_body
 from mooncake.api.logprobs import LogprobSpeller
-from mooncake.api.message_parser import Marker, ToolCallDelta, reasoning_is_open
+from mooncake.api.message_parser import ToolCallDelta
 from mooncake.api.routes.usage import call_usage
-from mooncake.api.sampling import (
-    Wanted,
-    fit_output,
-    fit_prompt,
-    sampling_params,
-    text_options,
-)
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.openapi import json_body
 from mooncake.api.schema.replies import (
@@ -39,7 +29,7 @@ from mooncake.api.schema.replies import (
     Usage,
     encode,
 )
-from mooncake.base import InvalidRequest
+from mooncake.base import MooncakeError
 
 
 def chat_routes(door: Door) -> APIRouter:
@@ -52,86 +42,11 @@ def chat_routes(door: Door) -> APIRouter:
         body = await read_body(request, ChatRequest, door.config.max_body_bytes)
         door.check_model(body.model)
         door.check_fields(body)
-        call = await _new_call(door, body, call_id("chatcmpl", request, body.request_id))
+        call = await new_chat_call(door, body, call_id("chatcmpl", request, body.request_id))
         renderer = ChatRenderer(door, body)
         return CallResponse(door, call, renderer, stream=bool(body.stream))
 
     return router
-
-
-async def _new_call(door: Door, body: ChatRequest, name: str) -> Call:
-    _check_chat(body)
-    calls = bool(body.tools) and body.tool_choice != "none"
-    if calls and not door.tool_markers:
-        raise InvalidRequest("tools: this model has no tool-call format we know", param="tools")
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.documents is not None:
-        kwargs["documents"] = body.documents
-    wanted = _wanted(body)
-    sampling = sampling_params(body, wanted, door.model, door.config)
-    text = render_conversation(
-        door.model.template,
-        body.messages,
-        body.tools if calls else None,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        kwargs=kwargs,
-        guard=door.guard,
-    )
-    tokens = await door.encode_chat(text, add_special=bool(body.add_special_tokens))
-    tokens = fit_prompt(tokens, body, sampling, door.model)
-    sampling = fit_output(len(tokens), sampling, wanted, door.model)
-    ids, thinking = _marker_ids(door) if calls else {}, _thinking(door, body, tokens)
-    # Checking a large schema takes milliseconds, in which no stream may stutter.
-    grammar = await asyncio.to_thread(chat_grammar, body, door.model, ids, thinking)
-    sampling = msgspec.structs.replace(sampling, grammar=grammar)
-    markers = door.think_markers | (door.tool_markers if calls else {})
-    max_calls = 1 if body.parallel_tool_calls is False else None
-    options = text_options(body, markers=markers, max_calls=max_calls)
-    return door.new_call(name, [(tokens, sampling)], body, options)
-
-
-def _marker_ids(door: Door) -> dict[Marker, int]:
-    return {marker: token for token, marker in door.tool_markers.items()}
-
-
-def _thinking(door: Door, body: ChatRequest, prompt: list[int]) -> Thinking:
-    """Return where the model may reason in this answer."""
-    if not door.think_markers:
-        return Thinking()
-    ids = {marker: token for token, marker in door.think_markers.items()}
-    begins = door.thinks and not body.continue_final_message and body.thinking is not False
-    return Thinking(
-        begin=ids[Marker.THINK_BEGIN] if begins else None,
-        end=ids[Marker.THINK_END],
-        is_open=reasoning_is_open(prompt, door.think_markers),
-    )
-
-
-def _wanted(body: ChatRequest) -> Wanted:
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return Wanted(
-        max_tokens=asked,
-        max_tokens_param="max_tokens"
-        if body.max_completion_tokens is None
-        else "max_completion_tokens",
-        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        logprobs_param="top_logprobs",
-        num_prompt_logprobs=body.prompt_logprobs,
-    )
-
-
-def _check_chat(body: ChatRequest) -> None:
-    if body.max_tokens == 0 and body.max_completion_tokens is None:
-        raise InvalidRequest("max_tokens: must be at least 1", param="max_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
-    if body.stream and body.prompt_logprobs is not None:
-        raise InvalidRequest(
-            "prompt_logprobs is not available with stream=true", param="prompt_logprobs"
-        )
-    if body.tool_choice not in (None, "none", "auto") and not body.tools:
-        raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
 
 
 def _tool_call(piece: ToolCallDelta) -> ToolCallReply:
@@ -191,7 +106,7 @@ class ChatRenderer:
             chunk = self._chunk(call, [ChatChunkChoice(choice.index, text, None, None)])
             if self._body.return_token_ids and not chunks:
                 chunk.prompt_token_ids = call.requests[0].prompt_tokens
-            chunks.append(encode(chunk))
+            chunks.append(event(encode(chunk)))
         return chunks
 
     def chunk(self, call: Call, delta: Delta) -> list[bytes]:
@@ -207,7 +122,7 @@ class ChatRenderer:
             stop_reason=delta.stop_reason if ended else UNSET,
             token_ids=delta.tokens if self._body.return_token_ids else UNSET,
         )
-        return [encode(self._chunk(call, [choice]))]
+        return [event(encode(self._chunk(call, [choice])))]
 
     def _message(self, delta: Delta) -> ChatText:
         """Return a whole message; its content is null when there are only tool calls."""
@@ -232,10 +147,14 @@ class ChatRenderer:
 
     def end(self, call: Call) -> list[bytes]:
         if not self._body.include_usage:
-            return []
+            return [DONE]
         chunk = self._chunk(call, [])
         chunk.usage = call_usage(call)
-        return [encode(chunk)]
+        return [event(encode(chunk)), DONE]
+
+    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
+        del call
+        return [event(error_reply(error)), DONE]
 
     def _chunk(self, call: Call, choices: list[ChatChunkChoice]) -> ChatChunk:
         return ChatChunk(

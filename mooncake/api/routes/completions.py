@@ -12,8 +12,9 @@ from starlette.responses import Response
 
 from mooncake.api.constraints import answer_form, form_grammar
 from mooncake.api.door import Door
+from mooncake.api.errors import error_reply
 from mooncake.api.generation import Call, Delta
-from mooncake.api.http import CallResponse, call_id, read_body
+from mooncake.api.http import DONE, CallResponse, call_id, event, read_body
 from mooncake.api.logprobs import LogprobSpeller
 from mooncake.api.routes.usage import call_usage
 from mooncake.api.sampling import (
@@ -33,7 +34,7 @@ from mooncake.api.schema.replies import (
     Usage,
     encode,
 )
-from mooncake.base import InvalidRequest, SamplingParams, TokenLogprobs
+from mooncake.base import InvalidRequest, MooncakeError, SamplingParams, TokenLogprobs
 
 
 def completion_routes(door: Door) -> APIRouter:
@@ -143,12 +144,16 @@ class CompletionRenderer:
         told = choice.text or choice.logprobs or choice.finish_reason
         if not (told or self._body.return_token_ids):
             return []
-        return [encode(self._reply(call, [choice], self._usage_so_far(call)))]
+        return [event(encode(self._reply(call, [choice], self._usage_so_far(call))))]
 
     def end(self, call: Call) -> list[bytes]:
         if not self._body.include_usage:
-            return []
-        return [encode(self._reply(call, [], self._usage(call)))]
+            return [DONE]
+        return [event(encode(self._reply(call, [], self._usage(call)))), DONE]
+
+    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
+        del call
+        return [event(error_reply(error)), DONE]
 
     def _choice(self, call: Call, delta: Delta) -> CompletionChoice:
         prompt_tokens = call.requests[delta.index].prompt_tokens

@@ -146,13 +146,27 @@ class ChatRequest(GenerationFields):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    """"none" has a model not think that can do without; the others are passed to its template."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
 
     @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template is told; `reasoning_effort` says it in OpenAI's words."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", self.reasoning_effort)
+            if self.reasoning_effort == "none":
+                kwargs.setdefault("thinking", False)
+        return kwargs
+
+    @property
     def thinking(self) -> bool | None:
         """Whether the template is told to have the model think; None = it is not told."""
-        value = (self.chat_template_kwargs or {}).get("thinking")
+        value = self.template_kwargs.get("thinking")
         return value if isinstance(value, bool) else None

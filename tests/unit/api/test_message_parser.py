@@ -12,6 +12,7 @@ from mooncake.api.message_parser import (
     THINK_MARKERS,
     Marker,
     MessageParser,
+    TextDelta,
     find_markers,
     function_name,
     reasoning_is_open,
@@ -187,7 +188,7 @@ def test_spelled_markers_are_text() -> None:
     parser = MessageParser(MARKERS, reasoning_open=False, max_calls=None)
     for letter in f"{S}{B}":
         parser.text(letter)
-    assert parser.take().content == f"{S}{B}"
+    assert parser.take() == [TextDelta(text=f"{S}{B}")]
     assert parser.num_calls == 0
 
 
@@ -252,8 +253,7 @@ def test_template_that_opens_the_think_block() -> None:
     parser.text("hm")
     parser.marker(Marker.THINK_END)
     parser.text("yes")
-    delta = parser.take()
-    assert (delta.reasoning, delta.content) == ("hm", "yes")
+    assert parser.take() == [TextDelta(text="hm", is_reasoning=True), TextDelta(text="yes")]
 
 
 @pytest.mark.parametrize(
