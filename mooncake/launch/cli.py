@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import mooncake
 from mooncake.base import ConfigError, MooncakeError
-from mooncake.launch import bench, options, simulate
+from mooncake.launch import bench, options, pool_tool, simulate
 from mooncake.launch.config import resolve, unknown_setting
 from mooncake.launch.settings import ServeConfig
 
@@ -31,6 +31,7 @@ SERVE_EXAMPLES = """examples:
   mooncake serve checkpoints/k2-small --colocated            one process, no Ray
   mooncake serve --config cluster.yaml --port 9000           keys are the flags' names
   mooncake serve --role prefill --join 10.0.0.7:6379         one more worker for a running cluster
+  mooncake serve checkpoints/k2-small --role kvstore --dram 100GiB --ssd /mnt/nvme0:2TiB
   mooncake serve checkpoints/k2-small --dry-run              what would be started, and its memory
   mooncake serve --check                                     each kernel against its reference here
 """
@@ -219,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-tokens", default="512", metavar="N", help="of an answer (default: 512)"
     )
     chat.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
+    pool_tool.add(commands, _command)
     bench.add(commands, _command)
     simulate.add(commands, _command)
     _command(commands, "version", "print the version", _version, "examples:\n  mooncake version\n")

@@ -195,7 +195,8 @@ class PoolSession:
         self.put(blocks, tenant)
         if None in self.exists(keys):
             raise Unavailable(f"no room for {name!r} ({len(data)} bytes): the pool is full")
-        return bool(self.put({key: head.pack(layout)}, tenant))
+        written = self.put({key: head.pack(layout)}, tenant)
+        return bool(written) and self.exists([key]) != [None]  # whoever asks now finds it
 
     def get_value(self, name: str, tenant: str = "") -> bytes | None:
         """Return the value of that name; None when it is not there, or not all of it is."""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import Tier
+from mooncake.launch import cli
 from mooncake.launch.pool_session import PoolSession, locate
 from tests.support.checkpoints import write_config_only
 from tests.support.pool_process import SECRET, PoolProcess, until
@@ -110,6 +111,32 @@ def test_what_operators_ask(node: PoolProcess) -> None:
         session.remove(list(blocks_of(session, 1, 2, 3)))
 
 
+def test_the_pool_command(
+    node: PoolProcess, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    def pool(*words: str) -> tuple[int, bytes]:
+        code = cli.run(["pool", *words, "--url", node.url, "--cluster-secret", SECRET])
+        return code, capsysbinary.readouterr().out
+
+    data = random.Random(5).randbytes(100_000)
+    (tmp_path / "in").write_bytes(data)
+    assert pool("put", "thing", str(tmp_path / "in")) == (0, b"thing: 97.7 KiB\n")
+    assert pool("put", "thing", str(tmp_path / "in"))[0] == 2, "there already"
+    assert pool("get", "thing") == (0, data)
+    assert pool("get", "thing", "--tenant", "other")[0] == 2
+    code, said = pool("get", "thing", "--out", str(tmp_path / "out"), "--json")
+    assert (code, json.loads(said)["num_bytes"]) == (0, len(data))
+    assert (tmp_path / "out").read_bytes() == data
+    stats = json.loads(pool("stats", "--json")[1])
+    assert stats["dram_blocks_stored"] >= 100_000 // stats["block_bytes"]
+    assert b"dram_blocks_stored" in pool("stats")[1]
+    assert pool("evict", "thing") == (0, b"thing: gone\n")
+    assert pool("evict", "thing")[0] == 1
+    assert pool("get", "thing")[0] == 2
+    (tmp_path / "large").write_bytes(bytes(2 << 20))
+    assert pool("put", "large", str(tmp_path / "large"))[0] == 2, "no room"
+
+
 def test_a_drained_node_takes_nothing_and_still_gives(model: Path, tmp_path: Path) -> None:
     with PoolProcess(model, tmp_path / "log", "--dram", "1MiB") as node, node.session() as session:
         blocks = blocks_of(session, *range(4))
@@ -120,6 +147,8 @@ def test_a_drained_node_takes_nothing_and_still_gives(model: Path, tmp_path: Pat
         until(lambda: session.stat().drained, "nothing is open")
         assert session.put(blocks_of(session, 9)) == []
         assert session.get(list(blocks)) == list(blocks.values())
+        words = ["pool", "drain", "--url", node.url, "--cluster-secret", SECRET, "--json"]
+        assert cli.run(words) == 0
         assert node.stop(signal.SIGTERM) == 0
 
 

@@ -13,7 +13,15 @@ from mooncake.launch import cli, options
 from mooncake.launch.settings import ServeConfig
 from tests.support.checkpoints import write_config_only
 
-COMMANDS = [["serve"], ["model"], ["model", "init"], ["status"], ["chat"], ["version"]]
+COMMANDS = [
+    ["serve"],
+    ["model"],
+    ["model", "init"],
+    ["status"],
+    ["chat"],
+    ["version"],
+    *(["pool", word] for word in ("stats", "put", "get", "evict", "drain")),
+]
 
 
 def run_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:

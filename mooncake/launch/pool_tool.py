@@ -1,0 +1,197 @@
+"""`mooncake pool`: a node's figures, values in and out by name, drain. A call of a client each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mooncake.base import ConfigError, MooncakeError, format_bytes
+
+DEFAULT_URL = "http://127.0.0.1:8100"
+DRAIN_POLL_S = 0.1
+
+STATS_EXAMPLES = """examples:
+  mooncake pool stats
+  mooncake pool stats --url http://10.0.0.7:8100 --json | jq .counters.blocks_hit
+"""
+PUT_EXAMPLES = """examples:
+  mooncake pool put notes notes.txt
+  tar c models | mooncake pool put models.tar - --tenant alice
+"""
+GET_EXAMPLES = """examples:
+  mooncake pool get notes > notes.txt
+  mooncake pool get models.tar --tenant alice --out models.tar
+  mooncake pool get --block 5d41402abc4b2a76b9719d911017c592 --out block.bin
+"""
+EVICT_EXAMPLES = """examples:
+  mooncake pool evict notes models.tar
+  mooncake pool evict --block 5d41402abc4b2a76b9719d911017c592
+"""
+DRAIN_EXAMPLES = """examples:
+  mooncake pool drain                 take nothing more, save what is worth it, return when done
+  mooncake pool drain --wait 0        begin, do not wait
+"""
+
+AddCommand = Callable[..., Any]
+
+
+def add(commands: Any, command: AddCommand) -> None:
+    """Add `pool` and its commands to the command line."""
+    pool = command(commands, "pool", "look at a pool node, put and get", None, STATS_EXAMPLES)
+    kinds = pool.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    stats = command(kinds, "stats", "what a node holds and has done", _stats, STATS_EXAMPLES)
+    put = command(kinds, "put", "store a file under a name", _put, PUT_EXAMPLES)
+    put.add_argument("name", metavar="NAME", help="what it is asked for by")
+    put.add_argument("file", metavar="FILE", help="-: standard input")
+    get = command(kinds, "get", "write a stored value", _get, GET_EXAMPLES)
+    get.add_argument("name", metavar="NAME", nargs="?", help="what it was put under")
+    get.add_argument("--block", metavar="HEX", help="a block by its key instead")
+    get.add_argument("--out", metavar="FILE", help="default: standard output")
+    evict = command(kinds, "evict", "take values out of all tiers", _evict, EVICT_EXAMPLES)
+    evict.add_argument("name", metavar="NAME", nargs="*", help="of values")
+    evict.add_argument(
+        "--block", metavar="HEX", action="append", default=[], help="a block, may be repeated"
+    )
+    drain = command(kinds, "drain", "have a node finish and take no more", _drain, DRAIN_EXAMPLES)
+    drain.add_argument(
+        "--wait", type=float, default=60.0, metavar="S", help="at most so long (default: 60)"
+    )
+    for each in (stats, put, get, evict, drain):
+        each.add_argument(
+            "--url",
+            default=DEFAULT_URL,
+            help=f"of the node's --admin-port (default: {DEFAULT_URL})",
+        )
+        each.add_argument(
+            "--cluster-secret", metavar="TEXT", help="of the pool (env MOONCAKE_CLUSTER_SECRET)"
+        )
+        each.add_argument("--json", action="store_true", help="print one JSON document")
+    for each in (put, get, evict):
+        each.add_argument("--tenant", default="", metavar="NAME", help="whose value it is")
+
+
+def _stats(arguments: argparse.Namespace) -> int:
+    from mooncake.launch import pool_metrics
+
+    with _session(arguments) as session:
+        shown = pool_metrics.document(session.stat())
+    if arguments.json:
+        _print(shown)
+        return 0
+    counters = shown.pop("counters")
+    size = shown["block_bytes"]
+    for name, value in shown.items():
+        is_count = name.startswith(("dram", "ssd"))
+        note = f"  ({format_bytes(int(value) * size)})" if is_count else ""
+        print(f"{name:<24} {value}{note}")
+    for name, value in counters.items():
+        if value:
+            print(f"{name:<24} {value:.0f}")
+    return 0
+
+
+def _put(arguments: argparse.Namespace) -> int:
+    data = _read(arguments.file)
+    with _session(arguments) as session:
+        if not session.put_value(arguments.name, data, arguments.tenant):
+            raise MooncakeError(
+                f"{arguments.name!r} is there already; `mooncake pool evict` takes it out"
+            )
+    _tell(arguments, {"name": arguments.name, "num_bytes": len(data)},
+          f"{arguments.name}: {format_bytes(len(data))}")  # fmt: skip
+    return 0
+
+
+def _get(arguments: argparse.Namespace) -> int:
+    if (arguments.name is None) == (arguments.block is None):
+        raise ConfigError("give a NAME or --block HEX")
+    if arguments.json and arguments.out is None:
+        raise ConfigError("--json and the value would mix on standard output: add --out FILE")
+    what = arguments.name or arguments.block
+    with _session(arguments) as session:
+        if arguments.name is not None:
+            data = session.get_value(arguments.name, arguments.tenant)
+        else:
+            data = next(iter(session.get([_key(arguments.block)])), None)
+    if data is None:
+        raise MooncakeError(f"{what!r} is not in the pool")
+    if arguments.out is None:
+        sys.stdout.buffer.write(data)
+        return 0
+    try:
+        Path(arguments.out).write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"out: cannot write {arguments.out}: {error.strerror}") from error
+    _tell(arguments, {"name": what, "num_bytes": len(data), "file": arguments.out},
+          f"{arguments.out}: {format_bytes(len(data))}")  # fmt: skip
+    return 0
+
+
+def _evict(arguments: argparse.Namespace) -> int:
+    if not arguments.name and not arguments.block:
+        raise ConfigError("give a NAME or --block HEX")
+    keys = {written: _key(written) for written in arguments.block}
+    with _session(arguments) as session:
+        gone = {name: session.remove_value(name, arguments.tenant) for name in arguments.name}
+        gone |= dict(zip(keys, session.remove(list(keys.values())), strict=True))
+    left = [name for name, is_gone in gone.items() if not is_gone]
+    words = [f"{name}: {'gone' if done else 'not there, or in use'}" for name, done in gone.items()]
+    _tell(arguments, gone, "\n".join(words))
+    return 1 if left else 0
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    with _session(arguments) as session:
+        state = session.drain()
+        until_s = time.monotonic() + arguments.wait
+        while not state.drained and time.monotonic() < until_s:
+            time.sleep(DRAIN_POLL_S)
+            state = session.stat()
+    word = "drained: its process may be ended" if state.drained else "draining"
+    _tell(arguments, {"worker": state.store.worker_id, "drained": state.drained},
+          f"{state.store.worker_id}: {word}")  # fmt: skip
+    return 0 if state.drained or not arguments.wait else 1
+
+
+def _session(arguments: argparse.Namespace) -> Any:
+    """Return a client of the node at `--url`; its secret proves that we may."""
+    from mooncake.launch.pool_session import PoolSession, locate
+
+    secret = arguments.cluster_secret or os.environ.get("MOONCAKE_CLUSTER_SECRET")
+    if not secret:
+        raise ConfigError("cluster-secret: give that of the pool, or MOONCAKE_CLUSTER_SECRET")
+    return PoolSession(locate(arguments.url, secret))
+
+
+def _key(written: str) -> bytes:
+    try:
+        return bytes.fromhex(written)
+    except ValueError as error:
+        raise ConfigError(f"block: {written!r} is no key (32 hexadecimal digits)") from error
+
+
+def _read(file: str) -> bytes:
+    if file == "-":
+        return sys.stdin.buffer.read()
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+
+
+def _tell(arguments: argparse.Namespace, content: dict[str, Any], words: str) -> None:
+    if arguments.json:
+        _print(content)
+    else:
+        print(words)
+
+
+def _print(content: dict[str, Any]) -> None:
+    json.dump(content, sys.stdout, indent=2)
+    print()
