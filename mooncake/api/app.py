@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -26,10 +27,12 @@ from mooncake.api.routes.completions import completion_routes
 from mooncake.api.routes.models import model_routes
 from mooncake.api.routes.operations import operation_routes
 from mooncake.api.routes.page import page_routes
+from mooncake.api.routes.responses import responses_routes
 from mooncake.api.routes.tokens import token_routes
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.openapi import add_schemas
+from mooncake.api.schema.responses import ResponsesRequest
 from mooncake.api.schema.tokens import DetokenizeRequest, TokenizeRequest
 from mooncake.base import IdSource, InternalError, MooncakeError, SystemIds
 
@@ -39,8 +42,13 @@ _ERROR_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
 _ROUTES = (
-    chat_routes, completion_routes, model_routes, token_routes, operation_routes, page_routes,
+    chat_routes, completion_routes, responses_routes, model_routes, token_routes,
+    operation_routes, page_routes,
 )  # fmt: skip
+
+_BODIES: list[type[BaseModel]] = [
+    ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest,
+]  # fmt: skip
 
 
 def create_app(
@@ -85,9 +93,7 @@ def _complete_openapi(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if not app.openapi_schema:
             document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            add_schemas(
-                document, [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
-            )
+            add_schemas(document, _BODIES)
             app.openapi_schema = document
         return app.openapi_schema
 

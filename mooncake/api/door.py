@@ -19,7 +19,7 @@ from mooncake.api.guard import Guard
 from mooncake.api.message_parser import THINK_MARKERS, TOOL_MARKERS, Marker, find_markers
 from mooncake.api.model import ServedModel
 from mooncake.api.sampling import choice_seed, request_priority
-from mooncake.api.schema.fields import GenerationFields
+from mooncake.api.schema.fields import GenerationFields, SharedFields
 from mooncake.base import (
     GenerateRequest,
     IdSource,
@@ -103,7 +103,7 @@ class Door:
                 param="model",
             )
 
-    def check_fields(self, fields: GenerationFields) -> None:
+    def check_fields(self, fields: SharedFields) -> None:
         """Refuse what we cannot honour, log what we do not know."""
         if unknown := fields.refuse_unsupported():
             names = ", ".join(shorten(name) for name in sorted(unknown)[:MAX_LOGGED_NAMES])

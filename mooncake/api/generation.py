@@ -58,8 +58,9 @@ class Delta(msgspec.Struct, kw_only=True):
     tokens: list[int]
     logprobs: list[TokenLogprobs]
     """As long as `tokens` when asked for, else empty."""
-    in_content: list[bool]
-    """For each of `logprobs` whether its token is text: no reasoning, call, marker or end."""
+    runs: list[int | None]
+    """For each of `logprobs` the stretch of text that its token belongs to; None = it is reasoning,
+    part of a call, a marker or the end."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
     """"stop", "length" or "tool_calls" with the last one."""
@@ -120,7 +121,7 @@ class Choice:
             )
         self._text: list[str] = []
         self._tokens: list[int] = []
-        self._in_content: list[bool] = []
+        self._runs: list[int | None] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -148,12 +149,12 @@ class Choice:
             pieces=self._pieces(),
             tokens=self._tokens,
             logprobs=self._logprobs,
-            in_content=self._in_content,
+            runs=self._runs,
             prompt_logprobs=self._prompt_logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
         )
-        self._tokens, self._in_content, self._logprobs = [], [], []
+        self._tokens, self._runs, self._logprobs = [], [], []
         self._prompt_logprobs = None
         return delta
 
@@ -174,17 +175,18 @@ class Choice:
             self._tokens.append(event.tokens[at])
             if event.logprobs is not None:
                 self._logprobs.append(event.logprobs[at])
-                self._in_content.append(self._is_content(event.tokens[at]))
+                self._runs.append(self._run_of(event.tokens[at]))
             self.num_tokens += 1
             self._show(event.tokens[at])
             if self.finished:
                 return
 
-    def _is_content(self, token: int) -> bool:
+    def _run_of(self, token: int) -> int | None:
         if token in self._stop_ids or token in self._eos:
-            return False
-        parser = self._parser
-        return parser is None or (parser.in_content and token not in parser.markers)
+            return None
+        if self._parser is None:
+            return 0
+        return None if token in self._parser.markers else self._parser.run
 
     def _show(self, token: int) -> None:
         """Turn one token into text. A stop id is held back: it only shows if it does not stop."""

@@ -53,6 +53,8 @@ class TextDelta(msgspec.Struct, kw_only=True):
 
     text: str
     is_reasoning: bool = False
+    run: int = 0
+    """Which stretch of the answer's text it belongs to, of those that reasoning or calls divide."""
 
 
 Piece = TextDelta | ToolCallDelta
@@ -93,6 +95,8 @@ class MessageParser:
         self._call_ids: set[str] = set()
         self._arguments_seen = False
         self._pieces: list[Piece] = []
+        self._run = 0
+        self._run_has_text = False
 
     @property
     def reasoning(self) -> bool:
@@ -100,9 +104,9 @@ class MessageParser:
         return self._state is _State.REASONING
 
     @property
-    def in_content(self) -> bool:
-        """Whether text is the answer's own."""
-        return self._state is _State.CONTENT
+    def run(self) -> int | None:
+        """The stretch that text would belong to; None where it is not the answer's own."""
+        return self._run if self._state is _State.CONTENT else None
 
     @property
     def in_section(self) -> bool:
@@ -159,6 +163,7 @@ class MessageParser:
         self.num_calls += 1
         if self._kept:
             index = self.num_calls - 1
+            self._end_run()
             self._pieces.append(ToolCallDelta(index=index, call_id=call_id, name=name))
 
     def _end_call(self) -> None:
@@ -179,11 +184,19 @@ class MessageParser:
             self._pieces.append(ToolCallDelta(index=index, arguments=text))
 
     def _add_text(self, text: str, *, is_reasoning: bool) -> None:
+        if is_reasoning:
+            self._end_run()
+        else:
+            self._run_has_text = True
         last = self._pieces[-1] if self._pieces else None
         if isinstance(last, TextDelta) and last.is_reasoning is is_reasoning:
             last.text += text
         else:
-            self._pieces.append(TextDelta(text=text, is_reasoning=is_reasoning))
+            self._pieces.append(TextDelta(text=text, is_reasoning=is_reasoning, run=self._run))
+
+    def _end_run(self) -> None:
+        self._run += self._run_has_text
+        self._run_has_text = False
 
     @property
     def _kept(self) -> bool:

@@ -152,7 +152,6 @@ class ChatRequest(GenerationFields):
     """"none" has a model not think that can do without; the others are passed to its template."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
 
     @property

@@ -6,7 +6,8 @@ ones that this engine cannot honour are refused, so that nothing is ignored sile
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -87,17 +88,16 @@ class StreamOptions(BaseModel):
     """Usage so far in every chunk."""
 
 
-class GenerationFields(BaseModel):
-    """Root of the chat and completion requests. None = the model's default."""
+class SharedFields(BaseModel):
+    """What a generating call of any API may ask for. None = the model's default."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
+    quiet: ClassVar[frozenset[str]] = QUIET_FIELDS
+    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = UNSUPPORTED_FIELDS
+
     model: str | None = None
-    n: int | None = Field(None, ge=1)
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=0)
-    min_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
@@ -107,31 +107,19 @@ class GenerationFields(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
-    stop: str | Texts | None = None
+    min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = None
-    prompt_logprobs: int | None = Field(None, ge=0)
     bad_words: Texts | None = None
-    best_of: int | None = Field(None, ge=1)
-    """Generate so many and keep the `n` most likely."""
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Texts | None = None
-    guided_grammar: str | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     """Keep so many tokens of the prompt; -1 = as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     """Which end is cut off; left by default, so that the newest text stays."""
-    echo: bool | None = None
-    add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """What the chat template is told; of no meaning where there is no conversation."""
     priority: int | Literal["premium", "interactive", "batch"] | None = None
     """Lower is sooner, as in vLLM: below 0 premium, 0 interactive, above 0 batch."""
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
@@ -143,6 +131,45 @@ class GenerationFields(BaseModel):
         if value is not None and any(letter in value for letter in "@/\\\0"):
             raise ValueError("must not contain @ / \\ or NUL")
         return value
+
+    def refuse_unsupported(self) -> list[str]:
+        """Refuse fields we know and cannot honour; return the names of those we do not know.
+
+        Raises:
+            InvalidRequest: names the field and what to do instead.
+        """
+        unknown: list[str] = []
+        for name, value in (self.model_extra or {}).items():
+            if name in self.unsupported:
+                neutral, advice = self.unsupported[name]
+                if value is not None and value not in neutral:
+                    raise InvalidRequest(f"{name} is not supported: {advice}", param=name)
+            elif name not in self.quiet:
+                unknown.append(name)
+        return unknown
+
+
+class GenerationFields(SharedFields):
+    """Root of the chat and completion requests."""
+
+    n: int | None = Field(None, ge=1)
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    stop: str | Texts | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0)
+    best_of: int | None = Field(None, ge=1)
+    """Generate so many and keep the `n` most likely."""
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -158,19 +185,8 @@ class GenerationFields(BaseModel):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def refuse_unsupported(self) -> list[str]:
-        """Refuse fields we know and cannot honour; return the names of those we do not know.
-
-        Raises:
-            InvalidRequest: names the field and what to do instead.
-        """
-        unknown: list[str] = []
-        for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED_FIELDS:
-                neutral, advice = UNSUPPORTED_FIELDS[name]
-                if value is not None and value not in neutral:
-                    raise InvalidRequest(f"{name} is not supported: {advice}", param=name)
-            elif name not in QUIET_FIELDS:
-                unknown.append(name)
+        """Also refuse `stream_options` where nothing is streamed."""
+        unknown = super().refuse_unsupported()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(
                 "stream_options is only allowed with stream=true", param="stream_options"

@@ -1,0 +1,123 @@
+"""`POST /v1/responses`: a thin adapter over the one chat request. Nothing is stored: the next
+call may reach another gateway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mooncake.api.chat_call import named_as, new_chat_call
+from mooncake.api.door import Door
+from mooncake.api.generation import Call, Delta
+from mooncake.api.http import CallResponse, call_id, read_body
+from mooncake.api.logprobs import LogprobSpeller
+from mooncake.api.response_stream import ResponseStream
+from mooncake.api.responses_request import PARAMS, responses_chat
+from mooncake.api.schema.chat import ChatRequest
+from mooncake.api.schema.openapi import json_body
+from mooncake.api.schema.replies import encode
+from mooncake.api.schema.response_replies import (
+    InputDetails,
+    OutputDetails,
+    ResponseReply,
+    ResponseUsage,
+)
+from mooncake.api.schema.responses import ResponsesRequest
+from mooncake.base import MooncakeError, SamplingParams
+
+
+def responses_routes(door: Door) -> APIRouter:
+    """Return the responses route over `door`."""
+    router = APIRouter()
+
+    @router.post("/v1/responses", openapi_extra=json_body(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        """Answer a conversation given as items, whole or as a stream of events."""
+        body = await read_body(request, ResponsesRequest, door.config.max_body_bytes)
+        door.check_model(body.model)
+        door.check_fields(body)
+        chat = responses_chat(body)
+        with named_as(PARAMS):
+            call = await new_chat_call(door, chat, call_id("resp", request, body.request_id))
+        renderer = ResponsesRenderer(door, body, chat, call)
+        return CallResponse(door, call, renderer, stream=bool(body.stream))
+
+    return router
+
+
+class ResponsesRenderer:
+    """Writes a response or its events."""
+
+    def __init__(self, door: Door, body: ResponsesRequest, chat: ChatRequest, call: Call) -> None:
+        speller = None
+        if chat.logprobs:
+            speller = LogprobSpeller(door.model.tokenizer, as_ids=False)
+        sampling = call.requests[0].sampling
+        reply = response_reply(body, call.call_id, sampling)
+        reply.created_at, reply.model = door.now_s(), door.names[0]
+        self._stream = ResponseStream(reply, speller)
+        self._finish_reason: str | None = None
+
+    def whole(self, call: Call, deltas: list[Delta]) -> bytes:
+        [delta] = deltas
+        self._stream.add(delta)
+        self._stream.finish(delta.finish_reason, response_usage(call))
+        return encode(self._stream.reply)
+
+    def begin(self, call: Call) -> list[bytes]:
+        del call
+        return self._stream.begin()
+
+    def chunk(self, call: Call, delta: Delta) -> list[bytes]:
+        del call
+        self._finish_reason = delta.finish_reason or self._finish_reason
+        return self._stream.add(delta)
+
+    def end(self, call: Call) -> list[bytes]:
+        return self._stream.finish(self._finish_reason, response_usage(call))
+
+    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
+        del call
+        return self._stream.fail(error)
+
+
+def response_reply(body: ResponsesRequest, name: str, sampling: SamplingParams) -> ResponseReply:
+    """Return a response without output that repeats what was asked."""
+    sent = body.model_dump(mode="json", by_alias=True, exclude_none=True)
+    text: dict[str, Any] = {"format": {"type": "text"}} | sent.get("text", {})
+    return ResponseReply(
+        id=name,
+        created_at=0,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model="",
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning={"effort": None, "summary": None} | sent.get("reasoning", {}),
+        temperature=sampling.temperature,
+        text=text,
+        tool_choice=sent.get("tool_choice", "auto"),
+        tools=[_NO_TOOL | tool for tool in sent.get("tools", [])],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=sampling.top_p,
+        truncation=body.truncation or "disabled",
+        user=sent.get("user"),
+    )
+
+
+_NO_TOOL = {"description": None, "parameters": None, "strict": True}
+
+
+def response_usage(call: Call) -> ResponseUsage:
+    """Return what `call` has cost."""
+    return ResponseUsage(
+        input_tokens=call.num_prompt_tokens,
+        input_tokens_details=InputDetails(call.num_cached_tokens),
+        output_tokens=call.num_output_tokens,
+        output_tokens_details=OutputDetails(call.num_reasoning_tokens),
+        total_tokens=call.num_prompt_tokens + call.num_output_tokens,
+    )

@@ -1,0 +1,160 @@
+"""The body of `POST /v1/responses`, OpenAI's newer way to ask. Nothing is stored here: a
+conversation is sent whole, in `input`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from mooncake.api.schema.fields import SharedFields, Texts
+
+_TEXT_PARTS = frozenset(
+    {"input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"}
+)
+
+
+class ItemPart(BaseModel):
+    """A piece of an item's content; this model takes text only."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+    text: str | None = None
+
+    @field_validator("type")
+    @classmethod
+    def _is_text(cls, value: str) -> str:
+        if value not in _TEXT_PARTS:
+            raise ValueError(f"content of type {value[:40]!r} is not supported, only text")
+        return value
+
+
+ItemContent = str | Annotated[list[ItemPart], Field(fail_fast=True)] | None
+
+_NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+
+
+class InputItem(BaseModel):
+    """One entry of `input`: a message, a call the model made, its result, or its reasoning."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: ItemContent = None
+    call_id: str | None = None
+    name: str | None = Field(None, min_length=1)
+    arguments: str | None = None
+    output: ItemContent = None
+    summary: Annotated[list[ItemPart], Field(fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> InputItem:
+        if self.type not in _NEEDED:
+            kinds = ", ".join(_NEEDED)
+            raise ValueError(f"items of type {self.type[:40]!r} are not supported, only {kinds}")
+        for name in _NEEDED[self.type]:
+            if getattr(self, name) is None:
+                raise ValueError(f"an item of type {self.type} needs {name}")
+        return self
+
+
+class FunctionTool(BaseModel):
+    """One entry of `tools`; only functions are: nothing is searched or run here."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"]
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """False = arguments are any object; else they are held to `parameters`."""
+
+
+class ToolName(BaseModel):
+    """A function by its name."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(BaseModel):
+    """`tool_choice` among some of the declared tools."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolName], Field(fail_fast=True)]
+
+
+class TextFormat(BaseModel):
+    """The form of the answer's text."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    """Accepted; the schema is always kept to."""
+
+
+class TextSettings(BaseModel):
+    """How the answer's text should be."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    format: TextFormat | None = None
+
+
+class ReasoningSettings(BaseModel):
+    """How much the model should think before it answers."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ResponsesRequest(SharedFields):
+    """Answer a conversation, given as items."""
+
+    quiet: ClassVar[frozenset[str]] = SharedFields.quiet | {"stream_options"}
+    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+        "background": ((False,), "wait for the answer, or stream it"),
+        "conversation": ((), "nothing is stored here: send the whole conversation in input"),
+        "max_tool_calls": ((), "it limits built-in tools, of which there are none"),
+        "previous_response_id": (
+            (),
+            "nothing is stored here: send the whole conversation in input",
+        ),
+        "prompt": ((), "send instructions and input"),
+    }
+
+    input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolName | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    include: Texts | None = None
+    """"message.output_text.logprobs" has an effect; the others ask for what we do not have."""
+    top_logprobs: int | None = Field(None, ge=0)
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto = cut off the beginning of what is too long."""
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    """Accepted; nothing is stored."""
