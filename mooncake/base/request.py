@@ -26,6 +26,15 @@ class Priority(str, Enum):
     INTERACTIVE = "interactive"
     BATCH = "batch"
 
+    @property
+    def order(self) -> int:
+        """0 goes first."""
+        return _CLASS_ORDER[self]
+
+
+_CLASS_ORDER = {priority: order for order, priority in enumerate(Priority)}
+"""In the order they are named."""
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate. `n > 1` is `n` of these, made by the door.

@@ -55,6 +55,10 @@ class DecodeJob:
     def attempt(self) -> int:
         return self.order.attempt
 
+    def rank(self) -> tuple[int, float]:
+        """Return its place in the line for room: smaller goes first."""
+        return self.order.request.priority.order, self.order.turn
+
     @property
     def num_tokens(self) -> int:
         """Tokens whose KV prefill pushes."""

@@ -1,17 +1,18 @@
 """The decode worker: a state machine that joins requests to a running batch once their KV has
 arrived.
 
-Queues: tasks without room wait in `_waiting` (bound `max_reservations`; a full one is answered
-with 503). Pages that a prefill worker may be writing to are never freed before it said `PushEnded`
+Queues: tasks without room wait in `_waiting`, by class and turn (bound `max_reservations`; a full
+one is answered with 503). Pages that a prefill worker may be writing to are never freed before it said `PushEnded`
 (or `KVReady`) or was lost and quarantined.
 """
 
 from __future__ import annotations
 
+from bisect import insort
+
 import msgspec
 
 from mooncake.base.blocks import block_keys
-from mooncake.base.bounded import BoundedQueue
 from mooncake.base.messages import (
     AbortTask,
     DecodeTask,
@@ -42,7 +43,7 @@ class DecodeWorker:
         self._jobs: dict[str, DecodeJob] = {}
         self._aborted: dict[tuple[str, int], DecodeJob] = {}
         self._by_sequence: dict[int, DecodeJob] = {}
-        self._waiting: BoundedQueue[DecodeJob] = BoundedQueue(instance.config.max_reservations)
+        self._waiting: list[DecodeJob] = []
         self._next_ask_s = float("-inf")
 
     # ------------------------------------------------------------ Machine
@@ -77,8 +78,8 @@ class DecodeWorker:
                 self.instance.handle(event, now)
 
     def tick(self, now: float) -> float | None:
-        while (job := self._waiting.peek()) is not None and self._admit(job, now):
-            self._waiting.pop()
+        while self._waiting and self._admit(self._waiting[0], now):
+            self._waiting.pop(0)
         self._take(self.instance.start_steps(now), now)
         return min(self._ask_again(now), self.instance.tick(now))
 
@@ -113,8 +114,10 @@ class DecodeWorker:
         elif not can_ever_fit(layout.num_blocks(job.num_tokens), self.instance.pool.num_blocks):
             message = f"{job.num_tokens} tokens do not fit the KV memory of a decode worker"
             self._fail(job, Failure(status=400, error_type="BadRequestError", message=message))
-        elif not self._waiting.offer(job):
+        elif len(self._waiting) >= self.instance.config.max_reservations:
             self._fail(job, Failure.unavailable("the decode queue is full"))
+        else:
+            insort(self._waiting, job, key=DecodeJob.rank)
 
     def _admit(self, job: DecodeJob, now: float) -> bool:
         """Start a waiting job if there is room; say whether it need not wait any more."""
@@ -218,6 +221,7 @@ class DecodeWorker:
             sequence_id=self.instance.next_sequence_id(),
             request=request,
             attempt=job.attempt,
+            turn=job.order.turn,
             output_tokens=list(job.output_tokens),
             pages=pages,
             num_computed=num_computed,
@@ -345,7 +349,8 @@ class DecodeWorker:
         lost = [j for j in self._jobs.values() if j.order.prefill == message.worker]
         for job in lost:
             if job.stage in (Stage.WAITING, Stage.RESERVED) and not job.local:
-                self._waiting.remove(job)
+                if job.stage is Stage.WAITING:
+                    self._waiting.remove(job)
                 self._rest(job, now)
                 self._fail(job, Failure.unavailable("the prefill worker was lost"))
         for key in [k for k, j in self._aborted.items() if j.order.prefill == message.worker]:

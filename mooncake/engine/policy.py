@@ -1,30 +1,27 @@
 """Who goes first and who yields. Pure functions of sequences; the one place that knows the order.
 
-One total order serves both ends: priority class, then arrival. The waiting line is served from its
-front, pages are taken back from its rear. So the first sequence of all can never be made to yield,
-and something always moves.
+One total order serves both ends: priority class, then the turn its gateway gave it, then arrival.
+The waiting line is served from its front, pages are taken back from its rear. So the first sequence
+of all can never be made to yield, and something always moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mooncake.base.request import Priority
 from mooncake.engine.sequence import Sequence
-
-_CLASS_ORDER = {Priority.PREMIUM: 0, Priority.INTERACTIVE: 1, Priority.BATCH: 2}
 
 
 def priority_class(sequence: Sequence) -> int:
     """Return 0 for premium, 1 for interactive, 2 for batch."""
-    return _CLASS_ORDER[sequence.request.priority]
+    return sequence.request.priority.order
 
 
-def rank(sequence: Sequence) -> tuple[int, int]:
+def rank(sequence: Sequence) -> tuple[int, float, int]:
     """Return the place in the order: smaller goes first. Unique in an engine."""
-    return priority_class(sequence), sequence.arrival
+    return priority_class(sequence), sequence.turn, sequence.arrival
 
 
 def last_in_order(sequences: Iterable[Sequence]) -> Sequence | None:
-    """Return the one that yields first: the last arrived of the lowest class."""
+    """Return the one that yields first: the last in turn of the lowest class."""
     return max(sequences, key=rank, default=None)

@@ -37,6 +37,8 @@ class Sequence:
     """Unique in its engine for all time; the runner knows the sequence by it."""
     request: GenerateRequest
     attempt: int = 0
+    turn: float = 0.0
+    """Its place among those of its class: smaller goes first."""
     output_tokens: list[int] = field(default_factory=list)
     max_new_tokens: int = 0
     """This engine is done at that many output tokens, those it came with included; 0 stands for

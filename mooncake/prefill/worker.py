@@ -48,7 +48,7 @@ class PrefillWorker:
         self._by_sequence: dict[int, PrefillJob] = {}
         self._settling: list[PrefillJob] = []
         self._early: OrderedDict[tuple[str, int], tuple[float, Reserved]] = OrderedDict()
-        self._gateway: WorkerRef | None = None
+        self._gateways: dict[str, WorkerRef] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()
         """request -> last attempt that is over here, so that a late reservation is answered."""
 
@@ -109,9 +109,9 @@ class PrefillWorker:
         """Requests of this gateway's former life have nobody to answer to."""
         for job in [j for j in self._jobs.values() if is_former(j.order.gateway, gateway)]:
             self._end(job, now)
-        if self._gateway is not None and is_former(self._gateway, gateway):
+        if is_former(self._gateways.get(gateway.worker_id, gateway), gateway):
             self._ended.clear()  # the new one numbers its attempts anew
-        self._gateway = gateway
+        self._gateways[gateway.worker_id] = gateway
 
     # ------------------------------------------------------------ from task to engine
 
@@ -157,6 +157,7 @@ class PrefillWorker:
             sequence_id=instance.next_sequence_id(),
             request=order.request,
             attempt=order.attempt,
+            turn=order.turn,
             output_tokens=list(order.output_tokens),
             max_new_tokens=len(order.output_tokens) + 1,
             pages=pages,

@@ -5,16 +5,26 @@ Pure. A refusal always says why and when to come back (Mooncake, FAST'25, Algori
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mooncake.base import Failure, GenerateRequest, IdSource, MooncakeError, Overloaded, Unavailable
 from mooncake.base.errors import ContextTooLong
 from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.decode_choice import DecodeOption
+from mooncake.scheduler.prefill_choice import PrefillOption
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 JITTER = 0.25
 """Share of the advice that is random: clients refused together should not come back together."""
+BATCH_AHEAD_S = 0.5
+"""Batch work is given to a prefill worker with no more than this to do: enough that it never stands
+idle, little enough that a change of mind costs nothing.
+"""
+NOT_IDLE = "not_idle"
+NO_ROOM_REASONS = frozenset({"tbt_limit", "decode_full"})
+"""Refusals that fewer sequences on decode would have spared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,30 +83,73 @@ def spread_retry(rejection: Rejection, ids: IdSource) -> Rejection:
 
 
 def check_limits(
-    config: SchedulerConfig, request: GenerateRequest, ttft_s: float, tbt_s: float
+    config: SchedulerConfig,
+    request: GenerateRequest,
+    ttft_s: float,
+    tbt_s: float,
+    share: float = 1.0,
 ) -> Rejection | None:
-    """Return a rejection when a predicted time is over its limit; the request's own limits go
-    before the cluster's.
+    """Return a rejection when a predicted time is over the request's share of its limit; the
+    request's own limits go before the cluster's.
     """
     ttft_slo_s = request.ttft_slo_s if request.ttft_slo_s is not None else config.ttft_slo_s
     tbt_slo_s = request.tbt_slo_s if request.tbt_slo_s is not None else config.tbt_slo_s
-    if ttft_slo_s is not None and ttft_s > ttft_slo_s:
+    if ttft_slo_s is not None and ttft_s > share * ttft_slo_s:
         return reject(
             Overloaded,
             "ttft_limit",
             f"The first token would come in about {ttft_s:.1f} s, which is over the limit of "
-            f"{ttft_slo_s:g} s. Retry later.",
-            ttft_s - ttft_slo_s,
+            f"{share * ttft_slo_s:g} s. Retry later.",
+            ttft_s - share * ttft_slo_s,
         )
-    if tbt_slo_s is not None and tbt_s > tbt_slo_s:
+    if tbt_slo_s is not None and tbt_s > share * tbt_slo_s:
         return reject(
             Overloaded,
             "tbt_limit",
             f"Tokens would come about every {1e3 * tbt_s:.0f} ms, which is over the limit of "
-            f"{1e3 * tbt_slo_s:g} ms. Retry later.",
+            f"{1e3 * share * tbt_slo_s:g} ms. Retry later.",
             tbt_s / tbt_slo_s,
         )
     return None
+
+
+def check_room(
+    config: SchedulerConfig, request: GenerateRequest, decode: DecodeOption
+) -> Rejection | None:
+    """Return a rejection when decode has no room and a limit on gaps is to be kept."""
+    if not decode.full or (request.tbt_slo_s is None and config.tbt_slo_s is None):
+        return None
+    return reject(
+        Overloaded,
+        "decode_full",
+        "All decode workers are full, so the limit on gaps between tokens cannot be met. "
+        "Retry later.",
+        2.0,
+    )
+
+
+def check_idle(
+    config: SchedulerConfig,
+    prefill: PrefillOption,
+    decode: DecodeOption,
+    tbt_s: float,
+    share: float,
+) -> Rejection | None:
+    """Return a rejection unless batch work would fill what is idle: hardly anything waits at the
+    prefill worker, and decode has room and keeps well inside the others' limit.
+    """
+    limit_s = math.inf if config.tbt_slo_s is None else share * config.tbt_slo_s
+    busy = prefill.queue_s > BATCH_AHEAD_S or tbt_s > limit_s
+    if not busy and not decode.full and not decode.num_short_blocks:
+        return None
+    return not_idle()
+
+
+def not_idle() -> Rejection:
+    """Batch work has to wait."""
+    return reject(
+        Overloaded, NOT_IDLE, "The cluster is busy; batch work waits until it is not.", 5.0
+    )
 
 
 def no_decode() -> Rejection:
@@ -134,9 +187,11 @@ class Permits:
     def num_held(self) -> int:
         return len(self._held)
 
-    def take(self, request_id: str) -> Rejection | None:
-        """Take a permit; returns the refusal when there is none left."""
-        if len(self._held) >= self._bound:
+    def take(self, request_id: str, share: float = 1.0) -> Rejection | None:
+        """Take a permit; returns the refusal when there is none left, or none in the request's
+        share of them.
+        """
+        if len(self._held) >= math.ceil(self._bound * share):
             return reject(
                 Overloaded,
                 "too_many_requests",

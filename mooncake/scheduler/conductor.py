@@ -17,7 +17,7 @@ from mooncake.base import (
     GenerateRequest,
     IdSource,
     LoadReport,
-    Overloaded,
+    Priority,
     Role,
     Tier,
     WorkerHello,
@@ -25,11 +25,19 @@ from mooncake.base import (
 )
 from mooncake.base.messages import Booking
 from mooncake.kvstore.index import PrefixIndex
-from mooncake.scheduler.admission import Rejection, check_limits, no_decode, reject, too_large
+from mooncake.scheduler.admission import (
+    Rejection,
+    check_idle,
+    check_limits,
+    check_room,
+    no_decode,
+    too_large,
+)
 from mooncake.scheduler.books import Books
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.cost import RunningMean
 from mooncake.scheduler.decode_choice import DecodeOption, DecodeQuery
+from mooncake.scheduler.fairness import Lines, Standing
 from mooncake.scheduler.fetch_costs import FetchCosts
 from mooncake.scheduler.fleet import Fleet
 from mooncake.scheduler.fleet_choice import FleetSearch, Holdings
@@ -66,6 +74,8 @@ class Placement:
     num_fetch_blocks: int
     num_replicate_blocks: int = 0
     """Leading blocks that get a copy in the pool of the prefill worker's node."""
+    must_wait: bool = False
+    """Decode has no room for it now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +103,7 @@ class Conductor:
             config, make_policy(config, ids), self._prefills, self._decodes,
             FleetSearch(option_maker(config), self._pools, self._index),
         )  # fmt: skip
+        self._lines = Lines()
         self._output_tokens = RunningMean(config.expected_output_tokens, OUTPUT_WINDOW)
         self._layout: Layout | None = None
         self._block_bytes = 0
@@ -197,14 +208,17 @@ class Conductor:
         num_output_so_far: int,
         now: float,
         exclude: Collection[str] | None = None,
+        standing: Standing | None = None,
     ) -> Placement | Rejection:
         """Choose the workers for a request and book their share.
 
         `keys` name the full blocks of prompt and output so far. `exclude` is None for a new
         request; for one that has been accepted before (and is held to no limit any more) it names
-        the workers it failed on, which are used only when there is no other.
+        the workers it failed on, which are used only when there is no other. Batch work is
+        placed only where it fills what is idle, whether or not it is new.
         """
         admit, exclude = exclude is None, exclude or ()
+        standing = standing or Standing((request.priority.order, 0.0))
         if all(view.draining for view in self._decodes.views):
             return no_decode()
         layout = self._layout
@@ -224,22 +238,35 @@ class Conductor:
         if chosen is None:
             return too_large(num_tokens)
         prefill, decode = chosen
-        if admit:
-            rejection = self._admit(request, prefill, decode, wanted, now)
-            if rejection is not None:
-                return rejection
+        behind_s = self._lines.behind_s(prefill.view.worker_id, standing.order)
+        ttft_s = prefill.ttft_s - min(behind_s, prefill.queue_s)
+        rejection = None
+        if request.priority is Priority.BATCH:
+            tbt_s = self._admission_tbt_s(prefill, decode, wanted, now)
+            rejection = check_idle(self._config, prefill, decode, tbt_s, standing.share)
+        elif admit:
+            tbt_s = self._admission_tbt_s(prefill, decode, wanted, now)
+            rejection = check_room(self._config, request, decode) or check_limits(
+                self._config, request, ttft_s, tbt_s, standing.share
+            )
+        if rejection is not None:
+            return rejection
+        self._lines.add(
+            prefill.view.worker_id, request.request_id, standing.order, prefill.compute_s
+        )
         self._book(request.request_id, keys, prefill, decode, wanted, now)
         whole = prefill.view is decode.view
         return Placement(
             prefill=None if whole else prefill.view.worker,
             decode=decode.view.worker,
             sources=prefill.sources,
-            predicted_ttft_s=prefill.ttft_s,
+            predicted_ttft_s=ttft_s,
             predicted_tbt_s=decode.tbt_s,
             num_cached_blocks=prefill.num_cached_blocks,
             num_cached_tokens=prefill.num_cached_blocks * layout.block_tokens,
             num_fetch_blocks=prefill.num_fetch_blocks,
             num_replicate_blocks=0 if whole else self._replicate(keys, now),
+            must_wait=decode.full,
         )
 
     def on_prefilled(self, request: GenerateRequest, now: float) -> Rejection | None:
@@ -257,12 +284,14 @@ class Conductor:
                 tbt_s = self.books.forecast.tbt_now_s(view, len(request.prompt_tokens))
                 rejection = check_limits(self._config, request, 0.0, tbt_s)
         self.books.prefilled(request.request_id, now)
+        self._lines.remove(request.request_id)
         return rejection
 
     def release(self, request_id: str, num_output_tokens: int | None = None) -> None:
         """Take a placement back: the request has ended, or the attempt has. `num_output_tokens`
         where it ended by itself, to learn how long outputs are.
         """
+        self._lines.remove(request_id)
         if self.books.release(request_id) and num_output_tokens is not None:
             self._output_tokens.add(num_output_tokens)
 
@@ -271,6 +300,7 @@ class Conductor:
         self._prefills.check_integrity()
         self._decodes.check_integrity()
         self.books.check_integrity(placed)
+        self._lines.check_integrity(placed)
         self._index.check_integrity()
 
     # -------------------------------------------------------- internals
@@ -301,26 +331,6 @@ class Conductor:
             own_matches=own_matches,
             push_s_per_block=self._fetch.push_s_per_block(self._block_bytes),
         )
-
-    def _admit(
-        self,
-        request: GenerateRequest,
-        prefill: PrefillOption,
-        decode: DecodeOption,
-        wanted: DecodeQuery,
-        now: float,
-    ) -> Rejection | None:
-        limited = request.tbt_slo_s is not None or self._config.tbt_slo_s is not None
-        if decode.full and limited:
-            return reject(
-                Overloaded,
-                "decode_full",
-                "All decode workers are full, so the limit on gaps between tokens cannot be met. "
-                "Retry later.",
-                2.0,
-            )
-        tbt_s = self._admission_tbt_s(prefill, decode, wanted, now)
-        return check_limits(self._config, request, prefill.ttft_s, tbt_s)
 
     def _admission_tbt_s(
         self, prefill: PrefillOption, decode: DecodeOption, wanted: DecodeQuery, now: float

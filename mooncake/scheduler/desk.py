@@ -8,26 +8,26 @@ the roster's knowledge, where a request goes is the Conductor's choice. No text 
                 │         │ ▲                        │
               refused   refused └── wait for a worker ◄─┘ worker lost, failed or stalled
 
-Waiting queue: filled by lost attempts, emptied when a worker joins or on a tick; bound `max_queue`;
-when it is full the request fails with 503.
+Who waits (`waiting`): requests that lost their worker, and batch work until there is something idle
+to fill. Batch yields: where another request finds no room on decode, it goes back to wait, with
+what it has so far.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import Counter
 from collections.abc import Collection
 
 from mooncake.base import (
     AbortTask,
-    BoundedQueue,
     Failure,
     FinalEvent,
     FinishReason,
     GenerateRequest,
     InvalidRequest,
     MooncakeError,
+    Priority,
     RequestOutput,
     RequestState,
     RequestTimeout,
@@ -36,29 +36,37 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.messages import FinishInfo
-from mooncake.scheduler.admission import Permits, Rejection, reject, spread_retry
+from mooncake.scheduler.admission import (
+    NO_ROOM_REASONS,
+    NOT_IDLE,
+    Rejection,
+    not_idle,
+    reject,
+    spread_retry,
+)
 from mooncake.scheduler.conductor import Conductor, Placement
 from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.dispatch import Dispatch
+from mooncake.scheduler.entrance import Entrance
+from mooncake.scheduler.fairness import Standing
 from mooncake.scheduler.outputs import OutputOrder
+from mooncake.scheduler.patience import Deadlines, is_overdue, why_stalled
 from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.record import RequestRecord, Sink
 from mooncake.scheduler.roster import Roster
+from mooncake.scheduler.waiting import RETRY_WAITING_S, WaitingRoom
 from mooncake.telemetry.events import (
     Accepted,
     Finished,
     FirstToken,
-    Placed,
     Refused,
     Requeued,
     Tokens,
 )
 
-RETRY_WAITING_S = 0.25
 SCAN_STALLED_S = 1.0
-STALL_FACTOR = 10.0
-"""A first token may take this many times its prediction before the attempt counts as stalled."""
-MAX_STALLS = 4.0
-"""But no more than so many times `stall_timeout_s`: the prediction may be lost as well."""
+MAX_YIELDING = 8
+"""Batch requests that make room for one newcomer, at most."""
 
 NOT_RETRIED = frozenset({400, 401, 403, 404, 413, 422})
 """Failures no other worker would help with."""
@@ -76,16 +84,13 @@ class RequestDesk:
         self._ports = ports
         self._conductor = conductor
         self._roster = roster
-        self._permits = Permits(config.max_inflight)
+        self._entrance = Entrance(config.max_inflight)
         self._requests: dict[str, RequestRecord] = {}
-        self._on_worker: dict[str, dict[str, None]] = {}
-        """Worker id -> requests placed there."""
-        self._waiting: BoundedQueue[str] = BoundedQueue(config.max_queue)
-        self._deadlines: list[tuple[float, int, str]] = []
-        self._num_submitted = 0
-        self._last_attempt = 0
-        """Numbers all attempts here, so that a request id used again is never an old attempt's."""
-        self._next_retry_s = 0.0
+        self._dispatch = Dispatch(ports, roster)
+        self._waiting = WaitingRoom(config.max_queue)
+        self._batch: dict[str, None] = {}
+        """Batch requests that are placed somewhere, the latest last."""
+        self._deadlines = Deadlines()
         self._next_scan_s = 0.0
         self.counters: Counter[str] = Counter()
 
@@ -100,27 +105,29 @@ class RequestDesk:
 
     def submit(self, request: GenerateRequest, sink: Sink, now: float) -> None:
         """Take a request, or refuse it with a final event (REJECTED) before this returns."""
-        rejection = self._may_enter(request)
-        if rejection is not None:
-            self.refuse(request, rejection, sink, now)
+        standing = self._enter(request, now)
+        if isinstance(standing, Rejection):
+            self.refuse(request, standing, sink, now)
             return
         record = RequestRecord(
             request=request,
             sink=sink,
             accepted_s=now,
             order=OutputOrder(request.request_id, request.sampling.max_tokens),
+            standing=standing,
         )
-        result = self._place(record, now)
-        if isinstance(result, Rejection):
-            self._permits.give(request.request_id)
+        may_wait = request.priority is Priority.BATCH
+        jumps = may_wait and self._waiting.has_batch
+        result = not_idle() if jumps else self._place(record, now)
+        if isinstance(result, Rejection) and not (may_wait and result.reason == NOT_IDLE):
+            self._entrance.turn_away(request)
             self.refuse(request, result, sink, now)
             return
+        self._entrance.stay(request, standing)
         self._requests[request.request_id] = record
         self.counters["requests_accepted"] += 1
-        self._num_submitted += 1
         if request.timeout_s is not None:
-            deadline_s = now + request.timeout_s
-            heapq.heappush(self._deadlines, (deadline_s, self._num_submitted, request.request_id))
+            self._deadlines.add(request.request_id, now + request.timeout_s)
         self._ports.recorder.record(
             Accepted(
                 request_id=request.request_id,
@@ -132,7 +139,10 @@ class RequestDesk:
                 tbt_slo_s=request.tbt_slo_s or self._config.tbt_slo_s,
             )
         )
-        self._begin(record, result, now)
+        if isinstance(result, Placement):
+            self._begin(record, result, now)
+        else:
+            self._waiting.offer(record, now)
 
     def abort(self, request_id: str, now: float) -> None:
         """End a request at its client's wish; unknown or ended ones are ignored."""
@@ -142,12 +152,9 @@ class RequestDesk:
 
     def worker_lost(self, worker_id: str, now: float) -> None:
         """Place again what needed this worker. Roster and Conductor know of the loss already."""
-        for request_id in self._on_worker.pop(worker_id, {}):
+        for request_id in self._dispatch.forget(worker_id):
             record = self._requests.get(request_id)
-            if record is None or record.placement is None:
-                continue  # ended by the sink of another one meanwhile
-            is_decode = record.placement.decode.worker_id == worker_id
-            if is_decode or not record.decode_joined or record.order.has_gap:
+            if record is not None and _needs(record, worker_id):
                 self._requeue(record, f"worker {worker_id} was lost", now)
 
     def worker_joined(self, now: float) -> None:
@@ -157,52 +164,44 @@ class RequestDesk:
 
     def tick(self, now: float) -> float | None:
         """See to deadlines, waiting requests and stalls. Returns when to come again."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            self._expire(heapq.heappop(self._deadlines)[2], now)
-        if len(self._waiting) and now >= self._next_retry_s:
+        while (request_id := self._deadlines.pop_due(now)) is not None:
+            self._expire(request_id, now)
+        if len(self._waiting) and now >= self._waiting.next_call_s:
             self._place_waiting(now)
         if self._requests and now >= self._next_scan_s:
             self._next_scan_s = now + SCAN_STALLED_S
             self._scan_stalled(now)
-        wakes = [deadline_s for deadline_s, _, _ in self._deadlines[:1]]
+        wakes = [] if self._deadlines.next_s is None else [self._deadlines.next_s]
         if len(self._waiting):
-            wakes.append(self._next_retry_s)
+            wakes.append(self._waiting.next_call_s)
         if self._requests:
             wakes.append(self._next_scan_s)
         return min(wakes, default=None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when permits, requests, queues and books disagree."""
-        self._permits.check_integrity(set(self._requests))
-        waiting = set(self._waiting)
-        assert len(waiting) == len(self._waiting), "a request waits twice"
-        placed: set[str] = set()
-        booked = {(worker, name) for worker, names in self._on_worker.items() for name in names}
+        self._entrance.check_integrity([r.request for r in self._requests.values()])
+        self._waiting.check_integrity()
         for name, record in self._requests.items():
+            waits = name in self._waiting
             assert record.state is not RequestState.FINISHED, "an ended request was kept"
-            assert (record.state is RequestState.QUEUED) == (name in waiting)
-            assert (record.placement is None) == (name in waiting)
-            assert 0 < record.num_attempts <= self._config.max_attempts
-            if record.placement is None:
-                continue
-            placed.add(name)
-            assert self._roster.live(record.placement.decode), "decoding on a lost worker"
-            for worker in record.workers():
-                if self._roster.live(worker):
-                    assert (worker.worker_id, name) in booked, "a share was forgotten"
-                    booked.remove((worker.worker_id, name))
-        assert not booked, "workers hold requests that are not theirs"
-        assert waiting <= set(self._requests), "an unknown request waits"
-        self._conductor.check_integrity(placed)
+            assert (record.state is RequestState.QUEUED) == waits
+            assert (record.placement is None) == waits
+            assert 0 <= record.num_failed <= self._config.max_attempts
+            is_batch = record.request.priority is Priority.BATCH
+            assert (is_batch and not waits) == (name in self._batch)
+        assert set(self._waiting) <= set(self._requests), "an unknown request waits"
+        assert set(self._batch) <= set(self._requests), "an unknown request would yield"
+        self._conductor.check_integrity(self._dispatch.check_integrity(self._requests.values()))
 
     # --------------------------------------------------------------- placing
 
-    def _may_enter(self, request: GenerateRequest) -> Rejection | None:
+    def _enter(self, request: GenerateRequest, now: float) -> Standing | Rejection:
         if request.request_id in self._requests:
             return reject(
                 InvalidRequest, "duplicate_id", f"The request id {request.request_id} is in use."
             )
-        return self._permits.take(request.request_id)
+        return self._entrance.enter(request, now)
 
     def refuse(
         self, request: GenerateRequest, rejection: Rejection, sink: Sink, now: float
@@ -227,55 +226,58 @@ class RequestDesk:
         )
 
     def _place(self, record: RequestRecord, now: float) -> Placement | Rejection:
+        """Choose workers for a request. Where decode has no room for it, batch makes some."""
+        result = self._choose(record, now)
+        if record.request.priority is Priority.BATCH:
+            return result
+        for _ in range(MAX_YIELDING):
+            yielding = self._who_yields(result)
+            if yielding is None:
+                break
+            if isinstance(result, Placement):
+                self._conductor.release(record.request_id)
+            self._take_off(yielding, "it yields to others", now)
+            yielding.num_paused += 1
+            self._waiting.offer(yielding, now)
+            self.counters["batch_yielded"] += 1
+            result = self._choose(record, now)
+        return result
+
+    def _choose(self, record: RequestRecord, now: float) -> Placement | Rejection:
         return self._conductor.place(
             record.request,
             record.block_keys(self._conductor.layout),
             record.num_output_tokens,
             now,
             record.exclude if record.num_attempts else None,
+            record.standing,
         )
+
+    def _who_yields(self, result: Placement | Rejection) -> RequestRecord | None:
+        """Return the batch request placed last among those in the way, if there is any."""
+        for request_id in reversed(self._batch):
+            record = self._requests[request_id]
+            assert record.placement is not None, "waits and would yield"
+            if isinstance(result, Rejection):
+                return record if result.reason in NO_ROOM_REASONS else None
+            if result.must_wait and record.placement.decode == result.decode:
+                return record
+        return None
 
     def _begin(self, record: RequestRecord, placement: Placement, now: float) -> None:
-        """Start an attempt: tell decode to reserve (or to do it all), and prefill to compute."""
-        self._last_attempt += 1
-        record.attempt = self._last_attempt
-        record.num_attempts += 1
-        record.placement = placement
-        record.decode_joined = False
-        record.last_progress_s = now
-        record.gap_since_s = None
-        record.order.forget_held()
-        record.move(RequestState.PREFILLING)
-        for worker in record.workers():
-            self._on_worker.setdefault(worker.worker_id, {})[record.request_id] = None
-        prefill, decode = placement.prefill, placement.decode
-        self._ports.recorder.record(
-            Placed(
-                request_id=record.request_id,
-                at_s=now,
-                attempt=record.attempt,
-                prefill=prefill.worker_id if prefill is not None else None,
-                decode=decode.worker_id,
-                predicted_ttft_s=placement.predicted_ttft_s,
-                predicted_tbt_s=placement.predicted_tbt_s,
-                num_cached_tokens=placement.num_cached_tokens,
-                num_fetch_blocks=placement.num_fetch_blocks,
-            )
-        )
-        for address, task in record.tasks(self._ports.worker):
-            self._ports.channel.send(address, task)
+        self._dispatch.begin(record, placement, now)
+        if record.request.priority is Priority.BATCH:
+            self._batch[record.request_id] = None
 
-    def _requeue(
+    def _take_off(
         self, record: RequestRecord, reason: str, now: float, failed_on: str | None = None
     ) -> None:
-        """An attempt is lost: place the request again, let it wait for a worker, or fail it."""
+        """End an attempt; the request is placed nowhere then."""
         logger.info("request %s, attempt %d: %s", record.request_id, record.attempt, reason)
-        self._detach(record, done=() if failed_on is None else (failed_on,))
+        self._dispatch.end(record, done=() if failed_on is None else (failed_on,))
+        self._batch.pop(record.request_id, None)
         self._conductor.release(record.request_id)
         record.move(RequestState.QUEUED)
-        if failed_on is not None:
-            record.exclude.add(failed_on)
-        self.counters["attempts_lost"] += 1
         self._ports.recorder.record(
             Requeued(
                 request_id=record.request_id,
@@ -285,12 +287,19 @@ class RequestDesk:
                 num_output_tokens=record.num_output_tokens,
             )
         )
-        ended = record.ended_by_its_tokens()
-        if ended is not None:
-            self._finish(record, ended.reason, now, stop_token_id=ended.stop_token_id)
+
+    def _requeue(
+        self, record: RequestRecord, reason: str, now: float, failed_on: str | None = None
+    ) -> None:
+        """An attempt is lost: place the request again, let it wait for a worker, or fail it."""
+        self._take_off(record, reason, now, failed_on)
+        if failed_on is not None:
+            record.exclude.add(failed_on)
+        self.counters["attempts_lost"] += 1
+        if self._finish_if_ended(record, now):
             return
-        if record.num_attempts >= self._config.max_attempts:
-            tries = record.num_attempts
+        if record.num_failed >= self._config.max_attempts:
+            tries = record.num_failed
             text = f"The request failed {tries} times; the last time {reason}. Retry it."
             self._fail(record, Unavailable, text, now)
             return
@@ -299,26 +308,29 @@ class RequestDesk:
             self._begin(record, result, now)
         elif result.permanent:
             self._finish(record, FinishReason.ERROR, now, failure=result.failure())
-        elif self._waiting.offer(record.request_id):
+        elif self._waiting.offer(record, now):
             record.wait_until_s = now + self._config.replace_wait_s
-            self._next_retry_s = now + RETRY_WAITING_S
         else:
             text = f"Too many requests wait for a worker to take over ({reason}). Retry later."
             self._fail(record, Unavailable, text, now)
 
     def _place_waiting(self, now: float) -> None:
-        """Try every waiting request once, oldest first."""
-        self._next_retry_s = now + RETRY_WAITING_S
+        """Try those who wait once, in order of their turns; of batch work as much as fits."""
+        self._waiting.next_call_s = now + RETRY_WAITING_S
         for request_id in list(self._waiting):
             record = self._requests.get(request_id)
             if record is None:
                 continue  # ended by the sink of another one meanwhile
+            if self._finish_if_ended(record, now):
+                continue
             result = self._place(record, now)
             if isinstance(result, Placement):
                 self._waiting.remove(request_id)
                 self._begin(record, result, now)
             elif result.permanent:
                 self._finish(record, FinishReason.ERROR, now, failure=result.failure())
+            elif record.request.priority is Priority.BATCH:
+                break  # who comes after it is batch as well
             elif now >= record.wait_until_s:
                 text = (
                     f"Its worker was lost and none could take over within "
@@ -366,6 +378,7 @@ class RequestDesk:
         record.last_progress_s = now
         if record.state is RequestState.PREFILLING:
             record.move(RequestState.DECODING)
+            self._entrance.began(record.request, record.standing)
             rejection = self._conductor.on_prefilled(record.request, now)
             if rejection is not None and record.num_attempts == 1:
                 self.counters["requests_shed"] += 1
@@ -411,27 +424,23 @@ class RequestDesk:
 
     def _expire(self, request_id: str, now: float) -> None:
         record = self._requests.get(request_id)
-        if record is None or record.request.timeout_s is None:
-            return
-        if now - record.accepted_s < record.request.timeout_s:
-            return  # an older request of the same name had this deadline
+        if record is None or not is_overdue(record, now):
+            return  # it has ended; or this was the deadline of an older one of the same name
         text = f"The request did not finish within its {record.request.timeout_s:g} s."
         self._fail(record, RequestTimeout, text, now)
 
     def _scan_stalled(self, now: float) -> None:
-        config = self._config
         for record in list(self._requests.values()):
-            if record.placement is None:
-                continue
-            quiet_s = now - record.last_progress_s
-            patience_s = config.stall_timeout_s
-            if record.state is RequestState.PREFILLING:
-                predicted_s = STALL_FACTOR * record.placement.predicted_ttft_s
-                patience_s = min(max(patience_s, predicted_s), MAX_STALLS * patience_s)
-            if record.gap_since_s is not None and now - record.gap_since_s > config.gap_timeout_s:
-                self._requeue(record, "tokens were lost on their way", now)
-            elif quiet_s > patience_s:
-                self._requeue(record, f"nothing came for {quiet_s:.0f} s", now)
+            reason = why_stalled(record, self._config, now)
+            if reason is not None:
+                self._requeue(record, reason, now)
+
+    def _finish_if_ended(self, record: RequestRecord, now: float) -> bool:
+        """End a request whose tokens so far are all there is: only that word of it was lost."""
+        ended = record.ended_by_its_tokens()
+        if ended is not None:
+            self._finish(record, ended.reason, now, stop_token_id=ended.stop_token_id)
+        return ended is not None
 
     def _fail(
         self, record: RequestRecord, kind: type[MooncakeError], message: str, now: float
@@ -451,12 +460,13 @@ class RequestDesk:
     ) -> None:
         """End a request: nothing of it stays here, and no worker keeps anything of it."""
         well = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        self._detach(record, done)
+        self._dispatch.end(record, done)
+        self._batch.pop(record.request_id, None)
         self._conductor.release(record.request_id, record.num_output_tokens if well else None)
         self._waiting.remove(record.request_id)
         record.move(RequestState.FINISHED)
         del self._requests[record.request_id]
-        self._permits.give(record.request_id)
+        self._entrance.leave(record.request, record.num_output_tokens)
         self.counters[f"requests_{reason.value}"] += 1
         if record.order.num_conflicts:
             logger.error(
@@ -477,19 +487,11 @@ class RequestDesk:
         )
         record.sink(record.final_event(reason, stop_token_id, failure))
 
-    def _detach(self, record: RequestRecord, done: Collection[str] = ()) -> None:
-        """Take a request off its workers. Those alive are told to forget it, but for those that are
-        `done` with it by themselves (as prefill is once decode has joined).
-        """
-        for worker in record.workers():
-            self._on_worker.get(worker.worker_id, {}).pop(record.request_id, None)
-            assert record.placement is not None
-            finished = worker.worker_id in done or (
-                record.decode_joined and worker == record.placement.prefill
-            )
-            if not finished and self._roster.live(worker):
-                self._ports.channel.send(
-                    worker.address,
-                    AbortTask(request_id=record.request_id, attempt=record.attempt),
-                )
-        record.placement = None
+
+def _needs(record: RequestRecord, worker_id: str) -> bool:
+    """Whether a request cannot go on without this worker."""
+    placement = record.placement
+    if placement is None:
+        return False  # ended by the sink of another one meanwhile
+    is_decode = placement.decode.worker_id == worker_id
+    return is_decode or not record.decode_joined or record.order.has_gap

@@ -25,6 +25,7 @@ from mooncake.base.blocks import chain_root
 from mooncake.base.messages import FinishInfo
 from mooncake.base.request import TRANSITIONS
 from mooncake.scheduler.conductor import Layout, Placement
+from mooncake.scheduler.fairness import Standing
 from mooncake.scheduler.outputs import OutputOrder
 
 Sink = Callable[[OutputEvent], None]
@@ -38,11 +39,15 @@ class RequestRecord:
     sink: Sink
     accepted_s: float
     order: OutputOrder
+    standing: Standing
+    """Its turn, and what it may claim against others."""
     state: RequestState = RequestState.QUEUED
     attempt: int = 0
     """Number of the current placement, unique at its gateway."""
     num_attempts: int = 0
     """Placements so far."""
+    num_paused: int = 0
+    """Of these, those that ended because it had to yield or its worker left in good order."""
     placement: Placement | None = None
     """None while the request waits to be placed (again)."""
     decode_joined: bool = False
@@ -72,6 +77,22 @@ class RequestRecord:
         prefill = self.placement.prefill
         return [self.placement.decode] if prefill is None else [self.placement.decode, prefill]
 
+    @property
+    def num_failed(self) -> int:
+        """Placements that came to nothing, the present one included."""
+        return self.num_attempts - self.num_paused
+
+    def begin(self, attempt: int, placement: Placement, now: float) -> None:
+        """Start an attempt: nothing of the one before is waited for."""
+        self.attempt = attempt
+        self.num_attempts += 1
+        self.placement = placement
+        self.decode_joined = False
+        self.last_progress_s = now
+        self.gap_since_s = None
+        self.order.forget_held()
+        self.move(RequestState.PREFILLING)
+
     def move(self, state: RequestState) -> None:
         """Go to `state`; an illegal move is our own fault."""
         assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} to {state}"
@@ -92,6 +113,7 @@ class RequestRecord:
             prefill=prefill,
             output_tokens=output_tokens,
             sources=sources if prefill is None else [],
+            turn=self.standing.order[1],
         )
         if prefill is None:
             return [(decode.address, decode_task)]
@@ -102,6 +124,7 @@ class RequestRecord:
             decode=decode,
             output_tokens=output_tokens,
             sources=sources,
+            turn=self.standing.order[1],
             num_replicate_blocks=placement.num_replicate_blocks,
         )
         return [(decode.address, decode_task), (prefill.address, prefill_task)]

@@ -20,6 +20,7 @@ from mooncake.base import (
     LoadReport,
     PeerLost,
     PrefillTask,
+    Priority,
     RequestOutput,
     Role,
     SamplingParams,
@@ -106,7 +107,7 @@ class UnrulyWorker:
 
     def __init__(self, name: str, role: Role, epoch: str, world: UnrulyCluster) -> None:
         node = f"node-{int(name[-1]) % 2}"
-        self.hello = hello(name, role, epoch=epoch, node_id=node, num_blocks=200)
+        self.hello = hello(name, role, epoch=epoch, node_id=node, num_blocks=world.num_blocks)
         self.jobs: dict[tuple[str, int], Job] = {}
         self.welcomed = False
         self._early: set[tuple[str, int]] = set()
@@ -252,6 +253,7 @@ class UnrulyCluster:
         self.deaths = random.choice([0.0, 0.02, 0.05])
         self.network = Network(random, random.choice([0.0, 0.0, 0.02]))
         self.lossless = self.network.loss == 0.0
+        self.num_blocks = random.choice([30, 200])
         config = SchedulerConfig(
             max_inflight=random.choice([4, 64]),
             max_queue=random.choice([1, 64]),
@@ -339,6 +341,8 @@ class UnrulyCluster:
                 stop_token_ids=[STOP_TOKEN] if self.random.random() < 0.5 else [],
             ),
             timeout_s=self.random.choice([None, None, 1.0, 20.0]),
+            tenant=self.random.choice(["", "", "other"]),
+            priority=self.random.choice([Priority.INTERACTIVE, *Priority]),
         )
         client = Client()
         self.clients[name] = (request, client)
