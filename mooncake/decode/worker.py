@@ -2,8 +2,8 @@
 arrived.
 
 Queues: tasks without room wait in `_waiting`, by class and turn (bound `max_reservations`; a full
-one is answered with 503). Pages that a prefill worker may be writing to are never freed before it said `PushEnded`
-(or `KVReady`) or was lost and quarantined.
+one is answered with 503). Pages that a prefill worker may be writing to are never freed before it
+said `PushEnded` (or `KVReady`) or was lost and quarantined.
 """
 
 from __future__ import annotations
