@@ -40,6 +40,11 @@ class Backends:
         """Whether FP8 and INT4 weights stay as they are: only kernels here multiply with them."""
         return self.moe == TRITON
 
+    @property
+    def draws_on_device(self) -> bool:
+        """Whether tokens are drawn by a kernel: in steps that must not wait for the host."""
+        return self.attention == TRITON
+
     def op(self, name: str) -> Any:
         """Return an op of the attention side."""
         made = kernel(name, self.attention)

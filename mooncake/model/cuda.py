@@ -1,4 +1,6 @@
-"""What only a CUDA GPU has: captured graphs and its memory. Thin: all decisions are elsewhere."""
+"""What only a CUDA GPU has: captured graphs, copies that nobody waits for, its memory. Thin: all
+decisions are elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 
 from mooncake.base import KvLayout
 from mooncake.engine.plan import StepSlot
+from mooncake.model.copies import Arriving
 from mooncake.model.graphs import Replay
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
@@ -44,6 +47,39 @@ class CudaGraphs:
             return out
 
         return replay
+
+
+class CudaCopies:
+    """`copies.Copies` through pinned memory, on the current stream.
+
+    Pinned memory comes from torch's cache, which does not hand out what a copy still uses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda: Any = torch.cuda
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device; the host goes on at once."""
+        return values.pin_memory().to(self._device, non_blocking=True)
+
+    def fetch(self, values: torch.Tensor) -> Arriving:
+        """Begin a copy to pinned memory and mark its end with an event."""
+        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        there.copy_(values, non_blocking=True)
+        done = self._cuda.Event()
+        done.record()
+        return _Marked(there, done)
+
+
+class _Marked:
+    def __init__(self, values: torch.Tensor, done: Any) -> None:
+        self._values = values
+        self._done = done
+
+    def wait(self) -> torch.Tensor:
+        self._done.synchronize()
+        return self._values
 
 
 def measure_memory(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from mooncake_kernels.reference.paged import PagedSpan, paged_span
+from mooncake_kernels.reference.paged import PagedSpan, paged_span, sent
 from mooncake_kernels.reference.paged_batch import PagedBatch
 
 from mooncake.engine.plan import StepSlot
@@ -41,8 +41,8 @@ class Queries:
 
     def to(self, device: torch.device) -> Queries:
         """Return the same with its tensors on `device`; spans stay with the host."""
-        rows = None if self.rows is None else self.rows.to(device)
-        return replace(self, positions=self.positions.to(device), rows=rows)
+        rows = None if self.rows is None else sent(self.rows, device)
+        return replace(self, positions=sent(self.positions, device), rows=rows)
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class StepInputs:
             return self
         return replace(
             self,
-            tokens=self.tokens.to(device),
-            positions=self.positions.to(device),
-            places=self.places.to(device),
+            tokens=sent(self.tokens, device),
+            positions=sent(self.positions, device),
+            places=sent(self.places, device),
             queries=self.queries.to(device),
             outputs=self.outputs.to(device),
         )

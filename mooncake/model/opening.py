@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from mooncake_kernels.dispatch import TRITON
+from mooncake_kernels.dispatch import TRITON, kernel
 
 from mooncake.base import CheckpointError, ConfigError, KvLayout
 from mooncake.engine.config import EngineConfig
 from mooncake.model.backends import settle
-from mooncake.model.cuda import CudaGraphs, measure_memory
+from mooncake.model.copies import Copies
+from mooncake.model.cuda import CudaCopies, CudaGraphs, measure_memory
 from mooncake.model.grammar import Grammars
 from mooncake.model.grammar_tokens import load_grammar_tokens
 from mooncake.model.graphs import DecodeGraphs
@@ -121,17 +122,26 @@ class ModelSource:
             kv = KvTensors.allocate(layout, config.num_blocks, self._device)
         else:
             kv = KvTensors.view(layout, config.num_blocks, buffer)
+        copies = CudaCopies(self._device) if self._device.type == "cuda" else None
         return ModelRunner(
             model,
             kv,
-            Sampler(model.spec.vocab_size, model.device, self._grammars),
+            Sampler(
+                model.spec.vocab_size,
+                self._grammars,
+                copies=copies,
+                draw_tokens=kernel("draw", TRITON) if self._backends.draws_on_device else None,
+            ),
             num_threads=num_threads,
-            decoder=self._decoder(model, kv, config),
+            decoder=self._decoder(model, kv, config, copies),
+            copies=copies,
             # The one form whose results do not depend on how a prompt was cut.
             prefers_absorbed=(lambda *_: True) if self._backends.deterministic else None,
         )
 
-    def _decoder(self, model: KimiK2, kv: KvTensors, config: EngineConfig) -> DecodeGraphs | None:
+    def _decoder(
+        self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies | None
+    ) -> DecodeGraphs | None:
         """Return captured decode steps where they can be had: no step may wait for the host."""
         kernels = (self._backends.attention, self._backends.moe)
         can = self._device.type == "cuda" and kernels == (TRITON, TRITON)
@@ -144,6 +154,7 @@ class ModelSource:
                 CudaGraphs(),
                 most_rows=config.max_num_seqs,
                 most_pages=config.num_pages(config.max_model_len),
+                copies=copies,
             )
 
 

@@ -25,12 +25,15 @@ from mooncake.engine.plan import (
     SequenceStart,
     StepPlan,
     StepResult,
+    StepSlot,
 )
+from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.graphs import DecodeGraphs
 from mooncake.model.inputs import OutputRows, PrefersAbsorbed, StepInputs, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.mla import absorbed_is_cheaper
+from mooncake.model.layers.sampler import Drawn
 
 _LOGPROB_ROWS = 128
 """Prompt positions whose logits are made at once: bounds their memory."""
@@ -50,6 +53,12 @@ class TokenSampler(Protocol):
 
     def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
         """Return one sample a row of `logits` [rows, vocab] float32; adds it to the history."""
+
+    def begin(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> Drawn:
+        """Choose as `sample` does, without waiting for the device."""
+
+    def finish(self, drawn: Drawn) -> list[Sample]:
+        """Wait for what `begin` chose; adds it to the history."""
 
     def prompt_logprobs(
         self, logits: torch.Tensor, next_tokens: Sequence[int], num: int
@@ -76,11 +85,13 @@ class ModelRunner:
         num_threads: int | None = None,
         decoder: DecodeGraphs | None = None,
         prefers_absorbed: PrefersAbsorbed | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """Start the thread. `num_threads`: torch's CPU threads, of the whole process; None = as is.
 
         decoder: captured steps over the same pages; None = every step is run as it comes.
         prefers_absorbed: which form of attention a slot takes; None = the cheaper one.
+        copies: to the model's device; None = it is the host.
         The queue is as long as the engine lets it be (two steps in flight).
         """
         self._model = model
@@ -88,6 +99,7 @@ class ModelRunner:
         self._sampler = sampler
         self._num_threads = num_threads
         self._decoder = decoder
+        self._copies = copies or HostCopies()
         self._prefers_absorbed = prefers_absorbed or absorbed_is_cheaper(model.spec)
         self._starts: dict[int, SequenceStart] = {}
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
@@ -179,16 +191,10 @@ class ModelRunner:
             raise ValueError(f"sequences {unknown} were never started")
         whole = frozenset(s.sequence_id for s in plan.slots if self._logprobs_wanted(s.sequence_id))
         decoder = self._decoder
-        if decoder is not None and not (whole or plan.report_layers) and decoder.takes(plan.slots):
-            logits = decoder.logits(plan.slots)
-            asked = [slot.sequence_id for slot in plan.slots if slot.sample]
-            failures = self._sampler.broken(asked)
-            rows = [
-                (row, slot.sequence_id)
-                for row, slot in enumerate(plan.slots)
-                if slot.sample and slot.sequence_id not in failures
-            ]
-            return _Outcome(self._draw(logits, rows), {}, failures)
+        if decoder is not None:
+            if not (whole or plan.report_layers) and decoder.takes(plan.slots):
+                return self._decode(decoder, plan.slots)
+            decoder.interrupt()
         inputs = build_inputs(plan.slots, whole, self._kv.page_shape, self._prefers_absorbed)
         inputs = inputs.to(self._model.device)
 
@@ -216,17 +222,32 @@ class ModelRunner:
         if not sampling:
             return []
         last = torch.tensor([rows.first + rows.num_rows - 1 for rows in sampling])
-        logits = self._model.logits(hidden.index_select(0, last.to(hidden.device)))
+        logits = self._model.logits(hidden.index_select(0, self._copies.send(last)))
         return self._sampler.sample(logits, [rows.slot.sequence_id for rows in sampling])
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[tuple[int, int]]) -> list[Sample]:
-        """Sample `rows` (row of logits, sequence id); most often these are all rows."""
+    def _decode(self, decoder: DecodeGraphs, slots: Sequence[StepSlot]) -> _Outcome:
+        """Replay a step; where the batch has settled, begin the next before this one's tokens are
+        read.
+        """
+        logits = decoder.logits(slots)
+        asked = [slot.sequence_id for slot in slots if slot.sample]
+        failures = self._sampler.broken(asked)
+        rows = [
+            row
+            for row, slot in enumerate(slots)
+            if slot.sample and slot.sequence_id not in failures
+        ]
         if not rows:
-            return []
-        if len(rows) < logits.shape[0]:
-            chosen = torch.tensor([row for row, _ in rows], device=logits.device)
-            logits = logits.index_select(0, chosen)
-        return self._sampler.sample(logits, [sequence_id for _, sequence_id in rows])
+            return _Outcome([], {}, failures)
+        every = len(rows) == len(slots)
+        if not every:
+            logits = logits[: len(slots)].index_select(0, self._copies.send(torch.tensor(rows)))
+        drawn = self._sampler.begin(logits, [slots[row].sequence_id for row in rows])
+        if every and drawn.logits is None:
+            decoder.run_ahead(slots, drawn.tokens)
+        samples = self._sampler.finish(drawn)
+        decoder.confirm([sample.token for sample in samples])
+        return _Outcome(samples, {}, failures)
 
     def _logprobs_wanted(self, sequence_id: int) -> bool:
         return self._starts[sequence_id].sampling.num_prompt_logprobs is not None

@@ -11,6 +11,13 @@ _MIN_RUN_PAGES = 4
 """Shorter runs of neighbouring pages are copied together; longer ones are read in place."""
 
 
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on `device`; a GPU's earlier work is not waited for."""
+    if device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
+
+
 @dataclass(frozen=True)
 class Section:
     """Some tokens of a context in order: a slice of the flat KV, or pages to be copied out."""
@@ -24,9 +31,10 @@ class Section:
         if self.pages is None:
             return kv.view(-1, kv.shape[-1])[self.begin : self.begin + self.num_tokens]
         if kv.dtype == torch.float8_e4m3fn:  # not every torch moves e4m3 by index
-            copied = kv.view(torch.uint8).index_select(0, self.pages.to(kv.device)).view(kv.dtype)
+            pages = sent(self.pages, kv.device)
+            copied = kv.view(torch.uint8).index_select(0, pages).view(kv.dtype)
         else:
-            copied = kv.index_select(0, self.pages.to(kv.device))
+            copied = kv.index_select(0, sent(self.pages, kv.device))
         return copied.view(-1, kv.shape[-1])[: self.num_tokens]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from mooncake_kernels.reference.paged import PagedSpan
+from mooncake_kernels.reference.paged import PagedSpan, sent
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,10 @@ def batch_of_spans(spans: Sequence[PagedSpan], device: torch.device) -> PagedBat
         raise ValueError(f"spans from rows {starts} to {ends} are not one after another from 0")
     width = max(len(span.pages) for span in spans)
     table = [[*span.pages, *[0] * (width - len(span.pages))] for span in spans]
+    lengths = [span.context for span in spans]
     return PagedBatch(
-        row_start=torch.tensor([0, *ends], dtype=torch.int32, device=device),
-        lengths=torch.tensor([span.context for span in spans], dtype=torch.int32, device=device),
-        page_table=torch.tensor(table, dtype=torch.int32, device=device),
+        row_start=sent(torch.tensor([0, *ends], dtype=torch.int32), device),
+        lengths=sent(torch.tensor(lengths, dtype=torch.int32), device),
+        page_table=sent(torch.tensor(table, dtype=torch.int32), device),
         max_rows=max(span.num_rows for span in spans),
     )

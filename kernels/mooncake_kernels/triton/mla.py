@@ -1,18 +1,19 @@
 """Both forms of MLA by spans (contracts: `reference.mla`), on the decode and prefill kernels.
 
-Spans are known to the host, so page tables are copied to the device here; a captured step calls
-`mla_decode` with tables of its own.
+Spans are known to the host, so page tables are copied to the device here, once for all layers of a
+step; a captured step calls `mla_decode` with tables of its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from mooncake_kernels.reference.mla_prefill import ExpandedKeys, RaggedBatch
-from mooncake_kernels.reference.paged import PagedSpan
-from mooncake_kernels.reference.paged_batch import batch_of_spans
+from mooncake_kernels.reference.paged import PagedSpan, sent
+from mooncake_kernels.reference.paged_batch import PagedBatch, batch_of_spans
 from mooncake_kernels.triton.merge import merge_attention
 from mooncake_kernels.triton.mla_decode import mla_decode
 from mooncake_kernels.triton.mla_prefill import mla_prefill
@@ -30,9 +31,14 @@ def mla_absorbed(
     split_pages: int = 0,
 ) -> torch.Tensor:
     """Return the attended latents, [rows, heads, rank]; see the reference and `mla_decode`."""
-    batch = batch_of_spans(spans, q.device)
+    batch = _batch(tuple(spans), q.device)
     out, _ = mla_decode(q.contiguous(), kv, batch, rank, split_pages=split_pages)
     return out
+
+
+@functools.lru_cache(maxsize=2)
+def _batch(spans: tuple[PagedSpan, ...], device: torch.device) -> PagedBatch:
+    return batch_of_spans(spans, device)
 
 
 def mla_expanded(
@@ -88,7 +94,8 @@ def _ragged(spans: Sequence[PagedSpan], begin: int, end: int, device: torch.devi
         row_start.append(row_start[-1] + span.num_rows)
         key_start.append(key_start[-1] + max(0, min(end, span.context) - begin))
         first_seen.append(span.context - span.num_rows + 1 - begin)
-    tensors = torch.tensor([row_start, key_start, [*first_seen, 0]], dtype=torch.int32).to(device)
+    host = torch.tensor([row_start, key_start, [*first_seen, 0]], dtype=torch.int32)
+    tensors = sent(host, device)
     most = max(span.num_rows for span in spans)
     return RaggedBatch(tensors[0], tensors[1], tensors[2, :-1], most)
 

@@ -7,13 +7,17 @@ and the token's place in the output, so a sequence goes on unchanged on another 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from mooncake_kernels.reference import sampling as on_device
 
 from mooncake.base import InternalError, MooncakeError, SamplingParams, TokenLogprobs
 from mooncake.engine.plan import Sample, SequenceStart
+from mooncake.model.copies import Arriving, Copies, HostCopies
 from mooncake.model.grammar import Follower, Grammars
 from mooncake.model.layers.sampling_math import (
     DrawSettings,
@@ -22,6 +26,21 @@ from mooncake.model.layers.sampling_math import (
     token_logprobs,
     uniform,
 )
+
+DrawTokens = Callable[[torch.Tensor, on_device.DrawSettings], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens chosen on the device, on their way to the host."""
+
+    tokens: torch.Tensor
+    """int64 [rows], on the device."""
+    sequence_ids: Sequence[int]
+    arriving: Arriving
+    """float64 [2, rows]: the tokens and each row's largest logit."""
+    logits: torch.Tensor | None
+    """As the model gave them, where somebody asked for logprobs: must not change until then."""
 
 
 class Sampler:
@@ -33,12 +52,23 @@ class Sampler:
     """
 
     def __init__(
-        self, vocab_size: int, device: torch.device, grammars: Grammars | None = None
+        self,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+        *,
+        copies: Copies | None = None,
+        draw_tokens: DrawTokens | None = None,
     ) -> None:
-        """`grammars` follows those that requests come with; None = none may come."""
+        """`grammars` follows those that requests come with; None = none may come.
+
+        copies: to and from the device of the logits; None = it is the host. draw_tokens: draws
+        without a look from the host (contract: `mooncake_kernels.reference.sampling`); None = what
+        is fast on a CPU.
+        """
         self._vocab_size = vocab_size
-        self._device = device
         self._grammars = grammars
+        self._copies = copies or HostCopies()
+        self._draw_tokens = draw_tokens
         self._sequences: dict[int, _Sequence] = {}
 
     def start(self, start: SequenceStart) -> None:
@@ -46,7 +76,7 @@ class Sampler:
 
         A sequence that has this id already is replaced.
         """
-        sequence = _Sequence.begin(start, self._vocab_size, self._device)
+        sequence = _Sequence.begin(start, self._vocab_size, self._copies)
         grammar = start.sampling.grammar
         if grammar is not None:
             if self._grammars is None:
@@ -73,7 +103,7 @@ class Sampler:
             except MooncakeError as error:
                 reasons[sequence_id] = error.message
             else:
-                sequence.mask = None if mask is None else mask.to(self._device)
+                sequence.mask = None if mask is None else self._copies.send(mask)
         return reasons
 
     def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
@@ -83,22 +113,43 @@ class Sampler:
             InternalError: a sequence was not started, or its logits hold NaN or infinity, or all
                 tokens are masked; the message names it. No sequence is changed then.
         """
+        return self.finish(self.begin(logits, sequence_ids))
+
+    def begin(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> Drawn:
+        """Choose one token per row of `logits` [rows, vocab] fp32, waiting for nothing on a device.
+
+        `finish` must follow before the next `begin`. Raises InternalError as `sample` does.
+        """
         if tuple(logits.shape) != (len(sequence_ids), self._vocab_size):
             raise InternalError(
                 f"logits of shape {tuple(logits.shape)} for {len(sequence_ids)} sequences and "
                 f"{self._vocab_size} tokens"
             )
         sequences = [self._known(sequence_id) for sequence_id in sequence_ids]
-        if not sequences:
-            return []
-        adjusted = _adjusted(logits, sequences)
-        tokens = self._choose(adjusted, sequences, sequence_ids)
-        logprobs = _logprobs(logits, tokens, sequences)
+        adjusted = self._adjusted(logits, sequences) if sequences else logits
+        best = adjusted.max(dim=-1)
+        if self._draw_tokens is not None:
+            tokens = self._draw_tokens(adjusted, self._settings(sequences))
+        else:
+            tokens = self._choose(adjusted, best, sequences, sequence_ids)
+        arriving = self._copies.fetch(torch.stack((tokens.double(), best.values.double())))
+        wanted = any(sequence.sampling.num_logprobs is not None for sequence in sequences)
+        return Drawn(tokens, sequence_ids, arriving, logits if wanted else None)
+
+    def finish(self, drawn: Drawn) -> list[Sample]:
+        """Wait for the tokens, add each to its sequence, and return the samples."""
+        chosen, largest = drawn.arriving.wait().tolist()
+        for sequence_id, logit in zip(drawn.sequence_ids, largest, strict=True):
+            if not math.isfinite(logit):
+                raise InternalError(f"sequence {sequence_id}: the largest logit is {logit}")
+        tokens = [int(token) for token in chosen]
+        sequences = [self._known(sequence_id) for sequence_id in drawn.sequence_ids]
+        logprobs = {} if drawn.logits is None else _logprobs(drawn.logits, tokens, sequences)
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.append(token)
         return [
             Sample(sequence_id=sequence_id, token=token, logprobs=logprobs.get(row))
-            for row, (sequence_id, token) in enumerate(zip(sequence_ids, tokens, strict=True))
+            for row, (sequence_id, token) in enumerate(zip(drawn.sequence_ids, tokens, strict=True))
         ]
 
     def prompt_logprobs(
@@ -114,39 +165,60 @@ class Sampler:
         return sequence
 
     def _choose(
-        self, logits: torch.Tensor, sequences: list[_Sequence], sequence_ids: Sequence[int]
-    ) -> list[int]:
-        best = logits.max(dim=-1)
+        self,
+        logits: torch.Tensor,
+        best: Any,
+        sequences: list[_Sequence],
+        sequence_ids: Sequence[int],
+    ) -> torch.Tensor:
+        """Return the tokens, looking at the numbers on the way to do no more than is needed."""
         finite = torch.isfinite(best.values)
         if not bool(finite.all()):
             row = finite.tolist().index(False)
             raise InternalError(
                 f"sequence {sequence_ids[row]}: the largest logit is {float(best.values[row])}"
             )
-        tokens: list[int] = best.indices.tolist()
+        tokens: torch.Tensor = best.indices
         drawn = [row for row, sequence in enumerate(sequences) if not sequence.sampling.greedy]
         if drawn:
             rows = logits if len(drawn) == len(sequences) else logits[drawn]
-            found = draw(rows, self._settings([sequences[row] for row in drawn])).tolist()
-            for row, token in zip(drawn, found, strict=True):
-                tokens[row] = token
+            columns = self._settings([sequences[row] for row in drawn])
+            settings = DrawSettings(
+                temperature=columns.temperature[:, None],
+                top_k=columns.top_k.long()[:, None],
+                top_p=columns.top_p[:, None],
+                min_p=columns.min_p[:, None],
+                uniform=columns.uniform[:, None],
+            )
+            tokens[drawn] = draw(rows, settings)
         return tokens
 
-    def _settings(self, sequences: list[_Sequence]) -> DrawSettings:
-        def column(
-            value: Callable[[SamplingParams], float], dtype: torch.dtype = torch.float64
-        ) -> torch.Tensor:
-            values = [[value(sequence.sampling)] for sequence in sequences]
-            return torch.tensor(values, dtype=dtype, device=self._device)
-
-        places = [[uniform(s.sampling.seed, s.num_output)] for s in sequences]
-        return DrawSettings(
-            temperature=column(lambda sampling: sampling.temperature, torch.float32),
-            top_k=column(lambda sampling: sampling.top_k, torch.int64),
-            top_p=column(lambda sampling: sampling.top_p),
-            min_p=column(lambda sampling: sampling.min_p),
-            uniform=torch.tensor(places, dtype=torch.float64, device=self._device),
+    def _settings(self, sequences: list[_Sequence]) -> on_device.DrawSettings:
+        """Return the settings of `sequences`, sent as one tensor."""
+        rows = [
+            (
+                each.sampling.temperature,
+                each.sampling.top_k,
+                each.sampling.top_p,
+                each.sampling.min_p,
+                uniform(each.sampling.seed, each.num_output),
+            )
+            for each in sequences
+        ]
+        columns = torch.tensor(rows, dtype=torch.float64).view(-1, 5).t().contiguous()
+        there = self._copies.send(columns)
+        return on_device.DrawSettings(
+            there[0].float(), there[1].to(torch.int32), there[2], there[3], there[4]
         )
+
+    def _adjusted(self, logits: torch.Tensor, sequences: list[_Sequence]) -> torch.Tensor:
+        changed = [row for row, sequence in enumerate(sequences) if sequence.changes_logits]
+        if not changed:
+            return logits
+        adjusted = logits.clone()
+        for row in changed:
+            adjusted[row] = sequences[row].adjust(logits[row], self._copies)
+        return adjusted
 
 
 @dataclass(slots=True)
@@ -172,35 +244,39 @@ class _Sequence:
     """bool [vocab]: tokens the grammar forbids at this step."""
 
     @classmethod
-    def begin(cls, start: SequenceStart, vocab_size: int, device: torch.device) -> _Sequence:
+    def begin(cls, start: SequenceStart, vocab_size: int, copies: Copies) -> _Sequence:
         sampling = start.sampling
 
         def ids(tokens: Sequence[int]) -> torch.Tensor:
-            inside = [token for token in tokens if 0 <= token < vocab_size]
-            return torch.tensor(inside, dtype=torch.int64, device=device)
+            return torch.tensor([t for t in tokens if 0 <= t < vocab_size], dtype=torch.int64)
 
         def marked(tokens: Sequence[int]) -> torch.Tensor:
-            marks = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            marks = torch.zeros(vocab_size, dtype=torch.bool)
             marks[ids(tokens)] = True
             return marks
+
+        def sent(made: torch.Tensor | None) -> torch.Tensor | None:
+            return None if made is None else copies.send(made)
 
         counts = None
         if sampling.presence_penalty or sampling.frequency_penalty:
             counts = torch.bincount(ids(start.output_tokens), minlength=vocab_size).float()
-        biases = list(sampling.logit_bias.items())
-        bias_ids = ids([token for token, _ in biases])
-        bias_values = [value for token, value in biases if 0 <= token < vocab_size]
+        biases = [(t, value) for t, value in sampling.logit_bias.items() if 0 <= t < vocab_size]
+        seen = None
+        if sampling.repetition_penalty != 1.0:
+            seen = marked(start.prompt_tokens + start.output_tokens)
+        allowed = sampling.allowed_token_ids
         return cls(
             sampling=sampling,
             num_output=len(start.output_tokens),
-            forbidden=~marked(sampling.allowed_token_ids) if sampling.allowed_token_ids else None,
-            held_back=ids(sampling.stop_token_ids) if sampling.min_tokens else None,
-            bias_ids=bias_ids if biases else None,
-            bias_values=torch.tensor(bias_values, device=device) if biases else None,
-            seen=marked(start.prompt_tokens + start.output_tokens)
-            if sampling.repetition_penalty != 1.0
+            forbidden=sent(~marked(allowed) if allowed else None),
+            held_back=sent(ids(sampling.stop_token_ids) if sampling.min_tokens else None),
+            bias_ids=sent(ids([t for t, _ in biases]) if sampling.logit_bias else None),
+            bias_values=sent(torch.tensor([v for _, v in biases], dtype=torch.float32))
+            if sampling.logit_bias
             else None,
-            counts=counts,
+            seen=sent(seen),
+            counts=sent(counts),
             recent=list(start.output_tokens[-_longest(sampling.bad_words) :])
             if sampling.bad_words
             else [],
@@ -216,7 +292,7 @@ class _Sequence:
         asked = self.holds_back or bool(self.sampling.bad_words)
         return asked or any(tensor is not None for tensor in tensors)
 
-    def adjust(self, row: torch.Tensor) -> torch.Tensor:
+    def adjust(self, row: torch.Tensor, copies: Copies) -> torch.Tensor:
         """Return `row` [vocab] with masks, bias and penalties applied."""
         if self.mask is not None:
             row = row.masked_fill(self.mask, -torch.inf)
@@ -225,7 +301,7 @@ class _Sequence:
         if self.holds_back and self.held_back is not None:
             row = _unless_empty(row, row.index_fill(0, self.held_back, -torch.inf))
         if self.sampling.bad_words:
-            row = _unless_empty(row, self._without_bad_words(row))
+            row = _unless_empty(row, self._without_bad_words(row, copies))
         if self.bias_ids is not None and self.bias_values is not None:
             row = row.index_add(0, self.bias_ids, self.bias_values)
         return penalize(
@@ -237,7 +313,7 @@ class _Sequence:
             self.sampling.frequency_penalty,
         )
 
-    def _without_bad_words(self, row: torch.Tensor) -> torch.Tensor:
+    def _without_bad_words(self, row: torch.Tensor, copies: Copies) -> torch.Tensor:
         banned = [
             word[-1]
             for word in self.sampling.bad_words
@@ -245,7 +321,7 @@ class _Sequence:
         ]
         if not banned:
             return row
-        return row.index_fill(0, torch.tensor(banned, device=row.device), -torch.inf)
+        return row.index_fill(0, copies.send(torch.tensor(banned)), -torch.inf)
 
     def append(self, token: int) -> None:
         self.num_output += 1
@@ -265,21 +341,11 @@ def _unless_empty(row: torch.Tensor, fewer: torch.Tensor) -> torch.Tensor:
     What a grammar or a client's other settings leave to choose from is never nothing, so no request
     can end a step that others share.
     """
-    return row if bool(fewer.isneginf().all()) else fewer
+    return torch.where(fewer.isneginf().all(), row, fewer)
 
 
 def _longest(words: Sequence[Sequence[int]]) -> int:
     return max(len(word) for word in words)
-
-
-def _adjusted(logits: torch.Tensor, sequences: list[_Sequence]) -> torch.Tensor:
-    changed = [row for row, sequence in enumerate(sequences) if sequence.changes_logits]
-    if not changed:
-        return logits
-    adjusted = logits.clone()
-    for row in changed:
-        adjusted[row] = sequences[row].adjust(logits[row])
-    return adjusted
 
 
 def _logprobs(

@@ -36,10 +36,10 @@ def generate(
     pages = list(range(1, 20))
     output: list[int] = []
     computed = 0
-    sampler = Sampler(model.spec.vocab_size, CPU)
+    sampler = Sampler(model.spec.vocab_size)
     while len(output) < NUM_OUTPUT:
         if len(output) in (0, before):
-            sampler = Sampler(model.spec.vocab_size, CPU)
+            sampler = Sampler(model.spec.vocab_size)
             sampler.start(
                 SequenceStart(
                     sequence_id=5, sampling=sampling, prompt_tokens=prompt, output_tokens=output

@@ -209,7 +209,7 @@ def likely(text: str, step: int) -> torch.Tensor:
 
 class TestInTheSampler:
     def run(self, grammar: Grammar, wish: str, **sampling: object) -> str:
-        sampler = Sampler(TOKENIZER.vocab_size, torch.device("cpu"), tiny_grammars())
+        sampler = Sampler(TOKENIZER.vocab_size, tiny_grammars())
         sampler.start(start(grammar, **sampling))
         tokens: list[int] = []
         while len(tokens) < 200 and (not tokens or tokens[-1] != special(END)):
@@ -252,7 +252,7 @@ class TestInTheSampler:
         assert self.run(grammar, "zz", allowed_token_ids=encode("z")) in ("ab" + END, "cd" + END)
 
     def test_a_broken_grammar_fails_alone(self) -> None:
-        sampler = Sampler(TOKENIZER.vocab_size, torch.device("cpu"), tiny_grammars())
+        sampler = Sampler(TOKENIZER.vocab_size, tiny_grammars())
         sampler.start(start(Grammar(text="start: missing", end_ids=[special(END)]), 1))
         sampler.start(start(grammar_of('"a"'), 2))
         reasons = sampler.broken([1, 2])
@@ -266,11 +266,11 @@ class TestInTheSampler:
             raise CheckpointError("no tokenizer there")
 
         grammars = Grammars(TOKENIZER.vocab_size, load)  # type: ignore[arg-type]
-        sampler = Sampler(TOKENIZER.vocab_size, torch.device("cpu"), grammars)
+        sampler = Sampler(TOKENIZER.vocab_size, grammars)
         sampler.start(start(grammar_of('"a"')))
         assert "no tokenizer there" in sampler.broken([0])[0]
 
     def test_without_grammars_none_may_come(self) -> None:
-        sampler = Sampler(TOKENIZER.vocab_size, torch.device("cpu"))
+        sampler = Sampler(TOKENIZER.vocab_size)
         with pytest.raises(InternalError, match="no grammars"):
             sampler.start(start(grammar_of('"a"')))

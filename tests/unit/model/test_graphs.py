@@ -108,7 +108,7 @@ def test_the_runner_samples_from_replays() -> None:
         with torch.inference_mode():
             decoder = DecodeGraphs(model, kv, recorder, most_rows=4, most_pages=3)
         runner = ModelRunner(
-            model, kv, PickySampler(211, CPU), num_threads=1,
+            model, kv, PickySampler(211), num_threads=1,
             decoder=decoder if captured else None,
         )  # fmt: skip
         try:

@@ -31,7 +31,7 @@ def start(
 
 
 def sampler_of(*starts: SequenceStart, vocab: int) -> Sampler:
-    sampler = Sampler(vocab, CPU)
+    sampler = Sampler(vocab)
     for each in starts:
         sampler.start(each)
     return sampler
@@ -359,7 +359,7 @@ class TestLogprobs:
     def test_of_a_prompt_longer_than_one_chunk(self) -> None:
         logits = logits_of(150, 30)
         following = [int(token) for token in torch.arange(150) % 30]
-        results = Sampler(30, CPU).prompt_logprobs(logits, following, 2)
+        results = Sampler(30).prompt_logprobs(logits, following, 2)
         raw = logits.double().log_softmax(-1)
         assert len(results) == 150
         for row, (token, result) in enumerate(zip(following, results, strict=True)):
@@ -368,10 +368,10 @@ class TestLogprobs:
             assert [top for top, _ in result.top] == raw[row].topk(2).indices.tolist()
 
     def test_of_no_prompt_tokens_is_empty(self) -> None:
-        assert Sampler(30, CPU).prompt_logprobs(torch.empty(0, 30), [], 3) == []
+        assert Sampler(30).prompt_logprobs(torch.empty(0, 30), [], 3) == []
 
     def test_more_tops_than_tokens_gives_all(self) -> None:
-        (result,) = Sampler(3, CPU).prompt_logprobs(torch.tensor([[1.0, 3.0, 2.0]]), [0], 20)
+        (result,) = Sampler(3).prompt_logprobs(torch.tensor([[1.0, 3.0, 2.0]]), [0], 20)
         assert [token for token, _ in result.top] == [1, 2, 0]
 
 
@@ -406,4 +406,4 @@ class TestErrors:
             sampler_of(start(SamplingParams()), vocab=5).sample(torch.zeros(1, 4), [0])
 
     def test_an_empty_batch_is_no_error(self) -> None:
-        assert Sampler(5, CPU).sample(torch.empty(0, 5), []) == []
+        assert Sampler(5).sample(torch.empty(0, 5), []) == []
