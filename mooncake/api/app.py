@@ -24,6 +24,7 @@ from mooncake.api.http import error_response
 from mooncake.api.model import ServedModel
 from mooncake.api.routes.chat import chat_routes
 from mooncake.api.routes.completions import completion_routes
+from mooncake.api.routes.messages import messages_routes
 from mooncake.api.routes.models import model_routes
 from mooncake.api.routes.operations import operation_routes
 from mooncake.api.routes.page import page_routes
@@ -31,6 +32,7 @@ from mooncake.api.routes.responses import responses_routes
 from mooncake.api.routes.tokens import token_routes
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
+from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
 from mooncake.api.schema.openapi import add_schemas
 from mooncake.api.schema.responses import ResponsesRequest
 from mooncake.api.schema.tokens import DetokenizeRequest, TokenizeRequest
@@ -42,12 +44,13 @@ _ERROR_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
 _ROUTES = (
-    chat_routes, completion_routes, responses_routes, model_routes, token_routes,
-    operation_routes, page_routes,
+    chat_routes, completion_routes, responses_routes, messages_routes, model_routes,
+    token_routes, operation_routes, page_routes,
 )  # fmt: skip
 
 _BODIES: list[type[BaseModel]] = [
-    ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest,
+    ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
+    TokenizeRequest, DetokenizeRequest,
 ]  # fmt: skip
 
 

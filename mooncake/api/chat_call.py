@@ -5,8 +5,6 @@ this makes its call. Holds no state.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -23,20 +21,7 @@ from mooncake.api.sampling import (
     text_options,
 )
 from mooncake.api.schema.chat import ChatRequest
-from mooncake.base import InvalidRequest, UserError
-
-
-@contextlib.contextmanager
-def named_as(params: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name a field as the client knows it: `params` by the internal request's names."""
-    try:
-        yield
-    except UserError as error:
-        given = params.get(error.param or "", error.param)
-        if error.param is not None and given is not None:
-            error.message = error.message.replace(f"{error.param}:", f"{given}:", 1)
-            error.param = given
-        raise
+from mooncake.base import InvalidRequest
 
 
 async def new_chat_call(door: Door, body: ChatRequest, name: str) -> Call:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from mooncake.api.schema.chat import ChatRequest
-from mooncake.api.schema.fields import SharedFields
 from mooncake.api.schema.responses import (
     AllowedTools,
     FunctionTool,
@@ -15,6 +14,7 @@ from mooncake.api.schema.responses import (
     ResponsesRequest,
     ToolName,
 )
+from mooncake.api.translation import internal_request, shared_fields
 from mooncake.base import InvalidRequest
 
 LOGPROBS = "message.output_text.logprobs"
@@ -26,12 +26,6 @@ PARAMS = {
     "response_format": "text",
 }
 """Field of the internal request -> where a client of this API finds it."""
-
-
-def shared_fields(body: SharedFields) -> dict[str, Any]:
-    """Return those fields that every API has, as the internal request has them, where set."""
-    names = set(SharedFields.model_fields)
-    return body.model_dump(include=names, exclude_unset=True, by_alias=True)
 
 
 def responses_chat(body: ResponsesRequest) -> ChatRequest:
@@ -56,7 +50,7 @@ def responses_chat(body: ResponsesRequest) -> ChatRequest:
     }
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
         chat["truncate_prompt_tokens"] = -1
-    return ChatRequest.model_validate(chat)
+    return internal_request(chat)
 
 
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mooncake.api.chat_call import named_as, new_chat_call
+from mooncake.api.chat_call import new_chat_call
 from mooncake.api.door import Door
 from mooncake.api.generation import Call, Delta
 from mooncake.api.http import CallResponse, call_id, read_body
@@ -27,6 +27,7 @@ from mooncake.api.schema.response_replies import (
     ResponseUsage,
 )
 from mooncake.api.schema.responses import ResponsesRequest
+from mooncake.api.translation import named_as
 from mooncake.base import MooncakeError, SamplingParams
 
 
@@ -40,8 +41,8 @@ def responses_routes(door: Door) -> APIRouter:
         body = await read_body(request, ResponsesRequest, door.config.max_body_bytes)
         door.check_model(body.model)
         door.check_fields(body)
-        chat = responses_chat(body)
         with named_as(PARAMS):
+            chat = responses_chat(body)
             call = await new_chat_call(door, chat, call_id("resp", request, body.request_id))
         renderer = ResponsesRenderer(door, body, chat, call)
         return CallResponse(door, call, renderer, stream=bool(body.stream))

@@ -1,0 +1,95 @@
+"""Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`: thin adapters over the one chat
+request. Errors have Anthropic's shape (`mooncake.api.errors`).
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mooncake.api.chat_call import chat_prompt, new_chat_call
+from mooncake.api.door import Door
+from mooncake.api.errors import anthropic_error
+from mooncake.api.generation import Call, Delta
+from mooncake.api.http import CallResponse, call_id, event, json_response, read_body
+from mooncake.api.message_stream import MessageStream
+from mooncake.api.messages_request import PARAMS, messages_chat
+from mooncake.api.schema.message_replies import MessageReply, MessageUsage, TokenCount
+from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
+from mooncake.api.schema.openapi import json_body
+from mooncake.api.schema.replies import encode
+from mooncake.api.translation import named_as
+from mooncake.base import MooncakeError
+
+
+def messages_routes(door: Door) -> APIRouter:
+    """Return the routes of Anthropic's API over `door`."""
+    router = APIRouter()
+
+    @router.post("/v1/messages", openapi_extra=json_body(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        """Answer a conversation given as blocks, whole or as a stream of events."""
+        body = await read_body(request, MessagesRequest, door.config.max_body_bytes)
+        door.check_model(body.model)
+        door.check_fields(body)
+        with named_as(PARAMS):
+            name = call_id("msg", request, body.request_id)
+            call = await new_chat_call(door, messages_chat(body), name)
+        return CallResponse(door, call, MessagesRenderer(door, call), stream=bool(body.stream))
+
+    @router.post("/v1/messages/count_tokens", openapi_extra=json_body(CountTokensRequest))
+    async def count_tokens(request: Request) -> Response:
+        """Return how many tokens the prompt of such a message has."""
+        body = await read_body(request, CountTokensRequest, door.config.max_body_bytes)
+        door.check_model(body.model)
+        door.check_fields(body)
+        with named_as(PARAMS):
+            tokens = await chat_prompt(door, messages_chat(body))
+        return json_response(encode(TokenCount(len(tokens))))
+
+    return router
+
+
+class MessagesRenderer:
+    """Writes a message or its events."""
+
+    def __init__(self, door: Door, call: Call) -> None:
+        usage = message_usage(call)
+        reply = MessageReply(id=call.call_id, model=door.names[0], usage=usage)
+        self._stream = MessageStream(reply)
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    def whole(self, call: Call, deltas: list[Delta]) -> bytes:
+        [delta] = deltas
+        self._stream.add(delta)
+        self._stream.finish(delta.finish_reason, delta.stop_reason, message_usage(call))
+        return encode(self._stream.reply)
+
+    def begin(self, call: Call) -> list[bytes]:
+        del call
+        return self._stream.begin()
+
+    def chunk(self, call: Call, delta: Delta) -> list[bytes]:
+        del call
+        if delta.finish_reason is not None:
+            self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
+        return self._stream.add(delta)
+
+    def end(self, call: Call) -> list[bytes]:
+        return self._stream.finish(self._finish_reason, self._stop_reason, message_usage(call))
+
+    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
+        del call
+        return [event(anthropic_error(error), "error")]
+
+
+def message_usage(call: Call) -> MessageUsage:
+    """Return what `call` has cost so far."""
+    cached = call.num_cached_tokens
+    return MessageUsage(
+        input_tokens=call.num_prompt_tokens - cached,
+        output_tokens=call.num_output_tokens,
+        cache_read_input_tokens=cached,
+    )

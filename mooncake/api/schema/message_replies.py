@@ -1,0 +1,85 @@
+"""What `/v1/messages` sends, as msgspec structs: the message, its blocks, its events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    """Text for the user."""
+
+    text: str = ""
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    """What the model thought. The signature only tells clients that the block is whole."""
+
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A call of one of the client's tools."""
+
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageUsage(msgspec.Struct, frozen=True):
+    """What the call cost, in tokens; the whole prompt is the sum of the three kinds of input."""
+
+    input_tokens: int
+    """Those that were computed."""
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class MessageReply(msgspec.Struct, kw_only=True):
+    """The answer."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[AnswerBlock] = []
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class BlockDelta(msgspec.Struct):
+    """What is added to a block, or what ended the message; which fields it has depends on `type`,
+    which an end has not."""
+
+    type: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    stop_reason: str | UnsetType | None = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
+
+
+class MessageEvent(msgspec.Struct, kw_only=True):
+    """One event of a message's stream; which fields it has depends on `type`."""
+
+    type: str
+    message: MessageReply | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: AnswerBlock | UnsetType = UNSET
+    delta: BlockDelta | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+
+
+class TokenCount(msgspec.Struct):
+    """`POST /v1/messages/count_tokens`."""
+
+    input_tokens: int

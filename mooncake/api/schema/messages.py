@@ -1,0 +1,135 @@
+"""The bodies of Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mooncake.api.schema.fields import SharedFields, Texts
+
+_NEEDED = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+
+
+class Block(BaseModel):
+    """A piece of a turn: text, the model's thinking, a call it made, or a call's result."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = Field(None, min_length=1)
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | Annotated[list[Block], Field(fail_fast=True)] | None = None
+    is_error: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Block:
+        if self.type not in _NEEDED:
+            raise ValueError(f"content of type {self.type[:40]!r} is not supported, only text")
+        for name in _NEEDED[self.type]:
+            if getattr(self, name) is None:
+                raise ValueError(f"a block of type {self.type} needs {name}")
+        if isinstance(self.content, list) and any(part.type != "text" for part in self.content):
+            raise ValueError(f"a block of type {self.type} can hold text only")
+        return self
+
+
+Blocks = str | Annotated[list[Block], Field(fail_fast=True)]
+
+
+class Turn(BaseModel):
+    """One turn of the conversation."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class MessagesTool(BaseModel):
+    """One entry of `tools`; only the client's own are: nothing is searched or run here."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["custom"] | None = None
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    """Calls are held to the schema whatever it says, unless it is false."""
+
+
+class MessagesToolChoice(BaseModel):
+    """Whether and what to call."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_its_tool(self) -> MessagesToolChoice:
+        if self.type == "tool" and not self.name:
+            raise ValueError("type tool needs the name of the tool")
+        return self
+
+
+class ThinkingSettings(BaseModel):
+    """Whether the model should think; a budget of its own is not kept apart."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputFormat(BaseModel):
+    """JSON that is valid against `schema`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputSettings(BaseModel):
+    """The form of the answer."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class PromptFields(SharedFields):
+    """What both calls read: all that goes into the prompt."""
+
+    quiet: ClassVar[frozenset[str]] = SharedFields.quiet | {"cache_control"}
+
+    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1)]
+    system: Blocks | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: ThinkingSettings | None = None
+    output_config: OutputSettings | None = None
+
+
+class CountTokensRequest(PromptFields):
+    """How long the prompt of such a message would be."""
+
+
+class MessagesRequest(PromptFields):
+    """Answer a conversation."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Texts | None = None
