@@ -42,6 +42,10 @@ CONVERT_EXAMPLES = """examples:
   mooncake model convert checkpoints/k2-small --to fp8 --out checkpoints/k2-small-fp8
   mooncake model convert checkpoints/k2-small --to int4 --out checkpoints/k2-small-int4
 """
+PROFILE_EXAMPLES = """examples:
+  mooncake profile checkpoints/k2-small
+  mooncake profile checkpoints/k2-small --num-threads 2 --out this-machine.json --json
+"""
 TUNE_EXAMPLES = """examples:
   mooncake tune --split tp8 --format int4
   mooncake tune --split ep16 --format fp8 --format int4
@@ -137,6 +141,23 @@ def _model_convert(arguments: argparse.Namespace) -> int:
     return model_files.convert(arguments.model, arguments.to, arguments.out)
 
 
+def _profile(arguments: argparse.Namespace) -> int:
+    from mooncake.launch import profile_tool
+
+    known = options.options_of(ServeConfig)
+    return profile_tool.run(
+        arguments.model,
+        {
+            name: value
+            for name, value in vars(arguments).items()
+            if name in known and name != "model"
+        },
+        repeats=options.count(1)("repeats", arguments.repeats),
+        out=arguments.out,
+        as_json=arguments.json,
+    )
+
+
 def _tune(arguments: argparse.Namespace) -> int:
     from mooncake.launch import kernel_tools
 
@@ -209,6 +230,19 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--format", action="append", metavar="NAME", help="plain, fp8 or int4 (default: all)"
     )
+    profile = _command(
+        commands, "profile", "time an engine's steps here and fit the cost model", _profile,
+        PROFILE_EXAMPLES,
+    )  # fmt: skip
+    profile.add_argument("model", metavar="DIR", help="the checkpoint")
+    for name in ("dtype", "max-model-len", "max-num-seqs", "max-num-batched-tokens", "num-threads",
+                 "kv-cache-memory-bytes", "device"):  # fmt: skip
+        profile.add_argument(
+            f"--{name}", default=argparse.SUPPRESS, metavar="VALUE", help="as of `mooncake serve`"
+        )
+    profile.add_argument("--repeats", default="3", metavar="N", help="of each step (default: 3)")
+    profile.add_argument("--out", metavar="FILE", help="write the samples and the fit there")
+    profile.add_argument("--json", action="store_true", help="print what --out writes")
     status = _command(commands, "status", "workers, pool and load", _status, STATUS_EXAMPLES)
     _add_server(status)
     status.add_argument("--json", action="store_true", help="print what the server answers")

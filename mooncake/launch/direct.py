@@ -12,7 +12,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mooncake.base import GenerateRequest, InternalError, InvalidRequest, SamplingParams
+from mooncake.base import (
+    CostSample,
+    GenerateRequest,
+    InternalError,
+    InvalidRequest,
+    MonotonicClock,
+    SamplingParams,
+)
+from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import Sequence as EngineSequence
@@ -20,6 +28,7 @@ from mooncake.engine.sequence import SequenceOutput
 from mooncake.launch import machine_facts
 from mooncake.launch.config import resolve
 from mooncake.launch.plan import ServePlan, check_memory, make_plan
+from mooncake.launch.profile import Shape, profile
 from mooncake.model.opening import ModelSource
 
 STEP_TIMEOUT_S = 600.0
@@ -85,6 +94,20 @@ class DirectEngine:
                     self._engine.release(output.sequence)
                     left -= 1
         return [list(sequence.output_tokens) for sequence in everyone]
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's limits."""
+        return self._engine.config
+
+    def time_step(self, shape: Shape) -> CostSample:
+        """Run one step of a size twice and return how long the second took. Leaves nothing behind.
+
+        Raises:
+            InternalError: the step failed.
+        """
+        [sample] = profile(self._runner, [shape], self.config, MonotonicClock())
+        return sample
 
     def close(self) -> None:
         """End the engine and free its memory."""
