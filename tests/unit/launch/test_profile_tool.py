@@ -1,4 +1,4 @@
-"""`mooncake profile`: steps that fit an engine, a fit held against steps it has not seen, output."""
+"""`mooncake profile`: steps that fit an engine, a fit held against steps it has not seen."""
 
 import json
 from pathlib import Path
