@@ -1,5 +1,5 @@
 """A worker's standing in the cluster: hello until welcomed, then numbered block events and load
-reports.
+reports; to each gateway, where there are several.
 
 Pure: messages and `now` in, messages out through the channel. All three worker roles own one of
 these.
@@ -8,6 +8,7 @@ these.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from mooncake.base.blocks import BlockKey
 from mooncake.base.messages import (
@@ -26,12 +27,27 @@ from mooncake.rpc.channel import Channel
 
 HELLO_RETRY_S = 0.5
 MAX_SAMPLES = 64
+MAX_GATEWAYS = 64
+"""Of more, the one that was heard of first is forgotten."""
+
+
+@dataclass(slots=True)
+class _Gateway:
+    """What one gateway was told, and what it said."""
+
+    address: str
+    welcomed: bool = False
+    next_s: float = float("-inf")
+    """When a report, or another hello, is due."""
+    sequence_nos: dict[Tier, int] = field(default_factory=dict)
+    samples: list[CostSample] = field(default_factory=list)
+    kvstore: WorkerRef | None = None
 
 
 class Membership:
-    """Keeps the gateway informed about one worker.
+    """Keeps the gateways informed about one worker.
 
-    `inventory` returns all block keys the worker holds now; it is asked for when the gateway wants
+    `inventory` returns all block keys the worker holds now; it is asked for when a gateway wants
     a snapshot.
     """
 
@@ -46,22 +62,16 @@ class Membership:
     ) -> None:
         self._hello = hello
         self._channel = channel
-        self._gateway_address = gateway_address
+        self._gateways = {"": _Gateway(gateway_address)}
+        """By id; "" stands for the first until it has told its own."""
         self._tier = tier
         self._inventories = {tier: inventory}
         self._report_interval_s = report_interval_s
-        self._welcomed = False
-        self._next_s = float("-inf")
-        self._sequence_nos = {tier: 0}
-        self._samples: list[CostSample] = []
         self._withdrawn = False
-        self.kvstore: WorkerRef | None = None
-        """The pool of this worker's node, once known."""
 
     def add_tier(self, tier: Tier, inventory: Callable[[], list[BlockKey]]) -> None:
         """Report another tier too; its block events have numbers of their own."""
         self._inventories[tier] = inventory
-        self._sequence_nos[tier] = 0
 
     @property
     def worker(self) -> WorkerRef:
@@ -69,79 +79,121 @@ class Membership:
 
     @property
     def welcomed(self) -> bool:
-        return self._welcomed
+        """Whether some gateway knows us."""
+        return any(gateway.welcomed for gateway in self._gateways.values())
+
+    @property
+    def kvstore(self) -> WorkerRef | None:
+        """The pool of this worker's node, once known."""
+        named = (gateway.kvstore for gateway in self._gateways.values())
+        return next((kvstore for kvstore in named if kvstore is not None), None)
 
     def on_welcome(self, welcome: Welcome) -> None:
-        """The gateway knows us (again)."""
-        self._welcomed = True
-        self._gateway_address = welcome.gateway.address
-        self.kvstore = welcome.kvstore
+        """A gateway knows us (again)."""
+        gateway = self._gateway(welcome.gateway)
+        gateway.welcomed = True
+        gateway.kvstore = welcome.kvstore
         if welcome.send_snapshot:
             for tier, inventory in self._inventories.items():
                 keys = [] if self._withdrawn else inventory()
-                self._send_blocks(tier, keys, [], snapshot=True)
+                self._send_blocks(gateway, tier, keys, [], snapshot=True)
+        for other in welcome.gateways:
+            if other.worker_id not in self._gateways:
+                self._gateway(other)
 
     def withdraw(self) -> None:
         """Tell that nothing is to be had here any more, whatever is still held; for good."""
-        if not self._withdrawn and self._welcomed:
+        for gateway in [] if self._withdrawn else self._welcoming():
             for tier in self._inventories:
-                self._send_blocks(tier, [], [], snapshot=True)
+                self._send_blocks(gateway, tier, [], [], snapshot=True)
         self._withdrawn = True
 
     def on_who(self, question: WhoAreYou) -> None:
         """A gateway that knows nothing yet heard us: say hello to it, as at the start."""
-        self._welcomed = False
-        self._gateway_address = question.gateway.address
-        self._next_s = float("-inf")
+        gateway = self._gateway(question.gateway)
+        gateway.welcomed = False
+        gateway.next_s = float("-inf")
 
     def doubt(self, peers: list[WorkerRef]) -> None:
-        """Ask the gateway whether these peers are still there; it answers with `PeerLost`."""
-        if peers and self._welcomed:
-            self._send(DoubtPeers(worker=self.worker, peers=peers))
+        """Ask whether these peers are still there; a gateway answers with `PeerLost`."""
+        for gateway in self._welcoming() if peers else []:
+            self._send(gateway, DoubtPeers(worker=self.worker, peers=peers))
 
     def on_peer_lost(self, worker: WorkerRef) -> None:
         """Forget the pool if it was ours; a new one comes with a new `Welcome`."""
-        if self.kvstore == worker:
-            self.kvstore = None
+        for gateway in self._gateways.values():
+            if gateway.kvstore == worker:
+                gateway.kvstore = None
 
     def add_sample(self, sample: CostSample) -> None:
         """Remember a measured step for the next report; the newest 64 are kept."""
-        self._samples.append(sample)
-        del self._samples[:-MAX_SAMPLES]
+        for gateway in self._gateways.values():
+            gateway.samples.append(sample)
+            del gateway.samples[:-MAX_SAMPLES]
 
     def send_blocks(
         self, stored: list[BlockKey], removed: list[BlockKey], tier: Tier | None = None
     ) -> None:
         """Tell what came and went since the last call; nothing is sent when nothing did."""
-        if (stored or removed) and self._welcomed and not self._withdrawn:
-            self._send_blocks(tier or self._tier, stored, removed, snapshot=False)
+        if (stored or removed) and not self._withdrawn:
+            for gateway in self._welcoming():
+                self._send_blocks(gateway, tier or self._tier, stored, removed, snapshot=False)
 
     def tick(self, now: float, load: Callable[[], WorkerLoad]) -> float:
         """Send what is due and return when to be called again."""
-        if now >= self._next_s:
-            if self._welcomed:
-                self._next_s = now + self._report_interval_s
-                self._send(LoadReport(worker=self.worker, load=load(), samples=self._samples))
-                self._samples = []
+        report: WorkerLoad | None = None
+        for gateway in self._gateways.values():
+            if now < gateway.next_s:
+                continue
+            if gateway.welcomed:
+                report = load() if report is None else report
+                gateway.next_s = now + self._report_interval_s
+                self._send(
+                    gateway, LoadReport(worker=self.worker, load=report, samples=gateway.samples)
+                )
+                gateway.samples = []
             else:
-                self._next_s = now + HELLO_RETRY_S
-                self._send(self._hello)
-        return self._next_s
+                gateway.next_s = now + HELLO_RETRY_S
+                self._send(gateway, self._hello)
+        return min(gateway.next_s for gateway in self._gateways.values())
+
+    def _gateway(self, ref: WorkerRef) -> _Gateway:
+        """Return what is known of a gateway, under its present address."""
+        gateway = self._gateways.get(ref.worker_id)
+        if gateway is None:
+            gateway = self._gateways.pop("", None) or _Gateway(ref.address)
+            self._gateways[ref.worker_id] = gateway
+            if len(self._gateways) > MAX_GATEWAYS:
+                del self._gateways[next(iter(self._gateways))]
+        gateway.address = ref.address
+        return gateway
+
+    def _welcoming(self) -> list[_Gateway]:
+        return [gateway for gateway in self._gateways.values() if gateway.welcomed]
 
     def _send_blocks(
-        self, tier: Tier, stored: list[BlockKey], removed: list[BlockKey], *, snapshot: bool
+        self,
+        gateway: _Gateway,
+        tier: Tier,
+        stored: list[BlockKey],
+        removed: list[BlockKey],
+        *,
+        snapshot: bool,
     ) -> None:
-        self._sequence_nos[tier] += 1
+        number = gateway.sequence_nos[tier] = gateway.sequence_nos.get(tier, 0) + 1
         self._send(
+            gateway,
             BlockEvents(
                 worker=self.worker,
                 tier=tier,
-                sequence_no=self._sequence_nos[tier],
+                sequence_no=number,
                 stored=stored,
                 removed=removed,
                 snapshot=snapshot,
-            )
+            ),
         )
 
-    def _send(self, message: WorkerHello | LoadReport | BlockEvents | DoubtPeers) -> None:
-        self._channel.send(self._gateway_address, message)
+    def _send(
+        self, gateway: _Gateway, message: WorkerHello | LoadReport | BlockEvents | DoubtPeers
+    ) -> None:
+        self._channel.send(gateway.address, message)

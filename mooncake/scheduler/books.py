@@ -85,6 +85,11 @@ class Books:
 
     # ------------------------------------------------------------ of others
 
+    @property
+    def owners(self) -> set[str]:
+        """The other gateways of which something is on the books."""
+        return set(self._of_others)
+
     def hear(self, gateway_id: str, news: BookNews, now: float) -> None:
         """Another gateway tells of a booking. One on workers not known here is left out."""
         name = _name(gateway_id, news.request_id)

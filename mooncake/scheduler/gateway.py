@@ -8,6 +8,7 @@ sockets may not go in.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -23,12 +24,13 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
-from mooncake.base.messages import DoubtPeers
+from mooncake.base.messages import DoubtPeers, GatewayNews
 from mooncake.rpc.channel import Channel
 from mooncake.scheduler.admission import draining
 from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.desk import RequestDesk
+from mooncake.scheduler.peer_gateways import PeerGateways
 from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.record import Sink
 from mooncake.scheduler.roster import Roster
@@ -53,11 +55,16 @@ class Gateway:
         channel: Channel,
         ids: IdSource,
         recorder: Recorder,
+        peers: Sequence[str] = (),
     ) -> None:
+        """`peers`: addresses of other gateways of the cluster; one is enough to meet them all."""
         self._conductor = conductor
         self._channel = channel
         self._recorder = recorder
         self._roster = Roster(worker, channel, config.heartbeat_timeout_s)
+        self._peers = PeerGateways(
+            worker, channel, conductor.books, peers, config.heartbeat_timeout_s
+        )
         ports = GatewayPorts(worker=worker, channel=channel, ids=ids, recorder=recorder)
         self._desk = RequestDesk(config, ports, conductor, self._roster)
         self._draining_since_s: float | None = None
@@ -114,6 +121,7 @@ class Gateway:
         if hello is None:
             return
         logger.warning("worker %s (%s) is lost: %s", worker_id, hello.role.value, reason)
+        self._peers.tell(PeerLost(worker=hello.worker))
         self._conductor.on_lost(worker_id)
         self._desk.counters["workers_lost"] += 1
         self._recorder.record(
@@ -136,41 +144,50 @@ class Gateway:
         (any more) a member, is ignored.
         """
         match event:
-            case StepOutputs():
+            case StepOutputs() | LoadReport() | BlockEvents() | DoubtPeers():
                 if self._roster.hear(event.worker, now):
-                    for output in event.outputs:
-                        self._desk.on_output(output, event.worker, now)
-            case LoadReport():
-                if self._roster.hear(event.worker, now):
-                    self._on_load(event, now)
-                else:
+                    self._on_member(event, now)
+                elif isinstance(event, LoadReport):
                     self._roster.ask_hello(event.worker)
-            case BlockEvents():
-                if self._roster.hear(event.worker, now):
-                    self._conductor.on_blocks(event)
-                    self._check_snapshot(event.worker, now)
-            case DoubtPeers():
-                if self._roster.hear(event.worker, now):
-                    self._roster.settle_doubts(event.peers, now)
             case WorkerHello():
                 self._on_hello(event, now)
             case PeerLost() if self._roster.live(event.worker):
-                # A worker's own last word, so that nobody waits for its heartbeat.
+                # A worker's own last word, so that nobody waits for its heartbeat; or another
+                # gateway has given it up.
                 self.worker_lost(event.worker.worker_id, now, "it left")
+            case GatewayNews() if self._peers.hear(event, now):
+                logger.info("gateway %s places requests too", event.gateway.worker_id)
+                self._roster.introduce(self._peers.living, now)
 
     def tick(self, now: float) -> float | None:
         """Notice silence, deadlines, stalls; place what waits. Returns when to come again."""
         for worker_id in self._roster.silent(now):
             self.worker_lost(worker_id, now, "no heartbeat")
-        wakes = (self._desk.tick(now), self._roster.next_check_s(now))
+        wakes = (self._desk.tick(now), self._roster.next_check_s(now), self._peers.tick(now))
         return min((wake for wake in wakes if wake is not None), default=None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when permits, requests, queues and books disagree."""
         self._roster.check_integrity()
+        self._peers.check_integrity()
         self._desk.check_integrity()
 
     # --------------------------------------------------------------- workers
+
+    def _on_member(
+        self, event: StepOutputs | LoadReport | BlockEvents | DoubtPeers, now: float
+    ) -> None:
+        match event:
+            case StepOutputs():
+                for output in event.outputs:
+                    self._desk.on_output(output, event.worker, now)
+            case LoadReport():
+                self._on_load(event, now)
+            case BlockEvents():
+                self._conductor.on_blocks(event)
+                self._check_snapshot(event.worker, now)
+            case DoubtPeers():
+                self._roster.settle_doubts(event.peers, now)
 
     def _on_hello(self, hello: WorkerHello, now: float) -> None:
         worker = hello.worker

@@ -38,6 +38,7 @@ class Roster:
         self._gateway = gateway
         self._channel = channel
         self._timeout_s = heartbeat_timeout_s
+        self._gateways: list[WorkerRef] = []
         self._members: dict[str, Member] = {}
         self._fenced: OrderedDict[tuple[str, str], float] = OrderedDict()
         """(id, epoch) of workers declared lost -> when they were last told."""
@@ -137,8 +138,15 @@ class Roster:
                 gateway=self._gateway,
                 kvstore=self._pool_of(member.hello),
                 send_snapshot=send_snapshot,
+                gateways=self._gateways,
             ),
         )
+
+    def introduce(self, gateways: list[WorkerRef], now: float) -> None:
+        """Name the other gateways to all members, and to those that join from now on."""
+        self._gateways = gateways
+        for member in self.members:
+            self.welcome(member.hello.worker, now, send_snapshot=False)
 
     def ask_snapshot(self, worker: WorkerRef, now: float) -> None:
         """Block events of a member were missed; ask again at most every second."""

@@ -8,6 +8,7 @@ and restarts, and the clients that submit requests and keep what comes back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 
 import msgspec
@@ -38,6 +39,7 @@ from mooncake.telemetry.events import Recorder
 from mooncake.transfer.engine import Region
 
 GATEWAY_ADDRESS = "gateway"
+"""Of the first gateway, and its id."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +110,15 @@ class Worker:
         self.disks: SimDisks | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Door:
+    """One gateway and its Conductor."""
+
+    gateway: Gateway
+    conductor: Conductor
+    process: SimProcess
+
+
 class World:
     """The cluster. `submit`, `kill` and the heap move it; everything else follows."""
 
@@ -127,9 +138,10 @@ class World:
         self._make_runner = make_runner
         self._after_event = after_event
         self._recorder = recorder
-        self._num_gateways = 0
         self._skews = Random(config.seed + 4)
-        self._gateway_process: SimProcess
+        self.doors: dict[str, Door] = {}
+        """The gateways that live, by id."""
+        self._num_gateways = 0
         self.start_gateway()
         self.workers = {spec.worker_id: Worker(spec) for spec in workers}
         for worker in self.workers.values():
@@ -137,25 +149,40 @@ class World:
 
     # ------------------------------------------------------------ clients
 
-    def submit(self, request: GenerateRequest) -> Stream:
+    @property
+    def gateway(self) -> Gateway:
+        """The first gateway."""
+        return self.doors[GATEWAY_ADDRESS].gateway
+
+    @property
+    def conductor(self) -> Conductor:
+        """That of the first gateway."""
+        return self.doors[GATEWAY_ADDRESS].conductor
+
+    def submit(self, request: GenerateRequest, gateway_id: str = GATEWAY_ADDRESS) -> Stream:
         """Send a request now and return what will hold its answer."""
         now = self.heap.now()
         stream = Stream(request, now)
         self.streams[request.request_id] = stream
-        self.send(request, lambda event: self._receive(stream, event))
+        self.send(request, lambda event: self._receive(stream, event), gateway_id)
         return stream
 
-    def send(self, request: GenerateRequest, sink: Callable[[OutputEvent], None]) -> None:
+    def send(
+        self,
+        request: GenerateRequest,
+        sink: Callable[[OutputEvent], None],
+        gateway_id: str = GATEWAY_ADDRESS,
+    ) -> None:
         """Send a request now; the caller keeps what comes back."""
-        process = self._gateway_process
-        self.gateway.submit(request, sink, process.now())
-        process.wake(process.now())
+        door = self.doors[gateway_id]
+        door.gateway.submit(request, sink, door.process.now())
+        door.process.wake(door.process.now())
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, gateway_id: str = GATEWAY_ADDRESS) -> None:
         """The client goes away."""
-        process = self._gateway_process
-        self.gateway.abort(request_id, process.now())
-        process.wake(process.now())
+        door = self.doors[gateway_id]
+        door.gateway.abort(request_id, door.process.now())
+        door.process.wake(door.process.now())
 
     def _receive(self, stream: Stream, event: OutputEvent) -> None:
         now = self.heap.now()
@@ -168,28 +195,34 @@ class World:
 
     # ------------------------------------------------------------ processes
 
-    def start_gateway(self) -> None:
-        """Start the gateway, or put a new one that knows nothing in the old one's place: what it
-        had taken in has no client any more.
+    def start_gateway(self, gateway_id: str = GATEWAY_ADDRESS) -> None:
+        """Start a gateway, or put a new one that knows nothing in the old one's place: what it
+        had taken in has no client any more. One beside the first meets it, and so all others.
         """
-        if self._num_gateways:
-            self._gateway_process.kill()
-            self.network.detach(GATEWAY_ADDRESS)
+        if gateway_id in self.doors:
+            self.kill_gateway(gateway_id)
         config, number = self.config, self._num_gateways
         self._num_gateways += 1
-        self.conductor = Conductor(config.scheduler, SeededIds(config.seed + 2 + 1000 * number))
-        self._gateway_process = self._process("gateway")
-        endpoint = Endpoint(GATEWAY_ADDRESS, "gateway", self._gateway_process.deliver)
+        conductor = Conductor(config.scheduler, SeededIds(config.seed + 2 + 1000 * number))
+        process = self._process(gateway_id)
+        endpoint = Endpoint(gateway_id, gateway_id, process.deliver)
         self.network.attach(endpoint)
-        self.gateway = Gateway(
+        gateway = Gateway(
             config.scheduler,
-            WorkerRef("gateway", f"e{number}", GATEWAY_ADDRESS),
-            self.conductor,
+            WorkerRef(gateway_id, f"e{number}", gateway_id),
+            conductor,
             SimChannel(self.network, endpoint),
             SeededIds(config.seed + 3 + 1000 * number),
             self._recorder,
+            () if gateway_id == GATEWAY_ADDRESS else (GATEWAY_ADDRESS,),
         )
-        self._gateway_process.start(self.gateway)
+        self.doors[gateway_id] = Door(gateway, conductor, process)
+        process.start(gateway)
+
+    def kill_gateway(self, gateway_id: str) -> None:
+        """kill -9 of a gateway; its clients are cut off."""
+        self.doors.pop(gateway_id).process.kill()
+        self.network.detach(gateway_id)
 
     def start(self, worker_id: str) -> None:
         """Start a worker that is not running, with a fresh epoch and empty memory."""
@@ -254,7 +287,9 @@ class World:
 
     def machines(self) -> list[tuple[str, Machine]]:
         """Return every living machine with its name."""
-        living: list[tuple[str, Machine]] = [("gateway", self.gateway)]
+        living: list[tuple[str, Machine]] = [
+            (gateway_id, door.gateway) for gateway_id, door in self.doors.items()
+        ]
         for worker_id, worker in self.workers.items():
             if worker.machine is not None:
                 living.append((worker_id, worker.machine))
@@ -276,10 +311,10 @@ class World:
         return SimProcess(name, self.heap, self._after_event, skew_s)
 
     def _notice(self, worker_id: str) -> None:
-        if self.workers[worker_id].process is None:
-            process = self._gateway_process
-            self.gateway.worker_lost(worker_id, process.now())
-            process.wake(process.now())
+        door = self.doors.get(GATEWAY_ADDRESS)
+        if self.workers[worker_id].process is None and door is not None:
+            door.gateway.worker_lost(worker_id, door.process.now())
+            door.process.wake(door.process.now())
 
     def _restart(self, worker_id: str) -> None:
         if self.workers[worker_id].process is None:

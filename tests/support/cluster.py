@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from mooncake.base import FinishReason, GenerateRequest, Role, SamplingParams
+from mooncake.base import CostSample, FinishReason, GenerateRequest, Role, SamplingParams
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan, StepResult
 from mooncake.instance import InstanceConfig
@@ -103,7 +103,9 @@ class Cluster:
         ssd_blocks: int = 0,
         restart_s: float | None = 2.0,
         seed: int = 0,
+        profile: list[CostSample] | None = None,
     ) -> None:
+        """`profile`: what prefill workers say of their speed."""
         self.events = EventList()
         self.world = World(
             WorldConfig(
@@ -123,6 +125,7 @@ class Cluster:
                 scheduler=scheduler or SchedulerConfig(),
                 network=network or NetworkConfig(encode=True, message_jitter_s=0.002),
                 supervisor=SupervisorConfig(restart_s=restart_s),
+                profile={Role.PREFILL: profile} if profile is not None else {},
                 with_bytes=True,
                 seed=seed,
             ),
@@ -186,7 +189,7 @@ class Cluster:
     def check_quiet(self) -> None:
         """Nothing is left of any request on any worker."""
         self.check_integrity()
-        assert self.world.gateway.idle
+        assert all(door.gateway.idle for door in self.world.doors.values())
         for worker_id, worker in self.world.workers.items():
             if worker.machine is not None and worker.spec.role is not Role.KVSTORE:
                 assert worker.machine.quiet, f"{worker_id} still has something to do"

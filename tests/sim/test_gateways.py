@@ -1,0 +1,198 @@
+"""Several gateways place requests on the same workers: each knows the workers from the workers, and
+what the others have placed from them.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from mooncake.base import FinishReason
+from mooncake.instance import InstanceConfig
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.sim.network import NetworkConfig
+from mooncake.telemetry.events import Placed
+from tests.support.cluster import Cluster, request, specs
+from tests.support.scheduling import PROFILE
+
+FIRST, SECOND, THIRD = "gateway", "gateway-1", "gateway-2"
+HEAD = [(7 * token) % 97 for token in range(120)]
+
+
+def cluster_of(*gateway_ids: str, **changes: object) -> Cluster:
+    """Return a cluster of two prefill and two decode workers that these gateways have met."""
+    cluster = Cluster(specs(2, 2), profile=PROFILE, **changes)  # type: ignore[arg-type]
+    for gateway_id in gateway_ids[1:]:
+        cluster.world.start_gateway(gateway_id)
+    cluster.run(3)
+    return cluster
+
+
+def members(cluster: Cluster, gateway_id: str) -> dict[str, str]:
+    """Return worker id -> epoch of the workers a gateway places requests on."""
+    views = cluster.world.doors[gateway_id].conductor.views
+    return {view.worker_id: view.worker.epoch for view in views}
+
+
+def num_indexed(cluster: Cluster, gateway_id: str) -> int:
+    return cluster.world.doors[gateway_id].conductor.num_indexed_blocks
+
+
+def burst(cluster: Cluster, gateway_ids: list[str]) -> list[Placed]:
+    """Send siblings a moment after each other, the n-th to the n-th gateway; return where they
+    went.
+    """
+    for number, gateway_id in enumerate(gateway_ids):
+        sibling = request(f"sibling-{number}", [*HEAD, number])
+        cluster.world.submit(sibling, gateway_id)
+        cluster.run(0.003)
+    assert num_indexed(cluster, FIRST) == 0, "the first blocks were stored already"
+    return [event for event in cluster.events.events if isinstance(event, Placed)]
+
+
+def test_all_gateways_serve_all_workers() -> None:
+    cluster = cluster_of(FIRST, SECOND, THIRD)
+    assert members(cluster, FIRST) == members(cluster, SECOND) == members(cluster, THIRD)
+    random = Random(1)
+    for number in range(24):
+        prompt = [random.randrange(97) for _ in range(random.randrange(1, 60))]
+        gateway_id = random.choice([FIRST, SECOND, THIRD])
+        cluster.world.submit(request(f"r{number}", prompt, max_tokens=9), gateway_id)
+        cluster.run(0.01)
+    cluster.run(20)
+    cluster.check_streams()
+    cluster.check_quiet()
+    assert num_indexed(cluster, FIRST) > 0
+    assert num_indexed(cluster, FIRST) == num_indexed(cluster, SECOND)
+    assert num_indexed(cluster, FIRST) == num_indexed(cluster, THIRD)
+
+
+@pytest.mark.parametrize("pair", [(FIRST, SECOND), (SECOND, FIRST), (SECOND, THIRD)])
+def test_a_burst_over_two_gateways_follows_its_first_request(pair: tuple[str, str]) -> None:
+    cluster = cluster_of(FIRST, SECOND, THIRD)
+    placed = burst(cluster, list(pair))
+    assert len({event.prefill for event in placed}) == 1
+    assert [event.num_cached_tokens for event in placed] == [0, 120]
+    cluster.run(10)
+    cluster.check_streams()
+    cluster.check_quiet()
+
+
+def test_gateways_that_do_not_hear_of_each_other_compute_a_prefix_twice() -> None:
+    """What the news is good for; and a cut between gateways costs no more than that."""
+    cluster = cluster_of(FIRST, SECOND)
+    cluster.world.network.partition(FIRST, SECOND, cut=True)
+    placed = burst(cluster, [FIRST, SECOND])
+    assert [event.num_cached_tokens for event in placed] == [0, 0]
+    cluster.run(10)
+    cluster.world.network.partition(FIRST, SECOND, cut=False)
+    cluster.run(5)
+    cluster.check_streams()
+    cluster.check_quiet()
+
+
+def test_what_others_have_placed_counts_as_load() -> None:
+    """Four prompts with nothing in common, two gateways: no worker gets more than its half."""
+    cluster = cluster_of(FIRST, SECOND)
+    for number in range(4):
+        prompt = [(number + 2) * token % 97 for token in range(120)]
+        cluster.world.submit(request(f"r{number}", prompt), [FIRST, SECOND][number % 2])
+        cluster.run(0.002)
+    placed = [event.prefill for event in cluster.events.events if isinstance(event, Placed)]
+    assert sorted(placed, key=str) == ["prefill-0", "prefill-0", "prefill-1", "prefill-1"]
+    cluster.run(10)
+    cluster.check_streams()
+    cluster.check_quiet()
+
+
+@pytest.mark.parametrize("victim", [FIRST, SECOND])
+@pytest.mark.parametrize("after_s", [0.004, 0.03, 0.1])
+def test_a_gateway_dies_and_comes_back_knowing_the_cluster(victim: str, after_s: float) -> None:
+    """The other goes on; what it had placed is forgotten; the new one rebuilds all from facts."""
+    cluster = cluster_of(FIRST, SECOND)
+    other = SECOND if victim == FIRST else FIRST
+    for number in range(6):
+        long = [*HEAD[number:], number]
+        cluster.world.submit(request(f"mine-{number}", long), victim)
+        cluster.world.submit(request(f"other-{number}", long[::-1], max_tokens=30), other)
+    cluster.run(after_s)
+    for number in range(6):
+        del cluster.world.streams[f"mine-{number}"]  # its clients are cut off
+    cluster.world.start_gateway(victim)
+    cluster.run(0.9)
+    books, others = (cluster.world.doors[name].conductor.books for name in (victim, other))
+    assert books.owners == ({other} if others.own_ids() else set())
+    assert others.owners == set(), "bookings of a former life"
+    cluster.run(30)
+    assert members(cluster, victim) == members(cluster, other)
+    assert len(members(cluster, victim)) == 8
+    assert num_indexed(cluster, victim) == num_indexed(cluster, other) > 0
+    warm = cluster.world.submit(request("warm", [0, *HEAD[::-1], 1]), victim)
+    cluster.run(5)
+    assert warm.finals[0].num_cached_tokens > 0
+    cluster.check_streams()
+    cluster.check_quiet()
+
+
+def test_a_gateway_that_stays_away_leaves_nothing_behind() -> None:
+    cluster = cluster_of(FIRST, SECOND)
+    placed = burst(cluster, [SECOND, SECOND])
+    books = cluster.world.doors[FIRST].conductor.books
+    assert books.owners == {SECOND}
+    cluster.world.kill_gateway(SECOND)
+    cluster.world.streams.clear()
+    cluster.run(30)
+    assert books.owners == set()
+    cluster.check_quiet()
+    cluster.world.submit(request("later", HEAD))
+    cluster.run(5)
+    cluster.check_streams()
+    assert len(placed) == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_lost_whatever_dies(seed: int) -> None:
+    """Words get lost and overtake each other, workers and gateways die: every request of a gateway
+    that lives ends once, with the oracle's tokens.
+    """
+    random = Random(seed)
+    gateways = [FIRST, SECOND, THIRD]
+    cluster = cluster_of(
+        *gateways,
+        scheduler=SchedulerConfig(
+            max_attempts=50, replace_wait_s=60.0, stall_timeout_s=10.0, heartbeat_timeout_s=4.0
+        ),
+        network=NetworkConfig(
+            encode=True,
+            message_jitter_s=random.choice([0.0, 0.001, 0.02]),
+            loss=random.choice([0.0, 0.002, 0.01]),
+            reordered=random.choice([0.0, 0.02]),
+        ),
+        instance=InstanceConfig(quarantine_s=1.0, push_timeout_s=5.0, ask_again_s=2.0),
+        restart_s=random.choice([0.2, 1.0]),
+        seed=seed,
+    )
+    asked: dict[str, str] = {}
+    for number in range(30):
+        prompt = [*HEAD[: random.choice([0, 40, 90])], *random.choices(range(97), k=20)]
+        asked[f"r{number}"] = gateway_id = random.choice(gateways)
+        cluster.world.submit(request(f"r{number}", prompt, max_tokens=12, seed=number), gateway_id)
+        cluster.run(random.choice([0.0, 0.003, 0.05, 0.3]))
+        if random.random() < 0.1:
+            cluster.world.kill(random.choice(sorted(cluster.world.workers)))
+        if random.random() < 0.07:
+            victim = random.choice(gateways)
+            cluster.world.start_gateway(victim)
+            for name in [name for name, owner in asked.items() if owner == victim]:
+                del asked[name], cluster.world.streams[name]
+        cluster.check_integrity()
+    cluster.run(120)
+    cluster.check_streams(may_refuse=True)
+    cluster.check_quiet()
+    assert asked, "nobody was left to ask"
+    for gateway_id in gateways:
+        assert members(cluster, gateway_id) == members(cluster, FIRST)
+        assert not cluster.world.doors[gateway_id].conductor.books.owners
+    finished = [stream.finals[0].reason for stream in cluster.world.streams.values()]
+    assert FinishReason.LENGTH in finished
