@@ -72,6 +72,7 @@ class Instance:
         self.pool = engine.pool
         self.worker = hello.worker
         self._channel = ports.channel
+        self._transfer = ports.transfer
         self._segment = ports.transfer.segment
         self._pages = ports.pages
         self._num_pages = hello.num_blocks
@@ -229,6 +230,7 @@ class Instance:
         counters = {
             **load.counters,
             **self.counters,
+            **self._transfer.counters(),
             "blocks_fetched": self.fetcher.num_blocks_fetched,
             "fetches_failed": self.fetcher.num_fetches_failed,
             "blocks_fetched_corrupt": self.fetcher.num_blocks_corrupt,

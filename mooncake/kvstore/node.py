@@ -75,7 +75,7 @@ class KvNode:
         self._config = config
         self._layout = layout
         self._channel = channel
-        self._segment = transfer.segment
+        self._segment, self._moved = transfer.segment, transfer.counters
         self._region = transfer.allocate(num_blocks * layout.block_bytes, "kvstore-dram")
         self._tier = DramTier(config, num_blocks, layout.block_bytes)
         self._membership = Membership(
@@ -495,5 +495,5 @@ class KvNode:
             num_free_blocks=tier.num_free,
             num_total_blocks=tier.num_blocks,
             num_cached_blocks=tier.num_stored,
-            counters=self.counters,
+            counters={**self.counters, **self._moved()},
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +21,7 @@ from mooncake.base import ConfigError, Drain
 from mooncake.base.messages import PoolState
 from mooncake.launch import pool_metrics
 from mooncake.launch.driver import Driver
+from mooncake.transfer.link_stats import LinkSnapshot
 
 ANSWER_S = 5.0
 """A node that does not come to answer within this time is not well."""
@@ -53,8 +54,10 @@ class PoolAdmin:
         driver: Driver,
         about: dict[str, Any],
         drain: Callable[[], None],
+        links: Callable[[], Sequence[LinkSnapshot]],
     ) -> None:
-        """Listen. `about` stands in every `stats`; `drain` is called when somebody asks for it.
+        """Listen. `about` stands in every `stats`; `drain` is called when somebody asks for it,
+        `links` (what went over each transfer link) by every look at the metrics.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -63,6 +66,7 @@ class PoolAdmin:
         self._driver = driver
         self._about = about
         self._drain = drain
+        self._links = links
         try:
             self._server = _Server((settings.host, settings.port), _handler(self))
         except OSError as error:
@@ -117,7 +121,7 @@ class PoolAdmin:
         return _document(status, {"status": "draining" if draining else "ok"})
 
     def _metrics(self) -> Answer:
-        return HTTPStatus.OK, _PROMETHEUS, pool_metrics.render(self._state())
+        return HTTPStatus.OK, _PROMETHEUS, pool_metrics.render(self._state(), self._links())
 
     def _stats(self) -> Answer:
         return _document(HTTPStatus.OK, {**pool_metrics.document(self._state()), **self._about})

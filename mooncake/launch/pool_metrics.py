@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -10,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from mooncake.base.messages import PoolState
 from mooncake.kvstore.counters import COUNTERS
+from mooncake.launch.link_metrics import LinkFamilies
+from mooncake.transfer.link_stats import LinkSnapshot
 
 GAUGES = {
     "dram_blocks": "blocks that DRAM has room for",
@@ -80,8 +82,9 @@ class _Node:
             yield counter
 
 
-def render(state: PoolState) -> bytes:
-    """Return a node's state in Prometheus' text format."""
+def render(state: PoolState, links: Sequence[LinkSnapshot]) -> bytes:
+    """Return a node's state and its transfer links in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_Node(state))
+    registry.register(LinkFamilies(state.store.worker_id, links))
     return generate_latest(registry)

@@ -146,7 +146,8 @@ class Worker:
 
     def open_admin(self, settings: AdminSettings, about: dict[str, Any]) -> None:
         """Open a pool node's HTTP door. Raises ConfigError when its address cannot be bound."""
-        self._admin = PoolAdmin(settings, self.driver, about, partial(begin_drain, self.driver))
+        drain = partial(begin_drain, self.driver)
+        self._admin = PoolAdmin(settings, self.driver, about, drain, self._transfer.links)
 
     def leave(self, limit_s: float) -> None:
         """End the driver; a pool node may first finish what is open and save what is worth it, for

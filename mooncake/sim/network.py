@@ -7,7 +7,7 @@ its bytes; both directions are apart. Dead ends swallow messages and fail transf
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 
 import msgspec
@@ -249,6 +249,9 @@ class SimTransfer:
 
     def cancel(self, batch_id: int) -> None:
         self._cancelled.add(batch_id)
+
+    def counters(self) -> Mapping[str, float]:
+        return {}
 
     def _apply(self, batch_id: int, batch: TransferBatch, peer: Endpoint, num_bytes: int) -> None:
         if batch_id in self._cancelled:

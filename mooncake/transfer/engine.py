@@ -10,13 +10,14 @@ once, whole or failed; after its end nothing of it touches memory any more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
 import msgspec
 
 from mooncake.base.kv_layout import SegmentRef
+from mooncake.transfer.link_stats import LinkSnapshot
 
 
 class Op(str, Enum):
@@ -96,6 +97,9 @@ class Transfer(Protocol):
         faster).
         """
 
+    def counters(self) -> Mapping[str, float]:
+        """Return what was moved since the start, by name; reported with a worker's load."""
+
 
 class PolledTransfer(Transfer, Protocol):
     """A transfer engine that a driver's loop reads."""
@@ -105,6 +109,9 @@ class PolledTransfer(Transfer, Protocol):
 
     def poll(self) -> Sequence[TransferDone]:
         """Return the batches that ended since the last call, without waiting."""
+
+    def links(self) -> Sequence[LinkSnapshot]:
+        """Return what went over each link since the start; from any thread."""
 
     def close(self) -> None:
         """Refuse peers, end all batches, free the memory."""

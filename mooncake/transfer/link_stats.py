@@ -1,11 +1,13 @@
 """What went over each link: bytes, latency, retries and failures by protocol, NIC and peer.
 
-Owned by the thread that moves the bytes; others read snapshots, which may be one event old.
+Thread-safe: the threads that move bytes count, any other reads snapshots.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,6 +16,8 @@ LATENCY_BOUNDS_S = (
     1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0,
 )  # fmt: skip
 """Upper bounds of the latency buckets; one more holds what is longer."""
+MEMORY = "memory"
+"""Stands for the NIC where bytes are copied from memory to memory."""
 _MANY_LINKS = 4096
 
 
@@ -31,6 +35,8 @@ class LinkSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Slices that went again."""
     num_failures: int
     """Times the link broke."""
+    latency_s: float
+    """Sum over all slices of the time from posting to completion."""
     latency_buckets: list[int]
     """Slices by time from posting to completion, one count for each of `LATENCY_BOUNDS_S` + 1."""
 
@@ -48,7 +54,16 @@ class _Link:
     idle_since_s: float = 0.0
     num_retries: int = 0
     num_failures: int = 0
+    latency_s: float = 0.0
     buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
+
+    def add(self, other: _Link) -> None:
+        """Add the sums of another link (not its latencies)."""
+        self.num_bytes += other.num_bytes
+        self.num_slices += other.num_slices
+        self.busy_s += other.busy_s
+        self.num_retries += other.num_retries
+        self.num_failures += other.num_failures
 
 
 def _name(entry: tuple[tuple[str, str], _Link]) -> tuple[str, str]:
@@ -60,46 +75,68 @@ class LinkStats:
 
     def __init__(self, protocol: str) -> None:
         self._protocol = protocol
+        self._lock = threading.Lock()
         self._links: dict[tuple[str, str], _Link] = {}
+        self._forgotten = _Link()
 
     def _link(self, nic: str, peer: str) -> _Link:
         link = self._links.get((nic, peer))
         if link is None:
             while len(self._links) >= _MANY_LINKS:  # peers come and go for ever: forget the oldest
-                del self._links[next(iter(self._links))]
+                self._forgotten.add(self._links.pop(next(iter(self._links))))
             link = self._links[nic, peer] = _Link()
         return link
 
     def arrived(self, nic: str, peer: str, num_bytes: int, posted_s: float, now_s: float) -> None:
         """A slice has arrived."""
-        link = self._link(nic, peer)
-        link.num_bytes += num_bytes
-        link.num_slices += 1
-        link.buckets[bisect_left(LATENCY_BOUNDS_S, now_s - posted_s)] += 1
-        link.busy_s += max(0.0, now_s - max(posted_s, link.idle_since_s))
-        link.idle_since_s = now_s
+        with self._lock:
+            link = self._link(nic, peer)
+            link.num_bytes += num_bytes
+            link.num_slices += 1
+            link.latency_s += now_s - posted_s
+            link.buckets[bisect_left(LATENCY_BOUNDS_S, now_s - posted_s)] += 1
+            link.busy_s += max(0.0, now_s - max(posted_s, link.idle_since_s))
+            link.idle_since_s = max(link.idle_since_s, now_s)
 
     def retried(self, nic: str, peer: str, num_slices: int = 1) -> None:
         """Slices of a broken link go again."""
-        self._link(nic, peer).num_retries += num_slices
+        with self._lock:
+            self._link(nic, peer).num_retries += num_slices
 
     def failed(self, nic: str, peer: str) -> None:
         """The link broke."""
-        self._link(nic, peer).num_failures += 1
+        with self._lock:
+            self._link(nic, peer).num_failures += 1
 
     def snapshot(self) -> list[LinkSnapshot]:
         """Return all links, sorted by NIC and peer."""
-        return [
-            LinkSnapshot(
-                protocol=self._protocol,
-                nic=nic,
-                peer=peer,
-                num_bytes=link.num_bytes,
-                num_slices=link.num_slices,
-                busy_s=link.busy_s,
-                num_retries=link.num_retries,
-                num_failures=link.num_failures,
-                latency_buckets=list(link.buckets),
-            )
-            for (nic, peer), link in sorted(self._links.copy().items(), key=_name)
-        ]
+        with self._lock:
+            return [
+                LinkSnapshot(
+                    protocol=self._protocol,
+                    nic=nic,
+                    peer=peer,
+                    num_bytes=link.num_bytes,
+                    num_slices=link.num_slices,
+                    busy_s=link.busy_s,
+                    num_retries=link.num_retries,
+                    num_failures=link.num_failures,
+                    latency_s=link.latency_s,
+                    latency_buckets=list(link.buckets),
+                )
+                for (nic, peer), link in sorted(self._links.items(), key=_name)
+            ]
+
+    def totals(self) -> Mapping[str, float]:
+        """Return the sums over all links there ever were, by name; they never fall."""
+        with self._lock:
+            total = _Link()
+            for link in (self._forgotten, *self._links.values()):
+                total.add(link)
+        return {
+            f"transfer_{self._protocol}_bytes": total.num_bytes,
+            f"transfer_{self._protocol}_slices": total.num_slices,
+            f"transfer_{self._protocol}_seconds": total.busy_s,
+            f"transfer_{self._protocol}_retries": total.num_retries,
+            f"transfer_{self._protocol}_failures": total.num_failures,
+        }

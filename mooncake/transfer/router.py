@@ -8,7 +8,7 @@ registered memory. What a protocol cannot reach it declines, and the next one is
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mooncake.base.clock import Clock
 from mooncake.base.kv_layout import SegmentRef
@@ -16,6 +16,7 @@ from mooncake.transfer.backends.io_loop import IoLoop
 from mooncake.transfer.backends.port import Backend
 from mooncake.transfer.batches import MAX_OPEN_BATCHES, BatchBook, Job
 from mooncake.transfer.engine import Region, TransferBatch, TransferDone
+from mooncake.transfer.link_stats import LinkSnapshot, LinkStats
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
 
 _LOG = logging.getLogger(__name__)
@@ -46,6 +47,19 @@ class RoutedTransfer:
     def backends(self) -> Sequence[Backend]:
         """The protocols, in the order they are tried."""
         return self._backends
+
+    def links(self) -> list[LinkSnapshot]:
+        """Return what went over each link, by protocol in the order they are tried."""
+        return [link for stats in self._link_stats() for link in stats.snapshot()]
+
+    def counters(self) -> Mapping[str, float]:
+        """Return what was moved since the start, by name: sums over all peers."""
+        return {
+            name: value for stats in self._link_stats() for name, value in stats.totals().items()
+        }
+
+    def _link_stats(self) -> Iterator[LinkStats]:
+        return (stats for backend in self._backends for stats in backend.link_stats)
 
     def add_closer(self, close: Callable[[], None]) -> None:
         """Have `close` called at the end, after all backends, in the order added."""

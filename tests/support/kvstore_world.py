@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -97,6 +98,9 @@ class LocalTransfer:
 
     def cancel(self, batch_id: int) -> None:
         raise NotImplementedError
+
+    def counters(self) -> Mapping[str, float]:
+        return {}
 
 
 class NodeWorld:

@@ -6,6 +6,7 @@ numpy copies without the interpreter lock, so copies run beside each other and b
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ class Guard(Protocol):
     def confirm(self) -> str | None:
         """Why bytes just copied must not count as arrived, or None. Asked once a part."""
 
+    def arrived(self, num_bytes: int, posted_s: float, now_s: float) -> None:
+        """Count a part that has arrived whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class CopyPart:
@@ -46,6 +50,7 @@ class CopyPart:
     job: Job
     pairs: Sequence[tuple[Bytes, Bytes]]
     guard: Guard
+    posted_s: float
 
 
 def copy_part(part: CopyPart, gate: threading.Lock) -> None:
@@ -66,7 +71,11 @@ def copy_part(part: CopyPart, gate: threading.Lock) -> None:
             else:
                 job.give_back()
             return
-    job.finish(guard.confirm())
+    error = guard.confirm()
+    if error is None:
+        num_bytes = sum(target.size for target, _ in part.pairs)
+        guard.arrived(num_bytes, part.posted_s, time.monotonic())
+    job.finish(error)
 
 
 def copy_parts(
@@ -85,7 +94,7 @@ def copy_parts(
             start = op.remote_offset
             there = remote[op.remote_region][start : start + op.num_bytes]
             pairs.append((here, there) if job.op is Op.READ else (there, here))
-        parts.append(CopyPart(job, pairs, guard))
+        parts.append(CopyPart(job, pairs, guard, time.monotonic()))
     return parts
 
 

@@ -6,6 +6,7 @@ With a pool without threads it is deterministic: bytes move, and batches end, in
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backends.copying import COPY_LIMITS, CopyPool, copy_parts, local_regions
 from mooncake.transfer.backends.port import Router
 from mooncake.transfer.batches import Job
+from mooncake.transfer.link_stats import MEMORY, LinkStats
 from mooncake.transfer.plan import plan_slices
 from mooncake.transfer.regions import Gates, HostRegion, RangeRefused, RegionTable
 
@@ -62,7 +64,12 @@ class InprocBackend:
         self._table = table
         self._pool = pool
         self._router = router
+        self.stats = LinkStats(self.protocol)
         fabric.attach(engine_id, table)
+
+    @property
+    def link_stats(self) -> Sequence[LinkStats]:
+        return (self.stats,)
 
     @property
     def endpoint(self) -> str:
@@ -89,7 +96,8 @@ class InprocBackend:
         }
         slices = plan_slices(job.ops, self._pool.num_lanes, COPY_LIMITS)
         try:
-            guard = RegionGuard([*regions.values(), *local_regions(job, self._table)])
+            held = [*regions.values(), *local_regions(job, self._table)]
+            guard = RegionGuard(held, self.stats, job.peer.engine_id)
             parts = copy_parts(job, slices, self._table, arrays, guard)
         except RangeRefused as error:
             job.stop(error.message)
@@ -109,8 +117,10 @@ class InprocBackend:
 class RegionGuard:
     """The `Guard` of copies between regions of this process."""
 
-    def __init__(self, regions: list[HostRegion]) -> None:
+    def __init__(self, regions: list[HostRegion], stats: LinkStats, peer: str) -> None:
         self._regions = regions
+        self._stats = stats
+        self._peer = peer
 
     def refusal(self) -> str | None:
         for region in self._regions:
@@ -120,3 +130,6 @@ class RegionGuard:
 
     def confirm(self) -> str | None:
         return None
+
+    def arrived(self, num_bytes: int, posted_s: float, now_s: float) -> None:
+        self._stats.arrived(MEMORY, self._peer, num_bytes, posted_s, now_s)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.batches import Job
+from mooncake.transfer.link_stats import LinkStats
 
 
 class Router(Protocol):
@@ -25,6 +27,10 @@ class Backend(Protocol):
     @property
     def endpoint(self) -> str:
         """Where peers reach this process by it."""
+
+    @property
+    def link_stats(self) -> Sequence[LinkStats]:
+        """What went over its links."""
 
     def reaches(self, peer: SegmentRef) -> bool:
         """Whether it is worth trying; cheap, asks nobody."""

@@ -110,6 +110,10 @@ class RdmaBackend:
     # ----------------------------------------------------- what the router asks
 
     @property
+    def link_stats(self) -> Sequence[LinkStats]:
+        return (self.stats,)
+
+    @property
     def endpoint(self) -> str:
         host = self._control.advertise_host or self._control.bind_host
         return f"[{host}]:{self._owner.port}" if ":" in host else f"{host}:{self._owner.port}"

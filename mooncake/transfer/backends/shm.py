@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Sequence
 
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backends.copying import CopyPool
@@ -16,6 +17,7 @@ from mooncake.transfer.backends.shm_owner import ShmOwner
 from mooncake.transfer.backends.shm_peer import ShmPeer
 from mooncake.transfer.batches import Job
 from mooncake.transfer.handshake import Credentials
+from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.regions import RegionTable
 
 
@@ -41,7 +43,12 @@ class ShmBackend:
         self._host = host
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], ShmPeer] = {}
+        self.stats = LinkStats(self.protocol)
         self._owner = ShmOwner(credentials, table, loop)
+
+    @property
+    def link_stats(self) -> Sequence[LinkStats]:
+        return (self.stats,)
 
     @property
     def endpoint(self) -> str:
@@ -62,7 +69,12 @@ class ShmBackend:
             peer = self._peers.get(key)
             if peer is None:
                 peer = self._peers[key] = ShmPeer(
-                    job.peer.engine_id, self._table, self._pool, self._loop, self._router
+                    job.peer.engine_id,
+                    self._table,
+                    self._pool,
+                    self._loop,
+                    self._router,
+                    self.stats,
                 )
                 self._loop.post(functools.partial(self._connect, peer, key))
         peer.put(job)

@@ -30,6 +30,7 @@ from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, IoLoop, Timer
 from mooncake.transfer.backends.port import Router
 from mooncake.transfer.batches import Job
 from mooncake.transfer.handshake import ConnectingSide, Credentials, HandshakeRefused
+from mooncake.transfer.link_stats import MEMORY, LinkStats
 from mooncake.transfer.memory import POPULATE_BYTES, map_shared, populate
 from mooncake.transfer.plan import plan_slices
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
@@ -65,8 +66,10 @@ class ShmPeer:
         pool: CopyPool,
         loop: IoLoop,
         router: Router,
+        stats: LinkStats,
     ) -> None:
         self.engine_id = engine_id
+        self.stats = stats
         self.gone: str | None = None
         """Why nothing more can go this way."""
         self._table = table
@@ -276,6 +279,7 @@ class ShmPeer:
         waiting, self._waiting = self._waiting, []
         for job in waiting:
             if not job.stopped:
+                self.stats.failed(MEMORY, self.engine_id)
                 self._router.decline(job, reason)
 
 
@@ -296,6 +300,7 @@ class _ShmGuard(Guard):
 
     def refusal(self) -> str | None:
         if self._peer.gone is not None:
+            self._peer.stats.failed(MEMORY, self._peer.engine_id)
             return f"{self._peer.engine_id}: {self._peer.gone}"
         for theirs in self._theirs:
             if self._state[theirs.slot] != theirs.region_id:
@@ -307,4 +312,10 @@ class _ShmGuard(Guard):
 
     def confirm(self) -> str | None:
         reason = self._peer.look()
-        return None if reason is None else f"{self._peer.engine_id}: {reason}"
+        if reason is None:
+            return None
+        self._peer.stats.failed(MEMORY, self._peer.engine_id)
+        return f"{self._peer.engine_id}: {reason}"
+
+    def arrived(self, num_bytes: int, posted_s: float, now_s: float) -> None:
+        self._peer.stats.arrived(MEMORY, self._peer.engine_id, num_bytes, posted_s, now_s)

@@ -17,6 +17,7 @@ from mooncake.transfer.backends.tcp_peer import PeerLimits, TcpPeer
 from mooncake.transfer.backends.tcp_server import ServerLimits, TcpServer
 from mooncake.transfer.batches import Job
 from mooncake.transfer.handshake import Credentials
+from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.regions import RegionTable
 
 _MANY_PEERS = 256
@@ -54,6 +55,7 @@ class TcpBackend:
         self._settings = settings
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], TcpPeer] = {}
+        self.stats = LinkStats(self.protocol)
         self._server = TcpServer(
             settings.bind_host,
             credentials,
@@ -61,6 +63,10 @@ class TcpBackend:
             loops,
             settings.server,
         )
+
+    @property
+    def link_stats(self) -> Sequence[LinkStats]:
+        return self.stats, self._server.stats
 
     @property
     def endpoint(self) -> str:
@@ -95,6 +101,7 @@ class TcpBackend:
                 self._table,
                 self._loops,
                 self._settings.peer,
+                self.stats,
             )
             self._peers[endpoint, engine_id] = peer
         return peer

@@ -59,6 +59,7 @@ class Request:
     views: list[memoryview]
     """READ: where the answer goes. WRITE: unused after sending."""
     outgoing: list[memoryview]
+    posted_s: float
     given_up: bool = False
     """The job has ended: what still comes goes nowhere."""
     num_left: int = 0
@@ -97,6 +98,9 @@ class LaneOwner(Protocol):
     def broken(self, lane: Lane, failure: LaneFailure) -> None:
         """A lane went down."""
 
+    def arrived(self, lane: Lane, num_bytes: int, posted_s: float, now_s: float) -> None:
+        """A slice has arrived whole."""
+
 
 class Lane:
     """See the module."""
@@ -111,6 +115,8 @@ class Lane:
     ) -> None:
         self.loop = loop
         self.state = LaneState.IDLE
+        self.nic = "?"
+        """The address of ours that it last went from."""
         self._lock = threading.RLock()
         self._owner = owner
         self._address = address
@@ -187,6 +193,7 @@ class Lane:
         if error:
             raise OSError(error, "cannot connect")
         assert self._handshake is not None
+        self.nic = sock.getsockname()[0]
         self._expect(wire.LENGTH_BYTES, self._on_handshake_length)
         self._watch(READABLE)
         sock.sendall(wire.pack_handshake(self._handshake.first_message))
@@ -308,9 +315,10 @@ class Lane:
             regions=list(regions.values()),
             views=views if is_read else [],
             outgoing=[head] if is_read else [head, *views],
+            posted_s=time.monotonic(),
         )
         if not self._requests:
-            self._progress_s = time.monotonic()
+            self._progress_s = request.posted_s
         self._next_id += 1
         self._num_bytes += num_bytes
         self._requests.append(request)
@@ -440,6 +448,9 @@ class Lane:
         self._num_bytes -= request.part.slice.num_bytes
         self._expect(wire.HEADER_BYTES, self._on_header)
         if not request.given_up:
+            if error is None:
+                num_bytes = request.part.slice.num_bytes
+                self._owner.arrived(self, num_bytes, request.posted_s, self._progress_s)
             request.part.job.finish(error)
         if self.state is LaneState.READY:
             self._pump()

@@ -18,6 +18,7 @@ from mooncake.transfer.backends.tcp_lane import Lane, LaneFailure, LaneLimits, L
 from mooncake.transfer.batches import Job, Part
 from mooncake.transfer.engine import Op
 from mooncake.transfer.handshake import MAX_FENCED, ConnectingSide, Credentials
+from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.plan import SliceLimits, plan_slices
 from mooncake.transfer.regions import RegionTable
 
@@ -48,8 +49,10 @@ class TcpPeer:
         table: RegionTable,
         loops: Sequence[IoLoop],
         limits: PeerLimits,
+        stats: LinkStats,
     ) -> None:
         self.engine_id = engine_id
+        self._stats = stats
         self._credentials = credentials
         self._limits = limits
         self._lock = threading.Lock()
@@ -111,6 +114,10 @@ class TcpPeer:
                     return part
         return None
 
+    def arrived(self, lane: Lane, num_bytes: int, posted_s: float, now_s: float) -> None:
+        """Count a slice that has arrived whole."""
+        self._stats.arrived(lane.nic, self.engine_id, num_bytes, posted_s, now_s)
+
     def new_handshake(self) -> ConnectingSide:
         """Return a handshake that tells the peer of our broken streams."""
         with self._lock:
@@ -144,7 +151,12 @@ class TcpPeer:
             for part in failure.parts:
                 part.job.give_back()
             return
-        level = logging.WARNING if failure.parts or failure.connection_id is None else logging.INFO
+        is_loss = bool(failure.parts) or failure.connection_id is None
+        if is_loss:
+            self._stats.failed(lane.nic, self.engine_id)
+            if failure.parts:
+                self._stats.retried(lane.nic, self.engine_id, len(failure.parts))
+        level = logging.WARNING if is_loss else logging.INFO
         _LOG.log(level, "transfer stream to %s broke: %s", self.engine_id, failure.reason)
         for part in failure.parts:
             part.num_failures += 1

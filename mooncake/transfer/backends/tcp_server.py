@@ -11,6 +11,7 @@ import itertools
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from mooncake.transfer.backends import tcp_wire as wire
 from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
 from mooncake.transfer.backends.listener import Listener, tcp_listener
 from mooncake.transfer.handshake import MAX_HANDSHAKE_BYTES, Credentials, PeerIdentity
+from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
 
 _LOG = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ class TcpServer:
         self._lock = threading.Lock()
         self._connections: set[ServerConnection] = set()
         self._closed = False
+        self.stats = LinkStats("tcp_served")
+        """What peers moved to and from our memory."""
         sock = tcp_listener(bind_host)
         self.port: int = sock.getsockname()[1]
         limit = limits.num_connections
@@ -125,6 +129,8 @@ class ServerConnection:
         self._then: Callable[[memoryview], None] = self._on_handshake_length
         self._has_head = False
         self._request: wire.Header | None = None
+        self._began_s = 0.0
+        self._nic = sock.getsockname()[0]
         self._refusal: str | None = None
         self._regions: list[HostRegion] = []
         self._incoming: list[memoryview] = []
@@ -254,6 +260,7 @@ class ServerConnection:
     def _on_head(self, request: wire.Header, data: memoryview) -> None:
         """A request is known in full: resolve it against our table."""
         self._has_head = True
+        self._began_s = time.monotonic()
         ranges = wire.parse_ranges(data[-request.num_ranges * wire.RANGE_BYTES :])
         lengths = [length for _, _, length in ranges]
         if sum(lengths) != request.num_bytes or 0 in lengths:
@@ -303,10 +310,22 @@ class ServerConnection:
             assert self._request is not None
             request_id = self._request.request_id
             if self._refusal is None:
+                self._count()
                 done = wire.Header(wire.DONE, 0, request_id, 0)
                 self._end_request(wire.pack_header(done))
             else:
                 self._end_request(wire.pack_refusal(request_id, self._refusal))
+
+    def _count(self) -> None:
+        """The request in hand has been served."""
+        if self.identity is not None and self._request is not None:
+            self._server.stats.arrived(
+                self._nic,
+                self.identity.engine_id,
+                self._request.num_bytes,
+                self._began_s,
+                time.monotonic(),
+            )
 
     def _end_request(self, answer: bytes, payload: Sequence[memoryview] = ()) -> None:
         self._incoming = []
@@ -332,6 +351,8 @@ class ServerConnection:
                     self._watch(WRITABLE)
                     return
             wire.advance(self._outgoing, count)
+        if self._regions:  # an answer to a READ has gone
+            self._count()
         self._regions = []
         self._watch(READABLE)
 

@@ -85,6 +85,10 @@ def test_a_killed_peer_fails_every_batch_once(
     errors = [error for error in ended.values() if error is not None]
     assert errors, "all 200 batches were faster than the signal"
     assert all("peer" in error for error in errors)
+    links = engine.links()
+    num_whole = 1 + sum(error is None for error in ended.values())
+    assert sum(link.num_bytes for link in links) >= num_whole * 32 * MIB
+    assert sum(link.num_failures for link in links) > 0
     done = move(engine, op, peer.segment, [one])
     assert done.error is not None
     assert engine.poll() == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkStats
@@ -43,3 +45,23 @@ def test_the_oldest_links_are_forgotten_when_there_are_many() -> None:
     assert len(names) == 4096
     assert names[-1] == "peer 04999"
     assert "peer 00000" not in names
+    assert stats.totals()["transfer_tcp_failures"] == 5000, "totals never fall"
+
+
+def test_threads_count_together() -> None:
+    stats = LinkStats("tcp")
+
+    def count(peer: str) -> None:
+        for number in range(2000):
+            stats.arrived("nic", peer, 3, posted_s=number, now_s=number + 0.5)
+            stats.retried("nic", peer)
+
+    threads = [threading.Thread(target=count, args=(peer,)) for peer in ("a", "a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    totals = stats.totals()
+    assert totals["transfer_tcp_bytes"] == 3 * 3 * 2000
+    assert totals["transfer_tcp_slices"] == totals["transfer_tcp_retries"] == 3 * 2000
+    assert totals["transfer_tcp_seconds"] == sum(link.busy_s for link in stats.snapshot())

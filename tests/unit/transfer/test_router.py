@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -17,6 +17,7 @@ from mooncake.transfer.backends.port import Backend
 from mooncake.transfer.batches import Job
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.regions import Gates, RegionTable
 from mooncake.transfer.router import RoutedTransfer
 from tests.unit.transfer.driving import move
@@ -66,6 +67,20 @@ def test_bytes_move_inside_poll_and_nowhere_else(open_inproc: Open, clock: Manua
     assert bytes(theirs.buffer[50:55]) == b"hello"
     assert a.poll() == []
     assert b.poll() == []
+
+
+def test_what_moved_is_counted_by_link_and_in_all(open_inproc: Open) -> None:
+    a, b, c = (open_inproc(name) for name in "abc")
+    ours = a.allocate(100, "ours")
+    for peer, num_bytes in ((b, 60), (b, 7), (c, 1)):
+        theirs = peer.allocate(100, "theirs")
+        whole = TransferOp(ours.region_id, 0, theirs.region_id, 0, num_bytes)
+        a.submit(batch(peer, [whole]))
+    assert [done.error for done in a.poll()] == [None] * 3
+    links = {(link.nic, link.peer): (link.num_bytes, link.num_slices) for link in a.links()}
+    assert links == {("memory", "b"): (67, 2), ("memory", "c"): (1, 1)}
+    assert a.counters()["transfer_inproc_bytes"] == 68
+    assert b.counters()["transfer_inproc_bytes"] == 0
 
 
 def test_an_engine_reaches_itself(open_inproc: Open) -> None:
@@ -209,6 +224,11 @@ class Fussy(Backend):
         self._reason = reason
         self.started: list[Job] = []
         self.stopped: list[Job] = []
+        self._stats = LinkStats(protocol)
+
+    @property
+    def link_stats(self) -> Sequence[LinkStats]:
+        return (self._stats,)
 
     @property
     def protocol(self) -> str:

@@ -113,6 +113,14 @@ def test_slices_of_a_broken_stream_go_again(open_tcp: Open, op: Op) -> None:
     assert move(us, op, through, [one]).error is None
     assert proxy.num_cuts_left == 0
     assert target.buffer == source.buffer
+    [link] = [link for link in us.links() if link.protocol == "tcp"]
+    assert (link.protocol, link.nic, link.peer) == ("tcp", "127.0.0.1", "owner")
+    assert link.num_bytes == 24 * MIB, "what went again counts once"
+    assert link.num_slices == sum(link.latency_buckets)
+    assert (link.num_failures, link.num_retries > 0) == (2, True)
+    [served] = owner.links()
+    assert (served.protocol, served.peer) == ("tcp_served", "us")
+    assert served.num_bytes >= 24 * MIB, "the owner counts what it served, needed or not"
     proxy.close()
 
 
