@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import constrained, door, overhead, paper, placement, remote_prefix, serve, transfer
+from benchmarks import (
+    constrained,
+    door,
+    overhead,
+    paper,
+    placement,
+    remote_prefix,
+    serve,
+    sim_vs_real,
+    transfer,
+)
 
 BENCHMARKS = {
     "serve": serve.main,
@@ -15,6 +25,7 @@ BENCHMARKS = {
     "paper": paper.main,
     "placement": placement.main,
     "transfer": transfer.main,
+    "sim-vs-real": sim_vs_real.main,
 }
 
 

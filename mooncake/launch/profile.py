@@ -18,12 +18,21 @@ from mooncake.engine.ports import PolledRunner
 BUDGET_S = 2.0
 """No further step is started after this long; the first two always run."""
 STEP_TIMEOUT_S = 120.0
+NUM_TOKENS = 97
+"""Distinct tokens of the profile's prompts; every vocabulary holds as many."""
 
 Shape = tuple[int, int, int]
 """(sequences, new tokens of each, tokens each has in its KV before)"""
 
-PREFILL_SHAPES: tuple[Shape, ...] = ((1, 32, 0), (1, 256, 0), (1, 64, 512), (1, 512, 0))
-DECODE_SHAPES: tuple[Shape, ...] = ((1, 1, 64), (8, 1, 128), (1, 128, 0), (16, 1, 64), (1, 1, 1024))
+PREFILL_SHAPES: tuple[Shape, ...] = (
+    (1, 32, 0), (1, 256, 0), (1, 64, 512), (1, 512, 0), (1, 256, 1024), (1, 64, 2048),
+    (1, 512, 2048), (1, 2048, 0),
+)  # fmt: skip
+DECODE_SHAPES: tuple[Shape, ...] = (
+    (1, 1, 64), (8, 1, 128), (1, 128, 0), (16, 1, 64), (1, 1, 1024), (4, 1, 1024), (8, 1, 2048),
+    (1, 512, 0),
+)  # fmt: skip
+"""Small ones first: a large model has no time for the rest, and its costs are plain without."""
 
 
 def shapes_for(role: Role, config: EngineConfig) -> list[Shape]:
@@ -83,7 +92,7 @@ def _plans(shapes: Sequence[Shape], config: EngineConfig) -> Iterator[StepPlan]:
                 SequenceStart(
                     sequence_id=sequence_id,
                     sampling=SamplingParams(temperature=0.0),
-                    prompt_tokens=[0] * (before + new),
+                    prompt_tokens=_tokens(index, before + new),
                     output_tokens=[],
                 )
             )
@@ -91,13 +100,20 @@ def _plans(shapes: Sequence[Shape], config: EngineConfig) -> Iterator[StepPlan]:
                 StepSlot(
                     sequence_id=sequence_id,
                     start=before,
-                    tokens=[0] * new,
+                    tokens=_tokens(index, before + new)[before:],
                     pages=list(range(first, first + pages_each)),
                     sample=True,
                 )
             )
         yield StepPlan(step_id=-1 - number, starts=starts, slots=slots, ended=ended)
         ended = [start.sequence_id for start in starts]
+
+
+def _tokens(index: int, count: int) -> list[int]:
+    """Return tokens that differ within a sequence and between them: equal ones would all be routed
+    to the same few experts, and a batch would look cheaper than it is.
+    """
+    return [1 + (37 * index + 31 * position) % NUM_TOKENS for position in range(count)]
 
 
 def _closing(last: StepPlan) -> StepPlan:

@@ -96,9 +96,18 @@ def page(result: SimulationResult) -> str:
     return _document(title, body)
 
 
-def comparison_page(title: str, tables: Sequence[tuple[str, Sequence[Sequence[str]], str]]) -> str:
-    """Return a page of tables: (heading, rows with the header first, remarks)."""
+def comparison_page(
+    title: str,
+    tables: Sequence[tuple[str, Sequence[Sequence[str]], str]],
+    plots: Sequence[tuple[str, str]] = (),
+) -> str:
+    """Return a page of tables (heading, rows with the header first, remarks) below plots (heading,
+    SVG).
+    """
     body = [f"<h1>{html.escape(title)}</h1>"]
+    if plots:
+        figures = "".join(_figure(heading, plot) for heading, plot in plots)
+        body.append(f'<div class="plots">{figures}</div>')
     for heading, rows, remark in tables:
         head, *rest = rows
         body.append(

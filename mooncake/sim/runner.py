@@ -85,7 +85,10 @@ class SimRunner:
         for start in plan.starts:
             known = _Known(start.sampling, len(start.output_tokens))
             self._known[start.sequence_id] = known
-        seconds = self._cost.seconds(plan)
+        self._start(plan, self._cost.seconds(plan))
+
+    def _start(self, plan: StepPlan, seconds: float) -> None:
+        """See to it that the step's layers and its end are told of in time."""
         begin = max(self._heap.now(), self._busy_until_s)
         self._busy_until_s = begin + seconds
         self.busy_s += seconds

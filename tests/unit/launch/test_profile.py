@@ -21,8 +21,8 @@ from mooncake.launch.profile import (
 
 def config(**changes: int) -> EngineConfig:
     settings = {
-        "num_blocks": 64, "max_num_seqs": 16, "max_batched_tokens": 1024, "max_chunk_tokens": 1024,
-        "max_model_len": 2048, "max_waiting": 8, "block_tokens": 64, **changes,
+        "num_blocks": 320, "max_num_seqs": 16, "max_batched_tokens": 2048, "max_chunk_tokens": 2048,
+        "max_model_len": 4096, "max_waiting": 8, "block_tokens": 64, **changes,
     }  # fmt: skip
     return EngineConfig(**settings)
 
@@ -117,8 +117,16 @@ def test_plans_are_what_an_engine_could_have_made(runner: TimedRunner) -> None:
             assert len(slot.pages) * 64 >= slot.start + len(slot.tokens)
             assert used.isdisjoint(slot.pages)
             used |= set(slot.pages)
-        assert max(used) < 64
+        assert max(used) < config().num_blocks
     assert len(known) == 1
+
+
+def test_tokens_of_a_batch_differ(runner: TimedRunner) -> None:
+    """Equal ones would all meet the same few experts."""
+    profile(runner, [(8, 1, 128)], config(), ManualClock())
+    tokens = [slot.tokens[0] for slot in runner.plans[0].slots]
+    assert len(set(tokens)) == len(tokens)
+    assert len(set(runner.plans[0].starts[0].prompt_tokens)) > 90
 
 
 def test_it_stops_when_the_time_is_up() -> None:
