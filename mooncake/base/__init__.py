@@ -1,5 +1,6 @@
 """The words everyone uses: requests, sampling, block keys, layouts, messages, errors, clock."""
 
+from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import (
     KEY_BYTES,
     BlockKey,
@@ -57,7 +58,6 @@ from mooncake.base.memory import (
 from mooncake.base.messages import (
     PROTOCOL_VERSION,
     AbortTask,
-    AnyMessage,
     BlockEvents,
     BlockSource,
     CostSample,

@@ -44,6 +44,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Root of all messages."""
 
 
+class _Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Root of what travels in messages and is told apart by its tag."""
+
+
 class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
     """One boot of one worker and where messages reach it."""
 
@@ -172,7 +176,7 @@ class DoubtPeers(Message, frozen=True, tag="doubt"):
 # ------------------------------------------------ between gateways of one cluster
 
 
-class Booking(Message, frozen=True, tag="booking"):
+class Booking(_Value, frozen=True, tag="booking"):
     """A request was placed: what it takes of its workers, as its gateway foresees it."""
 
     request_id: str
@@ -192,7 +196,7 @@ class Booking(Message, frozen=True, tag="booking"):
     """Of decode, by the time the request ends."""
 
 
-class BookingOver(Message, frozen=True, tag="booking_over"):
+class BookingOver(_Value, frozen=True, tag="booking_over"):
     """A booking has ended, or its prompt is computed (`prefill_only`)."""
 
     request_id: str
@@ -411,73 +415,3 @@ class Prefetch(Message, frozen=True, tag="prefetch"):
     """Bring this run up from SSD: its reader comes soon. Answered to nobody."""
 
     keys: list[BlockKey]
-
-
-class FindBlocks(Message, frozen=True, tag="find"):
-    """Ask what is stored, without holding or using it: answered by `BlocksFound`."""
-
-    asker: WorkerRef
-    ticket: int
-    keys: list[BlockKey]
-
-
-class RemoveBlocks(Message, frozen=True, tag="remove"):
-    """Take blocks out of all tiers, but for those in use: answered by `BlocksRemoved`."""
-
-    asker: WorkerRef
-    ticket: int
-    keys: list[BlockKey]
-
-
-class AskPool(Message, frozen=True, tag="ask_pool"):
-    """Ask a pool node how it is doing: answered by `PoolState`."""
-
-    asker: WorkerRef
-    ticket: int
-
-
-# ---------------------------------------------------------------- to clients of the pool
-
-
-class BlocksFound(Message, frozen=True, tag="found"):
-    """The fastest tier of each block asked for; None: not stored."""
-
-    ticket: int
-    store: WorkerRef
-    tiers: list[Tier | None]
-
-
-class BlocksRemoved(Message, frozen=True, tag="removed"):
-    """Whether each block named is gone; False: it was not there, or is in use."""
-
-    ticket: int
-    store: WorkerRef
-    removed: list[bool]
-
-
-class PoolState(Message, frozen=True, tag="pool_state"):
-    """One pool node, as it is now."""
-
-    ticket: int
-    store: WorkerRef
-    load: WorkerLoad
-    layout_fingerprint: str
-    block_bytes: int
-    num_ssd_blocks: int = 0
-    num_ssd_stored: int = 0
-    num_pinned: int = 0
-    """Blocks in DRAM that somebody reads."""
-    num_quarantined: int = 0
-    draining: bool = False
-    drained: bool = False
-    """Its process may be ended: nothing is open, and what was worth a disk is there."""
-
-
-AnyMessage = (
-    WorkerHello | LoadReport | BlockEvents | StepOutputs | Welcome | PeerLost | Drain
-    | PrefillTask | Reserved | DecodeTask | KVReady | PushEnded | AbortTask | PutGranted
-    | PinGranted | PutStart | PutEnd | PinBlocks | Unpin | DoubtPeers | WhoAreYou
-    | Replicate | Prefetch | FindBlocks | RemoveBlocks | AskPool | BlocksFound | BlocksRemoved
-    | PoolState | GatewayNews
-)  # fmt: skip
-"""The tagged union that travels on a channel."""

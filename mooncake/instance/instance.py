@@ -12,10 +12,11 @@ from hashlib import blake2b
 
 import msgspec
 
+from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
 from mooncake.base.kv_layout import BlockPlaces, KvLayout, page_places
 from mooncake.base.messages import (
-    AnyMessage,
+    Drain,
     FinishInfo,
     PeerLost,
     PinGranted,

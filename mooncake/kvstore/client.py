@@ -33,14 +33,17 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.messages import (
+from mooncake.base.messages import WhoAreYou
+from mooncake.base.pool_messages import (
     AskPool,
     BlocksFound,
+    BlocksKept,
     BlocksRemoved,
     FindBlocks,
+    Keep,
+    KeepBlocks,
     PoolState,
     RemoveBlocks,
-    WhoAreYou,
 )
 from mooncake.kvstore.block_record import checksum_of
 from mooncake.rpc.channel import Channel
@@ -49,11 +52,15 @@ from mooncake.transfer.engine import Op, Region, Transfer, TransferBatch, Transf
 
 REPORT_INTERVAL_S = 0.5
 
+_Question = FindBlocks | RemoveBlocks | KeepBlocks | AskPool
+_Answer = BlocksFound | BlocksRemoved | BlocksKept | PoolState
+
 Wrote = Callable[[list[BlockKey] | MooncakeError], None]
 """The blocks that were written; the others were there already, or there was no room."""
 Got = Callable[[int | MooncakeError], None]
 """How many blocks, from the first on, lie in our memory, verified where the pool gave checksums."""
 Found = Callable[[list[Tier | None] | MooncakeError], None]
+Kept = Callable[[BlocksKept | MooncakeError], None]
 Removed = Callable[[list[bool] | MooncakeError], None]
 Stated = Callable[[PoolState | MooncakeError], None]
 
@@ -98,7 +105,7 @@ class _Get(_Call):
 
 @dataclass
 class _Ask(_Call):
-    done: Callable[[PoolState | BlocksFound | BlocksRemoved], None] = lambda _answer: None
+    done: Callable[[_Answer], None] = lambda _answer: None
 
 
 class PoolClient:
@@ -191,6 +198,21 @@ class PoolClient:
             now,
         )
 
+    def keep(
+        self, keys: Sequence[BlockKey], keep: Keep, done: Kept, now: float, epoch: str = ""
+    ) -> None:
+        """Have blocks that lie in DRAM kept there, or not any more; `epoch` names the boot of the
+        node that is meant, if not any.
+        """
+        self._ask(
+            lambda ticket: KeepBlocks(
+                asker=self._worker, ticket=ticket, keys=list(keys), keep=keep, epoch=epoch
+            ),
+            lambda answer: done(answer if isinstance(answer, BlocksKept) else _odd()),
+            done,
+            now,
+        )
+
     def stat(self, done: Stated, now: float) -> None:
         """Ask the node how it is doing."""
         self._ask(
@@ -217,7 +239,7 @@ class PoolClient:
                 self._on_pin_granted(event)
             case TransferDone():
                 self._on_transfer_done(event)
-            case BlocksFound() | BlocksRemoved() | PoolState():
+            case BlocksFound() | BlocksRemoved() | BlocksKept() | PoolState():
                 call = self._calls.get(event.ticket)
                 if isinstance(call, _Ask) and call.store.address == event.store.address:
                     del self._calls[event.ticket]
@@ -354,8 +376,8 @@ class PoolClient:
 
     def _ask(
         self,
-        message: Callable[[int], FindBlocks | RemoveBlocks | AskPool],
-        done: Callable[[PoolState | BlocksFound | BlocksRemoved], None],
+        message: Callable[[int], _Question],
+        done: Callable[[_Answer], None],
         fail: Callable[[MooncakeError], None],
         now: float,
     ) -> None:
@@ -390,7 +412,7 @@ class PoolClient:
     def _send(
         self,
         store: WorkerRef,
-        message: PutStart | PutEnd | PinBlocks | Unpin | FindBlocks | RemoveBlocks | AskPool,
+        message: PutStart | PutEnd | PinBlocks | Unpin | _Question,
     ) -> None:
         self._ports.channel.send(store.address, message)
 

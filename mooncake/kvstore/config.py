@@ -7,6 +7,11 @@ import msgspec
 from mooncake.base import ConfigError, KvLayout, format_bytes
 from mooncake.kvstore.eviction import POLICIES
 
+SHARES = {
+    "ssd_write_at": True, "hard_pin_share": True, "high_watermark": False, "evict_fraction": False,
+}  # fmt: skip
+"""Settings that are shares, and whether 0 makes sense."""
+
 
 class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One directory of the SSD tier; it is this node's alone."""
@@ -68,6 +73,8 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A copy of another node's blocks that has not come by then is given up."""
     replica_idle_s: float = 300.0
     """Copies that nobody read for so long are dropped."""
+    hard_pin_share: float = 0.5
+    """Share of the DRAM blocks that may carry hard pins: the rest stays a cache."""
     tenant_quota_bytes: dict[str, int] = {}
     """Most bytes a tenant may hold; a tenant at its quota evicts its own blocks. Not named: no
     quota."""
@@ -83,16 +90,14 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in ("quarantine_s", "ssd_retry_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"kvstore.{name} must not be negative: {getattr(self, name)}")
-        if not 0 <= self.ssd_write_at <= 1:
-            raise ConfigError(f"kvstore.ssd_write_at must lie in [0, 1]: {self.ssd_write_at}")
+        for name, may_be_0 in SHARES.items():
+            share = getattr(self, name)
+            if not 0 <= share <= 1 or (share == 0 and not may_be_0):
+                where = "[0, 1]" if may_be_0 else "(0, 1]"
+                raise ConfigError(f"kvstore.{name} must lie in {where}, not be {share}")
         directories = [ssd.directory for ssd in self.ssd]
         if len(set(directories)) < len(directories):
             raise ConfigError(f"kvstore.ssd: a directory is named twice: {', '.join(directories)}")
-        for name in ("high_watermark", "evict_fraction"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(
-                    f"kvstore.{name} must lie in (0, 1], not be {getattr(self, name)}"
-                )
         for name in ("eviction", "ssd_eviction"):
             if getattr(self, name) not in POLICIES:
                 raise ConfigError(

@@ -7,11 +7,12 @@ knows no workers, tickets or messages (`node` does) and never touches the bytes.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from mooncake.base import BlockKey, InternalError
+from mooncake.base.pool_messages import Keep
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.eviction import POLICIES
 from mooncake.kvstore.tenants import TenantEviction
@@ -71,14 +72,20 @@ class UniformAllocator:
 class _Block:
     """One block that is being written (`whole` False) or stored."""
 
-    __slots__ = ("checksum", "offset", "pins", "tenant", "whole")
+    __slots__ = ("checksum", "keep", "offset", "pins", "tenant", "whole")
 
     def __init__(self, offset: int, tenant: str) -> None:
         self.offset = offset
         self.tenant = tenant
         self.checksum: int | None = None
         self.pins = 0
+        self.keep = Keep.NO
         self.whole = False
+
+    @property
+    def loose(self) -> bool:
+        """Whether a whole block may be evicted."""
+        return not self.pins and self.keep is not Keep.HARD
 
 
 class DramTier:
@@ -93,6 +100,8 @@ class DramTier:
         self._blocks: dict[BlockKey, _Block] = {}
         self._num_writing = 0
         self._num_pinned = 0
+        self._num_kept: Counter[Keep] = Counter()
+        self._max_hard = math.floor(num_blocks * config.hard_pin_share)
         self._quarantine: deque[tuple[float, int]] = deque()
         # Rounded up: a pool of a few blocks may be used to the last one.
         self._high_blocks = math.ceil(num_blocks * config.high_watermark)
@@ -162,7 +171,7 @@ class DramTier:
             self._blocks[key] = _Block(offset, tenant)
             self._num_writing += 1
             granted[key] = offset
-        self._eviction.release([key for key in here if not self._blocks[key].pins])
+        self._eviction.release([key for key in here if self._blocks[key].loose])
         return granted, evicted
 
     def commit(self, keys: Sequence[BlockKey]) -> None:
@@ -173,6 +182,7 @@ class DramTier:
                 raise InternalError(f"block {key.hex()} was committed twice")
             block.whole = True
         self._num_writing -= len(keys)
+        self._num_kept[Keep.NO] += len(keys)
         self._eviction.release(keys)
 
     def abandon(self, key: BlockKey, reuse_at_s: float | None) -> None:
@@ -190,11 +200,15 @@ class DramTier:
             self._quarantine.append((reuse_at_s, block.offset))
 
     def discard(self, key: BlockKey) -> bool:
-        """Give up a stored block that nobody holds; False when it is not that."""
+        """Give up a stored block that nobody holds; False when it is not that.
+
+        A hard pin does not hold a block here: who asks knows that its bytes are worth nothing.
+        """
         block = self._blocks.get(key)
         if block is None or not block.whole or block.pins:
             return False
         self._eviction.forget(key)
+        self._num_kept[block.keep] -= 1
         self._allocator.free(self._blocks.pop(key).offset)
         return True
 
@@ -236,8 +250,37 @@ class DramTier:
             block.pins -= 1
             if not block.pins:
                 self._num_pinned -= 1
-                loose.append(key)
+                if block.loose:
+                    loose.append(key)
         self._eviction.release(loose)
+
+    def keep(self, key: BlockKey, keep: Keep) -> bool:
+        """Keep a stored block from eviction, or not any more; False when it is not stored, or there
+        are as many hard pins as there may be.
+        """
+        block = self._blocks.get(key)
+        if block is None or not block.whole:
+            return False
+        if keep is Keep.HARD is not block.keep and self._num_kept[Keep.HARD] >= self._max_hard:
+            return False
+        self._num_kept[block.keep] -= 1
+        self._num_kept[keep] += 1
+        was_loose, block.keep = block.loose, keep
+        self._eviction.set_last(key, keep is not Keep.NO)
+        if was_loose and not block.loose:
+            self._eviction.hold(key)
+        elif block.loose and not was_loose:
+            self._eviction.release([key])
+        return True
+
+    def is_kept(self, key: BlockKey) -> bool:
+        """Whether a hard pin is on a block."""
+        block = self._blocks.get(key)
+        return block is not None and block.keep is Keep.HARD
+
+    def num_kept(self, keep: Keep) -> int:
+        """Return how many stored blocks are kept so."""
+        return self._num_kept[keep]
 
     def offsets(self, keys: Sequence[BlockKey]) -> list[int]:
         """Return where blocks lie that are stored or being written."""
@@ -284,7 +327,9 @@ class DramTier:
         key = self._eviction.pop(tenant)
         if key is None:
             return False
-        self._allocator.free(self._blocks.pop(key).offset)
+        block = self._blocks.pop(key)
+        self._num_kept[block.keep] -= 1
+        self._allocator.free(block.offset)
         evicted.append(key)
         return True
 
@@ -305,5 +350,10 @@ class DramTier:
         assert not any(block.pins for block in writing), "a half-written block is pinned"
         assert all(block.pins >= 0 for block in self._blocks.values())
         assert len(self.pin_counts()) == self._num_pinned
-        assert len(self._eviction) == self.num_stored - self._num_pinned
+        stored = [block for block in self._blocks.values() if block.whole]
+        assert len(self._eviction) == sum(block.loose for block in stored)
+        for keep in (Keep.SOFT, Keep.HARD):
+            assert self._num_kept[keep] == sum(block.keep is keep for block in stored)
+        assert self._num_kept[Keep.HARD] <= self._max_hard
+        assert all(block.keep is Keep.NO for block in writing)
         self._eviction.check_integrity()

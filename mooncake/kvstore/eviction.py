@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -236,6 +236,73 @@ def cost_aware_policy() -> RankedPolicy:
     to the end of the run it was last used in, times its uses, aged as in GreedyDual.
     """
     return RankedPolicy(_cost_rank)
+
+
+class LastPolicy:
+    """Two policies of one kind: while the first has a block that may go, none of the second goes.
+
+    A block that changes sides is new to the other policy: how it was used before is forgotten.
+    """
+
+    def __init__(self, make_policy: Callable[[], EvictionPolicy]) -> None:
+        self._first = make_policy()
+        self._second = make_policy()
+        self._last: dict[BlockKey, None] = {}
+        """Blocks of the second policy."""
+
+    def set_last(self, key: BlockKey, last: bool) -> None:
+        """Move a block that is stored to the other side."""
+        if last == (key in self._last):
+            return
+        old, new = self._first, self._second
+        if last:
+            self._last[key] = None
+        else:
+            del self._last[key]
+            old, new = new, old
+        num_loose = len(old)
+        old.forget(key)
+        if len(old) < num_loose:
+            new.release([key])
+
+    def release(self, keys: Sequence[BlockKey]) -> None:
+        for policy, part in self._split(keys):
+            policy.release(part)
+
+    def hold(self, key: BlockKey) -> None:
+        (self._second if key in self._last else self._first).hold(key)
+
+    def forget(self, key: BlockKey) -> None:
+        if key in self._last:
+            del self._last[key]
+            self._second.forget(key)
+        else:
+            self._first.forget(key)
+
+    def access(self, keys: Sequence[BlockKey]) -> None:
+        for policy, part in self._split(keys):
+            policy.access(part)
+
+    def pop(self) -> BlockKey | None:
+        key = self._first.pop()
+        if key is None:
+            key = self._second.pop()
+            if key is not None:
+                del self._last[key]
+        return key
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    def _split(
+        self, keys: Sequence[BlockKey]
+    ) -> Iterator[tuple[EvictionPolicy, Sequence[BlockKey]]]:
+        if not self._last:
+            yield self._first, keys
+            return
+        last = [key for key in keys if key in self._last]
+        yield self._first, [key for key in keys if key not in self._last] if last else keys
+        yield self._second, last
 
 
 POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = MappingProxyType(

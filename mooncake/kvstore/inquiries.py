@@ -12,13 +12,16 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from mooncake.base import BlockKey, KvLayout, Tier, WorkerLoad, WorkerRef
-from mooncake.base.messages import (
+from mooncake.base.messages import Prefetch
+from mooncake.base.pool_messages import (
     AskPool,
     BlocksFound,
+    BlocksKept,
     BlocksRemoved,
     FindBlocks,
+    Keep,
+    KeepBlocks,
     PoolState,
-    Prefetch,
     RemoveBlocks,
 )
 from mooncake.kvstore.dram import DramTier
@@ -66,6 +69,12 @@ class Inquiries:
                 event.asker.address,
                 BlocksRemoved(ticket=event.ticket, store=self._worker, removed=removed),
             )
+        elif isinstance(event, KeepBlocks):
+            meant = event.epoch in ("", self._worker.epoch)
+            kept = [meant and self._dram.keep(key, event.keep) for key in event.keys]
+            self._channel.send(
+                event.asker.address, BlocksKept(ticket=event.ticket, store=self._worker, kept=kept)
+            )
         elif isinstance(event, AskPool):
             self._channel.send(event.asker.address, self.state(event.ticket))
         elif isinstance(event, Prefetch):
@@ -85,6 +94,8 @@ class Inquiries:
             num_ssd_stored=ssd.num_stored,
             num_pinned=self._dram.num_pinned,
             num_quarantined=self._dram.num_quarantined,
+            num_hard_pinned=self._dram.num_kept(Keep.HARD),
+            num_soft_pinned=self._dram.num_kept(Keep.SOFT),
             draining=draining,
             drained=drained,
         )
@@ -102,12 +113,15 @@ class Inquiries:
         return Tier.SSD if self._tiering.ssd.has(key) else None
 
     def _remove(self, key: BlockKey) -> bool:
-        """Take a block out of all tiers; False when it is not here, or somebody uses it."""
+        """Take a block out of all tiers; False when it is not here, somebody uses it, or a
+        hard pin is on it.
+        """
         if not self._dram.has(key):
             found = not self._dram.is_known(key) and self._tiering.drop(key)
         else:
             on_ssd = self._tiering.ssd.is_known(key)
-            found = (not on_ssd or self._tiering.can_drop(key)) and self._dram.discard(key)
+            free = not self._dram.is_kept(key) and (not on_ssd or self._tiering.can_drop(key))
+            found = free and self._dram.discard(key)
             if found:
                 self._gone([key])
                 if on_ssd:

@@ -7,7 +7,7 @@ read and write the registered arena themselves.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 
 import msgspec
 
@@ -29,23 +29,21 @@ from mooncake.base import (
     WorkerRef,
     packed_places,
 )
-from mooncake.base.messages import PoolState, Replicate, WhoAreYou
+from mooncake.base.messages import Replicate, WhoAreYou
+from mooncake.base.pool_messages import PoolState
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.counters import COUNTERS
 from mooncake.kvstore.disk import DiskDone, Disks, DiskScanned, NoDisks
 from mooncake.kvstore.dram import DramTier
 from mooncake.kvstore.hashing import Hashing
 from mooncake.kvstore.inquiries import Inquiries
-from mooncake.kvstore.peers import Grant, Peer, PeerState, peer_of
+from mooncake.kvstore.peers import Grant, Peers, PeerState, peer_of
 from mooncake.kvstore.promotion import Promotions
 from mooncake.kvstore.replicate import Replicator
 from mooncake.kvstore.tiering import Tiering
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
 from mooncake.transfer.engine import Region, Transfer, TransferDone
-
-MAX_REMEMBERED = 4_096
-"""Lost epochs and ended tickets remembered, so that a late or repeated message finds nothing."""
 
 
 class KvNode:
@@ -107,9 +105,7 @@ class KvNode:
             hello.worker, layout, channel, (self._tier, self._tiering, self._promotions),
             self._figures, self._gone, self._counters,
         )  # fmt: skip
-        self._peers: dict[Peer, PeerState] = {}
-        self._lost: OrderedDict[Peer, None] = OrderedDict()
-        self._ended: OrderedDict[tuple[Peer, str, int], None] = OrderedDict()
+        self._peers = Peers(config.max_tickets_per_worker, self._counters)
         self._overdue_at: deque[tuple[float, Grant]] = deque()
         self._doubt_s = 0.0
         self._draining = False
@@ -131,7 +127,7 @@ class KvNode:
     @property
     def num_open(self) -> int:
         """Puts and pins that peers have open."""
-        return sum(state.num_open for state in self._peers.values())
+        return self._peers.num_open
 
     @property
     def quiet(self) -> bool:
@@ -215,9 +211,8 @@ class KvNode:
         self._tier.check_integrity()
         pins: Counter[BlockKey] = Counter()
         writing: set[BlockKey] = set()
-        for peer, state in self._peers.items():
-            assert state.num_open, f"{peer} holds nothing and is still known"
-            assert peer not in self._lost, f"{peer} is lost and still holds something"
+        self._peers.check_integrity()
+        for peer, state in self._peers.states.items():
             for keys in state.pins.values():
                 pins.update(keys)
             for grant in state.grants.values():
@@ -243,19 +238,23 @@ class KvNode:
         peer = peer_of(message.writer)
         state = self._peers.get(peer)
         grant = state.grants.get(message.ticket) if state is not None else None
-        if grant is None and self._may_open(peer, "put", message.ticket) and not self._draining:
+        if (
+            grant is None
+            and self._peers.may_open(peer, "put", message.ticket)
+            and not self._draining
+        ):
             wanted = [key for key in message.keys if not self._tiering.can_load(key)]
             granted, evicted = self._tier.reserve(wanted, message.tenant)
             self._evicted(evicted)
             if granted:
                 grant = Grant(message.keys, list(granted))
-                self._state_of(message.writer, now).grants[message.ticket] = grant
+                self._peers.state_of(message.writer, now).grants[message.ticket] = grant
                 self._overdue_at.append((now + self._config.put_timeout_s, grant))
             else:
                 self._use(message.keys)
             self._count_put(message.keys, granted)
         if grant is None:
-            self._remember_ended(peer, "put", message.ticket)
+            self._peers.remember_ended(peer, "put", message.ticket)
         keys = list(grant.pending) if grant is not None else []
         self._send_granted(message.writer, message.ticket, keys)
 
@@ -278,7 +277,7 @@ class KvNode:
         grant = state.grants.get(message.ticket) if state is not None else None
         if state is None or grant is None:
             self._counters["stray_messages"] += bool(message.written or message.dropped)
-            self._remember_ended(peer, "put", message.ticket)
+            self._peers.remember_ended(peer, "put", message.ticket)
             return
         written = [key for key in dict.fromkeys(message.written) if key in grant.pending]
         for key in written:
@@ -301,8 +300,8 @@ class KvNode:
             self._use(grant.run)
             grant.run = []
             del state.grants[message.ticket]
-            self._remember_ended(peer, "put", message.ticket)
-            self._drop_if_idle(peer)
+            self._peers.remember_ended(peer, "put", message.ticket)
+            self._peers.drop_if_idle(peer)
 
     # ------------------------------------------------------------------ reading
 
@@ -314,18 +313,18 @@ class KvNode:
         run = state.pins.get(message.ticket, []) if state is not None else []
         if run:
             self._send_pinned(message.reader, message.ticket, run)
-        elif not self._may_open(peer, "pin", message.ticket):
+        elif not self._peers.may_open(peer, "pin", message.ticket):
             self._pin(message, 0, now)
         elif self._promotions.begin(
             (peer, message.ticket), message.keys, now, lambda at: self._come_up(message, at)
         ):
-            self._state_of(message.reader, now).waits[message.ticket] = None
+            self._peers.state_of(message.reader, now).waits[message.ticket] = None
         else:
             self._pin(message, self._tier.leading(message.keys), now)
 
     def _come_up(self, message: PinBlocks, now: float) -> None:
         """A run that was waited for lies in DRAM, as far as it will."""
-        del self._peers[peer_of(message.reader)].waits[message.ticket]
+        del self._peers.states[peer_of(message.reader)].waits[message.ticket]
         self._pin(message, self._tier.leading(message.keys), now)
 
     def _pin(self, message: PinBlocks, num_blocks: int, now: float) -> None:
@@ -335,10 +334,10 @@ class KvNode:
         self._tiering.used(run)
         self._replicator.used(run, now)
         if run:
-            self._state_of(message.reader, now).pins[message.ticket] = run
+            self._peers.state_of(message.reader, now).pins[message.ticket] = run
         else:
-            self._remember_ended(peer, "pin", message.ticket)
-            self._drop_if_idle(peer)
+            self._peers.remember_ended(peer, "pin", message.ticket)
+            self._peers.drop_if_idle(peer)
         self._counters["pins"] += 1
         self._counters["blocks_hit"] += len(run)
         self._counters["blocks_missed"] += len(message.keys) - len(run)
@@ -362,12 +361,12 @@ class KvNode:
         state = self._peers.get(peer)
         if state is not None and message.ticket in state.pins:
             self._tier.unpin(state.pins.pop(message.ticket))
-            self._drop_if_idle(peer)
+            self._peers.drop_if_idle(peer)
         elif state is not None and message.ticket in state.waits:
             del state.waits[message.ticket]
             self._promotions.cancel((peer, message.ticket))
-            self._drop_if_idle(peer)
-        self._remember_ended(peer, "pin", message.ticket)
+            self._peers.drop_if_idle(peer)
+        self._peers.remember_ended(peer, "pin", message.ticket)
         self._counters["blocks_reported_corrupt"] += len(message.corrupt)
         self._hashing.suspect(message.corrupt)
 
@@ -375,12 +374,9 @@ class KvNode:
 
     def _on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         peer = peer_of(worker)
-        self._lost[peer] = None
-        if len(self._lost) > MAX_REMEMBERED:
-            self._lost.popitem(last=False)
         self._membership.on_peer_lost(worker)
         self._replicator.on_peer_lost(worker)
-        state = self._peers.pop(peer, None)
+        state = self._peers.lose(peer)
         if state is None:
             return
         reuse_at_s = now + self._config.quarantine_s
@@ -401,7 +397,7 @@ class KvNode:
         if now >= self._doubt_s:
             self._doubt_s = now + self._config.doubt_interval_s
             old_s = now - self._config.doubt_interval_s
-            old = [state for state in self._peers.values() if state.since_s <= old_s]
+            old = [state for state in self._peers.states.values() if state.since_s <= old_s]
             self._membership.doubt([state.ref for state in old])
             for state in old:
                 self._ask_again(state)
@@ -420,30 +416,6 @@ class KvNode:
                 self._send_granted(state.ref, ticket, list(state.grants[ticket].pending))
             else:
                 self._send_pinned(state.ref, ticket, state.pins[ticket])
-
-    def _state_of(self, worker: WorkerRef, now: float) -> PeerState:
-        return self._peers.setdefault(peer_of(worker), PeerState(worker, now))
-
-    def _may_open(self, peer: Peer, kind: str, ticket: int) -> bool:
-        """Whether a new ticket is fresh, from a live worker, and within its worker's bound."""
-        if peer in self._lost or (peer, kind, ticket) in self._ended:
-            self._counters["stray_messages"] += 1
-            return False
-        state = self._peers.get(peer)
-        if state is None:
-            return True
-        return state.num_open < self._config.max_tickets_per_worker
-
-    def _remember_ended(self, peer: Peer, kind: str, ticket: int) -> None:
-        """A ticket that ended, or was answered with nothing, never opens again."""
-        self._ended[peer, kind, ticket] = None
-        if len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
-
-    def _drop_if_idle(self, peer: Peer) -> None:
-        state = self._peers.get(peer)
-        if state is not None and not state.num_open:
-            del self._peers[peer]
 
     # ------------------------------------------------------------------ what is told
 
@@ -490,8 +462,8 @@ class KvNode:
     def _load(self) -> WorkerLoad:
         tier = self._tier
         return WorkerLoad(
-            num_running=sum(len(state.pins) for state in self._peers.values()),
-            num_waiting=sum(len(state.grants) for state in self._peers.values()),
+            num_running=sum(len(state.pins) for state in self._peers.states.values()),
+            num_waiting=sum(len(state.grants) for state in self._peers.states.values()),
             num_free_blocks=tier.num_free,
             num_total_blocks=tier.num_blocks,
             num_cached_blocks=tier.num_stored,

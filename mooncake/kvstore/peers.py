@@ -1,10 +1,16 @@
-"""What each boot of each worker has open at a pool node: values only, owned by the node."""
+"""What each boot of each worker has open at a pool node, and who and what was open before. Pure;
+owned by the node.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from mooncake.base import BlockKey, WorkerRef
+
+MAX_REMEMBERED = 4_096
+"""Lost epochs and ended tickets remembered, so that a late or repeated message finds nothing."""
 
 Peer = tuple[str, str]
 """(worker id, epoch)"""
@@ -44,3 +50,60 @@ class PeerState:
     @property
     def num_open(self) -> int:
         return len(self.grants) + len(self.pins) + len(self.waits)
+
+
+class Peers:
+    """All peers that have something open, by boot."""
+
+    def __init__(self, max_tickets: int, counters: Counter[str]) -> None:
+        self.states: dict[Peer, PeerState] = {}
+        self._max_tickets = max_tickets
+        self._counters = counters
+        self._lost: OrderedDict[Peer, None] = OrderedDict()
+        self._ended: OrderedDict[tuple[Peer, str, int], None] = OrderedDict()
+
+    @property
+    def num_open(self) -> int:
+        """Puts and pins that peers have open."""
+        return sum(state.num_open for state in self.states.values())
+
+    def get(self, peer: Peer) -> PeerState | None:
+        """Return what a peer has open."""
+        return self.states.get(peer)
+
+    def state_of(self, worker: WorkerRef, now: float) -> PeerState:
+        """Return what a peer has open, for opening more."""
+        return self.states.setdefault(peer_of(worker), PeerState(worker, now))
+
+    def may_open(self, peer: Peer, kind: str, ticket: int) -> bool:
+        """Whether a new ticket is fresh, from a live worker, and within its worker's bound."""
+        if peer in self._lost or (peer, kind, ticket) in self._ended:
+            self._counters["stray_messages"] += 1
+            return False
+        state = self.states.get(peer)
+        return state is None or state.num_open < self._max_tickets
+
+    def remember_ended(self, peer: Peer, kind: str, ticket: int) -> None:
+        """A ticket that ended, or was answered with nothing, never opens again."""
+        self._ended[peer, kind, ticket] = None
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def drop_if_idle(self, peer: Peer) -> None:
+        """Forget a peer that has nothing open."""
+        state = self.states.get(peer)
+        if state is not None and not state.num_open:
+            del self.states[peer]
+
+    def lose(self, peer: Peer) -> PeerState | None:
+        """Never listen to a boot again; return what it had open, which is the caller's now."""
+        self._lost[peer] = None
+        if len(self._lost) > MAX_REMEMBERED:
+            self._lost.popitem(last=False)
+        return self.states.pop(peer, None)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when somebody is known who should not be."""
+        for peer, state in self.states.items():
+            assert state.num_open, f"{peer} holds nothing and is still known"
+            assert peer not in self._lost, f"{peer} is lost and still holds something"

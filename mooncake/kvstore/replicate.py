@@ -168,10 +168,10 @@ class Replicator:
             if used_s + idle_s > now:
                 break
             del self._copies[key]
-            if self._dram.discard(key):
+            if not self._dram.is_kept(key) and self._dram.discard(key):
                 cold.append(key)
             else:
-                self._copies[key] = now  # somebody reads it: it is not cold
+                self._copies[key] = now  # somebody reads or pins it: it is not cold
         self._counters["replicas_dropped"] += len(cold)
         self._copied([], cold)
         times = [pull.deadline_s for pull in self._pulls.values() if pull.batch_id is None]

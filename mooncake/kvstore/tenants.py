@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from mooncake.base import BlockKey
-from mooncake.kvstore.eviction import EvictionPolicy
+from mooncake.kvstore.eviction import EvictionPolicy, LastPolicy
 
 
 class TenantEviction:
@@ -23,8 +23,8 @@ class TenantEviction:
     ) -> None:
         """`quotas`: tenant -> most blocks it may have reserved or stored at once."""
         self._quotas = dict(quotas)
-        self._all = make_policy()
-        self._own = {tenant: make_policy() for tenant in quotas}
+        self._all = LastPolicy(make_policy)
+        self._own = {tenant: LastPolicy(make_policy) for tenant in quotas}
         self._used = dict.fromkeys(quotas, 0)
         self._tenants: dict[BlockKey, str] = {}
 
@@ -58,6 +58,12 @@ class TenantEviction:
         if (own := self._policy_of(key)) is not None:
             own.hold(key)
 
+    def set_last(self, key: BlockKey, last: bool) -> None:
+        """Evict this block after all those that are not so set (or not any more)."""
+        self._all.set_last(key, last)
+        if (own := self._policy_of(key)) is not None:
+            own.set_last(key, last)
+
     def access(self, keys: Sequence[BlockKey]) -> None:
         """A request wrote or read this run."""
         self._all.access(keys)
@@ -78,7 +84,7 @@ class TenantEviction:
             self.forget(key)
         return key
 
-    def _policy_of(self, key: BlockKey) -> EvictionPolicy | None:
+    def _policy_of(self, key: BlockKey) -> LastPolicy | None:
         tenant = self._tenants.get(key)
         return None if tenant is None else self._own[tenant]
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from mooncake.base import ConfigError, Drain
-from mooncake.base.messages import PoolState
+from mooncake.base.pool_messages import PoolState
 from mooncake.launch import pool_metrics
 from mooncake.launch.driver import Driver
 from mooncake.transfer.link_stats import LinkSnapshot

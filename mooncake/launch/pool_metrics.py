@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mooncake.base.messages import PoolState
+from mooncake.base.pool_messages import PoolState
 from mooncake.kvstore.counters import COUNTERS
 from mooncake.launch.link_metrics import LinkFamilies
 from mooncake.transfer.link_stats import LinkSnapshot
@@ -17,8 +17,10 @@ GAUGES = {
     "dram_blocks": "blocks that DRAM has room for",
     "dram_blocks_free": "of those, free",
     "dram_blocks_stored": "of those, whole and readable",
-    "dram_blocks_pinned": "of those, being read or pinned",
+    "dram_blocks_pinned": "of those, being read",
     "dram_blocks_quarantined": "of those, waiting for the writes of lost workers to end",
+    "dram_blocks_hard_pinned": "of those, never evicted",
+    "dram_blocks_soft_pinned": "of those, evicted last",
     "ssd_blocks": "blocks that the disks have room for",
     "ssd_blocks_stored": "of those, readable",
     "block_bytes": "bytes of a block",
@@ -39,6 +41,8 @@ def figures(state: PoolState) -> dict[str, float]:
         "dram_blocks_stored": load.num_cached_blocks,
         "dram_blocks_pinned": state.num_pinned,
         "dram_blocks_quarantined": state.num_quarantined,
+        "dram_blocks_hard_pinned": state.num_hard_pinned,
+        "dram_blocks_soft_pinned": state.num_soft_pinned,
         "ssd_blocks": state.num_ssd_blocks,
         "ssd_blocks_stored": state.num_ssd_stored,
         "block_bytes": state.block_bytes,

@@ -6,6 +6,7 @@ is a call each.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
-from mooncake.base.messages import PoolState
+from mooncake.base.pool_messages import BlocksKept, Keep, PoolState
 from mooncake.kvstore import values
 from mooncake.kvstore.client import ClientPorts, PoolClient
 from mooncake.launch import machine_facts
@@ -77,6 +78,16 @@ def locate(url: str, cluster_secret: str, api_key: str | None = None) -> PoolSes
         )
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise MooncakeError(f"{url} is no pool node of this version: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Pinned:
+    """What became of a wish to pin or unpin."""
+
+    epoch: str
+    """Of the node's boot that holds the pins."""
+    blocks: list[bool]
+    """False: it is not in DRAM, or there is no more room for hard pins."""
 
 
 class PoolSession:
@@ -208,15 +219,22 @@ class PoolSession:
         data = b"".join(self.get(head.keys(layout, tenant)))[: head.num_bytes]
         return data if head.is_of(data) else None
 
-    def remove_value(self, name: str, tenant: str = "") -> bool:
-        """Take a value out of all tiers; False: it was not there, or is in use."""
+    def value_keys(self, name: str, tenant: str = "") -> list[BlockKey]:
+        """Return the keys of the blocks of a value that is stored, its head first; none: it is not
+        there.
+        """
         layout = self._config.layout
         key = values.head_key(layout, name, tenant)
         found = self.get([key])
         head = values.ValueHead.unpack(found[0]) if found else None
-        if head is None or not all(self.remove([key])):
+        return [] if head is None else [key, *head.keys(layout, tenant)]
+
+    def remove_value(self, name: str, tenant: str = "") -> bool:
+        """Take a value out of all tiers; False: it was not there, or is in use."""
+        keys = self.value_keys(name, tenant)
+        if not keys or not all(self.remove(keys[:1])):
             return False
-        self.remove(head.keys(layout, tenant))
+        self.remove(keys[1:])
         return True
 
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
@@ -228,6 +246,20 @@ class PoolSession:
         """Take blocks out of all tiers; False: it was not there, or is in use."""
         answer: list[bool] = self._call(partial(PoolClient.remove, keys=keys))
         return answer
+
+    def pin(self, keys: Sequence[BlockKey], *, hard: bool = False) -> Pinned:
+        """Have blocks in DRAM stay there after this session's end, until `unpin` or the end of the
+        node: hard pins are never evicted, soft ones after all other blocks.
+        """
+        return self._keep(keys, Keep.HARD if hard else Keep.SOFT)
+
+    def unpin(self, keys: Sequence[BlockKey], epoch: str = "") -> Pinned:
+        """Undo `pin`; with the epoch that `pin` returned, only that boot's pins."""
+        return self._keep(keys, Keep.NO, epoch)
+
+    def _keep(self, keys: Sequence[BlockKey], keep: Keep, epoch: str = "") -> Pinned:
+        answer: BlocksKept = self._call(partial(PoolClient.keep, keys=keys, keep=keep, epoch=epoch))
+        return Pinned(answer.store.epoch, answer.kept)
 
     def stat(self) -> PoolState:
         """Return how the node is doing."""

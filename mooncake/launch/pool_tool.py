@@ -33,6 +33,11 @@ EVICT_EXAMPLES = """examples:
   mooncake pool evict notes models.tar
   mooncake pool evict --block 5d41402abc4b2a76b9719d911017c592
 """
+PIN_EXAMPLES = """examples:
+  mooncake pool pin notes             evicted after all that is not pinned
+  mooncake pool pin notes --hard      never evicted
+  mooncake pool unpin notes
+"""
 DRAIN_EXAMPLES = """examples:
   mooncake pool drain                 take nothing more, save what is worth it, return when done
   mooncake pool drain --wait 0        begin, do not wait
@@ -58,11 +63,17 @@ def add(commands: Any, command: AddCommand) -> None:
     evict.add_argument(
         "--block", metavar="HEX", action="append", default=[], help="a block, may be repeated"
     )
+    pin = command(kinds, "pin", "keep values in DRAM", _pin, PIN_EXAMPLES)
+    pin.add_argument("--hard", action="store_true", help="never evict them; there is a limit")
+    unpin = command(kinds, "unpin", "keep values no longer", _pin, PIN_EXAMPLES)
+    unpin.set_defaults(hard=None)
+    for each in (pin, unpin):
+        each.add_argument("name", metavar="NAME", nargs="+", help="of values")
     drain = command(kinds, "drain", "have a node finish and take no more", _drain, DRAIN_EXAMPLES)
     drain.add_argument(
         "--wait", type=float, default=60.0, metavar="S", help="at most so long (default: 60)"
     )
-    for each in (stats, put, get, evict, drain):
+    for each in (stats, put, get, evict, pin, unpin, drain):
         each.add_argument(
             "--url",
             default=DEFAULT_URL,
@@ -72,7 +83,7 @@ def add(commands: Any, command: AddCommand) -> None:
             "--cluster-secret", metavar="TEXT", help="of the pool (env MOONCAKE_CLUSTER_SECRET)"
         )
         each.add_argument("--json", action="store_true", help="print one JSON document")
-    for each in (put, get, evict):
+    for each in (put, get, evict, pin, unpin):
         each.add_argument("--tenant", default="", metavar="NAME", help="whose value it is")
 
 
@@ -144,6 +155,22 @@ def _evict(arguments: argparse.Namespace) -> int:
     words = [f"{name}: {'gone' if done else 'not there, or in use'}" for name, done in gone.items()]
     _tell(arguments, gone, "\n".join(words))
     return 1 if left else 0
+
+
+def _pin(arguments: argparse.Namespace) -> int:
+    done: dict[str, bool] = {}
+    with _session(arguments) as session:
+        for name in arguments.name:
+            keys = session.value_keys(name, arguments.tenant)
+            if arguments.hard is None:
+                pinned = session.unpin(keys)
+            else:
+                pinned = session.pin(keys, hard=arguments.hard)
+            done[name] = bool(keys) and all(pinned.blocks)
+    word = "not pinned any more" if arguments.hard is None else "pinned"
+    why = "not there, or no room for more hard pins"
+    _tell(arguments, done, "\n".join(f"{n}: {word if well else why}" for n, well in done.items()))
+    return 0 if all(done.values()) else 1
 
 
 def _drain(arguments: argparse.Namespace) -> int:

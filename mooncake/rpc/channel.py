@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from mooncake.base.messages import AnyMessage
+from mooncake.base.any_message import AnyMessage
 
 
 class Channel(Protocol):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
+from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import ProtocolError
-from mooncake.base.messages import PROTOCOL_VERSION, AnyMessage
+from mooncake.base.messages import PROTOCOL_VERSION
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Longest encoded message a channel carries; a 128k-token prompt takes about 0.6 MiB."""

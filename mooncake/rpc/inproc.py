@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 
-from mooncake.base.messages import AnyMessage
+from mooncake.base.any_message import AnyMessage
 from mooncake.rpc.codec import decode, encode
 
 INBOX_BOUND = 65536

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils import z85
 
+from mooncake.base.any_message import AnyMessage
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.base.errors import ConfigError, ProtocolError
-from mooncake.base.messages import AnyMessage
 from mooncake.rpc.codec import MAX_MESSAGE_BYTES, decode, encode
 
 _LOG = logging.getLogger(__name__)

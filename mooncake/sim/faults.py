@@ -13,8 +13,9 @@ from random import Random
 import msgspec
 
 from mooncake.base import GenerateRequest, KvLayout, SamplingParams
+from mooncake.base.any_message import AnyMessage
 from mooncake.base.machine import Machine
-from mooncake.base.messages import AnyMessage, Role
+from mooncake.base.messages import Role
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan
 from mooncake.instance.config import InstanceConfig

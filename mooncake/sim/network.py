@@ -12,8 +12,8 @@ from random import Random
 
 import msgspec
 
+from mooncake.base.any_message import AnyMessage
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.base.messages import AnyMessage
 from mooncake.rpc.codec import decode, encode
 from mooncake.sim.clock import EventHeap
 from mooncake.transfer.engine import Op, Region, TransferBatch, TransferDone, TransferOp

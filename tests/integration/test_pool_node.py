@@ -130,11 +130,32 @@ def test_the_pool_command(
     stats = json.loads(pool("stats", "--json")[1])
     assert stats["dram_blocks_stored"] >= 100_000 // stats["block_bytes"]
     assert b"dram_blocks_stored" in pool("stats")[1]
+    assert pool("pin", "thing", "--hard") == (0, b"thing: pinned\n")
+    assert pool("evict", "thing")[0] == 1, "a hard pin is on it"
+    assert pool("unpin", "thing", "other")[0] == 1, "there is no other"
     assert pool("evict", "thing") == (0, b"thing: gone\n")
     assert pool("evict", "thing")[0] == 1
     assert pool("get", "thing")[0] == 2
     (tmp_path / "large").write_bytes(bytes(2 << 20))
     assert pool("put", "large", str(tmp_path / "large"))[0] == 2, "no room"
+
+
+def test_pins_outlive_their_client_and_are_fenced_by_the_nodes_boot(node: PoolProcess) -> None:
+    with node.session() as session:
+        blocks = blocks_of(session, 1, 2, 3)
+        session.put(blocks)
+        pinned = session.pin([*blocks, b"not there".ljust(16)], hard=True)
+        assert pinned.blocks == [True] * 3 + [False]
+    with node.session() as session:
+        many = blocks_of(session, *range(100, 500))
+        for key, data in many.items():
+            session.put({key: data})
+        assert session.get(list(blocks)) == list(blocks.values()), "not evicted"
+        assert session.unpin(list(blocks), epoch="an earlier boot").blocks == [False] * 3
+        assert session.stat().num_hard_pinned == 3
+        assert session.unpin(list(blocks), epoch=pinned.epoch).blocks == [True] * 3
+        assert session.stat().num_hard_pinned == 0
+        session.remove([*blocks, *many])
 
 
 def test_a_drained_node_takes_nothing_and_still_gives(model: Path, tmp_path: Path) -> None:

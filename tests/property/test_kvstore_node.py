@@ -32,6 +32,7 @@ from mooncake.base import (
     Welcome,
     WorkerRef,
 )
+from mooncake.base.pool_messages import BlocksKept, Keep, KeepBlocks
 from mooncake.kvstore.eviction import POLICIES
 from tests.support.kvstore_world import GATEWAY, STORE, NodeWorld, key, worker
 
@@ -79,6 +80,7 @@ class NodeAgainstModel(RuleBasedStateMachine):
         self.pins: dict[tuple[WorkerRef, int], tuple[list[bytes], PinGranted]] = {}
         self.zombies: list[tuple[float, Grant]] = []
         self.stored: set[bytes] = set()
+        self.hard: set[bytes] = set()
         self.last_ticket = 0
 
     # ------------------------------------------------------------------ helpers
@@ -100,7 +102,7 @@ class NodeAgainstModel(RuleBasedStateMachine):
         return [answer for address, answer in sent if address != GATEWAY.address]
 
     def evictions(self, gone: set[bytes]) -> None:
-        assert not gone & self.pinned_keys(), "evicted what was pinned"
+        assert not gone & (self.pinned_keys() | self.hard), "evicted what was pinned"
         self.stored -= gone
 
     def open_places(self) -> Iterator[int]:
@@ -122,9 +124,10 @@ class NodeAgainstModel(RuleBasedStateMachine):
         assert set(granted.keys) <= set(run) - self.stored - writing
         assert granted.keys == [block for block in run if block in granted.keys], "out of order"
         open_tickets = sum(at[0] == message.writer for at in [*self.grants, *self.pins])
-        room = self.num_blocks - sum(1 for _ in self.open_places()) - len(self.pinned_keys())
+        room = self.num_blocks - sum(1 for _ in self.open_places())
+        room -= len(self.pinned_keys() | self.hard)
         room -= sum(len(zombie.open) for _, zombie in self.zombies)
-        room -= len(self.stored & set(run) - self.pinned_keys())
+        room -= len(self.stored & set(run) - self.pinned_keys() - self.hard)
         wanted = set(run) - self.stored - writing
         if open_tickets < 6 and not tenant:
             assert len(granted.keys) >= min(len(wanted), room), "room was there"
@@ -198,6 +201,32 @@ class NodeAgainstModel(RuleBasedStateMachine):
         message = Unpin(reader=at[0], ticket=at[1])
         assert self.bring(message) == []
         return message
+
+    @precondition(lambda self: self.stored)
+    @rule(
+        data=st.data(), name=a_name, also=a_run, mine=st.sampled_from([True, True, False]),
+        keep=st.sampled_from([Keep.HARD, Keep.HARD, Keep.SOFT, Keep.NO]),
+    )  # fmt: skip
+    def keep(
+        self, data: st.DataObject, name: str, also: list[bytes], mine: bool, keep: Keep
+    ) -> None:
+        """Hard pins hold as long as the node lives, whoever set them; there are half as many as
+        blocks at most.
+        """
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, unique=True))
+        run = list(dict.fromkeys([*chosen, also[0]]))
+        asker, epoch = self.ref(name), self.world.store.epoch if mine else "another"
+        [kept] = self.bring(KeepBlocks(asker=asker, ticket=1, keys=run, keep=keep, epoch=epoch))
+        assert isinstance(kept, BlocksKept)
+        for block, done in zip(run, kept.kept, strict=True):
+            assert done <= (mine and block in self.stored)
+            if keep is not Keep.HARD:
+                assert done == (mine and block in self.stored)
+            if done:
+                self.hard.discard(block)
+                if keep is Keep.HARD:
+                    self.hard.add(block)
+        assert len(self.hard) <= self.num_blocks // 2
 
     # ------------------------------------------------------------------ trouble
 

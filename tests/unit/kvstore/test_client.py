@@ -18,7 +18,7 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
-from mooncake.base.messages import PoolState
+from mooncake.base.pool_messages import PoolState
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.kvstore.client import ClientPorts, PoolClient
 from mooncake.scheduler.conductor import Conductor

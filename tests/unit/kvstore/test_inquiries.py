@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from mooncake.base import PinBlocks, Tier
-from mooncake.base.messages import (
+from mooncake.base.messages import Prefetch
+from mooncake.base.pool_messages import (
     AskPool,
     BlocksFound,
     BlocksRemoved,
     FindBlocks,
     PoolState,
-    Prefetch,
     RemoveBlocks,
 )
 from mooncake.sim.disk import SimMedium

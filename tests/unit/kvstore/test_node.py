@@ -23,7 +23,7 @@ from mooncake.base import (
 )
 from mooncake.base.messages import DoubtPeers, WhoAreYou
 from mooncake.kvstore.counters import COUNTERS
-from mooncake.kvstore.node import MAX_REMEMBERED
+from mooncake.kvstore.peers import MAX_REMEMBERED
 from tests.support.kvstore_world import (
     BLOCK,
     GATEWAY,

@@ -20,7 +20,7 @@ COMMANDS = [
     ["status"],
     ["chat"],
     ["version"],
-    *(["pool", word] for word in ("stats", "put", "get", "evict", "drain")),
+    *(["pool", word] for word in ("stats", "put", "get", "evict", "pin", "unpin", "drain")),
 ]
 
 

@@ -8,6 +8,8 @@ import msgspec
 import pytest
 
 from mooncake.base import messages as m
+from mooncake.base import pool_messages as p
+from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import ProtocolError
 from mooncake.base.kv_layout import BlockPlaces, SegmentRef
 from mooncake.base.request import FinishReason, GenerateRequest, TokenLogprobs
@@ -20,7 +22,7 @@ REQUEST = GenerateRequest(
     request_id="r1", prompt_tokens=[1, 2, 163839], sampling=SamplingParams(max_tokens=5), tenant="t"
 )
 SOURCE = m.BlockSource(store=WORKER, first=0, stop=2)
-EXAMPLES: list[m.AnyMessage] = [
+EXAMPLES: list[AnyMessage] = [
     m.WorkerHello(
         worker=WORKER, role=m.Role.DECODE, node_id="n", host="h", pid=7, layout_fingerprint="f",
         block_tokens=64, num_blocks=10, profile=[m.CostSample(1, 2, 3, 0.5)],
@@ -72,25 +74,27 @@ EXAMPLES: list[m.AnyMessage] = [
     ),
     m.Replicate(source=WORKER, keys=[b"k"]),
     m.Prefetch(keys=[b"k"]),
-    m.FindBlocks(asker=WORKER, ticket=1, keys=[b"k"]),
-    m.RemoveBlocks(asker=WORKER, ticket=1, keys=[b"k"]),
-    m.AskPool(asker=WORKER, ticket=1),
-    m.BlocksFound(ticket=1, store=WORKER, tiers=[m.Tier.SSD, None]),
-    m.BlocksRemoved(ticket=1, store=WORKER, removed=[True]),
-    m.PoolState(
+    p.FindBlocks(asker=WORKER, ticket=1, keys=[b"k"]),
+    p.RemoveBlocks(asker=WORKER, ticket=1, keys=[b"k"]),
+    p.AskPool(asker=WORKER, ticket=1),
+    p.KeepBlocks(asker=WORKER, ticket=1, keys=[b"k"], keep=p.Keep.HARD, epoch="e"),
+    p.BlocksKept(ticket=1, store=WORKER, kept=[True, False]),
+    p.BlocksFound(ticket=1, store=WORKER, tiers=[m.Tier.SSD, None]),
+    p.BlocksRemoved(ticket=1, store=WORKER, removed=[True]),
+    p.PoolState(
         ticket=1, store=WORKER, load=m.WorkerLoad(), layout_fingerprint="f", block_bytes=4096
     ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
-def test_every_message_comes_back_equal(message: m.AnyMessage) -> None:
+def test_every_message_comes_back_equal(message: AnyMessage) -> None:
     assert decode(encode(message)) == message
     assert decode(memoryview(encode(message))) == message
 
 
 def test_the_examples_cover_the_whole_union() -> None:
-    assert {type(example) for example in EXAMPLES} == set(m.AnyMessage.__args__)
+    assert {type(example) for example in EXAMPLES} == set(AnyMessage.__args__)
 
 
 def test_what_cannot_travel_is_refused_by_the_sender() -> None:

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import zmq
 
+from mooncake.base.any_message import AnyMessage
 from mooncake.base.clock import ManualClock
 from mooncake.base.errors import ConfigError
-from mooncake.base.messages import AbortTask, AnyMessage, Drain, PutStart, WorkerRef
+from mooncake.base.messages import AbortTask, Drain, PutStart, WorkerRef
 from mooncake.rpc.codec import encode
 from mooncake.rpc.zmq_channel import ZmqChannel, ZmqLimits, server_keys
 

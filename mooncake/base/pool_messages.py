@@ -1,0 +1,109 @@
+"""What anybody may ask of a pool node besides reading and writing, and what it answers. Of the same
+kind as `messages`, which has the rules.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from mooncake.base.blocks import BlockKey
+from mooncake.base.messages import Message, Tier, WorkerLoad, WorkerRef
+
+
+class Keep(str, Enum):
+    """How a pool keeps a block that nobody uses."""
+
+    NO = "no"
+    """As its eviction policy has it."""
+    SOFT = "soft"
+    """Evicted after all others."""
+    HARD = "hard"
+    """Never evicted; it takes room of its tenant, and of what a node keeps so at most."""
+
+
+# ---------------------------------------------------------------- to kvstore
+
+
+class FindBlocks(Message, frozen=True, tag="find"):
+    """Ask what is stored, without holding or using it: answered by `BlocksFound`."""
+
+    asker: WorkerRef
+    ticket: int
+    keys: list[BlockKey]
+
+
+class RemoveBlocks(Message, frozen=True, tag="remove"):
+    """Take blocks out of all tiers, but for those in use: answered by `BlocksRemoved`."""
+
+    asker: WorkerRef
+    ticket: int
+    keys: list[BlockKey]
+
+
+class KeepBlocks(Message, frozen=True, tag="keep"):
+    """Keep blocks in DRAM until told otherwise, whoever said so and whether it still lives:
+    answered by `BlocksKept`. A node that was started again has forgotten.
+    """
+
+    asker: WorkerRef
+    ticket: int
+    keys: list[BlockKey]
+    keep: Keep
+    epoch: str = ""
+    """Of the boot that is meant; another one does nothing. Empty: whichever it is."""
+
+
+class AskPool(Message, frozen=True, tag="ask_pool"):
+    """Ask a pool node how it is doing: answered by `PoolState`."""
+
+    asker: WorkerRef
+    ticket: int
+
+
+# ---------------------------------------------------------------- to those who asked
+
+
+class BlocksFound(Message, frozen=True, tag="found"):
+    """The fastest tier of each block asked for; None: not stored."""
+
+    ticket: int
+    store: WorkerRef
+    tiers: list[Tier | None]
+
+
+class BlocksRemoved(Message, frozen=True, tag="removed"):
+    """Whether each block named is gone; False: it was not there, or is in use."""
+
+    ticket: int
+    store: WorkerRef
+    removed: list[bool]
+
+
+class BlocksKept(Message, frozen=True, tag="kept"):
+    """Whether each block is kept as was asked for; False: it is not in DRAM, there is no more room
+    for hard pins, or another boot was meant.
+    """
+
+    ticket: int
+    store: WorkerRef
+    kept: list[bool]
+
+
+class PoolState(Message, frozen=True, tag="pool_state"):
+    """One pool node, as it is now."""
+
+    ticket: int
+    store: WorkerRef
+    load: WorkerLoad
+    layout_fingerprint: str
+    block_bytes: int
+    num_ssd_blocks: int = 0
+    num_ssd_stored: int = 0
+    num_pinned: int = 0
+    """Blocks in DRAM that somebody reads."""
+    num_quarantined: int = 0
+    num_hard_pinned: int = 0
+    num_soft_pinned: int = 0
+    draining: bool = False
+    drained: bool = False
+    """Its process may be ended: nothing is open, and what was worth a disk is there."""
