@@ -1,0 +1,167 @@
+"""A worker speaks to each gateway by itself: its own hello, its own numbers, its own samples."""
+
+from __future__ import annotations
+
+from mooncake.base import (
+    BlockEvents,
+    CostSample,
+    LoadReport,
+    Role,
+    Tier,
+    Welcome,
+    WorkerHello,
+    WorkerLoad,
+    WorkerRef,
+)
+from mooncake.base.messages import DoubtPeers, WhoAreYou
+from mooncake.rpc import membership
+from mooncake.rpc.membership import HELLO_RETRY_S, MAX_GATEWAYS, Membership
+from tests.support.scheduling import Inbox, hello, ref
+
+FIRST, SECOND = ref("gateway"), ref("gateway-1")
+POOL = ref("kv0")
+KEYS = [b"a" * 16, b"b" * 16]
+REPORT_S = 1.0
+
+
+class Member:
+    """A worker that was told of one address."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox()
+        self.membership = Membership(
+            hello("p0", Role.PREFILL),
+            self.inbox,
+            FIRST.address,
+            Tier.HBM,
+            lambda: KEYS,
+            REPORT_S,
+        )
+
+    def welcome(
+        self,
+        gateway: WorkerRef,
+        *others: WorkerRef,
+        pool: WorkerRef | None = None,
+        snapshot: bool = True,
+    ) -> None:
+        said = Welcome(gateway=gateway, kvstore=pool, send_snapshot=snapshot, gateways=list(others))
+        self.membership.on_welcome(said)
+
+    def tick(self, now: float) -> float:
+        return self.membership.tick(now, WorkerLoad)
+
+    def numbers(self, gateway: WorkerRef) -> list[tuple[int, bool]]:
+        """Return (number, snapshot) of the block events a gateway got."""
+        events = self.inbox.of(BlockEvents, gateway.address)
+        return [(event.sequence_no, event.snapshot) for event in events]
+
+    def count(self, kind: type, gateway: WorkerRef) -> int:
+        return len(self.inbox.of(kind, gateway.address))
+
+
+def both() -> Member:
+    member = Member()
+    member.welcome(FIRST, SECOND)
+    member.welcome(SECOND, FIRST)
+    return member
+
+
+def test_hello_is_repeated_until_it_is_answered() -> None:
+    member = Member()
+    assert member.tick(0.0) == HELLO_RETRY_S
+    member.tick(HELLO_RETRY_S)
+    assert member.count(WorkerHello, FIRST) == 2
+    assert not member.membership.welcomed
+    member.welcome(FIRST)
+    member.tick(2 * HELLO_RETRY_S)
+    assert member.count(WorkerHello, FIRST) == 2
+    assert member.count(LoadReport, FIRST) == 1
+
+
+def test_a_gateway_that_another_names_is_greeted_too() -> None:
+    member = Member()
+    member.welcome(FIRST, SECOND)
+    member.tick(0.0)
+    assert member.count(LoadReport, FIRST) == member.count(WorkerHello, SECOND) == 1
+    assert member.numbers(SECOND) == [], "it does not know us yet"
+    member.welcome(SECOND, FIRST)
+    member.tick(5.0)
+    assert member.count(LoadReport, SECOND) == 1
+    assert member.count(WorkerHello, FIRST) == 0
+
+
+def test_each_gateway_has_its_own_numbers() -> None:
+    member = Member()
+    member.welcome(FIRST)
+    member.membership.send_blocks(KEYS, [])
+    member.welcome(SECOND)
+    member.membership.send_blocks([], KEYS)
+    assert member.numbers(FIRST) == [(1, True), (2, False), (3, False)]
+    assert member.numbers(SECOND) == [(1, True), (2, False)]
+    member.welcome(FIRST)
+    assert member.numbers(FIRST)[3:] == [(4, True)]
+    assert len(member.numbers(SECOND)) == 2, "only who asks gets a snapshot"
+
+
+def test_each_gateway_gets_every_sample_once() -> None:
+    member = both()
+    member.membership.add_sample(CostSample(1, 2, 1, 0.5))
+    member.tick(0.0)
+    member.tick(5.0)
+    for gateway in (FIRST, SECOND):
+        reports = member.inbox.of(LoadReport, gateway.address)
+        assert [len(report.samples) for report in reports] == [1, 0]
+
+
+def test_a_gateway_that_starts_again_is_greeted_again_and_the_other_is_not() -> None:
+    member = both()
+    member.tick(0.0)
+    again = WorkerRef(SECOND.worker_id, "e9", "elsewhere")
+    member.membership.on_who(WhoAreYou(gateway=again))
+    member.membership.send_blocks(KEYS, [])
+    member.tick(0.1)
+    assert member.count(WorkerHello, again) == 1, "under its new address"
+    assert member.count(WorkerHello, FIRST) == 0
+    assert member.numbers(again) == [], "nothing before its welcome"
+    assert member.membership.welcomed
+    assert len(member.numbers(FIRST)) == 2
+
+
+def test_the_pool_is_known_while_one_gateway_knows_it() -> None:
+    member = Member()
+    member.welcome(FIRST, SECOND, pool=POOL)
+    member.welcome(SECOND, FIRST, pool=None)
+    assert member.membership.kvstore == POOL
+    member.welcome(SECOND, FIRST, pool=POOL)
+    member.welcome(FIRST, SECOND, pool=None)
+    assert member.membership.kvstore == POOL
+    member.membership.on_peer_lost(POOL)
+    assert member.membership.kvstore is None
+
+
+def test_doubts_are_told_to_all_that_know_us() -> None:
+    member = both()
+    member.welcome(FIRST, ref("gateway-2"))
+    member.membership.doubt([ref("d0")])
+    assert member.count(DoubtPeers, FIRST) == member.count(DoubtPeers, SECOND) == 1
+    assert member.count(DoubtPeers, ref("gateway-2")) == 0
+
+
+def test_who_withdraws_has_nothing_for_anybody() -> None:
+    member = both()
+    member.membership.withdraw()
+    member.membership.send_blocks(KEYS, [])
+    member.welcome(ref("gateway-2"))
+    for gateway in (FIRST, SECOND, ref("gateway-2")):
+        assert member.inbox.of(BlockEvents, gateway.address)[-1].stored == []
+        assert member.numbers(gateway)[-1][1]
+
+
+def test_the_gateways_kept_are_bounded() -> None:
+    member = Member()
+    for number in range(MAX_GATEWAYS + 5):
+        member.welcome(ref(f"gateway-{number}"), snapshot=False)
+    member.tick(0.0)
+    assert len(member.inbox.of(LoadReport)) == membership.MAX_GATEWAYS
+    assert member.count(LoadReport, ref("gateway-0")) == 0
