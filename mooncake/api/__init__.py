@@ -11,6 +11,8 @@ from mooncake.api.backend import (
 )
 from mooncake.api.config import (
     ApiConfig,
+    ApiKey,
+    TlsConfig,
 )
 from mooncake.api.gateway_backend import (
     GatewayBackend,
@@ -31,12 +33,14 @@ from mooncake.api.tokenizer import (
 
 __all__ = [
     "ApiConfig",
+    "ApiKey",
     "Backend",
     "EventStream",
     "GatewayBackend",
     "GenerationDefaults",
     "ServedModel",
     "Sink",
+    "TlsConfig",
     "Tokenizer",
     "bind",
     "create_app",

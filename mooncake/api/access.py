@@ -1,6 +1,7 @@
-"""Who may come in, and under which name the call runs: API keys and request ids, as plain ASGI.
+"""Who may come in, and under which name the call runs: API keys, their limits and request ids.
 
-Plain ASGI because it stands in every request's way: no task, no queue, no copy of the stream.
+Plain ASGI because it stands in every request's way: no task, no queue, no copy of the stream. Owns
+the accounts of all keys.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mooncake.api.config import ApiKey
 from mooncake.api.http import error_response
-from mooncake.base import IdSource, Unauthorized
+from mooncake.api.limits import Account, Limited
+from mooncake.base import Clock, IdSource, Unauthorized
+from mooncake.telemetry.events import Recorder, Refused
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version", "/docs", "/openapi.json"})
 """What needs no key: probes, scrapers and the documentation have none, and the page asks for it."""
@@ -25,13 +29,34 @@ PAGE_PATH = "/page/"
 _PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class Access:
-    """Checks the key, names the request, echoes `X-Request-Id` on every reply."""
+def unlimited_keys(keys: Sequence[str]) -> list[ApiKey]:
+    """Return plain keys as `ApiKey`s without limits, numbered."""
+    return [
+        ApiKey(digest=hashlib.sha256(key.encode()).digest(), name=f"key {number}")
+        for number, key in enumerate(keys, 1)
+    ]
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], ids: IdSource) -> None:
+
+class Access:
+    """Checks the key and its limits, names the request, echoes `X-Request-Id` on every reply.
+
+    Every POST holds one of its account's permits until the reply has ended, however that was; the
+    scope's state then has the `tenant` it runs for, and `charge`, to be told of tokens.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[ApiKey],
+        ids: IdSource,
+        clock: Clock,
+        recorder: Recorder,
+    ) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._accounts = [Account(key) for key in keys]
         self._ids = ids
+        self._clock = clock
+        self._recorder = recorder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,28 +65,61 @@ class Access:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _PLAIN_ID.fullmatch(given) else self._ids.hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
 
         async def named_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        if self._may_pass(scope, headers):
+        account = None
+        if self._accounts and not _is_open(scope):
+            account = self._account(headers)
+            if account is None:
+                error = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
+                await error_response(error)(scope, receive, named_send)
+                return
+        if account is None or scope["method"] != "POST":
             await self._app(scope, receive, named_send)
-        else:
-            error = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
-            await error_response(error)(scope, receive, named_send)
+            return
+        try:
+            account.enter(self._clock.now())
+        except Limited as limited:
+            self._refused(request_id, limited)
+            await error_response(limited)(scope, receive, named_send)
+            return
+        state["tenant"] = account.key.tenant
+        state["charge"] = lambda num_tokens: account.charge(num_tokens, self._clock.now())
+        try:
+            await self._app(scope, receive, named_send)
+        finally:
+            account.leave()
 
-    def _may_pass(self, scope: Scope, headers: Headers) -> bool:
-        path: str = scope["path"]
-        is_open = path in OPEN_PATHS or path.startswith(PAGE_PATH)
-        if not self._digests or is_open or scope["method"] == "OPTIONS":
-            return True
+    def _refused(self, request_id: str, limited: Limited) -> None:
+        self._recorder.record(
+            Refused(
+                request_id=request_id,
+                at_s=self._clock.now(),
+                status=limited.http_status,
+                reason=limited.reason,
+            )
+        )
+
+    def _account(self, headers: Headers) -> Account | None:
+        """Return the account of the key in `headers`, None where it is not one of ours."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = headers.get("x-api-key", "")
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # as it came on the wire
         # All keys are compared, each in constant time: the time tells nothing about any of them.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(matches)
+        found = None
+        for account in self._accounts:
+            if hmac.compare_digest(digest, account.key.digest):
+                found = account
+        return found
+
+
+def _is_open(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path in OPEN_PATHS or path.startswith(PAGE_PATH) or scope["method"] == "OPTIONS"

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mooncake import __version__
-from mooncake.api.access import Access
+from mooncake.api.access import Access, unlimited_keys
 from mooncake.api.backend import Backend
 from mooncake.api.config import ApiConfig
 from mooncake.api.door import Door
@@ -36,7 +36,15 @@ from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
 from mooncake.api.schema.openapi import add_schemas
 from mooncake.api.schema.responses import ResponsesRequest
 from mooncake.api.schema.tokens import DetokenizeRequest, TokenizeRequest
-from mooncake.base import IdSource, InternalError, MooncakeError, SystemIds
+from mooncake.base import (
+    Clock,
+    IdSource,
+    InternalError,
+    MonotonicClock,
+    MooncakeError,
+    SystemIds,
+)
+from mooncake.telemetry.events import Recorder, Recorders
 
 _log = logging.getLogger(__name__)
 
@@ -60,9 +68,14 @@ def create_app(
     config: ApiConfig,
     *,
     ids: IdSource | None = None,
+    clock: Clock | None = None,
+    recorder: Recorder | None = None,
     recent: Callable[[], Any] | None = None,
 ) -> FastAPI:
-    """Return the ASGI application; its `state.door` is the `Door`, which explains `recent`."""
+    """Return the ASGI application; its `state.door` is the `Door`, which explains `recent`.
+
+    `recorder` is told of requests that are refused here already, on `clock`.
+    """
     ids = ids or SystemIds()
     door = Door(backend, model, config, ids=ids, recent=recent)
     app = FastAPI(
@@ -79,7 +92,13 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected_error)
-    app.add_middleware(Access, api_keys=config.api_keys, ids=ids)
+    app.add_middleware(
+        Access,
+        keys=[*unlimited_keys(config.api_keys), *config.keys],
+        ids=ids,
+        clock=clock or MonotonicClock(),
+        recorder=recorder or Recorders(),
+    )
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,

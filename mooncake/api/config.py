@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiKey:
+    """A key, whose it is and what it may use. A limit of None is no limit."""
+
+    digest: bytes = field(repr=False)
+    """SHA-256 of the key: the key itself is not kept."""
+    name: str
+    """For messages."""
+    tenant: str = ""
+    """Shares fairly with other tenants, and never their cached blocks."""
+    requests_per_min: int | None = None
+    tokens_per_min: int | None = None
+    """Of prompts and answers together."""
+    max_concurrent: int | None = None
+    """Requests at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """Files for HTTPS, in PEM."""
+
+    certfile: str
+    keyfile: str | None = None
+    """None: the key is in `certfile`."""
+    ca_certs: str | None = None
+    """Authorities of client certificates."""
+    cert_reqs: int = 0
+    """Client certificates: 0 = not asked for, 1 = checked where one is given, 2 = needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +46,10 @@ class ApiConfig:
     """Names that `model` may have, the first is reported back; empty = those of the model."""
     api_keys: tuple[str, ...] = ()
     """Any of them opens all routes; empty = no key is asked for."""
+    keys: tuple[ApiKey, ...] = ()
+    """Further keys, each with a tenant and limits."""
+    tls: TlsConfig | None = None
+    """None: plain HTTP."""
     cors_origins: tuple[str, ...] = ()
     """Web origins whose pages may call us; "*" = all."""
     max_body_bytes: int = 32 * 1024 * 1024
@@ -27,6 +61,16 @@ class ApiConfig:
     max_stops: int = 32
     max_stop_chars: int = 1024
     max_logprobs: int = 20
+    max_header_bytes: int = 64 * 1024
+    """Of request line and headers together; more get 431."""
+    max_headers: int = 128
+    header_timeout_s: float = 15.0
+    """A connection has this long to send a request's headers; slower ones get 408."""
+    body_timeout_s: float = 30.0
+    """A body may take this long, and longer only as it comes with `min_body_bytes_per_s`."""
+    min_body_bytes_per_s: int = 4096
+    write_timeout_s: float = 60.0
+    """A client that takes nothing of its answer for this long is cut off, its request aborted."""
     keep_alive_s: int = 120
     """Idle connections stay open longer than usual proxies' 60 to 90 s, so that the proxy is the
     one to close and never sends a request into a closing connection."""

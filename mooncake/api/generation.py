@@ -271,6 +271,7 @@ class Call:
         likely; None = all.
         """
         self.call_id = call_id
+        self._backend = backend
         self.requests = requests
         """Of the choices that are returned, in their order."""
         self._num_kept = num_kept or num_per_prompt
@@ -281,6 +282,11 @@ class Call:
             request.request_id: choice for request, choice in zip(requests, choices, strict=True)
         }
         self._stream = EventStream(backend, requests)
+
+    def run_as(self, tenant: str) -> None:
+        """Give all sequences to `tenant`; before the call is entered."""
+        self.requests = [msgspec.structs.replace(each, tenant=tenant) for each in self.requests]
+        self._stream = EventStream(self._backend, self.requests)
 
     async def __aenter__(self) -> Call:
         await self._stream.__aenter__()

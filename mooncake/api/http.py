@@ -138,6 +138,11 @@ class CallResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self._call
+        state = scope.get("state", {})
+        if tenant := state.get("tenant"):
+            call.run_as(tenant)
+        charge = state.get("charge", _free)
+        charge(call.num_prompt_tokens)
         self._door.opened(call)
         watcher = asyncio.create_task(_watch_disconnect(receive, call))
         try:
@@ -153,6 +158,7 @@ class CallResponse(Response):
         finally:
             watcher.cancel()
             self._door.closed(call)
+            charge(call.num_output_tokens)
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._stream:
@@ -182,6 +188,10 @@ class CallResponse(Response):
             _log.exception("a stream failed")
             events = self._renderer.failed(self._call, InternalError(_FAILED))
         await send({"type": "http.response.body", "body": b"".join(events), "more_body": False})
+
+
+def _free(num_tokens: int) -> None:
+    """Charge nobody: there is no key, or it has no limit."""
 
 
 STREAM_HEADERS = [

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from mooncake.api.config import ApiConfig
+from mooncake.api.config import ApiConfig, TlsConfig
+from mooncake.api.connection import limited_protocol
 from mooncake.api.door import Door
 from mooncake.base import ConfigError, Unavailable
 
@@ -35,8 +38,10 @@ def bind(config: ApiConfig) -> socket.socket:
     """Return a listening socket for `config`.
 
     Raises:
-        ConfigError: the address is taken or is not ours.
+        ConfigError: the address is taken or is not ours, or the files for TLS are not right.
     """
+    if config.tls is not None:
+        _check_tls(config.tls)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server(
@@ -51,6 +56,30 @@ def bind(config: ApiConfig) -> socket.socket:
     # protocol; without it a head and the event after it are 40 ms apart (delayed ACKs).
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def _check_tls(tls: TlsConfig) -> None:
+    """Read the files once, so that a mistake shows before anything is started."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # The password is for a key that needs one: reading it must fail rather than ask here.
+        context.load_cert_chain(tls.certfile, tls.keyfile, password="")
+        if tls.ca_certs is not None:
+            context.load_verify_locations(tls.ca_certs)
+    except OSError as error:  # ssl.SSLError is one
+        files = ", ".join(filter(None, (tls.certfile, tls.keyfile, tls.ca_certs)))
+        raise ConfigError(f"TLS cannot be set up with {files}: {error}") from error
+
+
+def _tls_settings(tls: TlsConfig | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    return {
+        "ssl_certfile": tls.certfile,
+        "ssl_keyfile": tls.keyfile,
+        "ssl_ca_certs": tls.ca_certs,
+        "ssl_cert_reqs": tls.cert_reqs,
+    }
 
 
 async def serve(
@@ -80,6 +109,8 @@ async def serve(
             timeout_keep_alive=config.keep_alive_s,
             timeout_graceful_shutdown=int(config.drain_s + GRACE_S) + 1,
             server_header=False,
+            http=limited_protocol(config),
+            **_tls_settings(config.tls),
         )
     )
     running = asyncio.create_task(server.serve(sockets=[listener]))

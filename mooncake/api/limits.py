@@ -1,0 +1,99 @@
+"""What one API key may use: requests and tokens a minute, requests at a time. Takes `now`.
+
+An `Account` owns its key's budgets and permits; `api.access` enters and leaves, nobody else does.
+"""
+
+from __future__ import annotations
+
+from mooncake.api.config import ApiKey
+from mooncake.base import Overloaded
+
+MINUTE_S = 60.0
+BUSY_RETRY_S = 1.0
+"""Advice when too many requests of a key run: nobody knows when one ends."""
+
+
+class Limited(Overloaded):
+    """A key's limit is reached; `reason` is a short name for counting."""
+
+    def __init__(self, message: str, reason: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.reason = reason
+
+
+class Budget:
+    """So many units a minute, refilled evenly; holds a minute's worth at most, and can owe."""
+
+    def __init__(self, per_min: int) -> None:
+        self.per_min = per_min
+        self._level = float(per_min)
+        self._at_s: float | None = None
+
+    def level(self, now: float) -> float:
+        """Return what may be spent at `now`; below zero is owed."""
+        if self._at_s is not None and now > self._at_s:
+            refill = (now - self._at_s) * self.per_min / MINUTE_S
+            self._level = min(float(self.per_min), self._level + refill)
+        self._at_s = now if self._at_s is None else max(now, self._at_s)
+        return self._level
+
+    def spend(self, amount: float, now: float) -> None:
+        """Take `amount`, whether it is there or not."""
+        self._level = self.level(now) - amount
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Return in how many seconds `amount` (at most a minute's worth) will be there."""
+        missing = min(amount, self.per_min) - self.level(now)
+        return max(0.0, missing * MINUTE_S / self.per_min)
+
+
+class Account:
+    """One key's use of the server."""
+
+    def __init__(self, key: ApiKey) -> None:
+        self.key = key
+        self.num_running = 0
+        self._requests = Budget(key.requests_per_min) if key.requests_per_min else None
+        self._tokens = Budget(key.tokens_per_min) if key.tokens_per_min else None
+
+    def enter(self, now: float) -> None:
+        """Take a permit for one request, or none at all; `leave` gives it back.
+
+        Tokens are counted when they have been used, so a request may go over its minute: the next
+        one waits until that is made up for.
+
+        Raises:
+            Limited: a limit is reached; says which, and when to come back.
+        """
+        key = self.key
+        if key.max_concurrent and self.num_running >= key.max_concurrent:
+            raise Limited(
+                f"Rate limit of key {key.name!r}: {key.max_concurrent} requests at a time.",
+                "key_concurrency",
+                BUSY_RETRY_S,
+            )
+        if self._requests is not None and (wait_s := self._requests.wait_s(1.0, now)):
+            raise Limited(
+                f"Rate limit of key {key.name!r}: {key.requests_per_min} requests a minute.",
+                "key_requests_per_min",
+                wait_s,
+            )
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(1.0, now)):
+            raise Limited(
+                f"Rate limit of key {key.name!r}: {key.tokens_per_min} tokens a minute.",
+                "key_tokens_per_min",
+                wait_s,
+            )
+        if self._requests is not None:
+            self._requests.spend(1.0, now)
+        self.num_running += 1
+
+    def leave(self) -> None:
+        """Give a permit back."""
+        assert self.num_running > 0, f"key {self.key.name!r} gave back a permit it did not have"
+        self.num_running -= 1
+
+    def charge(self, num_tokens: int, now: float) -> None:
+        """Count tokens of prompts or answers."""
+        if self._tokens is not None:
+            self._tokens.spend(num_tokens, now)

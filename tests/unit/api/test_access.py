@@ -1,0 +1,176 @@
+"""Keys with tenants and limits, over real sockets: who is refused, and what is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from mooncake.api.app import create_app
+from mooncake.api.config import ApiConfig, ApiKey
+from mooncake.api.server import serve
+from mooncake.base import GenerateRequest
+from mooncake.telemetry.events import EventList, Refused
+from tests.support.door import ScriptedBackend, answer, says, tiny_model
+
+ASK = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+LIMIT_S = 60.0
+
+
+class Hand:
+    """A clock that stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def now(self) -> float:
+        return self.now_s
+
+
+def key(name: str, **fields: Any) -> ApiKey:
+    return ApiKey(digest=hashlib.sha256(name.encode()).digest(), name=name, **fields)
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
+def hangs(request: GenerateRequest) -> list[Any]:
+    return [*answer(request, [97, 98])[:2], None]
+
+
+@asynccontextmanager
+async def limited_door(
+    backend: ScriptedBackend, *keys: ApiKey, **served: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve with `keys`, and yield a client."""
+    config = ApiConfig(port=0, keys=keys, drain_s=0.2)
+    app = create_app(backend, tiny_model(), config, **served)
+    stop = asyncio.Event()
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    server = asyncio.create_task(
+        serve(
+            app,
+            config,
+            stop=stop,
+            ready=lambda host, port: address.set_result(f"http://{host}:{port}"),
+        )
+    )
+    try:
+        async with httpx.AsyncClient(base_url=await address, timeout=LIMIT_S) as client:
+            yield client
+    finally:
+        stop.set()
+        await server
+
+
+def test_requests_run_for_the_tenant_of_their_key() -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        keys = (key("alice", tenant="red"), key("bob", tenant="blue"), key("carl"))
+        async with limited_door(backend, *keys) as client:
+            for name in ("bob", "alice", "carl"):
+                for path, body in ((CHAT, ASK), ("/v1/completions", {"prompt": "x", "n": 2})):
+                    reply = await client.post(path, json=body, headers=bearer(name))
+                    assert reply.status_code == 200
+            assert (await client.post(CHAT, json=ASK, headers=bearer("dan"))).status_code == 401
+        tenants = [request.tenant for request in backend.requests]
+        assert tenants == ["blue"] * 3 + ["red"] * 3 + [""] * 3
+
+    asyncio.run(main())
+
+
+def test_too_many_requests_are_429_with_advice_and_are_recorded() -> None:
+    async def main() -> None:
+        clock, events = Hand(), EventList()
+        backend = ScriptedBackend(says("hello"))
+        keys = (key("alice", requests_per_min=2), key("bob"))
+        async with limited_door(backend, *keys, clock=clock, recorder=events) as client:
+            for _ in range(2):
+                assert (await client.post(CHAT, json=ASK, headers=bearer("alice"))).is_success
+            reply = await client.post(CHAT, json=ASK, headers=bearer("alice"))
+            assert reply.status_code == 429
+            assert reply.headers["retry-after"] == "30"
+            assert reply.json()["error"] == {
+                "message": "Rate limit of key 'alice': 2 requests a minute.",
+                "type": "RateLimitError", "param": None, "code": 429,
+            }  # fmt: skip
+            assert (await client.post(CHAT, json=ASK, headers=bearer("bob"))).is_success
+            assert (await client.get("/v1/models", headers=bearer("alice"))).is_success
+            clock.now_s += 30
+            assert (await client.post(CHAT, json=ASK, headers=bearer("alice"))).is_success
+        (refused,) = events.events
+        assert isinstance(refused, Refused)
+        assert (refused.status, refused.reason) == (429, "key_requests_per_min")
+        assert refused.request_id == reply.headers["x-request-id"]
+
+    asyncio.run(main())
+
+
+def test_prompt_and_answer_are_charged_streamed_or_not() -> None:
+    async def main() -> None:
+        clock = Hand()
+        async with limited_door(
+            ScriptedBackend(says("hello world")), key("alice", tokens_per_min=10), clock=clock
+        ) as client:
+            whole = await client.post(CHAT, json=ASK, headers=bearer("alice"))
+            used = whole.json()["usage"]["total_tokens"]
+            assert used > 10
+            streamed = ASK | {"stream": True}
+            for owed in (used - 10, used - 1):  # ten tokens were there, then just one
+                reply = await client.post(CHAT, json=streamed, headers=bearer("alice"))
+                assert reply.status_code == 429
+                wait_s = (owed + 1) * 6
+                assert reply.headers["retry-after"] == str(wait_s)
+                clock.now_s += wait_s
+                reply = await client.post(CHAT, json=streamed, headers=bearer("alice"))
+                assert reply.status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_call_that_is_left_gives_its_permit_back() -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(hangs)
+        async with limited_door(backend, key("alice", max_concurrent=1)) as client:
+            for _ in range(3):
+                async with client.stream(
+                    "POST", CHAT, json=ASK | {"stream": True}, headers=bearer("alice")
+                ) as reply:
+                    assert reply.status_code == 200
+                    refused = await client.post(CHAT, json=ASK, headers=bearer("alice"))
+                    assert refused.status_code == 429
+                    assert "1 requests at a time" in refused.json()["error"]["message"]
+                async with asyncio.timeout(LIMIT_S):
+                    while backend.num_running:
+                        await asyncio.sleep(0)
+                    while await is_refused(client):
+                        await asyncio.sleep(0)
+        assert backend.num_running == 0
+
+    async def is_refused(client: httpx.AsyncClient) -> bool:
+        """Whether the key is at its limit; a body that is not valid costs no tokens."""
+        reply = await client.post(CHAT, json={}, headers=bearer("alice"))
+        assert reply.status_code in (400, 429)
+        return reply.status_code == 429
+
+    asyncio.run(main())
+
+
+def test_calls_that_fail_give_their_permits_back() -> None:
+    class Broken(ScriptedBackend):
+        def submit(self, request: GenerateRequest, sink: Any) -> None:
+            raise ValueError("broken")
+
+    async def main() -> None:
+        async with limited_door(Broken(says("x")), key("alice", max_concurrent=1)) as client:
+            for body, status in (({}, 400), (ASK, 500), (ASK | {"model": "no"}, 404), (ASK, 500)):
+                reply = await client.post(CHAT, json=body, headers=bearer("alice"))
+                assert reply.status_code == status
+
+    asyncio.run(main())
