@@ -250,7 +250,7 @@ class WhoAreYou(Message, frozen=True, tag="who"):
 # ---------------------------------------------------------------- to prefill
 
 
-class BlockSource(msgspec.Struct, frozen=True, kw_only=True):
+class BlockSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Fetch the blocks [first, stop) of the prompt from that pool node, do not compute them."""
 
     store: WorkerRef
@@ -261,6 +261,8 @@ class BlockSource(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillTask(Message, frozen=True, tag="prefill"):
     """Compute the KV of prompt + `output_tokens`, push it to `decode`, sample one token."""
 
+    others: list[WorkerRef] = []
+    """They hold that run too, or its beginning: asked in turn for what `store` does not give."""
     request: GenerateRequest
     attempt: int
     gateway: WorkerRef

@@ -2,7 +2,8 @@
 pages.
 
 First what lies in this instance's own pages, then what the Conductor said to fetch from pool
-nodes. Fetched blocks are published like computed ones: reuse is "a block gets one more replica".
+nodes; where one fails, even in the middle of a read, another that holds the same run is asked for
+the rest. Fetched blocks are published like computed ones: reuse is "a block gets one more replica".
 """
 
 from __future__ import annotations
@@ -78,7 +79,16 @@ class PrefixReuse:
             self._num_fetched += num_blocks
             if num_blocks < len(pages):
                 self._pool.release(pages[num_blocks:])
+                if source.others:
+                    self._sources.insert(0, _next_replica(source))
             self._next(at)
 
         keys = self._keys[have : have + len(pages)]
         self._ticket = self._fetcher.start(source.store, keys, pages, now, fetched)
+
+
+def _next_replica(source: BlockSource) -> BlockSource:
+    """Return the same blocks from the next pool that holds them."""
+    return BlockSource(
+        store=source.others[0], first=source.first, stop=source.stop, others=source.others[1:]
+    )

@@ -228,9 +228,10 @@ class Conductor:
         held = Holdings(self._index, survey, ~self._pools.mask, self.books.inflight.match(keys))
         query = PrefillQuery(
             num_tokens=num_tokens,
+        sources = PoolSources(self._pools, survey)
             block_tokens=layout.block_tokens,
             own_matches=held,
-            sources=PoolSources(self._pools, survey),
+            sources=sources,
         )
         wanted = self._decode_query(request, num_output_so_far, layout, held)
         limit_s = request.tbt_slo_s or self._config.tbt_slo_s
@@ -259,7 +260,7 @@ class Conductor:
         return Placement(
             prefill=None if whole else prefill.view.worker,
             decode=decode.view.worker,
-            sources=prefill.sources,
+            sources=tuple(sources.with_others(prefill.sources)),
             predicted_ttft_s=ttft_s,
             predicted_tbt_s=decode.tbt_s,
             num_cached_blocks=prefill.num_cached_blocks,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from mooncake.base import BlockSource
 from mooncake.kvstore.directory import slots_of
 from mooncake.kvstore.index import PrefixIndex
 from mooncake.kvstore.survey import Survey
@@ -18,6 +19,8 @@ from mooncake.scheduler.fleet import MANY_SLOTS, NO_SLOT, Floats, Ints, bits
 from mooncake.scheduler.prefill_choice import MAX_ALTERNATIVES, StoreRun
 from mooncake.scheduler.views import InstanceView
 
+MAX_OTHERS = 2
+"""Replicas a worker is told of besides the one it is to fetch from."""
 FEW = 8
 """So many equals are sorted one by one."""
 
@@ -37,6 +40,7 @@ class Pools:
         self._asked_bytes: Floats = np.zeros(0)
         """By slot: what is to be fetched from there."""
         self._mask = 0
+        self._least_block_bytes = 0
 
     def __len__(self) -> int:
         return len(self._views)
@@ -77,8 +81,7 @@ class Pools:
 
     def cheapest_block_s(self) -> tuple[float, float]:
         """Return the least seconds a block takes from any pool: the own node's, and another's."""
-        sizes = [view.hello.block_bytes for view in self._by_slot.values()]
-        return self._fetch.block_s(min(sizes, default=0))
+        return self._fetch.block_s(self._least_block_bytes)
 
     def run(self, slot: int, first: int, stop: int) -> StoreRun:
         """Return what fetching the blocks [first, stop) from a pool costs now."""
@@ -111,6 +114,8 @@ class Pools:
         size = self._index.num_slots + 8
         self._by_slot, self._by_node, self._mask = {}, {}, 0
         self._order, self._asked_bytes = np.zeros(size, np.int64), np.zeros(size)
+        sizes = (view.hello.block_bytes for view in self._views.values())
+        self._least_block_bytes = min(sizes, default=0)
         for place, worker_id in enumerate(sorted(self._views)):
             slot = self._index.slot_of(worker_id)
             assert slot is not None, "a pool the index does not know"
@@ -148,6 +153,19 @@ class PoolSources:
             key=lambda run: (-run.stop, run.remote_fixed_s, run.store.worker_id),
             default=None,
         )
+
+    def with_others(self, sources: Sequence[BlockSource]) -> list[BlockSource]:
+        """Name with each source the other pools that hold its blocks, or most of them: the nearest
+        to all of them first, among equals the least asked.
+        """
+        found = []
+        for source in sources:
+            runs = self.longest(source.first)
+            others = [run.store for run in runs if run.store != source.store][:MAX_OTHERS]
+            found.append(
+                BlockSource(store=source.store, first=source.first, stop=source.stop, others=others)
+            )
+        return found
 
     def _find(self, first: int) -> Iterator[StoreRun]:
         wanted = MAX_ALTERNATIVES

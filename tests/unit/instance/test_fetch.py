@@ -12,6 +12,7 @@ from tests.support.duo import LAYOUT, NUM_PAGES, Duo
 
 HERE = WorkerRef("prefill-0", "e1", "here")
 STORE = WorkerRef("kvstore-0", "e2", "there")
+OTHER = WorkerRef("kvstore-1", "e3", "there")
 KEYS = [bytes([index]) * 16 for index in range(4)]
 
 
@@ -233,3 +234,82 @@ def test_a_cancelled_reuse_ends_holding_nothing_new() -> None:
     reuse.reuse.cancel(scene.duo.heap.now())
     assert reuse.gathered == [[]]
     assert scene.duo.pool.num_held == 0
+
+
+class TestAnotherReplica:
+    """What one pool does not give is asked of the next that holds it, even in mid-read."""
+
+    def reuse(self, scene: Scene, *others: WorkerRef) -> Reuse:
+        source = BlockSource(store=STORE, first=0, stop=3, others=list(others))
+        return Reuse(scene, [source])
+
+    def grant(self, scene: Scene, store: WorkerRef, ticket: int, blocks: list[int]) -> None:
+        places = scene.duo.places(blocks)
+        message = PinGranted(ticket=ticket, store=store, num_blocks=len(blocks), places=places)
+        scene.fetcher.on_pin_granted(message, scene.duo.heap.now())
+
+    def asked(self, scene: Scene) -> list[tuple[int, list[bytes]]]:
+        scene.duo.run()
+        inbox = scene.duo.there_inbox
+        return [(m.ticket, m.keys) for m in inbox if isinstance(m, PinBlocks)]
+
+    def test_it_is_asked_for_the_rest(self) -> None:
+        scene = Scene()
+        reuse = self.reuse(scene, OTHER)
+        expected = [scene.duo.fill_pool(n, 10 + n) for n in range(3)]
+        self.grant(scene, STORE, 1, [0])
+        assert self.asked(scene) == [(1, KEYS[:3]), (2, KEYS[1:3])]
+        self.grant(scene, OTHER, 2, [1, 2])
+        scene.duo.run()
+        (pages,) = reuse.gathered
+        assert [scene.duo.page_bytes(page) for page in pages] == expected
+        assert scene.duo.pool.match(KEYS) == pages
+
+    def test_a_pool_lost_in_mid_read(self) -> None:
+        scene = Scene()
+        reuse = self.reuse(scene, OTHER)
+        self.grant(scene, STORE, 1, [0, 1, 2])
+        scene.duo.network.detach("there")
+        scene.fetcher.on_peer_lost(STORE, scene.duo.heap.now())
+        assert scene.fetcher.num_open == 1, "the read may still write to the pages"
+        while scene.fetcher.num_fetches_failed == 0:
+            assert scene.duo.heap.step()
+        assert reuse.gathered == []
+        assert scene.fetcher.num_open == 1, "of another pool now"
+        scene.fetcher.on_peer_lost(OTHER, scene.duo.heap.now())
+        assert reuse.gathered == [[]]
+        assert scene.duo.pool.num_held == 0
+
+    def test_a_damaged_block_is_taken_from_another(self) -> None:
+        scene = Verifying()
+        reuse = self.reuse(scene, OTHER)
+        right = scene.duo.fill_pool(0, 7)
+        places = scene.duo.places([0, 0, 0])
+        promises = [xxhash.xxh3_64_intdigest(right)] * 3
+        for store, ticket, given in ((STORE, 1, [promises[0], 1, 1]), (OTHER, 2, promises[:2])):
+            message = PinGranted(
+                ticket=ticket, store=store, num_blocks=len(given), places=places, checksums=given
+            )
+            scene.fetcher.on_pin_granted(message, scene.duo.heap.now())
+            scene.duo.run()
+            scene.fetcher.tick(1.0)
+            scene.fetcher.tick(1.0)
+        (pages,) = reuse.gathered
+        assert [scene.duo.page_bytes(page) for page in pages] == [right] * 3
+        assert scene.fetcher.num_blocks_corrupt == 1
+
+    def test_each_is_asked_once(self) -> None:
+        scene = Scene()
+        reuse = self.reuse(scene, OTHER, STORE)
+        for store, ticket in ((STORE, 1), (OTHER, 2), (STORE, 3)):
+            assert reuse.gathered == []
+            self.grant(scene, store, ticket, [])
+        assert reuse.gathered == [[]]
+        assert len(self.asked(scene)) == 3
+
+    def test_a_cancelled_reuse_asks_nobody_else(self) -> None:
+        scene = Scene()
+        reuse = self.reuse(scene, OTHER)
+        reuse.reuse.cancel(scene.duo.heap.now())
+        assert reuse.gathered == [[]]
+        assert len(self.asked(scene)) == 1

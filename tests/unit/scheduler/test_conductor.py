@@ -73,6 +73,19 @@ def test_a_prefix_in_a_pool_is_fetched() -> None:
     assert placement.num_fetch_blocks == 60
 
 
+def test_the_other_replicas_of_a_prefix_are_named_best_first() -> None:
+    pools = [hello(f"pool-{n}", Role.KVSTORE) for n in range(4)]
+    made = conductor([P0, D0, *pools], remote_bytes_per_s=1e9)
+    long = request("long", 401)
+    for pool, count in zip(pools, (60, 90, 80, 20), strict=True):
+        made.on_blocks(snapshot(pool.worker, keys_of(long)[:count], Tier.DRAM))
+    (source,) = place(made, long).sources
+    assert (source.store, source.stop) == (pools[1].worker, 90)
+    assert source.others == [pools[2].worker, pools[0].worker]
+    made.release("long")
+    made.check_integrity(set())
+
+
 def test_whole_requests_fetch_too() -> None:
     made = conductor([D0, KV0])
     long = request("long", 401)
