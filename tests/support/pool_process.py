@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,19 +37,24 @@ class PoolProcess:
     def __init__(self, model: Path, log: Path, *words: str) -> None:
         self._log = log
         command = ["serve", str(model), "--role", "kvstore", "--admin-port", "0", *words]
-        with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mooncake.launch.cli", *command],
-                stdout=out, stderr=subprocess.STDOUT,
-                env={**os.environ, "MOONCAKE_CLUSTER_SECRET": SECRET},
-                start_new_session=True,
-            )  # fmt: skip
+        log.touch()
+        self.process = self._start(command, log)
         try:
             until(self._is_up, "the node is up")
         except BaseException:
             self.process.kill()
             raise
         self.url = self._found()
+
+    def _start(self, command: Sequence[str], log: Path) -> Any:
+        """Return the process, as `subprocess.Popen` would show it."""
+        with log.open("wb") as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "mooncake.launch.cli", *command],
+                stdout=out, stderr=subprocess.STDOUT,
+                env={**os.environ, "MOONCAKE_CLUSTER_SECRET": SECRET},
+                start_new_session=True,
+            )  # fmt: skip
 
     @property
     def output(self) -> str:
