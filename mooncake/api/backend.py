@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+import msgspec
+
 from mooncake.base import FinalEvent, GenerateRequest, MooncakeError, OutputEvent
 
 Sink = Callable[[OutputEvent], None]
@@ -39,6 +41,31 @@ class Backend(Protocol):
         """Take no new requests from now on; finish those that run."""
 
 
+class EventSource(Protocol):
+    """Where a call's events come from. Leaving the `async with` block ends what still runs."""
+
+    async def __aenter__(self) -> EventSource: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    async def batch(self) -> list[OutputEvent]:
+        """Return the events that came since the last call, waiting for the first; [] at the end."""
+
+    def abort(self, request_id: str) -> None:
+        """End one request early."""
+
+    def fail(self, error: MooncakeError) -> None:
+        """End the call: whoever waits in `batch` gets `error` after what has arrived."""
+
+    def run_as(self, tenant: str) -> None:
+        """Give all requests to `tenant`; before it is entered."""
+
+
 class EventStream:
     """The events of all requests of one call, merged in order of arrival.
 
@@ -54,6 +81,10 @@ class EventStream:
         self._pending: list[OutputEvent] = []
         self._waiter: asyncio.Future[None] | None = None
         self._failure: MooncakeError | None = None
+
+    def run_as(self, tenant: str) -> None:
+        """Give all requests to `tenant`; before it is entered."""
+        self._requests = [msgspec.structs.replace(each, tenant=tenant) for each in self._requests]
 
     async def __aenter__(self) -> EventStream:
         try:

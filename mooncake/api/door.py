@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from mooncake import __version__
-from mooncake.api.backend import Backend
+from mooncake.api.backend import Backend, EventSource, EventStream
+from mooncake.api.beam_search import BeamStream
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import shorten
 from mooncake.api.generation import Call, Choice, TextOptions
@@ -144,12 +145,18 @@ class Door:
         """
         if self.draining:
             raise Unavailable("the server is shutting down", retry_after_s=self.config.drain_s)
-        n = max(fields.n or 1, fields.best_of or 1)
-        if len(prompts) * n > self.config.max_sequences:
+        if fields.use_beam_search and any(sampling.grammar for _, sampling in prompts):
             raise InvalidRequest(
-                f"{len(prompts)} prompts with n={n} are more than {self.config.max_sequences} "
+                "use_beam_search: not together with tools or a form of the answer",
+                param="use_beam_search",
+            )
+        width = max(fields.n or 1, fields.best_of or 1)
+        n = (fields.n or 1) if fields.use_beam_search else width
+        if len(prompts) * width > self.config.max_sequences:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts with n={width} are more than {self.config.max_sequences} "
                 "sequences in one call",
-                param="prompt" if n == 1 else "n",
+                param="prompt" if width == 1 else "n",
             )
         seed = self._ids.integer(64) if fields.seed is None else fields.seed
         base = f"{call_id}-{self._ids.hex(4)}"
@@ -172,7 +179,13 @@ class Door:
             Choice(which, request, self.model.tokenizer, options, self.model.eos_token_ids)
             for which, request in enumerate(requests)
         ]
-        return Call(self.backend, call_id, requests, choices, n, num_kept=fields.n or 1)
+        stream: EventSource
+        if fields.use_beam_search:
+            penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
+            stream = BeamStream(self.backend, requests, n, width, penalty)
+        else:
+            stream = EventStream(self.backend, requests)
+        return Call(stream, call_id, requests, choices, n, num_kept=fields.n or 1)
 
     def opened(self, call: Call) -> None:
         """Remember a running call, so that a shutdown can end it."""

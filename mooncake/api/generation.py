@@ -12,7 +12,7 @@ from types import TracebackType
 
 import msgspec
 
-from mooncake.api.backend import Backend, EventStream
+from mooncake.api.backend import EventSource
 from mooncake.api.errors import failure_error
 from mooncake.api.message_parser import (
     Marker,
@@ -259,7 +259,7 @@ class Call:
 
     def __init__(
         self,
-        backend: Backend,
+        stream: EventSource,
         call_id: str,
         requests: Sequence[GenerateRequest],
         choices: Sequence[Choice],
@@ -267,11 +267,10 @@ class Call:
         *,
         num_kept: int | None = None,
     ) -> None:
-        """`num_kept`: of the `num_per_prompt` choices of a prompt `finish` returns the so many most
-        likely; None = all.
+        """`stream`: the events of `requests`. `num_kept`: of the `num_per_prompt` choices of a
+        prompt `finish` returns the so many most likely; None = all.
         """
         self.call_id = call_id
-        self._backend = backend
         self.requests = requests
         """Of the choices that are returned, in their order."""
         self._num_kept = num_kept or num_per_prompt
@@ -281,12 +280,12 @@ class Call:
         self._by_id = {
             request.request_id: choice for request, choice in zip(requests, choices, strict=True)
         }
-        self._stream = EventStream(backend, requests)
+        self._stream = stream
 
     def run_as(self, tenant: str) -> None:
         """Give all sequences to `tenant`; before the call is entered."""
         self.requests = [msgspec.structs.replace(each, tenant=tenant) for each in self.requests]
-        self._stream = EventStream(self._backend, self.requests)
+        self._stream.run_as(tenant)
 
     async def __aenter__(self) -> Call:
         await self._stream.__aenter__()

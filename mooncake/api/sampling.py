@@ -185,6 +185,7 @@ def _check_limits(fields: GenerationFields, wanted: Wanted, config: ApiConfig) -
     if (fields.n or 1) > config.max_choices:
         raise InvalidRequest(f"n: at most {config.max_choices} choices per prompt", param="n")
     _check_best_of(fields, config)
+    _check_beam_search(fields)
     stops = fields.stops
     if len(stops) > config.max_stops:
         raise InvalidRequest(f"stop: at most {config.max_stops} stop strings", param="stop")
@@ -233,8 +234,30 @@ def _check_best_of(fields: GenerationFields, config: ApiConfig) -> None:
         )
     if best_of < (fields.n or 1):
         raise InvalidRequest(f"best_of: {best_of} is less than n={fields.n}", param="best_of")
-    if fields.stream and best_of > (fields.n or 1):
+    if fields.stream and best_of > (fields.n or 1) and not fields.use_beam_search:
         raise InvalidRequest("best_of is not available with stream=true", param="best_of")
+
+
+def _check_beam_search(fields: GenerationFields) -> None:
+    """Beams grow by the model's own probabilities: what changes those has no place beside them."""
+    if not fields.use_beam_search:
+        if fields.length_penalty not in (None, 1.0):
+            raise InvalidRequest(
+                "length_penalty: only with use_beam_search=true", param="length_penalty"
+            )
+        return
+    for name in _NOT_WITH_BEAMS:
+        if getattr(fields, name):
+            raise InvalidRequest(f"{name}: not together with use_beam_search", param=name)
+    if fields.repetition_penalty not in (None, 1.0):
+        raise InvalidRequest(
+            "repetition_penalty: not together with use_beam_search", param="repetition_penalty"
+        )
+
+
+_NOT_WITH_BEAMS = (
+    "logit_bias", "allowed_token_ids", "bad_words", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 
 
 def _logit_bias(fields: GenerationFields, model: ServedModel) -> dict[int, float]:

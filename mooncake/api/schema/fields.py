@@ -65,14 +65,14 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), "templates come from the checkpoint"),
     "function_call": (("none",), "use tools and tool_choice"),
     "functions": (([],), "use tools"),
-    "length_penalty": ((1, 1.0), "beam search is not supported"),
+    "length_penalty": ((1, 1.0), "beam search is there in /v1/chat/completions"),
     "logprob_token_ids": (([],), "use top_logprobs"),
     "modalities": ((["text"],), "this model writes text only"),
     "prompt_embeds": ((), "send text or token ids"),
     "repetition_detection": ((), "use repetition_penalty"),
     "suffix": (("",), "this model does not fill in the middle"),
     "thinking_token_budget": ((), "limit the whole answer with max_tokens"),
-    "use_beam_search": ((False,), "ask for the best of several samples with best_of"),
+    "use_beam_search": ((False,), "it is there in /v1/chat/completions"),
 }
 """Field -> (values that ask for nothing, what to do instead). null always asks for nothing."""
 
@@ -161,6 +161,10 @@ class GenerationFields(SharedFields):
     prompt_logprobs: int | None = Field(None, ge=0)
     best_of: int | None = Field(None, ge=1)
     """Generate so many and keep the `n` most likely."""
+    use_beam_search: bool | None = None
+    """Look for the `n` most likely answers with `n` beams, or `best_of`; nothing is sampled."""
+    length_penalty: float | None = Field(None, ge=-10, le=10)
+    """Of beam search: answers compare by logprob / number of tokens ** length_penalty."""
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None

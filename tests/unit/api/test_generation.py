@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from mooncake.api.backend import EventStream
 from mooncake.api.generation import Call, Choice, Delta, TextOptions
 from mooncake.api.message_parser import TOOL_MARKERS, find_markers
 from mooncake.base import (
@@ -146,7 +147,7 @@ def make_call(backend: ScriptedBackend, n: int, stops: tuple[str, ...] = ()) -> 
     asked = [request(f"r-{i}") for i in range(n)]
     options = TextOptions(stops=stops)
     choices = [Choice(i, one, TOKENIZER, options, [EOS]) for i, one in enumerate(asked)]
-    return Call(backend, "r", asked, choices, n)
+    return Call(EventStream(backend, asked), "r", asked, choices, n)
 
 
 def test_call_merges_choices_and_counts_the_prompt_once() -> None:
