@@ -151,6 +151,30 @@ class PoolSession:
             "the cluster up, and the secret right?"
         )
 
+    @property
+    def memory(self) -> memoryview:
+        """The registered memory that blocks go from and come to: `num_places` blocks. `put` and
+        `get` use all of it; who uses `put_from` and `get_into` must not call them meanwhile.
+        """
+        return self._region.buffer
+
+    def put_from(
+        self, keys: Sequence[BlockKey], offsets: Sequence[int], tenant: str = ""
+    ) -> list[BlockKey]:
+        """Store blocks, a run of one chain, that lie at `offsets` in `memory`; return those that
+        were written. Nothing is copied on the way.
+        """
+        start = partial(PoolClient.put_from, keys=keys, offsets=offsets, tenant=tenant)
+        written: list[BlockKey] = self._call(start)
+        return written
+
+    def get_into(self, keys: Sequence[BlockKey], offsets: Sequence[int]) -> int:
+        """Bring a run of blocks to `offsets` in `memory`; return how many came, from the first on.
+        Nothing is copied on the way.
+        """
+        count: int = self._call(partial(PoolClient.get_into, keys=keys, offsets=offsets))
+        return count
+
     def put(self, blocks: dict[BlockKey, bytes], tenant: str = "") -> list[BlockKey]:
         """Store blocks, a run of one chain; return those that were written. The others were there
         already, or there was no room. What this session asks next sees them, others a moment
@@ -167,8 +191,7 @@ class PoolSession:
                 for place, key in enumerate(keys):
                     self._view(place)[:] = blocks[key]
                 offsets = [place * self._block_bytes for place in range(len(keys))]
-                start = partial(PoolClient.put_from, keys=keys, offsets=offsets, tenant=tenant)
-                written += self._call(start)
+                written += self.put_from(keys, offsets, tenant)
         return written
 
     def get(self, keys: Sequence[BlockKey]) -> list[bytes]:
@@ -177,8 +200,7 @@ class PoolSession:
         for batch in self._batches(list(keys)):
             with self._memory_lock:
                 offsets = [place * self._block_bytes for place in range(len(batch))]
-                start = partial(PoolClient.get_into, keys=batch, offsets=offsets)
-                count = self._call(start)
+                count = self.get_into(batch, offsets)
                 found += [bytes(self._view(place)) for place in range(count)]
             if count < len(batch):
                 break

@@ -80,6 +80,17 @@ def test_blocks_come_back_and_can_be_looked_at_and_removed(session: PoolSession)
     assert state.load.num_running == state.load.num_waiting == 0
 
 
+def test_blocks_go_straight_from_and_to_registered_memory(session: PoolSession) -> None:
+    size = session.block_bytes
+    assert len(session.memory) == 4 * size
+    session.memory[size : 3 * size] = data(1) + data(2)
+    assert session.put_from([key(1), key(2)], [size, 2 * size]) == [key(1), key(2)]
+    session.memory[:] = bytes(4 * size)
+    assert session.get_into([key(1), key(2), key(3)], [3 * size, 0, size]) == 2
+    assert bytes(session.memory[3 * size :]) == data(1)
+    assert bytes(session.memory[:size]) == data(2)
+
+
 def test_data_of_the_wrong_size_is_refused(session: PoolSession) -> None:
     with pytest.raises(ValueError, match="not 1920"):
         session.put({key(1): b"short"})
