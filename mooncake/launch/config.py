@@ -137,5 +137,10 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
             "no model: give a checkpoint directory, e.g. mooncake serve checkpoints/k2-small "
             "(`mooncake model init` writes one)"
         )
+    for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+        if name in written and config.ssl_certfile is None:
+            raise ConfigError(f"{flag(name)} is for HTTPS: add --ssl-certfile FILE")
+    if config.ssl_cert_reqs and config.ssl_ca_certs is None:
+        raise ConfigError("ssl-cert-reqs: say whose certificates: --ssl-ca-certs FILE")
     if config.api_key and any(not key.isascii() for key in config.api_key):
         raise ConfigError("api-key: only ASCII characters can travel in a header")

@@ -14,11 +14,13 @@ from mooncake.api import (
     ApiConfig,
     GatewayBackend,
     ServedModel,
+    TlsConfig,
     bind,
     create_app,
     serve,
 )
 from mooncake.base import Clock, IdSource, MonotonicClock, SystemIds, Unavailable, WorkerRef
+from mooncake.launch.key_file import read_keys
 from mooncake.launch.plan import ServePlan
 from mooncake.launch.settings import ServeConfig
 from mooncake.rpc.channel import PolledChannel
@@ -47,6 +49,8 @@ class Front:
         self._clock = clock or MonotonicClock()
         self._metrics = Metrics(model_name)
         self._recent = Recent()
+        recorders = Recorders(self._metrics, self._recent)
+        self._recorders = recorders
         self.channel = channel
         self._app: Any = None
         self.gateway = Gateway(
@@ -55,7 +59,7 @@ class Front:
             Conductor(plan.scheduler, ids),
             channel,
             ids,
-            Recorders(self._metrics, self._recent),
+            recorders,
         )
         self.backend = GatewayBackend(
             self.gateway,
@@ -91,6 +95,8 @@ class Front:
             self.backend,
             model,
             api_config(config),
+            clock=self._clock,
+            recorder=self._recorders,
             recent=lambda: self._recent.status(self._clock.now()),
         )
         self.backend.start()
@@ -107,9 +113,25 @@ def api_config(config: ServeConfig) -> ApiConfig:
         port=config.port,
         served_model_names=config.names,
         api_keys=config.api_key,
+        keys=read_keys(config.api_keys_file) if config.api_keys_file else (),
+        tls=_tls(config),
         cors_origins=config.allowed_origins,
         drain_s=config.shutdown_timeout,
+        max_body_bytes=config.max_body_bytes,
+        keep_alive_s=config.timeout_keep_alive,
         access_log=config.access_log,
+    )
+
+
+def _tls(config: ServeConfig) -> TlsConfig | None:
+    if config.ssl_certfile is None:
+        return None
+    default_reqs = 0 if config.ssl_ca_certs is None else 2
+    return TlsConfig(
+        certfile=config.ssl_certfile,
+        keyfile=config.ssl_keyfile,
+        ca_certs=config.ssl_ca_certs,
+        cert_reqs=default_reqs if config.ssl_cert_reqs is None else config.ssl_cert_reqs,
     )
 
 

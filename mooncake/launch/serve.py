@@ -168,7 +168,8 @@ class _Serving:
             return self._workers.start(self._front, show)
 
     def _on_open(self, host: str, port: int) -> None:
-        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if self._config.ssl_certfile is None else "https"
+        self._url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _announce(self, rows: list[report.WorkerRow]) -> None:
         own = report.WorkerRow(

@@ -154,9 +154,34 @@ class ServeConfig:
         (), options.texts, DOOR, "KEY", "accepted key, may be repeated (env MOONCAKE_API_KEY)",
         repeat=True,
     )  # fmt: skip
+    api_keys_file: str | None = setting(
+        None, options.text, DOOR, "FILE",
+        "YAML list of keys, each with name, tenant, requests_per_min, tokens_per_min, "
+        "max_concurrent",
+    )  # fmt: skip
+    ssl_certfile: str | None = setting(
+        None, options.text, DOOR, "FILE", "certificate chain in PEM: the API is then HTTPS"
+    )
+    ssl_keyfile: str | None = setting(
+        None, options.text, DOOR, "FILE", "its private key (default: in the certificate's file)"
+    )
+    ssl_ca_certs: str | None = setting(
+        None, options.text, DOOR, "FILE", "authorities whose client certificates are let in"
+    )
+    ssl_cert_reqs: int | None = setting(
+        None, options.count(0, 2), DOOR, "N",
+        "client certificates: 0 none, 1 optional, 2 needed (default: 2 with --ssl-ca-certs)",
+    )  # fmt: skip
     allowed_origins: tuple[str, ...] = setting(
         (), options.texts, DOOR, "ORIGIN", "web origin whose pages may call, may be repeated",
         repeat=True,
+    )  # fmt: skip
+    max_body_bytes: int = setting(
+        32 << 20, options.size(1), DOOR, "SIZE", "largest body of a request; larger ones get 413"
+    )
+    timeout_keep_alive: int = setting(
+        120, options.count(1, 86400), DOOR, "S",
+        "seconds that idle connections stay open; longer than a proxy before it keeps them",
     )  # fmt: skip
     access_log: bool = setting(
         False, options.truth, DOOR, "", "log every HTTP request", switch=True

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.api import TlsConfig
 from mooncake.base import ConfigError
 from mooncake.launch import options
 from mooncake.launch.config import REFUSED, read_file, resolve, unknown_setting
+from mooncake.launch.front import api_config
 from mooncake.launch.settings import SECRETS, ServeConfig
 
 
@@ -145,3 +147,23 @@ def test_what_people_bring_from_elsewhere_is_answered() -> None:
     assert unknown_setting("--max-num-seq") == (
         "unknown setting max-num-seq (did you mean max-num-seqs?)"
     )
+
+
+def test_the_door_gets_its_keys_its_limits_and_its_certificates(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: alice, key: sk-a, tenant: red, max_concurrent: 2}]")
+    given = {"model": "m", "api_key": "plain", "api_keys_file": str(keys), "max_body_bytes": "1MiB"}
+    door = api_config(resolve(given | {"timeout_keep_alive": "75"}, None, {}))
+    assert door.api_keys == ("plain",)
+    assert [(key.name, key.tenant, key.max_concurrent) for key in door.keys] == [
+        ("alice", "red", 2)
+    ]
+    assert (door.max_body_bytes, door.keep_alive_s, door.tls) == (1 << 20, 75, None)
+    tls = {"model": "m", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem"}
+    assert api_config(resolve(tls, None, {})).tls == TlsConfig(certfile="c.pem", keyfile="k.pem")
+    tls["ssl_ca_certs"] = "ca.pem"
+    for written, cert_reqs in ((None, 2), ("1", 1), ("0", 0)):
+        more = {} if written is None else {"ssl_cert_reqs": written}
+        served = api_config(resolve(tls | more, None, {})).tls
+        assert served is not None
+        assert (served.ca_certs, served.cert_reqs) == ("ca.pem", cert_reqs)
