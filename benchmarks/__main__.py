@@ -7,9 +7,11 @@ import sys
 from benchmarks import (
     constrained,
     door,
+    kv_ssd,
     overhead,
     paper,
     placement,
+    pool_values,
     remote_prefix,
     serve,
     sim_vs_real,
@@ -25,6 +27,8 @@ BENCHMARKS = {
     "paper": paper.main,
     "placement": placement.main,
     "transfer": transfer.main,
+    "pool-values": pool_values.main,
+    "kv-ssd": kv_ssd.main,
     "sim-vs-real": sim_vs_real.main,
 }
 

@@ -1,5 +1,5 @@
 """Throughput of the SSD tier beside plain large `pread` and `pwrite` on the same disk:
-`python -m benchmarks.kv_ssd --directory /mnt/nvme0 --size 4GiB`.
+`python -m benchmarks kv-ssd --directory /mnt/nvme0 --size 4GiB`.
 
 Plain I/O uses the same direct mode, the same number of threads and requests as large, and neither
 hashes nor names what it moves. Rounds of both alternate, so that a disk's moods hit both alike.
@@ -15,13 +15,14 @@ import select
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from mooncake.base import KvLayout, parse_bytes
+from benchmarks.bars import bars, write_page
+from mooncake.base import KvLayout, format_bytes, parse_bytes
 from mooncake.kvstore.block_record import checksum_of
 from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.disk import DiskBlock, DiskDone, Outcome
@@ -115,8 +116,10 @@ def gigabytes_per_s(num_bytes: int, work: Callable[[], None]) -> float:
     return num_bytes / (time.perf_counter() - began_s) / 1e9
 
 
-def compare(directory: Path, layout: KvLayout, num_bytes: int, args: argparse.Namespace) -> None:
-    """Print one block size's figures."""
+def compare(
+    directory: Path, layout: KvLayout, num_bytes: int, args: argparse.Namespace
+) -> tuple[str, dict[str, float]]:
+    """Return one block size's table for people, and its GB/s by way."""
     num_blocks = max(1, num_bytes // layout.block_bytes)
     directory.mkdir()
     tier = Tier(directory / "tier", layout, num_blocks, args.threads)
@@ -146,30 +149,42 @@ def compare(directory: Path, layout: KvLayout, num_bytes: int, args: argparse.Na
 
     hashing = gigabytes_per_s(total, hash_all)
     sizes = f"{size / 2**20:.2f} MiB, {request / 2**20:.1f} MiB a request, {total / 2**30:.1f} GiB"
-    print(f"blocks of {sizes}, {args.threads} threads, direct={tier.disks.is_direct}")
+    lines = [f"blocks of {sizes}, {args.threads} threads, direct={tier.disks.is_direct}"]
     for kind in ("write", "write+hash", "read"):
-        ours, theirs = medians[f"tier {kind}"], medians[f"plain {kind.split('+')[0]}"]
-        print(
-            f"  {kind:10}  tier {ours:6.2f} GB/s   plain {theirs:6.2f} GB/s   "
-            f"ratio {ours / theirs:.2f}"
+        base = f"plain {kind.split('+')[0]}"
+        ours, theirs = medians[f"tier {kind}"], medians[base]
+        ratio = statistics.median(
+            a / b for a, b in zip(rates[f"tier {kind}"], rates[base], strict=True)
         )
-    print(f"  xxh3-64 alone, one thread: {hashing:.1f} GB/s")
+        lines.append(
+            f"  {kind:10}  tier {ours:6.2f} GB/s   plain {theirs:6.2f} GB/s   ratio {ratio:.2f}"
+        )
+    lines.append(f"  xxh3-64 alone, one thread: {hashing:.1f} GB/s")
     tier.disks.close()
     plain.close()
     (directory / "plain").unlink()
+    return "\n".join(lines), medians
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks kv-ssd", description=__doc__)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--size", default="1GiB", help="bytes moved in each round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=4)
-    args = parser.parse_args()
+    parser.add_argument("--page", type=Path, default=Path("build/benchmarks/kv_ssd.html"))
+    args = parser.parse_args(argv)
+    tables: list[str] = []
+    groups: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         for layout in (K2_BLOCK, SMALL_BLOCK):
-            compare(Path(directory) / str(layout.block_bytes), layout, parse_bytes(args.size), args)
-
-
-if __name__ == "__main__":
-    main()
+            inside = Path(directory) / str(layout.block_bytes)
+            told, rates = compare(inside, layout, parse_bytes(args.size), args)
+            print(told)
+            tables.append(told)
+            groups[f"blocks of {format_bytes(layout.block_bytes)}"] = rates
+    title = "The SSD tier beside plain I/O"
+    write_page(args.page, title, "\n".join(tables), [bars(title, "GB/s", groups, "tier")])
+    print(f"plot: {args.page}")
+    return 0

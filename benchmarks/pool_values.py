@@ -1,0 +1,278 @@
+"""Putting and getting values of 1 to 32 MiB: our pool beside upstream's store, over TCP.
+
+    python -m benchmarks pool-values [--sizes 1MiB,32MiB] [--rounds N] [--page OUT]
+
+A client process and a node process each, on one machine; values go straight from and to registered
+memory (`put_from`, `get_into`), under a fresh name every time, and each is removed before the next
+round. Ours hashes every block at both ends, upstream hashes none. Upstream is run only in a network
+that holds nothing but the loopback, which is made where allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from benchmarks import upstream
+from benchmarks.bars import bars, write_page
+from benchmarks.servers import load, machine
+from mooncake.base import KvLayout, MonotonicClock, Role, WorkerHello, WorkerRef
+from mooncake.base.memory import format_bytes, parse_bytes
+from mooncake.kvstore import KvNode, KvStoreConfig
+from mooncake.launch import machine_facts
+from mooncake.launch.disks import open_disks
+from mooncake.launch.driver import Driver
+from mooncake.launch.pool_session import PoolSession, PoolSessionConfig
+from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.transfer.factory import TransferConfig, open_transfer
+
+MIB = 2**20
+LAYOUT = KvLayout(
+    num_layers=8, block_tokens=64, kv_width=1024, dtype="bfloat16", fingerprint="values"
+)
+"""Blocks of 1 MiB."""
+NODE_BYTES = 1024 * MIB
+CLIENT_BYTES = 64 * MIB
+SECRET = "a secret of this benchmark"
+Way = Callable[[str, int, int], float]
+"""(name, where in the client's memory, bytes) -> seconds."""
+
+
+def serve_node(pipe: Connection) -> None:
+    """One pool node, driven until the pipe says otherwise."""
+    channel, gateway = (ZmqChannel("127.0.0.1", secret=SECRET) for _ in range(2))
+    clock = MonotonicClock()
+    wanted = TransferConfig(secret=SECRET, host=machine_facts.boot_id(), protocols=["tcp", "shm"])
+    transfer = open_transfer(wanted, "values-node", clock)
+    hello = WorkerHello(
+        worker=WorkerRef("kv", "e1", channel.address), role=Role.KVSTORE, node_id="n", host="h",
+        pid=1, layout_fingerprint=LAYOUT.fingerprint, block_tokens=64, num_blocks=0,
+    )  # fmt: skip
+    config = KvStoreConfig(dram_bytes=NODE_BYTES)
+    disks = open_disks(config, LAYOUT)
+    node = KvNode(config, hello, LAYOUT, channel, transfer, gateway.address, disks)
+    driver = Driver(node, channel, transfer=transfer, disks=disks, clock=clock)
+    thread = threading.Thread(target=driver.run)
+    thread.start()
+    pipe.send((channel.address, gateway.address))
+    pipe.recv()
+    driver.stop()
+    thread.join()
+    disks.close()
+    channel.close()
+    gateway.close()
+    transfer.close()
+
+
+class Ours:
+    """Values as runs of blocks through one session."""
+
+    def __init__(self, session: PoolSession) -> None:
+        self._session = session
+        session.memory[:] = bytes(range(256)) * (CLIENT_BYTES // 256)
+
+    def _run(self, name: str, start: int, size: int) -> tuple[list[bytes], list[int]]:
+        head = name.encode().ljust(12, b".")[:12]
+        keys = [head + n.to_bytes(4, "big") for n in range(size // MIB)]
+        return keys, list(range(start, start + size, MIB))
+
+    def put(self, name: str, start: int, size: int) -> float:
+        """Store a value; return the seconds it took."""
+        keys, offsets = self._run(name, start, size)
+        begun = time.perf_counter()
+        written = self._session.put_from(keys, offsets)
+        took = time.perf_counter() - begun
+        if len(written) != len(keys):
+            raise RuntimeError(f"{name}: {len(written)} of {len(keys)} blocks were taken")
+        return took
+
+    def get(self, name: str, start: int, size: int) -> float:
+        """Fetch a value; return the seconds it took."""
+        keys, offsets = self._run(name, start, size)
+        begun = time.perf_counter()
+        count = self._session.get_into(keys, offsets)
+        took = time.perf_counter() - begun
+        if count != len(keys):
+            raise RuntimeError(f"{name}: {count} of {len(keys)} blocks came")
+        return took
+
+    def remove(self, name: str, size: int) -> None:
+        """Take a value out again."""
+        self._session.remove(self._run(name, 0, size)[0])
+
+
+@contextmanager
+def our_pool(protocol: str) -> Iterator[Ours]:
+    """A node in a process of its own, and a client of it here."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=serve_node, args=(theirs,), daemon=True)
+    process.start()
+    store, gateway = pipe.recv()
+    settings = PoolSessionConfig(
+        gateway_address=gateway, cluster_secret=SECRET, layout=LAYOUT, store_address=store,
+        transfer_protocols=[protocol], num_places=CLIENT_BYTES // MIB,
+    )  # fmt: skip
+    with PoolSession(settings) as session:
+        yield Ours(session)
+    pipe.send("done")
+    process.join()
+
+
+class Theirs:
+    """Values of upstream's store, through a client of it that holds none."""
+
+    def __init__(self, client: upstream.UpstreamProcess) -> None:
+        self._client = client
+
+    def put(self, name: str, start: int, size: int) -> float:
+        """Store a value; return the seconds it took."""
+        took: float = self._client.call("put", name, start, size)
+        return took
+
+    def get(self, name: str, start: int, size: int) -> float:
+        """Fetch a value; return the seconds it took."""
+        took: float = self._client.call("get", name, start, size)
+        return took
+
+    def remove(self, name: str, _size: int) -> None:
+        """Take a value out again, unless its lease still runs: then the store evicts it."""
+        self._client.call("remove", name)
+
+
+@contextmanager
+def upstream_store() -> Iterator[Theirs]:
+    """Upstream's master, a process that lends memory to the store, and a client."""
+    ports = [free_port() for _ in range(2)]
+    with ExitStack() as opened:
+        words = [f"--rpc_port={ports[0]}", f"--metrics_port={ports[1]}"]
+        options = ["--rpc_address=127.0.0.1", "--default_kv_lease_ttl=200"]
+        master = subprocess.Popen(
+            [str(upstream.ENVIRONMENT / "bin" / "mooncake_master"), *words, *options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        opened.callback(master.wait)
+        opened.callback(master.kill)
+        wait_for_listener(ports[0])
+        address = f"127.0.0.1:{ports[0]}"
+        for segment in (NODE_BYTES, 0):
+            member = upstream.UpstreamProcess("store", address, segment, CLIENT_BYTES)
+            client = opened.enter_context(member)
+        yield Theirs(client)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def wait_for_listener(port: int, seconds: float = 30.0) -> None:
+    """Raise TimeoutError unless somebody listens on the port in time."""
+    limit = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > limit:
+                raise TimeoutError(f"nobody listens on port {port}") from error
+            time.sleep(0.05)
+
+
+Figures = dict[int, dict[str, list[float]]]
+"""Bytes of a value -> what -> seconds of each round."""
+
+
+def measure(pools: dict[str, Ours | Theirs], sizes: Sequence[int], rounds: int) -> Figures:
+    """Put and get by turns, `rounds` times after one to warm up."""
+    figures: Figures = {}
+    for size in sizes:
+        found = figures[size] = {f"{name} {op}": [] for op in ("put", "get") for name in pools}
+        for number in range(rounds + 1):
+            name = f"v{size // MIB}.{number}"
+            start = (number * size) % CLIENT_BYTES
+            for who, pool in pools.items():
+                for op, call in (("put", pool.put), ("get", pool.get)):
+                    took = call(name, start, size)
+                    if number:
+                        found[f"{who} {op}"].append(took)
+            if number:
+                for pool in pools.values():
+                    pool.remove(f"v{size // MIB}.{number - 1}", size)
+        print(f"{format_bytes(size)} done", file=sys.stderr)
+    return figures
+
+
+def table(figures: Figures) -> str:
+    """Return the table: ms (GB/s), then upstream's time by ours."""
+    head = "| | " + " | ".join(format_bytes(size) for size in figures) + " |"
+    lines = [head, "|---" * (1 + len(figures)) + "|"]
+    names = list(next(iter(figures.values())))
+    for name in names:
+        cells = []
+        for size, row in figures.items():
+            took = statistics.median(row[name])
+            cells.append(f"{1e3 * took:.2f} ({size / took / 1e9:.1f})")
+        lines.append(f"| {name}, ms (GB/s) | " + " | ".join(cells) + " |")
+    for name in names:
+        who, _, op = name.partition(" ")
+        if who != "upstream" and f"upstream {op}" in names:
+            cells = [
+                f"{speedup(row[name], row[f'upstream {op}']):.2f}x" for row in figures.values()
+            ]
+            lines.append(f"| speed of {name} / upstream {op} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def speedup(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the median over the rounds of their time by ours."""
+    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+
+
+def main(argv: Sequence[str]) -> int:
+    """See the module."""
+    args = _arguments(argv)
+    reason = "not asked for" if args.no_upstream else upstream.prepare("pool-values", list(argv))
+    sizes = [parse_bytes(text) for text in args.sizes.split(",")]
+    with ExitStack() as opened:
+        pools: dict[str, Ours | Theirs] = {
+            protocol: opened.enter_context(our_pool(protocol)) for protocol in ("tcp", "shm")
+        }
+        if reason is None:
+            pools["upstream"] = opened.enter_context(upstream_store())
+        figures = measure(pools, sizes, args.rounds)
+    peer = f"upstream {upstream.VERSION}" if reason is None else f"without upstream ({reason})"
+    said = f"{machine()}; {args.rounds} rounds, load {load()}; {peer}\n\n{table(figures)}"
+    print(said)
+    groups = {
+        format_bytes(size): {
+            name: size / statistics.median(values) / 1e9 for name, values in row.items()
+        }
+        for size, row in figures.items()
+    }
+    title = "Values put to and got from a pool"
+    write_page(args.page, title, said, [bars(title, "GB/s", groups, "tcp shm")])
+    print(f"\nplot: {args.page}")
+    return 0
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks pool-values", description=__doc__)
+    parser.add_argument("--sizes", default="1MiB,2MiB,4MiB,8MiB,16MiB,32MiB")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-upstream", action="store_true")
+    parser.add_argument("--page", type=Path, default=Path("build/benchmarks/pool_values.html"))
+    return parser.parse_args(argv)
