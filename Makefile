@@ -13,12 +13,13 @@ TORCH_INDEX ?=
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install serve test test-rdma soak check fmt bench public-names clean
+.PHONY: help install serve test test-browser test-rdma soak check fmt bench public-names clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
 	@echo "make serve     write $(MODEL) once (PRESET=k2-nano|k2-tiny|k2-small), serve it on 127.0.0.1:8000"
 	@echo "make test      all checks and all tests      make check  the checks alone      make fmt  format"
+	@echo "make test-browser  the web page in a headless chromium (Debian's, installed by apt where it is missing)"
 	@echo "make test-rdma  transfer over real verbs, on a virtual machine with two Soft-RoCE devices"
 	@echo "make soak      random faults on simulated clusters (SEEDS=1000 FIRST=0)"
 	@echo "make bench     the benchmarks behind the README's numbers"
@@ -50,7 +51,13 @@ check: $(STAMP)
 	$(BIN)/pytest -q tests/arch
 
 test: check
-	$(BIN)/pytest -q --ignore tests/arch
+	$(BIN)/pytest -q --ignore tests/arch --ignore tests/browser
+
+# Skips, saying why, where there is no chromium and none can be installed.
+test-browser: $(STAMP)
+	@command -v chromium >/dev/null || timeout 600 sh -c 'apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
+	  apt-get -qq install --yes --no-install-recommends chromium fonts-dejavu-core' >/dev/null 2>&1 || true
+	$(BIN)/pytest -q tests/browser
 
 # On a virtual machine with two software RDMA devices; skips, saying why, where none can be had.
 test-rdma: $(STAMP)

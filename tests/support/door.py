@@ -181,6 +181,10 @@ class ScriptedBackend:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_hanging(self) -> int:
+        return len(self._hanging)
+
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         assert request.request_id not in self._running
         self.requests.append(request)

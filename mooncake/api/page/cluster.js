@@ -147,6 +147,14 @@ function draw({ status, recent }) {
   tell(status.draining ? "live, shutting down" : serving, "live");
 }
 
+function show(news) {
+  try {
+    draw(news);
+  } catch (problem) {
+    reportError(problem); // our own mistake: not a lost connection
+  }
+}
+
 function tell(text, state) {
   const live = byId("live");
   if (live.textContent !== text) live.textContent = text;
@@ -161,7 +169,7 @@ const pause = (ms, signal) => new Promise((resolve) => {
 async function follow(signal) {
   while (!signal.aborted) {
     try {
-      for await (const news of events("v1/cluster/events", { signal })) draw(news);
+      for await (const news of events("v1/cluster/events", { signal })) show(news);
       tell("connection lost, trying again", "waiting");
     } catch (problem) {
       if (signal.aborted) return;

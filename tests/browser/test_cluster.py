@@ -1,0 +1,133 @@
+"""The page over a real server of k2-nano: an answer, a stop, the cluster as it works."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+from playwright.sync_api import Route, expect
+
+from mooncake.api.config import ApiConfig
+from tests.browser.support import WAIT_S, DoorThread, Visit
+from tests.support.door import says
+from tests.support.server_process import ServerProcess
+
+LONG = 30_000
+"""More tokens than are made before a test has looked."""
+
+Visits = Callable[..., Visit]
+
+
+def wait_for_load(server: ServerProcess, wanted: int) -> None:
+    """Wait until so many sequences run in the engine, and as many requests are in the house."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        status = server.get("/v1/cluster/status")
+        running = sum(worker["load"].get("num_running", 0) for worker in status["workers"])
+        if running == status["load"]["num_inflight"] == wanted:
+            return
+    raise AssertionError(f"not {wanted} running: {status}")
+
+
+@contextmanager
+def generating(server: ServerProcess) -> Iterator[None]:
+    """Keep one long generation running."""
+    body = {"prompt": "x", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=WAIT_S) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        yield
+
+
+def without_end(route: Route) -> None:
+    """Let a request of the page go through, asking for tokens past the end of the text."""
+    body: dict[str, Any] = json.loads(route.request.post_data or "{}")
+    route.continue_(post_data=json.dumps(body | {"ignore_eos": True}))
+
+
+def running(page: Visit, worker: str) -> Any:
+    """Return the cell that says how many sequences a worker runs."""
+    row = page.page.locator("#workers tbody tr").filter(has_text=worker)
+    return row.locator("td.num").first
+
+
+def test_an_answer_of_k2_nano_streams(server: ServerProcess, visit: Visits) -> None:
+    page = visit(server.url)
+    expect(page.page.locator("#model")).to_have_value("k2-nano")
+    page.page.locator("#max_tokens").fill("24")
+    page.page.route("**/v1/chat/completions", without_end)
+    page.say("Hello there")
+    expect(page.page.locator(".foot")).to_contain_text("24 tokens · first after")
+    expect(page.page.locator(".foot")).to_contain_text("cut off at the token limit")
+    assert page.answers.locator("> .text").inner_text().strip()
+
+
+def test_a_call_that_a_real_model_must_make_is_shown(server: ServerProcess, visit: Visits) -> None:
+    page = visit(server.url)
+    page.page.get_by_role("button", name="Insert an example").click()
+    page.page.get_by_label("Tool choice").select_option("required")
+    page.page.locator("#max_tokens").fill("2000")
+    page.say("What is the weather?")
+    page.see(".call >> nth=0")
+    page.wait_for_end()
+    expect(page.page.locator(".call-name").first).to_have_text("get_weather")
+    arguments = json.loads(page.page.locator(".call pre").first.inner_text())
+    assert arguments["city"] in ("Beijing", "Oslo", "Paris")
+    expect(page.page.get_by_label("Result of get_weather").first).to_be_focused()
+
+
+def test_stop_ends_the_work_in_the_engine(server: ServerProcess, visit: Visits) -> None:
+    wait_for_load(server, 0)
+    before = server.get("/v1/cluster/status")["counters"].get("requests_abort", 0)
+    page = visit(server.url)
+    page.page.locator("#max_tokens").fill(str(LONG))
+    page.page.route("**/v1/chat/completions", without_end)
+    page.say("Count to a million")
+    expect(page.answers.locator("> .text")).not_to_be_empty()
+    wait_for_load(server, 1)
+    page.page.keyboard.press("Escape")
+    page.wait_for_end()
+    expect(page.page.locator(".foot")).to_contain_text("stopped")
+    wait_for_load(server, 0)
+    assert server.get("/v1/cluster/status")["counters"]["requests_abort"] == before + 1
+
+
+def test_the_cluster_page_follows_the_load(server: ServerProcess, visit: Visits) -> None:
+    wait_for_load(server, 0)
+    page = visit(server.url)
+    page.page.get_by_role("link", name="Cluster").click()
+    expect(page.page.locator("#live")).to_have_text("live")
+    for worker in ("decode-0", "kvstore-0"):
+        expect(page.page.get_by_role("rowheader", name=worker)).to_be_visible()
+    expect(running(page, "decode-0")).to_have_text("0")
+    with ExitStack() as stack:
+        for number in (1, 2):
+            stack.enter_context(generating(server))
+            expect(running(page, "decode-0")).to_have_text(str(number))
+        figures = page.page.locator("#figures")
+        expect(figures.locator(".figure", has_text="Requests")).to_contain_text("2")
+        for name in ("TTFT", "TBT"):
+            expect(figures.locator(".figure", has_text=name).locator("strong")).to_contain_text("s")
+        third = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=WAIT_S)
+        assert third.status_code in (429, 503)  # two requests fill this server
+        refused = page.page.locator("#refusals tbody tr").first
+        expect(refused).to_contain_text(str(third.status_code))
+        expect(refused).to_contain_text("ago")
+    expect(running(page, "decode-0")).to_have_text("0")
+    dram = page.page.locator("#tiers .card", has_text="DRAM")
+    expect(dram).to_contain_text("32 MiB")
+
+
+def test_the_feed_is_left_when_nobody_looks(door: Callable[..., DoorThread], visit: Visits) -> None:
+    served = door(says("x"), config=ApiConfig(port=0, drain_s=0.2, feed_s=0.05, max_listeners=1))
+    page = visit(served.url)
+    for _ in range(3):  # the only place for a listener is free again each time
+        page.page.get_by_role("link", name="Cluster").click()
+        expect(page.page.locator("#live")).to_have_attribute("data-state", "live")
+        page.page.get_by_role("link", name="Chat").click()
+        expect(page.page.locator("#cluster")).to_be_hidden()
+        served.wait_until_nobody_listens()
