@@ -264,6 +264,41 @@ def test_logprobs_prompt_logprobs_echo_and_n_are_those_of_transformers(
         assert alone["choices"][0]["token_ids"] == choice["token_ids"]
 
 
+@pytest.mark.parametrize(("width", "penalty", "ends"), [(4, 1.0, 0), (3, 2.0, 0), (4, 0.0, 3)])
+def test_beam_search_finds_what_transformers_finds(
+    server: Server, truth: Any, width: int, penalty: float, ends: int
+) -> None:
+    """`ends`: so many of the likely tokens end an answer, so that lengths differ."""
+    prompt = [40, 50, 60, 70, 80]
+    likely = true_logprobs(truth, prompt)[-1].topk(20).indices.tolist()
+    stop_ids = likely[1 : 1 + ends]
+    with torch.inference_mode():
+        expected = truth.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)),
+            num_beams=width, num_return_sequences=width, max_new_tokens=8, do_sample=False,
+            length_penalty=penalty, early_stopping="never", eos_token_id=stop_ids or None,
+            pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+    answer = server.complete(
+        prompt, n=width, max_tokens=8, use_beam_search=True, length_penalty=penalty,
+        ignore_eos=True, stop_token_ids=stop_ids, logprobs=0,
+    )  # fmt: skip
+    num_same = 0
+    for choice, tokens, score in zip(
+        answer["choices"], expected.sequences.tolist(), expected.sequences_scores, strict=True
+    ):
+        got = choice["token_ids"]
+        total = sum(choice["logprobs"]["token_logprobs"]) / len(got) ** penalty
+        # An end among the less likely tokens counts here, as in vLLM, and not there.
+        if total < score.item() + TOLERANCE:
+            assert got == tokens[len(prompt) : len(prompt) + len(got)]
+            assert total == pytest.approx(score.item(), abs=5 * TOLERANCE)
+        num_same += total < score.item() + TOLERANCE
+    assert num_same >= (width - 1 if ends else width)
+    if ends:
+        assert any(choice["finish_reason"] == "stop" for choice in answer["choices"])
+
+
 def test_k2vvs_measure_on_a_random_model(server: Server, bias: dict[str, float]) -> None:
     """Its own request format, random tools, random weights: every finished call is right."""
     maker = SchemaMaker(21)
