@@ -76,8 +76,10 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     hard_pin_share: float = 0.5
     """Share of the DRAM blocks that may carry hard pins: the rest stays a cache."""
     tenant_quota_bytes: dict[str, int] = {}
-    """Most bytes a tenant may hold; a tenant at its quota evicts its own blocks. Not named: no
-    quota."""
+    """Most bytes of DRAM a tenant may hold; a tenant at its quota evicts its own blocks. Not named:
+    no quota."""
+    tenant_ssd_quota_bytes: dict[str, int] = {}
+    """The same of all disks together."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -104,11 +106,12 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                     f"kvstore.{name}: no policy {getattr(self, name)!r}; one of "
                     f"{', '.join(POLICIES)}"
                 )
-        for tenant, quota in self.tenant_quota_bytes.items():
-            if quota < 0:
-                raise ConfigError(
-                    f"kvstore.tenant_quota_bytes: {tenant!r} must not be negative, not {quota}"
-                )
+        for name in ("tenant_quota_bytes", "tenant_ssd_quota_bytes"):
+            for tenant, quota in getattr(self, name).items():
+                if quota < 0:
+                    raise ConfigError(
+                        f"kvstore.{name}: {tenant!r} must not be negative, not {quota}"
+                    )
 
     def num_blocks(self, layout: KvLayout) -> int:
         """Return how many blocks fit `dram_bytes`; raises ConfigError when none does."""

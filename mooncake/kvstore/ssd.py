@@ -6,12 +6,14 @@ Pure bookkeeping; owned by the node's `Tiering`. It does no I/O and knows no are
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 
 from mooncake.base import BlockKey, InternalError
 from mooncake.kvstore.disk import FoundBlock
 from mooncake.kvstore.eviction import EvictionPolicy
+from mooncake.kvstore.tenants import TenantEviction
 
 
 class _State(Enum):
@@ -38,7 +40,7 @@ class _Disk:
     when they must.
     """
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+    def __init__(self, num_slots: int, policy: TenantEviction) -> None:
         self.num_slots = num_slots
         self.policy = policy
         self.free: list[int] = []
@@ -58,8 +60,19 @@ class _Disk:
 class SsdTier:
     """Blocks by key in slots. Every slot is free, writing, stored, being erased or retired."""
 
-    def __init__(self, num_slots: Sequence[int], make_policy: Callable[[], EvictionPolicy]) -> None:
-        self._disks = [_Disk(number, make_policy()) for number in num_slots]
+    def __init__(
+        self,
+        num_slots: Sequence[int],
+        make_policy: Callable[[], EvictionPolicy],
+        quotas: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """`quotas`: tenant -> most blocks it may have on all disks together, shared out to them by
+        their sizes.
+        """
+        self._disks = [
+            _Disk(number, TenantEviction(make_policy, share))
+            for number, share in zip(num_slots, _shares(num_slots, quotas), strict=True)
+        ]
         self._blocks: dict[BlockKey, SsdBlock] = {}
         self._num_stored = 0
 
@@ -98,21 +111,27 @@ class SsdTier:
         if disk.is_open:
             raise InternalError(f"disk {number} was opened twice")
         disk.is_open = True
-        kept: list[BlockKey] = []
+        kept: dict[BlockKey, None] = {}
         taken: set[int] = set()
         for one in found:
             if one.key in self._blocks or one.slot in taken or one.slot >= disk.num_slots:
                 continue
+            if disk.policy.is_full(one.tenant):
+                loser = disk.policy.pop(one.tenant)
+                if loser is None:
+                    continue
+                taken.discard(self._blocks.pop(loser).slot)
+                del kept[loser]
+            disk.policy.charge(one.key, one.tenant)
+            disk.policy.release([one.key])
             block = SsdBlock(number, one.slot, one.tenant, one.checksum)
             block.state = _State.STORED
             self._blocks[one.key] = block
             taken.add(one.slot)
-            kept.append(one.key)
+            kept[one.key] = None
         disk.free = [slot for slot in range(disk.num_slots) if slot not in taken]
-        for key in kept:
-            disk.policy.release([key])
         self._num_stored += len(kept)
-        return kept
+        return list(kept)
 
     def pause(self, disk: int, until_s: float) -> None:
         """Write nothing to a disk until then: it failed, or is full."""
@@ -125,14 +144,14 @@ class SsdTier:
     ) -> tuple[list[BlockKey], list[BlockKey]]:
         """Find slots, all on one disk, for blocks (key, tenant, checksum) not known here.
 
-        Returns (keys that have one now, from the first on; keys evicted for them). Disks are filled
-        evenly.
+        Returns (keys that have one now; keys evicted for them). Disks are filled evenly. A tenant
+        at its quota overwrites its own blocks only.
         """
         disk, number = max(
             (
                 (disk, number)
                 for number, disk in enumerate(self._disks)
-                if disk.usable(now) and disk.num_available
+                if disk.usable(now) and disk.num_available and disk.policy.admits(blocks[0][1])
             ),
             key=lambda one: (len(one[0].free) / one[0].num_slots, one[0].num_available, -one[1]),
             default=(None, -1),
@@ -142,13 +161,15 @@ class SsdTier:
         if disk is None:
             return reserved, evicted
         for key, tenant, checksum in blocks:
-            if not disk.free:
-                loser = disk.policy.pop()
+            full = disk.policy.is_full(tenant)
+            if full or not disk.free:
+                loser = disk.policy.pop(tenant if full else None)
                 if loser is None:
-                    break
+                    continue
                 heapq.heappush(disk.free, self._blocks.pop(loser).slot)
                 self._num_stored -= 1
                 evicted.append(loser)
+            disk.policy.charge(key, tenant)
             self._blocks[key] = SsdBlock(number, heapq.heappop(disk.free), tenant, checksum)
             reserved.append(key)
         return reserved, evicted
@@ -165,6 +186,7 @@ class SsdTier:
         block = self._blocks.pop(key)
         if block.state is not _State.WRITING:
             raise InternalError(f"block {key.hex()} is on a disk and cannot be abandoned")
+        self._disks[block.disk].policy.forget(key)
         heapq.heappush(self._disks[block.disk].free, block.slot)
 
     # ------------------------------------------------------------------ reading
@@ -225,6 +247,20 @@ class SsdTier:
                 assert total == disk.num_slots, "a slot was lost or freed twice"
             loose = [b for b in mine if b.state is _State.STORED and not b.readers]
             assert len(disk.policy) == len(loose)
+            disk.policy.check_integrity()
             assert all(b.readers >= 0 for b in mine)
             stored += sum(block.state is _State.STORED for block in mine)
         assert stored == self._num_stored
+
+
+def _shares(num_slots: Sequence[int], quotas: Mapping[str, int]) -> list[dict[str, int]]:
+    """Return each disk's part of every quota; nothing is lost by rounding."""
+    total, before, shares = max(1, sum(num_slots)), 0, []
+    for number in num_slots:
+        ends = (before + number, before)
+        shares.append(
+            {tenant: quota * ends[0] // total - quota * ends[1] // total
+             for tenant, quota in quotas.items()}
+        )  # fmt: skip
+        before += number
+    return shares

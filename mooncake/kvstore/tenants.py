@@ -40,6 +40,10 @@ class TenantEviction:
         """Whether `tenant` may not have another block."""
         return tenant in self._quotas and self._used[tenant] >= self._quotas[tenant]
 
+    def admits(self, tenant: str) -> bool:
+        """Whether `tenant` may have blocks at all."""
+        return self._quotas.get(tenant, 1) > 0
+
     def charge(self, key: BlockKey, tenant: str) -> None:
         """Count a block that `tenant` is about to write."""
         if tenant in self._quotas:

@@ -63,7 +63,9 @@ class Tiering:
         self._announce = announce
         self._loaded = loaded
         self._counters = counters
-        self.ssd = SsdTier(disks.num_slots, POLICIES[config.ssd_eviction])
+        quotas = {t: size // dram.block_bytes for t, size in config.tenant_ssd_quota_bytes.items()}
+        self.ssd = SsdTier(disks.num_slots, POLICIES[config.ssd_eviction], quotas)
+        self._unwanted = {tenant for tenant, quota in quotas.items() if not quota}
         self._uses: dict[BlockKey, int] = {}
         self._candidates: OrderedDict[BlockKey, None] = OrderedDict()
         self._writes: dict[int, _Move] = {}
@@ -135,15 +137,20 @@ class Tiering:
             dram.hold(keys)
             for key in keys:
                 del self._candidates[key]
+            for key in wanted:
+                if key in self._candidates:
+                    self._candidates.move_to_end(key)  # its tenant has no room: others first
             self._num_writing += len(keys)
             disk = self.ssd.block(keys[0]).disk
             self._writes[self._disks.write(disk, self._blocks(keys))] = _Move(disk, keys)
 
     def _is_stale(self, key: BlockKey) -> bool:
         """Drop a candidate that came to a disk by other ways (a disk scanned late holds it), or
-        whose tenant's name is too long for a header.
+        whose tenant may have nothing there or has a name too long for a header.
         """
-        if self.ssd.is_known(key) or len(self._dram.tenant(key)) > MAX_TENANT_CHARACTERS:
+        tenant = self._dram.tenant(key)
+        unwanted = tenant in self._unwanted or len(tenant) > MAX_TENANT_CHARACTERS
+        if unwanted or self.ssd.is_known(key):
             del self._candidates[key]
             return True
         return False

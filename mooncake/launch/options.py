@@ -174,6 +174,20 @@ def disks(name: str, value: object) -> tuple[tuple[str, int], ...]:
     return tuple(found.items())
 
 
+def quotas(name: str, value: object) -> tuple[tuple[str, int], ...]:
+    """Read sizes by tenant, "TENANT=SIZE": a list, or one text with commas."""
+    listed = value if isinstance(value, list | tuple) else [value]
+    found: dict[str, int] = {}
+    for part in (part.strip() for item in listed for part in str(item).split(",")):
+        tenant, equals, written = part.rpartition("=")
+        if not equals:
+            raise ConfigError(f"{flag(name)}: {part!r} is not TENANT=SIZE (e.g. alice=20GiB)")
+        if tenant in found:
+            raise ConfigError(f"{flag(name)}: {tenant!r} is named twice")
+        found[tenant] = size(0)(name, written)
+    return tuple(found.items())
+
+
 def positive(name: str, value: object) -> float:
     """Read a number above zero."""
     try:

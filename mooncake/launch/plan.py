@@ -156,6 +156,8 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     kvstore = KvStoreConfig(
         dram_bytes=config.kvstore_dram_bytes,
         ssd=[SsdConfig(directory=where, num_bytes=size) for where, size in config.ssd],
+        tenant_quota_bytes=dict(config.tenant_quota),
+        tenant_ssd_quota_bytes=dict(config.tenant_ssd_quota),
         ssd_min_uses=config.ssd_min_uses,
         ssd_write_at=config.ssd_write_at,
     )

@@ -77,6 +77,14 @@ class ServeConfig:
         "repeated or listed with commas",
         repeat=True,
     )  # fmt: skip
+    tenant_quota: tuple[tuple[str, int], ...] = setting(
+        (), options.quotas, POOL, "TENANT=SIZE", "most DRAM for a tenant's blocks, may be repeated",
+        repeat=True,
+    )  # fmt: skip
+    tenant_ssd_quota: tuple[tuple[str, int], ...] = setting(
+        (), options.quotas, POOL, "TENANT=SIZE", "the same of all --ssd directories together",
+        repeat=True,
+    )  # fmt: skip
     ssd_min_uses: int = setting(
         2, options.count(1), POOL, "N", "a block asked for so often goes down to SSD; 1: every one"
     )

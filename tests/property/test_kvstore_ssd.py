@@ -38,6 +38,7 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
         min_uses=st.sampled_from([1, 1, 2]),
         write_at=st.sampled_from([0.0, 0.0, 0.4]),
         checksums=st.booleans(),
+        small_blocks=st.sampled_from([0, 1, 3]),
     )
     def begin(
         self,
@@ -48,6 +49,7 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
         min_uses: int,
         write_at: float,
         checksums: bool,
+        small_blocks: int,
     ) -> None:
         self.num_blocks = num_blocks
         self.world = NodeWorld(
@@ -55,6 +57,7 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
             eviction=policy, ssd_eviction=policy, ssd_min_uses=min_uses, ssd_write_at=write_at,
             quarantine_s=QUARANTINE_S, ssd_retry_s=0.5, ssd_load_timeout_s=0.05,
             tenant_quota_bytes={"small": 2 * 64}, checksums=checksums,
+            tenant_ssd_quota_bytes={"small": small_blocks * 64},
         )  # fmt: skip
         self.epochs = dict.fromkeys(NAMES, 1)
         self.ever_put: set[bytes] = set()
