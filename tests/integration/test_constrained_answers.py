@@ -91,6 +91,7 @@ def test_calls_of_random_tools_are_valid(llm: LLM, bias: dict[str, float]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_calls_of_a_thousand_random_tools_are_valid(llm: LLM, bias: dict[str, float]) -> None:
     assert calls_of_random_tools(llm, bias, seed=2, count=1500) > 1000
 
