@@ -5,6 +5,7 @@ add nothing, so the same classes serve expert parallelism. No count ever reaches
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +72,8 @@ class _GroupedExperts:
         tiles = expert_tiles(experts, self._num_experts, config.block_t)
         inner = torch.empty(pairs, self._gate_up.rows, dtype=x.dtype, device=x.device)
         parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-        self._multiply(self._gate_up, x.contiguous(), inner, tiles, config, choices)
-        self._multiply(self._down, inner, parts, tiles, config, weights.contiguous())
+        self._multiply(self._gate_up, self._ready(x), inner, tiles, config, choices)
+        self._multiply(self._down, self._ready(inner), parts, tiles, config, weights.contiguous())
         columns = min(_SUM_COLUMNS, pow2(hidden))
         grouped.sum_kernel[(tokens, triton.cdiv(hidden, columns))](
             parts, experts.contiguous(), out, self._num_experts, hidden,
@@ -80,10 +81,36 @@ class _GroupedExperts:
         )  # fmt: skip
         return out
 
+    def products(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Return the two grouped products of a batch, each ready to be launched: for measuring."""
+        pairs = experts.numel()
+        config = self.config or experts_config(self.shape, pairs, target(x.device))
+        tiles = expert_tiles(experts, self._num_experts, config.block_t)
+        inner = torch.empty(pairs, self._gate_up.rows, dtype=x.dtype, device=x.device)
+        parts = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
+        rows, choices = self._ready(x), experts.shape[1]
+        self._multiply(self._gate_up, rows, inner, tiles, config, choices)
+        inner_rows = self._ready(inner)
+
+        def gate_up() -> None:
+            self._multiply(self._gate_up, rows, inner, tiles, config, choices)
+
+        def down() -> None:
+            self._multiply(self._down, inner_rows, parts, tiles, config, weights)
+
+        return gate_up, down
+
+    def _ready(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (rows as they are multiplied, their factors)."""
+        x = x.contiguous()
+        return quantize_rows(x) if self._kind == grouped.FP8.value else (x, x)
+
     def _multiply(
         self,
         w: _Weights,
-        x: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor],
         out: torch.Tensor,
         tiles: ExpertTiles,
         config: ExpertsConfig,
@@ -94,7 +121,7 @@ class _GroupedExperts:
         tile: ProductTile = config.gate_up if first else config.down
         # Both quantized formats have a step fixed by their groups.
         step = tile.block_k if self._kind == grouped.PLAIN.value else INT4_COLUMNS
-        x, x_factors = quantize_rows(x) if self._kind == grouped.FP8.value else (x, x)
+        x, x_factors = rows
         most = tiles.max_tiles * triton.cdiv(w.rows, tile.block_w)
         programs = min(num_programs(x.device) * tile.programs, most)
         kernel[(programs,)](

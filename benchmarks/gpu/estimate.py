@@ -1,0 +1,108 @@
+"""What eight such GPUs would serve, from one rank's slice: every assumption is a printed row.
+
+The load is vLLM's published one for Kimi-K2-Thinking (INT4) on 8 x H200: prompts of 8,192 tokens,
+answers of 4,096; 486 output tok/s with TP8, 695 with DCP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+RANKS, LAYERS = 8, 61
+INPUT, OUTPUT = 8192, 4096
+PUBLISHED = {"vLLM, TP8": 486, "vLLM, TP8 and DCP8": 695}
+KV_BYTES = 70_272
+"""Of a token, all layers, bfloat16."""
+GEMM_FLOPS, ATTENTION_FLOPS_8K = 63.4e9, 10.2e9
+"""A prompt token's, all ranks: products; attention over a prompt of 8k, expanded."""
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A number that the estimate stands on, and where it is from."""
+
+    what: str
+    value: float
+    unit: str
+    source: str
+
+
+def assumptions(rows: Mapping[str, Any]) -> dict[str, Assumption]:
+    """Return what goes in: measured where a GPU has run the line, else the line's "must"."""
+
+    def line(name: str, what: str, unit: str, must: float) -> Assumption:
+        row = rows.get(name, {})
+        if "value" in row and row.get("device") != "interpreter":
+            return Assumption(what, row["value"], unit, f"measured, {name}")
+        return Assumption(what, must, unit, f"not measured: the must of {name}")
+
+    return {
+        "step": line("slice-b64-dcp8", "decode step of a rank, B=64, 512 tokens of KV", "ms", 22),
+        "attention": line("prefill-8k", "prefill attention", "TFLOP/s", 400),
+        "copy": Assumption(
+            "memory bandwidth", max((r.get("copy_tb_s", 0) for r in rows.values() if r.get("device")
+                                     not in (None, "interpreter")), default=4.3), "TB/s",
+            "a large copy (4.3 where none was measured)",
+        ),
+        "experts": Assumption(
+            "products of a prompt, INT4 weights in bfloat16", 400, "TFLOP/s",
+            "assumed: half of a plain bfloat16 product's 788",
+        ),
+        "reduce": Assumption(
+            "all-reduces of a step at B=64", 4.2, "ms",
+            "assumed: 122 of 0.9 MB at sglang#2904's H100 times",
+        ),
+        "exchange": Assumption(
+            "exchange of queries, outputs and sums under DCP8, a step", 2.4, "ms",
+            "assumed: 9 MB a layer, 40 us, not overlapped",
+        ),
+        "prompt_reduce": Assumption(
+            "share of a prompt's time that is communication", 0.2, "",
+            "assumed: 122 all-reduces of a chunk, half hidden",
+        ),
+        "batch": Assumption("sequences that decode together", 64, "", "chosen: the measured batch"),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What follows."""
+
+    step_ms: float
+    prompt_tok_s: float
+    out_tok_s: float
+
+
+def estimate(given: Mapping[str, Assumption]) -> Estimate:
+    """Return output tokens a second of a node that does both: its time is shared between them.
+
+    An output token costs its share of a step and, once for 4,096 of them, a prompt of 8,192. The
+    slice was measured at 512 tokens of KV a sequence and rank; the mean context here is 10,240
+    tokens, 1,280 a rank: the rest of its KV is read at the bandwidth of a copy.
+    """
+    batch = given["batch"].value
+    more = (INPUT + OUTPUT / 2) / RANKS - 512
+    kv_ms = batch * more * KV_BYTES / (given["copy"].value * 1e12) * 1e3
+    step_ms = given["step"].value + kv_ms + given["reduce"].value + given["exchange"].value
+    products = GEMM_FLOPS / RANKS / (given["experts"].value * 1e12)
+    attention = ATTENTION_FLOPS_8K / RANKS / (given["attention"].value * 1e12)
+    prompt_s = (products + attention) / (1 - given["prompt_reduce"].value)
+    seconds = step_ms / 1e3 / batch + INPUT / OUTPUT * prompt_s
+    return Estimate(step_ms, 1 / prompt_s, 1 / seconds)
+
+
+def lines(rows: Mapping[str, Any]) -> list[str]:
+    """Return the assumptions and the estimate as Markdown."""
+    given = assumptions(rows)
+    found = estimate(given)
+    shown = ["| assumption | value | from |", "|---|---|---|"]
+    shown += [f"| {a.what} | {a.value:g} {a.unit} | {a.source} |" for a in given.values()]
+    shown += [
+        "",
+        f"8 x H200, {INPUT} in / {OUTPUT} out: a step of {found.step_ms:.1f} ms, prompts at "
+        f"{found.prompt_tok_s:,.0f} tok/s, together **{found.out_tok_s:,.0f} output tok/s**; "
+        + ", ".join(f"{name} {value}" for name, value in PUBLISHED.items()),
+    ]
+    return shown
