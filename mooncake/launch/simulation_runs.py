@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +23,6 @@ from rich.table import Table
 from mooncake.base import ConfigError
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.cost_model import HardwareFigures, ModelFigures
-from mooncake.sim.faults import Trial, describe_failure
 from mooncake.sim.planning import Tried, plan_cluster
 from mooncake.sim.report import comparison_page, page, rows_of
 from mooncake.sim.result import SimulationResult, result_of
@@ -31,7 +30,8 @@ from mooncake.sim.simulation import Simulation, SimulationConfig
 from mooncake.sim.trace_cache import hit_rate
 from mooncake.sim.workload import TraceLine, Workload, describe, parse_trace
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+"""Figures of models and of hardware; part of the package."""
 GC_EVERY = 200_000
 """Objects between two collections: a simulation makes few cycles and very many values."""
 
@@ -44,36 +44,11 @@ Figures = TypeVar("Figures", ModelFigures, HardwareFigures)
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Run `mooncake simulate`."""
-    if arguments.faults:
-        return _replay_faults(arguments.seed, arguments.json)
     config = simulation_config(arguments)
-    workload = Workload.replay(
-        read_trace(_given(arguments.trace, "--trace")),
-        speed=_positive(arguments.speed, "--speed"),
-        limit=arguments.limit,
-        max_output_tokens=arguments.max_output,
-    )
-    result = run(config, workload, Console(stderr=True))
-    _write(arguments.json, _json(result))
-    _write(arguments.report, page(result))
-    _show(result, Console())
-    return 0
-
-
-def _replay_faults(seed: int, json_out: str | None) -> int:
-    """Play one seed of random faults; 1 when a check failed."""
-    logging.disable(logging.CRITICAL)
-    report = Trial(seed).run()
-    _write(json_out, _json(report))
-    if report.failure is not None:
-        print(describe_failure(report))
-        return 1
-    faults = ", ".join(f"{count} {kind}" for kind, count in report.faults.items())
-    endings = ", ".join(f"{count} {reason}" for reason, count in report.endings.items())
-    print(
-        f"seed {seed}: {report.num_requests} requests ({endings}), faults: {faults}; "
-        f"{report.num_events} events, all checks held"
-    )
+    result = run(config, workload_of(arguments), Console(stderr=True))
+    write(arguments.json, as_json(result))
+    write(arguments.report, page(result))
+    show(result, Console())
     return 0
 
 
@@ -97,12 +72,12 @@ def plan(arguments: argparse.Namespace) -> int:
         return run(config, workload, console)
 
     tried = plan_cluster(base, attempt, arguments.max_nodes)
-    _write(arguments.json, _json(tried))
+    write(arguments.json, as_json(tried))
     rows = _tried_rows(tried)
     title = f"{base.model.name} on {base.hardware.name}: what was tried"
     remark = "Chosen: the fewest instances with 99 % of requests inside both limits."
-    _write(arguments.report, comparison_page(title, [("Clusters", rows, remark)]))
-    _show_rows(title, rows, Console())
+    write(arguments.report, comparison_page(title, [("Clusters", rows, remark)]))
+    show_rows(title, rows, Console())
     best = next((one for one in tried if one.chosen), None)
     if best is None:
         raise ConfigError(f"no cluster of up to {arguments.max_nodes} nodes keeps 99 % inside")
@@ -127,13 +102,13 @@ def trace_cache(arguments: argparse.Namespace) -> int:
     except ValueError:
         raise ConfigError(f"--capacity: {arguments.capacity!r} is no list of numbers") from None
     rates = [hit_rate(trace, arguments.policy, capacity) for capacity in capacities]
-    text = _json(rates)
-    _write(arguments.json, text)
+    text = as_json(rates)
+    write(arguments.json, text)
     rows = [["blocks", "hit rate"], *([f"{r.capacity:,}", f"{r.hit_rate:.3f}"] for r in rates)]
     if arguments.json is None:
         sys.stdout.write(text)
     else:
-        _show_rows(f"{arguments.policy}, one pool", rows, Console())
+        show_rows(f"{arguments.policy}, one pool", rows, Console())
     return 0
 
 
@@ -145,13 +120,32 @@ def run(config: SimulationConfig, workload: Workload, console: Console) -> Simul
     gc.set_threshold(GC_EVERY)
     simulation = Simulation(config, workload)
     what = f"{config.engine} {config.num_prefill}P{config.num_decode}D {config.scheduler.policy}"
+    with progress_of(what, len(workload.arrivals), console) as progress:
+        simulation.run(progress)
+    return result_of(simulation)
+
+
+@contextmanager
+def progress_of(what: str, total: int, console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar; yields what moves it: (requests that have ended, all of them)."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True, disable=not console.is_terminal,
-    ) as progress:  # fmt: skip
-        task = progress.add_task(what, total=len(workload.arrivals))
-        simulation.run(lambda done, _: progress.update(task, completed=done))
-    return result_of(simulation)
+    ) as bar:  # fmt: skip
+        task = bar.add_task(what, total=total)
+        yield lambda done, _: bar.update(task, completed=done)
+
+
+def workload_of(arguments: argparse.Namespace) -> Workload:
+    """Return the trace as it is to be replayed."""
+    if arguments.trace is None:
+        raise ConfigError("--trace is missing")
+    return Workload.replay(
+        read_trace(arguments.trace),
+        speed=_positive(arguments.speed, "--speed"),
+        limit=arguments.limit,
+        max_output_tokens=arguments.max_output,
+    )
 
 
 def simulation_config(arguments: argparse.Namespace) -> SimulationConfig:
@@ -209,23 +203,19 @@ def _names(folder: str) -> str:
     return ", ".join(sorted(path.stem for path in (CONFIGS / folder).glob("*.json")))
 
 
-def _given(value: str | None, flag: str) -> str:
-    if value is None:
-        raise ConfigError(f"{flag} is missing")
-    return value
-
-
 def _positive(value: float, flag: str) -> float:
     if not value > 0:
         raise ConfigError(f"{flag}: must be above 0, not {value:g}")
     return value
 
 
-def _json(value: object) -> str:
+def as_json(value: object) -> str:
+    """Return JSON that is the same for the same value."""
     return json.dumps(msgspec.to_builtins(value), indent=1, sort_keys=True) + "\n"
 
 
-def _write(name: str | None, text: str) -> None:
+def write(name: str | None, text: str) -> None:
+    """Write a file if one is asked for."""
     if name is None:
         return
     try:
@@ -234,15 +224,17 @@ def _write(name: str | None, text: str) -> None:
         raise ConfigError(f"{name}: {error.strerror}") from None
 
 
-def _show(result: SimulationResult, console: Console) -> None:
+def show(result: SimulationResult, console: Console) -> None:
+    """Print the table of a run."""
     title = (
         f"{result.model} on {result.num_nodes} x {result.hardware}, {result.engine}, "
         f"{result.num_prefill}P{result.num_decode}D, {result.policy}"
     )
-    _show_rows(title, [["", ""], *(list(row) for row in rows_of(result))], console)
+    show_rows(title, [["", ""], *(list(row) for row in rows_of(result))], console)
 
 
-def _show_rows(title: str, rows: Sequence[Sequence[str]], console: Console) -> None:
+def show_rows(title: str, rows: Sequence[Sequence[str]], console: Console) -> None:
+    """Print rows, the header first."""
     head, *rest = rows
     table = Table(title=title, show_header=any(head))
     for number, cell in enumerate(head):

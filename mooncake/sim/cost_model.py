@@ -1,6 +1,6 @@
 """What a step costs on hardware that is not at hand: a roofline over published figures.
 
-Pure; the figures come from `configs/models` and `configs/hardware`, each with its source. An
+Pure; the figures come from `mooncake/configs`, each with its source. An
 instance is one model replica on as many nodes as its weights need.
 """
 

@@ -47,6 +47,8 @@ class SimMedium:
         self.refuses_reads = False
         self.refuses_writes = False
         self.is_full = False
+        self.slowdown = 1.0
+        """Every operation takes so many times as long."""
 
     def damage(self, slot: int) -> None:
         """Flip a bit of what lies there."""
@@ -191,7 +193,8 @@ class SimDisks:
         assert self._busy.isdisjoint(slots), "two operations on one slot"
         assert all(0 <= block.slot < self.num_slots[disk] for block in blocks)
         self._busy |= slots
-        seconds = len(blocks) * self._block_bytes / self._config.bytes_per_s
+        slowdown = self._media[disk].slowdown
+        seconds = slowdown * len(blocks) * self._block_bytes / self._config.bytes_per_s
         begin_s = max(self._heap.now(), self._free_s[disk])
         self._free_s[disk] = begin_s + seconds
 
@@ -201,7 +204,7 @@ class SimDisks:
                 outcomes, checksums = end()
                 self._finish(DiskDone(op_id=op_id, outcomes=outcomes, checksums=checksums))
 
-        self._heap.at(self._free_s[disk] + self._config.latency_s, finish)
+        self._heap.at(self._free_s[disk] + slowdown * self._config.latency_s, finish)
         return op_id
 
     def _scan(self, disk: int) -> None:

@@ -7,7 +7,7 @@ A trial is a small cluster of the shipped machines, a few dozen requests and a f
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 import msgspec
@@ -19,7 +19,7 @@ from mooncake.base.messages import Role
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan
 from mooncake.instance.config import InstanceConfig
-from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
 from mooncake.sim.checkers import (
     check_ended,
@@ -30,6 +30,8 @@ from mooncake.sim.checkers import (
     is_quiet,
 )
 from mooncake.sim.clock import EventHeap
+from mooncake.sim.fault_plan import Fault, check_faults, random_fault
+from mooncake.sim.injector import Injector
 from mooncake.sim.network import NetworkConfig
 from mooncake.sim.runner import SimRunner
 from mooncake.sim.world import SupervisorConfig, WorkerSpec, World, WorldConfig
@@ -44,28 +46,6 @@ START_S = 1.5
 SETTLE_S = 240.0
 """Long enough for every time-out to run out after the last fault."""
 
-KINDS = (
-    "kill", "kill", "kill_node", "hang", "cut", "cut_gateway", "lose", "delay", "reorder",
-    "slow_links", "restart_gateway",
-)  # fmt: skip
-
-
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happens to the cluster at a time."""
-
-    at_s: float
-    kind: str
-    target: str = ""
-    other: str = ""
-    seconds: float = 0.0
-    amount: float = 0.0
-
-    def __str__(self) -> str:
-        parts = [f"{self.at_s:9.4f}  FAULT {self.kind}", self.target, self.other]
-        parts += [f"{self.seconds:.2f} s" if self.seconds else ""]
-        parts += [f"{self.amount:g}" if self.amount else ""]
-        return " ".join(part for part in parts if part)
-
 
 class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one seed."""
@@ -74,11 +54,27 @@ class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
     num_events: int
     num_requests: int
     faults: dict[str, int]
+    """By kind."""
+    injected: list[str]
+    """Each fault as it happened, in order; seconds since the first request."""
     endings: dict[str, int]
     """Final events by reason."""
     failure: str | None
     last_events: list[str]
     """Before the failure; empty when all went well."""
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """Return what a table shows, header first."""
+        faults = ", ".join(f"{count} {kind}" for kind, count in self.faults.items())
+        endings = ", ".join(f"{count} {reason}" for reason, count in self.endings.items())
+        return [
+            ["", f"seed {self.seed}"],
+            ["faults", faults or "none"],
+            ["requests", f"{self.num_requests} ({endings})"],
+            ["events, all checked", f"{self.num_events:,}"],
+            ["checks", f"FAILED: {self.failure}" if self.failure else "all held"],
+        ]
 
 
 class _StepCost:
@@ -93,9 +89,12 @@ class _StepCost:
 
 
 class Trial:
-    """One seed, played once."""
+    """One seed, played once: random faults, or those given."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, faults: Sequence[Fault] | None = None, source: str = "") -> None:
+        """Raises ConfigError, naming `source`, when a given fault cannot happen to the cluster of
+        this seed.
+        """
         self.seed = seed
         self._random = Random(seed)
         self._trace: deque[str] = deque(maxlen=KEPT_EVENTS)
@@ -110,11 +109,19 @@ class Trial:
         self._cost = _StepCost(
             self._random.choice([0.002, 0.01]), self._random.choice([1e-5, 1e-3])
         )
-        self.faults: list[Fault] = []
         self.world = World(
             self._config(), self._workers, self._make_runner, Recorders(), self._after_event
         )
         self.world.network.listener = self._hear
+        self._injector = Injector(self.world, self._trace.append, self._forget)
+        self._given = faults
+        if faults is not None:
+            check_faults(faults, self._injector.names, source)
+
+    @property
+    def faults(self) -> list[Fault]:
+        """Those that have happened."""
+        return self._injector.happened
 
     # ------------------------------------------------------------ playing
 
@@ -134,6 +141,7 @@ class Trial:
             num_events=self.world.heap.num_run,
             num_requests=len(streams),
             faults=dict(sorted(Counter(fault.kind for fault in self.faults).items())),
+            injected=[str(fault) for fault in self.faults],
             endings=dict(sorted(endings.items())),
             failure=failure,
             last_events=list(self._trace) if failure else [],
@@ -149,11 +157,16 @@ class Trial:
             prompt = random.choice(prompts) + self._tokens(random.randrange(1, 40))
             at_s = START_S + random.random() * duration_s
             world.heap.at(at_s, self._submission(index, prompt))
-        for _ in range(random.randrange(1, 12)):
-            fault = self._random_fault(START_S + random.random() * duration_s * 1.5)
-            self.faults.append(fault)
-            world.heap.at(fault.at_s, self._happening(fault))
-        self._settle(START_S + duration_s * 1.5 + 5.0)
+        faults = self._given
+        if faults is None:
+            names = self._injector.names
+            faults = [
+                random_fault(random, names, random.random() * duration_s * 1.5)
+                for _ in range(random.randrange(1, 12))
+            ]
+        self._injector.schedule(faults, START_S)
+        last_s = max((fault.at_s for fault in faults), default=0.0)
+        self._settle(START_S + max(duration_s * 1.5, last_s) + 5.0)
         for name, stream in world.streams.items():
             check_stream(stream)
             if name not in self._orphans:
@@ -187,68 +200,9 @@ class Trial:
 
         return submit
 
-    # ------------------------------------------------------------ faults
-
-    def _random_fault(self, at_s: float) -> Fault:
-        random = self._random
-        kind = random.choice(KINDS)
-        names = [spec.worker_id for spec in self._workers]
-        nodes = sorted({spec.node_id for spec in self._workers})
-        seconds = random.choice([0.02, 0.3, 1.5, 4.0])
-        match kind:
-            case "kill" | "hang":
-                return Fault(at_s=at_s, kind=kind, target=random.choice(names), seconds=seconds)
-            case "kill_node" | "cut_gateway":
-                return Fault(at_s=at_s, kind=kind, target=random.choice(nodes), seconds=seconds)
-            case "cut":
-                target, other = random.choice(nodes), random.choice(nodes)
-                return Fault(at_s=at_s, kind=kind, target=target, other=other, seconds=seconds)
-            case _:
-                amount = random.choice([0.02, 0.2, 0.5])
-                return Fault(at_s=at_s, kind=kind, seconds=seconds, amount=amount)
-
-    def _happening(self, fault: Fault) -> Callable[[], None]:
-        return lambda: self._happen(fault)
-
-    def _happen(self, fault: Fault) -> None:
-        world, heap = self.world, self.world.heap
-        self._trace.append(str(fault))
-        match fault.kind:
-            case "kill":
-                world.kill(fault.target)
-            case "kill_node":
-                for spec in self._workers:
-                    if spec.node_id == fault.target:
-                        world.kill(spec.worker_id, noticed=False)
-            case "hang":
-                world.hang(fault.target, fault.seconds)
-            case "cut" | "cut_gateway":
-                other = fault.other or "gateway"
-                world.network.partition(fault.target, other, cut=True)
-                heap.after(
-                    fault.seconds,
-                    lambda: world.network.partition(fault.target, other, cut=False),
-                )
-            case "restart_gateway":
-                self._orphans |= {n for n, s in world.streams.items() if not s.finals}
-                world.start_gateway()
-            case _:
-                self._disturb(fault)
-                heap.after(fault.seconds, self._calm_down)
-
-    def _disturb(self, fault: Fault) -> None:
-        """Make the network worse until `_calm_down`."""
-        changes: dict[str, float] = {
-            "lose": {"loss": fault.amount},
-            "delay": {"message_delay_s": fault.amount, "message_jitter_s": fault.amount},
-            "reorder": {"reordered": fault.amount, "message_jitter_s": 0.05},
-            "slow_links": {"link_bytes_per_s": 1e3},
-        }[fault.kind]
-        network = self.world.network
-        network.config = msgspec.structs.replace(network.config, **changes)
-
-    def _calm_down(self) -> None:
-        self.world.network.config = self._calm
+    def _forget(self) -> None:
+        """The gateway is about to be a new one: of what it had, nobody will say how it ended."""
+        self._orphans |= {name for name, s in self.world.streams.items() if not s.finals}
 
     # ------------------------------------------------------------ looking
 
@@ -306,6 +260,10 @@ class Trial:
                 dram_bytes=random.choice([16, 64, 256]) * layout.block_bytes,
                 quarantine_s=6.0,
                 doubt_interval_s=2.0,
+                ssd=_disks_of(random.choice([0, 8, 200]) * layout.block_bytes),
+                ssd_min_uses=random.choice([1, 2]),
+                ssd_write_at=random.choice([0.0, 0.7]),
+                ssd_retry_s=1.0,
             ),
             instance=InstanceConfig(
                 quarantine_s=6.0, push_timeout_s=5.0, hold_s=random.choice([0.02, 0.3, 10.0])
@@ -351,17 +309,21 @@ class Trial:
         )
 
 
+def _disks_of(num_bytes: int) -> list[SsdConfig]:
+    return [SsdConfig(directory="/ssd", num_bytes=num_bytes)] if num_bytes else []
+
+
 def replay_command(seed: int) -> str:
     """Return what plays this seed again."""
     return f"mooncake simulate --faults random --seed {seed}"
 
 
-def describe_failure(report: TrialReport) -> str:
-    """Return all that is needed to look into a failed seed."""
+def describe_failure(report: TrialReport, command: str | None = None) -> str:
+    """Return all that is needed to look into a failed run; `command` plays it again."""
     return "\n".join(
         [
             f"seed {report.seed} failed: {report.failure}",
-            f"replay it with: {replay_command(report.seed)}",
+            f"replay it with: {command or replay_command(report.seed)}",
             f"the last {len(report.last_events)} messages and faults before it:",
             *report.last_events,
         ]

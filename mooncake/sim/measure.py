@@ -46,8 +46,9 @@ class RequestMeasure:
     """One request as its client sees it."""
 
     __slots__ = (
-        "arrival", "final", "first_s", "gaps_s", "last_s", "num_cached_tokens", "num_finals",
-        "num_tokens", "on_final", "prefill", "refused", "shed", "slow_gap_s", "submitted_s",
+        "abandoned", "arrival", "final", "first_s", "gaps_s", "last_s", "num_cached_tokens",
+        "num_finals", "num_tokens", "on_final", "prefill", "refused", "shed", "slow_gap_s",
+        "submitted_s",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +65,8 @@ class RequestMeasure:
         """Why, where it was."""
         self.shed = False
         """Refused after its prompt had been computed."""
+        self.abandoned = False
+        """Its gateway was restarted: nobody will say how it ended."""
         self.num_finals = 0
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -157,6 +160,13 @@ class Measures:
         self.requests.append(measure)
         self._by_id[arrival.request_id] = measure
         return measure
+
+    def abandon(self) -> None:
+        """The gateway forgets all it has: these requests have ended for their clients."""
+        for measure in self._by_id.values():
+            measure.abandoned = True
+        self.num_ended += len(self._by_id)
+        self._by_id.clear()
 
     def record(self, event: AnyEvent) -> None:
         """Take note of what only the gateway knows (see `telemetry.events.Recorder`)."""

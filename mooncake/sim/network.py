@@ -69,6 +69,8 @@ class Endpoint:
         self.deliver = deliver
         self.regions: dict[int, SimRegion] = {}
         self.alive = True
+        self.skew_s = 0.0
+        """How far its clock is ahead."""
 
 
 class Network:
@@ -192,7 +194,7 @@ class SimTransfer:
     ) -> None:
         self._network = network
         self._endpoint = endpoint
-        self._skew_s = skew_s
+        endpoint.skew_s = skew_s
         self._with_bytes = with_bytes
         self._last_batch = 0
         self._last_region = 0
@@ -229,7 +231,9 @@ class SimTransfer:
         network, heap = self._network, self._network.heap
         self._started_s[batch_id] = heap.now()
         # A deadline is on the clock of the process that set it.
-        deadline_s = batch.deadline_s - self._skew_s if batch.deadline_s is not None else None
+        deadline_s = (
+            batch.deadline_s - self._endpoint.skew_s if batch.deadline_s is not None else None
+        )
         peer = network.find(batch.peer.engine_id)
         if peer is None or network.is_cut(self._endpoint, peer):
             fails_s = heap.now() + network.config.failure_s

@@ -64,8 +64,12 @@ def rows_of(result: SimulationResult) -> list[tuple[str, str]]:
     ]
 
 
-def page(result: SimulationResult) -> str:
-    """Return the report of one run."""
+Tables = Sequence[tuple[str, Sequence[Sequence[str]], str]]
+"""(heading, rows with the header first, remark)"""
+
+
+def page(result: SimulationResult, tables: Tables = ()) -> str:
+    """Return the report of one run, `tables` at its end."""
     title = (
         f"{result.model} on {result.num_nodes} x {result.hardware}: "
         f"{result.num_prefill} prefill, {result.num_decode} decode"
@@ -92,25 +96,29 @@ def page(result: SimulationResult) -> str:
             for name, value in rows_of(result)
         )
         + "</table>",
+        *_tables(tables),
     ]
     return _document(title, body)
 
 
 def comparison_page(
     title: str,
-    tables: Sequence[tuple[str, Sequence[Sequence[str]], str]],
+    tables: Tables,
     plots: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Return a page of tables (heading, rows with the header first, remarks) below plots (heading,
-    SVG).
-    """
+    """Return a page of tables below plots (heading, SVG)."""
     body = [f"<h1>{html.escape(title)}</h1>"]
     if plots:
         figures = "".join(_figure(heading, plot) for heading, plot in plots)
         body.append(f'<div class="plots">{figures}</div>')
+    return _document(title, [*body, *_tables(tables)])
+
+
+def _tables(tables: Tables) -> list[str]:
+    parts = []
     for heading, rows, remark in tables:
         head, *rest = rows
-        body.append(
+        parts.append(
             f"<h2>{html.escape(heading)}</h2><table><tr>"
             + "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
             + "</tr>"
@@ -120,7 +128,7 @@ def comparison_page(
             )
             + f'</table><p class="sub">{html.escape(remark)}</p>'
         )
-    return _document(title, body)
+    return parts
 
 
 def _figures(result: SimulationResult) -> list[str]:

@@ -12,6 +12,7 @@ import msgspec
 
 from mooncake.base import ConfigError
 from mooncake.base.messages import Role
+from mooncake.base.request import OutputEvent
 from mooncake.base.sampling import SamplingParams
 from mooncake.engine.config import EngineConfig
 from mooncake.instance.config import InstanceConfig
@@ -21,6 +22,7 @@ from mooncake.sim.clock import EventHeap
 from mooncake.sim.cost_model import HardwareFigures, InstanceCost, ModelFigures, sim_layout
 from mooncake.sim.measure import Measures
 from mooncake.sim.network import NetworkConfig
+from mooncake.sim.process import AfterEvent
 from mooncake.sim.runner import SimRunner, token_at
 from mooncake.sim.timeline import Watch
 from mooncake.sim.workload import STOP_TOKEN, TRACE_BLOCK_TOKENS, Arrival, Workload
@@ -80,7 +82,17 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Simulation:
     """One run of one workload. `run` plays it to its end."""
 
-    def __init__(self, config: SimulationConfig, workload: Workload) -> None:
+    def __init__(
+        self,
+        config: SimulationConfig,
+        workload: Workload,
+        after_event: AfterEvent | None = None,
+        on_output: Callable[[Arrival, OutputEvent], None] | None = None,
+    ) -> None:
+        """`after_event` is called with every machine that was moved, `on_output` with all that
+        clients receive.
+        """
+        self._on_output = on_output
         self.config = config
         self.workload = workload
         self.cost = InstanceCost(config.model, config.hardware)
@@ -88,7 +100,9 @@ class Simulation:
         self.measures = Measures()
         self._lengths = workload.output_lengths
         self._max_model_len = max(config.model.max_model_len, workload.max_model_len)
-        self.world = World(self._world_config(), self._specs(), self._make_runner, self.measures)
+        self.world = World(
+            self._world_config(), self._specs(), self._make_runner, self.measures, after_event
+        )
         self._next = 0
         self.watch = Watch(self.world, self.measures, config.ttft_slo_s, config.tbt_slo_s)
 
@@ -124,15 +138,27 @@ class Simulation:
         heap = self.world.heap
         self.watch.count_blocks(arrival)
         request = arrival.request(self._max_model_len)
-        self.world.send(request, lambda event: measure.receive(event, heap.now()))
+
+        def receive(event: OutputEvent) -> None:
+            if self._on_output is not None:
+                self._on_output(arrival, event)
+            measure.receive(event, heap.now())
+
+        self.world.send(request, receive)
 
     # ------------------------------------------------------------ the cluster
 
     def _oracle(self, sampling: SamplingParams, position: int) -> int:
-        """The recorded output ends where it ended; the seed is the request's index."""
-        if position + 1 >= self._lengths[sampling.seed]:
+        """The seed is the request's index."""
+        return self.token(sampling.seed, position)
+
+    def token(self, index: int, position: int) -> int:
+        """Return the token of a request at an output position: the recorded output ends where it
+        ended.
+        """
+        if position + 1 >= self._lengths[index]:
             return STOP_TOKEN
-        return token_at(sampling.seed, position)
+        return token_at(index, position)
 
     def _make_runner(
         self,

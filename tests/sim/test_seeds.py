@@ -8,7 +8,8 @@ import os
 
 import pytest
 
-from mooncake.sim.faults import KINDS, Trial, TrialReport, describe_failure
+from mooncake.sim.fault_plan import KINDS
+from mooncake.sim.faults import Trial, TrialReport, describe_failure
 
 FIRST = int(os.environ.get("SOAK_FIRST", "0"))
 NUM_SEEDS = int(os.environ.get("SOAK_SEEDS", "200"))

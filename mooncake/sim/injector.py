@@ -1,0 +1,116 @@
+"""Lets faults happen to a simulated world, and takes them back when their time is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from mooncake.base.messages import Role
+from mooncake.sim.fault_plan import GATEWAY, Fault, Names
+from mooncake.sim.world import World
+
+
+class Injector:
+    """Plays faults on one world. `restarting` is called just before a gateway forgets all."""
+
+    def __init__(
+        self, world: World, note: Callable[[str], None], restarting: Callable[[], None]
+    ) -> None:
+        self._world = world
+        self._note = note
+        self._restarting = restarting
+        self._calm = world.network.config
+        self.happened: list[Fault] = []
+        """In order of time."""
+
+    @property
+    def names(self) -> Names:
+        """Whom faults may happen to here."""
+        specs = [worker.spec for worker in self._world.workers.values()]
+        return Names(
+            workers=[spec.worker_id for spec in specs],
+            nodes=sorted({spec.node_id for spec in specs}),
+            pools=[spec.worker_id for spec in specs if spec.role is Role.KVSTORE],
+        )
+
+    def schedule(self, faults: Sequence[Fault], start_s: float) -> None:
+        """Let `faults` happen, counted from `start_s` of the world's clock."""
+        for fault in faults:
+            self._world.heap.at(start_s + fault.at_s, partial(self._happen, fault))
+
+    def _happen(self, fault: Fault) -> None:
+        world = self._world
+        self._note(str(fault))
+        self.happened.append(fault)
+        match fault.kind:
+            case "kill":
+                world.kill(fault.target)
+            case "kill_node":
+                for worker in world.workers.values():
+                    if worker.spec.node_id == fault.target:
+                        world.kill(worker.spec.worker_id, noticed=False)
+            case "hang":
+                world.hang(fault.target, fault.seconds)
+            case "cut" | "cut_gateway":
+                self._cut(fault.target, fault.other or GATEWAY, fault.seconds)
+            case "slow_disk" | "disk_error":
+                self._disks(fault)
+            case "skew":
+                self._skew(fault.target, fault.amount)
+            case "restart_gateway":
+                self._restarting()
+                world.start_gateway()
+            case _:
+                self._disturb(fault)
+
+    def _cut(self, target: str, other: str, seconds: float) -> None:
+        network = self._world.network
+        network.partition(target, other, cut=True)
+        self._world.heap.after(seconds, lambda: network.partition(target, other, cut=False))
+
+    def _disks(self, fault: Fault) -> None:
+        """Disks keep their faults over the death of the process that uses them."""
+        media = self._world.workers[fault.target].media
+        refuses = fault.kind == "disk_error"
+        for medium in media:
+            medium.slowdown = fault.amount or 1.0
+            medium.refuses_reads = medium.refuses_writes = refuses
+
+        def mend() -> None:
+            for medium in media:
+                medium.slowdown = 1.0
+                medium.refuses_reads = medium.refuses_writes = False
+
+        self._world.heap.after(fault.seconds, mend)
+
+    def _skew(self, target: str, seconds: float) -> None:
+        world = self._world
+        if target == GATEWAY:
+            process = world.doors[GATEWAY].process
+        else:
+            worker = world.workers[target]
+            if worker.process is None or worker.address is None:
+                return  # the dead have no clock
+            process = worker.process
+            endpoint = world.network.find(worker.address)
+            if endpoint is not None:
+                endpoint.skew_s += seconds
+        process.skew_s += seconds
+        process.wake(process.now())
+
+    def _disturb(self, fault: Fault) -> None:
+        """Make the network worse for a while."""
+        changes: dict[str, float] = {
+            "lose": {"loss": fault.amount},
+            "delay": {"message_delay_s": fault.amount, "message_jitter_s": fault.amount},
+            "reorder": {"reordered": fault.amount, "message_jitter_s": 0.05},
+            "slow_links": {"link_bytes_per_s": 1e3},
+        }[fault.kind]
+        network = self._world.network
+        network.config = msgspec.structs.replace(network.config, **changes)
+        self._world.heap.after(fault.seconds, self._calm_down)
+
+    def _calm_down(self) -> None:
+        self._world.network.config = self._calm
