@@ -39,7 +39,7 @@ class Traffic(threading.Thread):
         self.num_ok = 0
         self.num_errors = 0
         self.wrong: list[bytes] = []
-        self._session = session
+        self.session = session
         self._chance = random.Random(seed)
         self._num_keys = num_keys
         self._patient = patient
@@ -48,12 +48,12 @@ class Traffic(threading.Thread):
     def run(self) -> None:
         while not self._stopped.is_set():
             start = self._chance.randrange(self._num_keys - RUN)
-            blocks = blocks_of(self._session, range(start, start + RUN))
+            blocks = blocks_of(self.session, range(start, start + RUN))
             try:
                 if self._chance.random() < 0.6:
-                    self._session.put(blocks)
+                    self.session.put(blocks)
                 else:
-                    self._check(blocks, self._session.get(list(blocks)))
+                    self._check(blocks, self.session.get(list(blocks)))
                 self.num_ok += 1
             except MooncakeError:
                 self.num_errors += 1
