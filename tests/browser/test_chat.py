@@ -156,6 +156,21 @@ def test_stopping_aborts_and_keeps_what_was_said(door: Doors, visit: Visits) -> 
     expect(page.answers.last.locator("> .text")).to_have_text("again")
 
 
+def test_a_new_chat_forgets_the_answer_that_was_being_made(door: Doors, visit: Visits) -> None:
+    served = door(in_turn("old news|pause| never", "fresh"))
+    page = visit(served.url)
+    page.say("first question")
+    expect(page.answers.locator("> .text")).to_have_text("old news")
+    page.page.get_by_role("button", name="New chat").click()
+    page.wait_for_end()
+    served.wait_until_idle()
+    expect(page.page.locator(".turn")).to_have_count(0)
+    page.say("second question")
+    expect(page.answers.locator("> .text")).to_have_text("fresh")
+    assert "first question" not in served.prompts()[1]
+    assert "old news" not in served.prompts()[1]
+
+
 def test_a_refusal_says_why_and_can_be_tried_again(door: Doors, visit: Visits) -> None:
     left: list[Script] = [
         lambda request: refusal(
@@ -187,6 +202,7 @@ def test_text_of_the_model_stays_text(door: Doors, visit: Visits) -> None:
     page.wait_for_end()
     expect(page.answers.locator("> .text")).to_contain_text("<img src=x onerror=alert(1)><script>")
     expect(page.answers.locator("pre code")).to_have_text("x = '<b>'")
+    expect(page.answers.locator("> .text")).to_contain_text("end")
     expect(page.page.locator(".turn.user .text")).to_have_text("<i>hi</i>")
     expect(page.page.locator("#turns :is(img, script, b, i)")).to_have_count(0)
 

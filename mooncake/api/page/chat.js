@@ -38,6 +38,7 @@ async function generate() {
   const fields = readSettings();
   if (fields === null) return;
   const controller = new AbortController();
+  const talk = messages; // a new chat has a new one
   setRunning(controller);
   say("Generating");
   const answer = new Answer(performance.now());
@@ -51,6 +52,7 @@ async function generate() {
   let failure = null;
   try {
     for await (const chunk of events("v1/chat/completions", { body, signal: controller.signal })) {
+      if (controller.signal.aborted) break;
       answer.take(chunk, performance.now());
       show(answer.element);
     }
@@ -64,7 +66,8 @@ async function generate() {
     fail(answer, failure);
     return;
   }
-  messages.push(answer.message());
+  if (talk !== messages) return;
+  if (answer.firstMs !== null) talk.push(answer.message());
   say(`${stopped ? "Stopped" : "Done"}: ${facts}`);
   if (answer.cards.length > 0) askResults(answer);
   else byId("prompt").focus();
@@ -98,7 +101,7 @@ function askResults(answer) {
 }
 
 function sendResults(button) {
-  if (running !== null) return;
+  if (running !== null || readSettings() === null) return;
   messages.push(...waiting.map((card) => card.result()));
   waiting = [];
   button.remove();

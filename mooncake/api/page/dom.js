@@ -15,9 +15,12 @@ export function el(tag, properties = {}, ...children) {
 /** Return a bar that is filled by `part` (0 to 1), with a label for those who do not see it. */
 export function bar(part, label) {
   const filled = Math.min(Math.max(part || 0, 0), 1);
-  const element = el("meter", { className: "bar-meter", min: 0, max: 1, value: filled });
-  element.setAttribute("aria-label", label);
-  element.title = label;
+  const fill = el("div");
+  fill.style.width = `${100 * filled}%`;
+  const element = el("div", { className: "meter", role: "meter", title: label }, fill);
+  for (const [name, value] of Object.entries({ valuemin: 0, valuemax: 1, valuenow: filled, label })) {
+    element.setAttribute(`aria-${name}`, value);
+  }
   return element;
 }
 
@@ -50,9 +53,10 @@ export function showText(element, text) {
     return;
   }
   const nodes = parts.map((part, at) => {
-    const isCode = at % 2 === 1 && at < parts.length - 1;
-    if (!isCode) return document.createTextNode(at % 2 === 1 ? "```" + part : part);
-    return el("pre", { tabIndex: 0 }, el("code", {}, part.replace(/^[\w+-]*\n/, "").replace(/\n$/, "")));
+    const isOpen = at % 2 === 1;
+    if (isOpen && at === parts.length - 1) return "```" + part; // never closed
+    if (isOpen) return el("pre", { tabIndex: 0 }, el("code", {}, part.replace(/^[\w+-]*\n/, "").trimEnd()));
+    return at === 0 ? part : part.replace(/^\n/, ""); // a block of code ends its own line
   });
   element.replaceChildren(...nodes);
 }

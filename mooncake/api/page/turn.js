@@ -5,6 +5,11 @@ import { CallCard } from "./tools.js";
 
 const NAMES = { user: "You", assistant: "Model", error: "Error" };
 
+function speed(number, ms) {
+  const perSecond = (number * 1000) / ms;
+  return perSecond.toFixed(perSecond < 100 ? 1 : 0);
+}
+
 /** Return a finished turn. */
 export function plainTurn(role, text) {
   const body = el("div", { className: "text" });
@@ -88,7 +93,7 @@ export class Answer {
     if (this.usage) facts.push(`${this.usage.completion_tokens} tokens`);
     if (first !== null) facts.push(`first after ${((first - this.startedMs) / 1000).toFixed(2)} s`);
     const tokens = this.usage?.completion_tokens ?? 0;
-    if (tokens > 1 && now > first) facts.push(`${(((tokens - 1) * 1000) / (now - first)).toFixed(1)} tokens/s`);
+    if (tokens > 1 && now > first) facts.push(`${speed(tokens - 1, now - first)} tokens/s`);
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
     if (cached) facts.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens cached`);
     if (stopped) facts.push("stopped");
