@@ -13,7 +13,7 @@ TORCH_INDEX ?=
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install serve test test-browser test-rdma soak check fmt bench public-names clean
+.PHONY: help install serve test test-browser test-rdma soak soak-pool check fmt bench public-names clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
@@ -21,7 +21,9 @@ help:
 	@echo "make test      all checks and all tests      make check  the checks alone      make fmt  format"
 	@echo "make test-browser  the web page in a headless chromium (Debian's, installed by apt where it is missing)"
 	@echo "make test-rdma  transfer over real verbs, on a virtual machine with two Soft-RoCE devices"
+	@echo "make api-cases 2,000 schemathesis cases of the OpenAPI document against a live k2-nano (CASES=2000)"
 	@echo "make soak      random faults on simulated clusters (SEEDS=1000 FIRST=0)"
+	@echo "make soak-pool a pool node killed in mid-put and mid-get (KILLS=200)"
 	@echo "make bench     the benchmarks behind the README's numbers"
 	@echo "make clean     forget .venv, caches and checkpoints"
 
@@ -64,11 +66,20 @@ test-rdma: $(STAMP)
 	$(BIN)/python -m tests.rdma.machine --timeout-s 900 -- $(abspath $(BIN))/python -m pytest -q --color=no \
 	  -p no:cacheprovider -k rdma tests/rdma tests/unit/transfer/test_processes.py tests/unit/transfer/test_failures.py
 
+CASES ?= 2000
+api-cases: $(STAMP)
+	API_CASES=$(CASES) $(BIN)/pytest -q --timeout 3600 tests/integration/test_openapi_cases.py
+
 # Faults on simulated clusters, one seed after another: make soak SEEDS=10000 FIRST=0
 SEEDS ?= 1000
 FIRST ?= 0
 soak: $(STAMP)
 	SOAK_SEEDS=$(SEEDS) SOAK_FIRST=$(FIRST) $(BIN)/pytest -q -x tests/sim/test_seeds.py -k every_check
+
+# A pool node killed in mid-put and mid-get, again and again: make soak-pool KILLS=1000
+KILLS ?= 200
+soak-pool: $(STAMP)
+	MOONCAKE_NUM_KILLS=$(KILLS) $(BIN)/pytest -q tests/integration/test_pool_faults.py -k killed --timeout 36000
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
@@ -19,7 +20,7 @@ from mooncake.api.access import Access, unlimited_keys
 from mooncake.api.backend import Backend
 from mooncake.api.config import ApiConfig
 from mooncake.api.door import Door
-from mooncake.api.errors import ApiError
+from mooncake.api.errors import AnthropicError, ApiError, ErrorReply
 from mooncake.api.http import error_response
 from mooncake.api.model import ServedModel
 from mooncake.api.routes.chat import chat_routes
@@ -32,8 +33,18 @@ from mooncake.api.routes.responses import responses_routes
 from mooncake.api.routes.tokens import token_routes
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
+from mooncake.api.schema.message_replies import MessageReply, TokenCount
 from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
 from mooncake.api.schema.openapi import add_schemas
+from mooncake.api.schema.replies import (
+    ChatReply,
+    CompletionReply,
+    DetokenizeReply,
+    ModelCard,
+    ModelList,
+    TokenizeReply,
+)
+from mooncake.api.schema.response_replies import ResponseReply
 from mooncake.api.schema.responses import ResponsesRequest
 from mooncake.api.schema.tokens import DetokenizeRequest, TokenizeRequest
 from mooncake.base import (
@@ -59,6 +70,11 @@ _ROUTES = (
 _BODIES: list[type[BaseModel]] = [
     ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
     TokenizeRequest, DetokenizeRequest,
+]  # fmt: skip
+
+_REPLIES: list[type[msgspec.Struct]] = [
+    ChatReply, CompletionReply, ResponseReply, MessageReply, TokenCount, ModelCard, ModelList,
+    TokenizeReply, DetokenizeReply, ErrorReply, AnthropicError,
 ]  # fmt: skip
 
 
@@ -115,7 +131,7 @@ def _complete_openapi(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if not app.openapi_schema:
             document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            add_schemas(document, _BODIES)
+            add_schemas(document, _BODIES, _REPLIES)
             app.openapi_schema = document
         return app.openapi_schema
 

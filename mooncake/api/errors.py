@@ -67,11 +67,25 @@ _ANTHROPIC_TYPES = {
 }  # fmt: skip
 
 
+class AnthropicErrorInfo(msgspec.Struct, frozen=True):
+    """The inner object of an error in Anthropic's shape."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True):
+    """What every failed call of Anthropic's API gets."""
+
+    error: AnthropicErrorInfo
+    type: str = "error"
+
+
 def anthropic_error(error: MooncakeError) -> bytes:
     """Return the JSON body for `error` in Anthropic's shape, also of a stream's error event."""
     other = "api_error" if error.http_status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.http_status, other)
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
+    return msgspec.json.encode(AnthropicError(AnthropicErrorInfo(kind, error.message)))
 
 
 def error_headers(error: MooncakeError) -> dict[str, str]:

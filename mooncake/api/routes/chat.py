@@ -9,14 +9,14 @@ from starlette.responses import Response
 
 from mooncake.api.chat_call import new_chat_call
 from mooncake.api.door import Door
-from mooncake.api.errors import error_reply
+from mooncake.api.errors import ErrorReply, error_reply
 from mooncake.api.generation import Call, Delta
 from mooncake.api.http import DONE, CallResponse, call_id, event, read_body
 from mooncake.api.logprobs import LogprobSpeller
 from mooncake.api.message_parser import ToolCallDelta
 from mooncake.api.routes.usage import call_usage
 from mooncake.api.schema.chat import ChatRequest
-from mooncake.api.schema.openapi import json_body
+from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import (
     ChatChoice,
     ChatChunk,
@@ -36,7 +36,10 @@ def chat_routes(door: Door) -> APIRouter:
     """Return the chat route over `door`."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest))
+    @router.post(
+        "/v1/chat/completions",
+        openapi_extra=operation(ChatRequest, ChatReply, ErrorReply, stream=True),
+    )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""
         body = await read_body(request, ChatRequest, door.config.max_body_bytes)

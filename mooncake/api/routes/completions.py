@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from mooncake.api.constraints import answer_form, form_grammar
 from mooncake.api.door import Door
-from mooncake.api.errors import error_reply
+from mooncake.api.errors import ErrorReply, error_reply
 from mooncake.api.generation import Call, Delta
 from mooncake.api.http import DONE, CallResponse, call_id, event, read_body
 from mooncake.api.logprobs import LogprobSpeller
@@ -26,7 +26,7 @@ from mooncake.api.sampling import (
     text_options,
 )
 from mooncake.api.schema.completion import DEFAULT_MAX_TOKENS, CompletionRequest
-from mooncake.api.schema.openapi import json_body
+from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import (
     CompletionChoice,
     CompletionLogprobs,
@@ -41,7 +41,10 @@ def completion_routes(door: Door) -> APIRouter:
     """Return the completion route over `door`."""
     router = APIRouter()
 
-    @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest))
+    @router.post(
+        "/v1/completions",
+        openapi_extra=operation(CompletionRequest, CompletionReply, ErrorReply, stream=True),
+    )
     async def completions(request: Request) -> Response:
         """Go on with one or more prompts, whole or as a stream of events."""
         body = await read_body(request, CompletionRequest, door.config.max_body_bytes)

@@ -10,14 +10,14 @@ from starlette.responses import Response
 
 from mooncake.api.chat_call import chat_prompt, new_chat_call
 from mooncake.api.door import Door
-from mooncake.api.errors import anthropic_error
+from mooncake.api.errors import AnthropicError, anthropic_error
 from mooncake.api.generation import Call, Delta
 from mooncake.api.http import CallResponse, call_id, event, json_response, read_body
 from mooncake.api.message_stream import MessageStream
 from mooncake.api.messages_request import PARAMS, messages_chat
 from mooncake.api.schema.message_replies import MessageReply, MessageUsage, TokenCount
 from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
-from mooncake.api.schema.openapi import json_body
+from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
 from mooncake.api.translation import named_as
 from mooncake.base import MooncakeError
@@ -27,7 +27,10 @@ def messages_routes(door: Door) -> APIRouter:
     """Return the routes of Anthropic's API over `door`."""
     router = APIRouter()
 
-    @router.post("/v1/messages", openapi_extra=json_body(MessagesRequest))
+    @router.post(
+        "/v1/messages",
+        openapi_extra=operation(MessagesRequest, MessageReply, AnthropicError, stream=True),
+    )
     async def messages(request: Request) -> Response:
         """Answer a conversation given as blocks, whole or as a stream of events."""
         body = await read_body(request, MessagesRequest, door.config.max_body_bytes)
@@ -38,7 +41,10 @@ def messages_routes(door: Door) -> APIRouter:
             call = await new_chat_call(door, messages_chat(body), name)
         return CallResponse(door, call, MessagesRenderer(door, call), stream=bool(body.stream))
 
-    @router.post("/v1/messages/count_tokens", openapi_extra=json_body(CountTokensRequest))
+    @router.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=operation(CountTokensRequest, TokenCount, AnthropicError),
+    )
     async def count_tokens(request: Request) -> Response:
         """Return how many tokens the prompt of such a message has."""
         body = await read_body(request, CountTokensRequest, door.config.max_body_bytes)

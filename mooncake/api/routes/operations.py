@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from mooncake import __version__
 from mooncake.api.door import Door
@@ -17,14 +17,14 @@ def operation_routes(door: Door) -> APIRouter:
     """Return the operators' routes over `door`."""
     router = APIRouter()
 
-    @router.get("/health")
+    @router.get("/health", response_class=Response, responses={503: {"description": "Not now."}})
     async def health() -> Response:
         """200 when a request would be served now, else 503; no body."""
         if door.ready:
             return Response()
         return Response(status_code=503, headers=error_headers(Unavailable("not ready")))
 
-    @router.get("/ping")
+    @router.get("/ping", response_class=Response)
     async def ping() -> Response:
         """200 as long as the process answers."""
         return Response()
@@ -34,7 +34,7 @@ def operation_routes(door: Door) -> APIRouter:
         """The version of this server."""
         return json_response(encode({"version": __version__}))
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """All series in Prometheus' text format."""
         return Response(

@@ -12,13 +12,14 @@ from starlette.responses import Response
 
 from mooncake.api.chat_call import new_chat_call
 from mooncake.api.door import Door
+from mooncake.api.errors import ErrorReply
 from mooncake.api.generation import Call, Delta
 from mooncake.api.http import CallResponse, call_id, read_body
 from mooncake.api.logprobs import LogprobSpeller
 from mooncake.api.response_stream import ResponseStream
 from mooncake.api.responses_request import PARAMS, responses_chat
 from mooncake.api.schema.chat import ChatRequest
-from mooncake.api.schema.openapi import json_body
+from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
 from mooncake.api.schema.response_replies import (
     InputDetails,
@@ -35,7 +36,10 @@ def responses_routes(door: Door) -> APIRouter:
     """Return the responses route over `door`."""
     router = APIRouter()
 
-    @router.post("/v1/responses", openapi_extra=json_body(ResponsesRequest))
+    @router.post(
+        "/v1/responses",
+        openapi_extra=operation(ResponsesRequest, ResponseReply, ErrorReply, stream=True),
+    )
     async def responses(request: Request) -> Response:
         """Answer a conversation given as items, whole or as a stream of events."""
         body = await read_body(request, ResponsesRequest, door.config.max_body_bytes)

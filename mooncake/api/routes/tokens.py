@@ -8,9 +8,10 @@ from starlette.responses import Response
 
 from mooncake.api.conversation import render_conversation
 from mooncake.api.door import Door
+from mooncake.api.errors import ErrorReply
 from mooncake.api.http import json_response, read_body
 from mooncake.api.sampling import check_ids
-from mooncake.api.schema.openapi import json_body
+from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import DetokenizeReply, TokenizeReply, encode
 from mooncake.api.schema.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -20,7 +21,7 @@ def token_routes(door: Door) -> APIRouter:
     router = APIRouter()
     tokenizer = door.model.tokenizer
 
-    @router.post("/tokenize", openapi_extra=json_body(TokenizeRequest))
+    @router.post("/tokenize", openapi_extra=operation(TokenizeRequest, TokenizeReply, ErrorReply))
     async def tokenize(request: Request) -> Response:
         """Return the ids of a prompt, or of a conversation after the chat template."""
         body = await read_body(request, TokenizeRequest, door.config.max_body_bytes)
@@ -44,7 +45,9 @@ def token_routes(door: Door) -> APIRouter:
             reply.token_strs = [tokenizer.decode([token]) for token in tokens]
         return json_response(encode(reply))
 
-    @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
+    @router.post(
+        "/detokenize", openapi_extra=operation(DetokenizeRequest, DetokenizeReply, ErrorReply)
+    )
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids, special tokens included."""
         body = await read_body(request, DetokenizeRequest, door.config.max_body_bytes)

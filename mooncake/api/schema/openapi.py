@@ -1,25 +1,66 @@
-"""Request bodies in the OpenAPI document: routes read bodies themselves, so they are added here."""
+"""Bodies and replies in the OpenAPI document: routes read and write those themselves, so they are
+added here.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 _REFERENCE = "#/components/schemas/{model}"
+_EVENTS = {"type": "string", "description": "Server-sent events, with stream=true."}
 
 
-def json_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return what `openapi_extra` says for a route whose JSON body is a `kind`."""
-    schema = {"$ref": _REFERENCE.format(model=kind.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def operation(
+    body: type[BaseModel] | None,
+    reply: type[msgspec.Struct],
+    error: type[msgspec.Struct],
+    *,
+    stream: bool = False,
+) -> dict[str, Any]:
+    """Return what `openapi_extra` says for a route: the JSON body that it takes, what it answers,
+    perhaps as a stream, and what anything else than 200 carries."""
+    content: dict[str, Any] = {"application/json": _schema(reply)}
+    if stream:
+        content["text/event-stream"] = {"schema": _EVENTS}
+    described: dict[str, Any] = {
+        "responses": {
+            "200": {"description": "The answer.", "content": content},
+            "default": {
+                "description": "What is wrong with the request, or with the server.",
+                "content": {"application/json": _schema(error)},
+            },
+        }
+    }
+    if body is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"application/json": _schema(body)},
+        }
+    return described
 
 
-def add_schemas(document: dict[str, Any], kinds: list[type[BaseModel]]) -> None:
-    """Put the schemas of `kinds` and all they refer to into `document`."""
-    _, schemas = models_json_schema(
-        [(kind, "validation") for kind in kinds], ref_template=_REFERENCE
+def add_schemas(
+    document: dict[str, Any],
+    bodies: list[type[BaseModel]],
+    replies: list[type[msgspec.Struct]],
+) -> None:
+    """Put the schemas of `bodies` and `replies` and all they refer to into `document`."""
+    _, of_bodies = models_json_schema(
+        [(kind, "validation") for kind in bodies], ref_template=_REFERENCE
+    )
+    _, of_replies = msgspec.json.schema_components(
+        replies, ref_template=_REFERENCE.replace("{model}", "{name}")
     )
     known = document.setdefault("components", {}).setdefault("schemas", {})
-    known.update(schemas.get("$defs", {}))
+    known.update(of_bodies.get("$defs", {}))
+    if twice := known.keys() & of_replies.keys():
+        raise AssertionError(f"a body and a reply have the same name: {sorted(twice)}")
+    known.update(of_replies)
+
+
+def _schema(kind: type) -> dict[str, Any]:
+    return {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}
