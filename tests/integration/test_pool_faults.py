@@ -2,7 +2,7 @@
 its disk full, unwilling or rotten, two writers of one key, a wall clock that jumps. Whatever
 happens, no wrong byte is served, no memory stays lost, and it works again afterwards.
 
-`MOONCAKE_NUM_KILLS=200 pytest tests/integration/test_pool_faults.py -k kill` for a long look.
+`make soak-pool` for a long look.
 """
 
 from __future__ import annotations
