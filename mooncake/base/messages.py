@@ -109,6 +109,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_total_blocks: int = 0
     num_cached_blocks: int = 0
     """Free blocks that still hold reusable content."""
+    draining: bool = False
+    """It takes no new work."""
     counters: dict[str, float] = {}
     """Monotonic counts since start, by name (`blocks_fetched`, `preemptions`, …); for /metrics."""
 
@@ -239,6 +241,9 @@ class PeerLost(Message, frozen=True, tag="peer_lost"):
 
 class Drain(Message, frozen=True, tag="drain"):
     """Take no new work; finish what runs."""
+
+    then: Role | None = None
+    """Leave when that is done, and come back in this role. Only for prefill and decode."""
 
 
 class WhoAreYou(Message, frozen=True, tag="who"):

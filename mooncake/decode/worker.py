@@ -16,13 +16,13 @@ from mooncake.base.blocks import block_keys
 from mooncake.base.messages import (
     AbortTask,
     DecodeTask,
-    Drain,
     FinishInfo,
     KVReady,
     PeerLost,
     PushEnded,
     RequestOutput,
     Reserved,
+    Role,
     Welcome,
     WorkerRef,
     is_former,
@@ -72,8 +72,6 @@ class DecodeWorker:
                 ]
                 for job in former:  # nobody is left to answer to
                     self._abort(job, now)
-            case Drain():
-                self.instance.draining = True
             case _:
                 self.instance.handle(event, now)
 
@@ -82,6 +80,12 @@ class DecodeWorker:
             self._waiting.pop(0)
         self._take(self.instance.start_steps(now), now)
         return min(self._ask_again(now), self.instance.tick(now))
+
+    @property
+    def next_role(self) -> Role | None:
+        """What to come back as, now that nothing is in progress here any more; None: go on."""
+        role = self.instance.next_role
+        return role if role is not None and self.quiet else None
 
     @property
     def quiet(self) -> bool:

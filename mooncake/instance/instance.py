@@ -22,6 +22,7 @@ from mooncake.base.messages import (
     PinGranted,
     PutGranted,
     RequestOutput,
+    Role,
     StepOutputs,
     Tier,
     Welcome,
@@ -89,6 +90,8 @@ class Instance:
         self.write_through = WriteThrough(self.worker, ports.channel, config.push_timeout_s)
         self.quarantine = Quarantine(self.pool, config.quarantine_s)
         self.draining = False
+        self.next_role: Role | None = None
+        """What it is to come back as when nothing is in progress here."""
         self._membership = Membership(
             hello,
             ports.channel,
@@ -121,6 +124,9 @@ class Instance:
                 self.write_through.on_granted(event, now)
             case PinGranted():
                 self.fetcher.on_pin_granted(event, now)
+            case Drain():
+                self.draining = True
+                self.next_role = event.then or self.next_role
             case Welcome():
                 self._membership.on_welcome(event)
             case WhoAreYou():
@@ -238,7 +244,7 @@ class Instance:
             "blocks_put": self.write_through.num_blocks_put,
             "puts_failed": self.write_through.num_puts_failed,
         }
-        return msgspec.structs.replace(load, counters=counters)
+        return msgspec.structs.replace(load, counters=counters, draining=self.draining)
 
     def block_digests(self, keys: list[BlockKey]) -> list[str]:
         """Return a digest of the bytes of each leading block of `keys` that is cached here: two

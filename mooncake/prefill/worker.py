@@ -16,7 +16,6 @@ from mooncake.base.blocks import block_keys
 from mooncake.base.messages import (
     AbortTask,
     BlockSource,
-    Drain,
     FinishInfo,
     KVReady,
     PeerLost,
@@ -24,6 +23,7 @@ from mooncake.base.messages import (
     PushEnded,
     RequestOutput,
     Reserved,
+    Role,
     Welcome,
     WorkerRef,
     is_former,
@@ -76,8 +76,6 @@ class PrefillWorker:
             case Welcome():
                 self.instance.handle(event, now)
                 self._on_gateway(event.gateway, now)
-            case Drain():
-                self.instance.draining = True
             case _:
                 self.instance.handle(event, now)
 
@@ -93,6 +91,12 @@ class PrefillWorker:
             self._push_ended(reserved.decode, reserved.request_id, reserved.attempt, failed=True)
         self._take(self.instance.start_steps(now), now)
         return self.instance.tick(now)
+
+    @property
+    def next_role(self) -> Role | None:
+        """What to come back as, now that nothing is in progress here any more; None: go on."""
+        role = self.instance.next_role
+        return role if role is not None and self.quiet else None
 
     @property
     def quiet(self) -> bool:

@@ -166,6 +166,8 @@ class Conductor:
             return
         self._fetch.observe(report.worker.worker_id, report.load.counters)
         view.observe(report.load, now)
+        if report.load.draining and not view.draining:
+            view.draining = True
         view.cost.observe(report.samples)
 
     def on_blocks(self, events: BlockEvents) -> None:

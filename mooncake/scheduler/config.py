@@ -65,6 +65,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Prompts with at most this many tokens to compute may run whole on a decode worker, where
     that is faster. 0 = only when no prefill worker is alive.
     """
+    role_switching: bool = False
+    """Workers change between prefill and decode when the balance of load moves for long."""
+    role_switch_after_s: float = 30.0
+    """How long one pool must be pressed, and the other able to spare a worker, before one changes.
+    """
+    role_switch_drain_s: float = 10.0
+    """How long a worker that changes may finish what it has; the rest goes on elsewhere."""
     uses_per_s_per_copy: float = 0.02
     """A block used more often than this gets a second copy in another pool, and so on. 0 = blocks
     are not replicated.
@@ -110,5 +117,5 @@ _POSITIVE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "replace_wait_s", "whole_on_decode_max_tokens", "fetch_latency_s", "expected_output_tokens",
-    "uses_per_s_per_copy",
+    "uses_per_s_per_copy", "role_switch_after_s", "role_switch_drain_s",
 )  # fmt: skip

@@ -88,8 +88,6 @@ class RequestDesk:
         self._requests: dict[str, RequestRecord] = {}
         self._dispatch = Dispatch(ports, roster)
         self._waiting = WaitingRoom(config.max_queue)
-        self._batch: dict[str, None] = {}
-        """Batch requests that are placed somewhere, the latest last."""
         self._deadlines = Deadlines()
         self._next_scan_s = 0.0
         self.counters: Counter[str] = Counter()
@@ -140,7 +138,7 @@ class RequestDesk:
             )
         )
         if isinstance(result, Placement):
-            self._begin(record, result, now)
+            self._dispatch.begin(record, result, now)
         else:
             self._waiting.offer(record, now)
 
@@ -156,6 +154,14 @@ class RequestDesk:
             record = self._requests.get(request_id)
             if record is not None and _needs(record, worker_id):
                 self._requeue(record, f"worker {worker_id} was lost", now)
+
+    def move_from(self, worker_id: str, now: float) -> None:
+        """Place elsewhere what needs this worker, which lives and takes nothing new."""
+        for request_id in self._dispatch.of(worker_id):
+            record = self._requests.get(request_id)
+            if record is not None and _needs(record, worker_id):
+                reason = f"worker {worker_id} changes its role"
+                self._requeue(record, reason, now, blameless=True)
 
     def worker_joined(self, now: float) -> None:
         """Somebody may be able to take over what waits."""
@@ -188,10 +194,7 @@ class RequestDesk:
             assert (record.state is RequestState.QUEUED) == waits
             assert (record.placement is None) == waits
             assert 0 <= record.num_failed <= self._config.max_attempts
-            is_batch = record.request.priority is Priority.BATCH
-            assert (is_batch and not waits) == (name in self._batch)
         assert set(self._waiting) <= set(self._requests), "an unknown request waits"
-        assert set(self._batch) <= set(self._requests), "an unknown request would yield"
         self._conductor.check_integrity(self._dispatch.check_integrity(self._requests.values()))
 
     # --------------------------------------------------------------- placing
@@ -207,6 +210,7 @@ class RequestDesk:
         self, request: GenerateRequest, rejection: Rejection, sink: Sink, now: float
     ) -> None:
         self.counters["requests_refused"] += 1
+        self.counters[f"refused_{rejection.reason}"] += 1
         self._ports.recorder.record(
             Refused(
                 request_id=request.request_id,
@@ -255,19 +259,9 @@ class RequestDesk:
 
     def _who_yields(self, result: Placement | Rejection) -> RequestRecord | None:
         """Return the batch request placed last among those in the way, if there is any."""
-        for request_id in reversed(self._batch):
-            record = self._requests[request_id]
-            assert record.placement is not None, "waits and would yield"
-            if isinstance(result, Rejection):
-                return record if result.reason in NO_ROOM_REASONS else None
-            if result.must_wait and record.placement.decode == result.decode:
-                return record
-        return None
-
-    def _begin(self, record: RequestRecord, placement: Placement, now: float) -> None:
-        self._dispatch.begin(record, placement, now)
-        if record.request.priority is Priority.BATCH:
-            self._batch[record.request_id] = None
+        if isinstance(result, Placement):
+            return self._dispatch.latest_batch(result.decode) if result.must_wait else None
+        return self._dispatch.latest_batch(None) if result.reason in NO_ROOM_REASONS else None
 
     def _take_off(
         self, record: RequestRecord, reason: str, now: float, failed_on: str | None = None
@@ -275,7 +269,6 @@ class RequestDesk:
         """End an attempt; the request is placed nowhere then."""
         logger.info("request %s, attempt %d: %s", record.request_id, record.attempt, reason)
         self._dispatch.end(record, done=() if failed_on is None else (failed_on,))
-        self._batch.pop(record.request_id, None)
         self._conductor.release(record.request_id)
         record.move(RequestState.QUEUED)
         self._ports.recorder.record(
@@ -289,13 +282,20 @@ class RequestDesk:
         )
 
     def _requeue(
-        self, record: RequestRecord, reason: str, now: float, failed_on: str | None = None
+        self,
+        record: RequestRecord,
+        reason: str,
+        now: float,
+        failed_on: str | None = None,
+        *,
+        blameless: bool = False,
     ) -> None:
         """An attempt is lost: place the request again, let it wait for a worker, or fail it."""
         self._take_off(record, reason, now, failed_on)
         if failed_on is not None:
             record.exclude.add(failed_on)
-        self.counters["attempts_lost"] += 1
+        record.num_paused += blameless
+        self.counters["requests_moved" if blameless else "attempts_lost"] += 1
         if self._finish_if_ended(record, now):
             return
         if record.num_failed >= self._config.max_attempts:
@@ -305,7 +305,7 @@ class RequestDesk:
             return
         result = self._place(record, now)
         if isinstance(result, Placement):
-            self._begin(record, result, now)
+            self._dispatch.begin(record, result, now)
         elif result.permanent:
             self._finish(record, FinishReason.ERROR, now, failure=result.failure())
         elif self._waiting.offer(record, now):
@@ -326,7 +326,7 @@ class RequestDesk:
             result = self._place(record, now)
             if isinstance(result, Placement):
                 self._waiting.remove(request_id)
-                self._begin(record, result, now)
+                self._dispatch.begin(record, result, now)
             elif result.permanent:
                 self._finish(record, FinishReason.ERROR, now, failure=result.failure())
             elif record.request.priority is Priority.BATCH:
@@ -461,7 +461,6 @@ class RequestDesk:
         """End a request: nothing of it stays here, and no worker keeps anything of it."""
         well = reason in (FinishReason.STOP, FinishReason.LENGTH)
         self._dispatch.end(record, done)
-        self._batch.pop(record.request_id, None)
         self._conductor.release(record.request_id, record.num_output_tokens if well else None)
         self._waiting.remove(record.request_id)
         record.move(RequestState.FINISHED)

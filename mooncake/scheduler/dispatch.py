@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from mooncake.base import AbortTask, RequestState
+from mooncake.base import AbortTask, Priority, RequestState, WorkerRef
 from mooncake.scheduler.conductor import Placement
 from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.record import RequestRecord
@@ -23,6 +23,8 @@ class Dispatch:
         self._roster = roster
         self._on_worker: dict[str, dict[str, None]] = {}
         """Worker id -> requests placed there."""
+        self._batch: dict[str, RequestRecord] = {}
+        """Batch requests that are placed somewhere, the latest last."""
         self._last_attempt = 0
         """Numbers all attempts here, so that a request id used again is never an old attempt's."""
 
@@ -30,6 +32,8 @@ class Dispatch:
         """Start an attempt: tell decode to reserve (or to do it all), and prefill to compute."""
         self._last_attempt += 1
         record.begin(self._last_attempt, placement, now)
+        if record.request.priority is Priority.BATCH:
+            self._batch[record.request_id] = record
         for worker in record.workers():
             self._on_worker.setdefault(worker.worker_id, {})[record.request_id] = None
         prefill, decode = placement.prefill, placement.decode
@@ -64,7 +68,16 @@ class Dispatch:
                     worker.address,
                     AbortTask(request_id=record.request_id, attempt=record.attempt),
                 )
+        self._batch.pop(record.request_id, None)
         record.placement = None
+
+    def latest_batch(self, decode: WorkerRef | None) -> RequestRecord | None:
+        """Return the batch request placed last (on this decode worker), if there is any."""
+        for record in reversed(self._batch.values()):
+            assert record.placement is not None, "waits and would yield"
+            if decode is None or record.placement.decode == decode:
+                return record
+        return None
 
     def of(self, worker_id: str) -> list[str]:
         """Return the requests that have a share of this worker, in the order they came."""
@@ -90,4 +103,5 @@ class Dispatch:
                     assert share in booked, "a share was forgotten"
                     booked.remove(share)
         assert not booked, "workers hold requests that are not theirs"
+        assert set(self._batch) <= placed, "who is placed nowhere would yield"
         return placed

@@ -33,6 +33,7 @@ from mooncake.scheduler.desk import RequestDesk
 from mooncake.scheduler.peer_gateways import PeerGateways
 from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.record import Sink
+from mooncake.scheduler.role_switching import RoleSwitching
 from mooncake.scheduler.roster import Roster
 from mooncake.scheduler.status import ClusterStatus, load_status, pool_status, worker_status
 from mooncake.telemetry.events import Recorder, WorkerJoined, WorkerLeft, WorkerReported
@@ -67,6 +68,7 @@ class Gateway:
         )
         ports = GatewayPorts(worker=worker, channel=channel, ids=ids, recorder=recorder)
         self._desk = RequestDesk(config, ports, conductor, self._roster)
+        self._switching = RoleSwitching(config, channel, self._roster, conductor, self._desk)
         self._draining_since_s: float | None = None
 
     # ------------------------------------------------------- the door's side
@@ -163,7 +165,12 @@ class Gateway:
         """Notice silence, deadlines, stalls; place what waits. Returns when to come again."""
         for worker_id in self._roster.silent(now):
             self.worker_lost(worker_id, now, "no heartbeat")
-        wakes = (self._desk.tick(now), self._roster.next_check_s(now), self._peers.tick(now))
+        wakes = (
+            self._desk.tick(now),
+            self._roster.next_check_s(now),
+            self._peers.tick(now),
+            self._switching.tick(now) if self._peers.is_first else None,
+        )
         return min((wake for wake in wakes if wake is not None), default=None)
 
     def check_integrity(self) -> None:

@@ -59,6 +59,11 @@ class PeerGateways:
         """The gateways heard of late."""
         return [peer.ref for peer in self._peers.values() if not peer.silent]
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this gateway is the one that decides what only one may decide."""
+        return all(self._gateway.worker_id < peer.worker_id for peer in self.living)
+
     def hear(self, event: GatewayNews, now: float) -> bool:
         """Take in what another gateway did; True when it is new, or back."""
         ref = event.gateway

@@ -200,7 +200,7 @@ def _cache(simulation: Simulation) -> CacheFigures:
 
 
 def _busy_s(simulation: Simulation, role: Role) -> float:
-    runners = (w.runner for w in simulation.world.workers.values() if w.spec.role is role)
+    runners = simulation.world.runners(role)
     return sum(runner.busy_s for runner in runners if isinstance(runner, SimRunner))
 
 

@@ -81,11 +81,9 @@ class Watch:
             self._world.heap.after(self._every_s, self._look)
 
     def _busy(self, role: Role) -> float:
-        total, count = 0.0, 0
-        for worker in self._world.workers.values():
-            if worker.spec.role is role and isinstance(worker.runner, SimRunner):
-                total += worker.runner.busy_s
-                count += 1
+        runners = self._world.runners(role)
+        total = sum(runner.busy_s for runner in runners if isinstance(runner, SimRunner))
+        count = sum(worker.spec.role is role for worker in self._world.workers.values())
         share = (total - self._busy_s[role]) / (self._every_s * count) if count else 0.0
         self._busy_s[role] = total
         return round(min(share, 1.0), 4)

@@ -7,7 +7,7 @@ and restarts, and the clients that submit requests and keep what comes back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -56,6 +56,8 @@ class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True):
     notice_s: float = 0.05
     restart_s: float | None = 5.0
     """None: a dead worker stays dead."""
+    change_s: float = 2.0
+    """A worker that changes its role keeps its weights, and is away for so long."""
 
 
 class WorldConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +106,8 @@ class Worker:
         self.address: str | None = None
         self.machine: PrefillWorker | DecodeWorker | KvNode | None = None
         self.runner: Runner | None = None
+        self.former: list[tuple[Role, Runner]] = []
+        """What it ran on in other roles."""
         self.pages: Region | None = None
         self.media: list[SimMedium] = []
         """Its disks, which outlive it."""
@@ -230,7 +234,7 @@ class World:
         worker.num_starts += 1
         epoch = f"e{worker.num_starts}"
         address = f"{worker_id}/{epoch}"
-        process = self._process(address)
+        process = self._process(address, lambda: self._change_role(worker_id))
         ref = WorkerRef(worker_id, epoch, address)
 
         def deliver(event: msgspec.Struct) -> None:
@@ -274,16 +278,21 @@ class World:
         worker = self.workers[worker_id]
         if worker.process is None or worker.address is None:
             return
-        worker.process.kill()
-        if worker.disks is not None:
-            worker.disks.kill()
-        self.network.detach(worker.address)
-        worker.process = worker.machine = worker.address = None
+        self._end(worker)
         supervisor = self.config.supervisor
         if noticed:
             self.heap.after(supervisor.notice_s, lambda: self._notice(worker_id))
         if supervisor.restart_s is not None:
             self.heap.after(supervisor.restart_s, lambda: self._restart(worker_id))
+
+    def _end(self, worker: Worker) -> None:
+        assert worker.process is not None, "ended twice"
+        assert worker.address is not None
+        worker.process.kill()
+        if worker.disks is not None:
+            worker.disks.kill()
+        self.network.detach(worker.address)
+        worker.process = worker.machine = worker.address = None
 
     def machines(self) -> list[tuple[str, Machine]]:
         """Return every living machine with its name."""
@@ -305,10 +314,41 @@ class World:
         machines = (worker.machine for worker in self.workers.values())
         return sum(m.stores(key) for m in machines if isinstance(m, KvNode))
 
-    def _process(self, name: str) -> SimProcess:
+    def _process(self, name: str, look: Callable[[], None] | None = None) -> SimProcess:
+        """Return a process; `look` is called after each of its events."""
+
+        def after_event(machine: Machine) -> None:
+            if self._after_event is not None:
+                self._after_event(machine)
+            if look is not None:
+                look()
+
         most_s = self.config.max_skew_s
         skew_s = self._skews.uniform(0.0, most_s) if most_s else 0.0
-        return SimProcess(name, self.heap, self._after_event, skew_s)
+        return SimProcess(name, self.heap, after_event, skew_s)
+
+    def _change_role(self, worker_id: str) -> None:
+        """Let a worker leave that is done in its role, and come back in the one it was told."""
+        worker = self.workers[worker_id]
+        machine = worker.machine
+        if machine is None or isinstance(machine, KvNode) or machine.next_role is None:
+            return
+        role = machine.next_role
+        gateway = WorkerRef(GATEWAY_ADDRESS, "", GATEWAY_ADDRESS)
+        machine.instance.send(gateway, PeerLost(worker=machine.instance.worker))
+        assert worker.runner is not None, "an engine without a runner"
+        worker.former.append((worker.spec.role, worker.runner))
+        worker.runner = None
+        worker.spec = msgspec.structs.replace(worker.spec, role=role)
+        self._end(worker)
+        self.heap.after(self.config.supervisor.change_s, lambda: self._restart(worker_id))
+
+    def runners(self, role: Role) -> Iterator[Runner]:
+        """Yield what runs, or has run, steps of this role."""
+        for worker in self.workers.values():
+            yield from (runner for former, runner in worker.former if former is role)
+            if worker.spec.role is role and worker.runner is not None:
+                yield worker.runner
 
     def _notice(self, worker_id: str) -> None:
         door = self.doors.get(GATEWAY_ADDRESS)
