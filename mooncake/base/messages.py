@@ -261,13 +261,13 @@ class BlockSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     store: WorkerRef
     first: int
     stop: int
+    others: list[WorkerRef] = []
+    """They hold that run too, or its beginning: asked in turn for what `store` does not give."""
 
 
 class PrefillTask(Message, frozen=True, tag="prefill"):
     """Compute the KV of prompt + `output_tokens`, push it to `decode`, sample one token."""
 
-    others: list[WorkerRef] = []
-    """They hold that run too, or its beginning: asked in turn for what `store` does not give."""
     request: GenerateRequest
     attempt: int
     gateway: WorkerRef
