@@ -13,7 +13,7 @@ TORCH_INDEX ?=
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install serve test test-browser test-rdma soak soak-pool check fmt bench public-names clean
+.PHONY: help install serve test test-browser test-rdma api-cases soak soak-pool check fmt bench public-names clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
