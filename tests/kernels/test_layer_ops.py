@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from mooncake_kernels.dispatch import kernel
-from mooncake_kernels.reference.fp8 import quantize_rows
+from mooncake_kernels.reference.fp8 import quantize_rows, widen_rows
 
 from tests.support.kernel_gates import DEVICE, assert_attention, assert_log_sums, assert_product
 
@@ -124,3 +124,29 @@ def test_fp8_linear_refuses_factors_of_another_shape() -> None:
     x, x_factors = quantize_rows(random(2, 256, seed=23))
     with pytest.raises(ValueError, match="factors"):
         kernel("linear_fp8", "triton")(x[:, :128], x_factors, x[:, :128], x_factors)
+
+
+def test_cache_write_touches_nothing_else() -> None:
+    """Rows without a place, even of NaN, leave every byte of the pages as it was."""
+    rank, rope = 32, 16
+    joined = torch.full((3, rank + rope), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+    kv = random(4, 16, rank + rope, seed=24).to(torch.bfloat16)
+    before = kv.clone()
+    places = torch.full((3,), -1, device=DEVICE)
+    norm = random(rank, seed=25).to(torch.bfloat16), 1e-6
+    turn = rotation(3, rope // 2, seed=26)
+    kernel("kv_write", "triton")(joined[:, :rank], joined[:, rank:], turn, places, norm, kv)
+    assert torch.equal(kv, before)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(0, 256), (1, 7), (3, 300), (2, 7168)])
+def test_norm_quantized_at_odd_widths(rows: int, width: int) -> None:
+    x, weight = random(rows, width, seed=27).to(torch.bfloat16), random(width, seed=28)
+    weight = weight.to(torch.bfloat16)
+    got, wanted = (
+        kernel("rms_norm_fp8", name)(x, weight, 1e-6) for name in ("triton", "reference")
+    )
+    assert [part.shape for part in got] == [part.shape for part in wanted]
+    torch.testing.assert_close(got[1], wanted[1], rtol=2e-2, atol=0)
+    if rows:
+        assert_product(widen_rows(*got), widen_rows(*wanted), gate=1e-3, element=0.2)

@@ -176,3 +176,9 @@ def test_pages_the_kernel_cannot_take_are_refused() -> None:
     case = make_case([5], [1], page=16)
     with pytest.raises(ValueError, match="pages of 12 tokens"):
         kernel("mla_decode", "triton")(case.q, case.kv[:, :12], case.batch, case.rank)
+
+
+@pytest.mark.parametrize("new", [9, 41, 170])
+def test_the_absorbed_form_between_verifying_and_prefill(new: int) -> None:
+    """More new tokens than are verified, fewer than are worth expanding a long context for."""
+    check(make_case([new + 37, new, 3], [new, new, 2], heads=2, rank=16, rope=8, seed=new))
