@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from mooncake.base import block_keys
+from mooncake.base.messages import Replicate
+from mooncake.kvstore import KvNode
 from mooncake.sim.disk import SimMedium
 from mooncake.sim.network import NetworkConfig
 from tests.sim.test_cluster import EAGER, PROMPT, prompts
-from tests.support.cluster import Cluster, engine_config, request, specs
+from tests.support.cluster import LAYOUT, Cluster, engine_config, request, specs
 
 NUM_FULL_BLOCKS = len(PROMPT) // 4
 
@@ -96,4 +99,60 @@ def test_a_wire_that_flips_bits_gives_no_wrong_token() -> None:
     cluster.check_streams()
     assert cluster.counter("blocks_fetched_corrupt") > 0
     assert sum(pool.counters["blocks_damaged"] for pool in cluster.pools()) == 0
+    cluster.check_quiet()
+
+
+def test_a_prefix_comes_from_another_replica_when_its_pool_dies_in_mid_read() -> None:
+    network = NetworkConfig(encode=True, link_bytes_per_s=1e5, local_bytes_per_s=1e5)
+    cluster = Cluster(specs(2, 1), scheduler=EAGER, network=network, restart_s=1.0)
+    cluster.world.submit(request("first", PROMPT))
+    cluster.run(20)
+    keys = block_keys(LAYOUT.fingerprint, PROMPT, LAYOUT.block_tokens)
+    [holder] = [name for name in pool_names(cluster) if pool(cluster, name).stores(keys[0])]
+    source = pool(cluster, holder).state().store
+    pool(cluster, "kvstore-decode-0").handle(
+        Replicate(source=source, keys=keys), cluster.world.heap.now()
+    )
+    cluster.run(5)
+    engines = [name for name in sorted(cluster.world.workers) if not name.startswith("kvstore")]
+    for worker_id in engines:
+        cluster.world.kill(worker_id)
+    cluster.run(5)
+    second = cluster.world.submit(request("second", [*PROMPT, 5, 6, 7]))
+    while not (read := [name for name in pool_names(cluster) if num_reads(cluster, name)]):
+        cluster.run(0.001)
+    cluster.world.kill(read[0])
+    cluster.run(30)
+    cluster.check_streams()
+    assert second.finals[0].num_cached_tokens == NUM_FULL_BLOCKS * 4
+    cluster.check_quiet()
+
+
+def pool_names(cluster: Cluster) -> list[str]:
+    return [name for name in sorted(cluster.world.workers) if name.startswith("kvstore")]
+
+
+def pool(cluster: Cluster, name: str) -> KvNode:
+    machine = cluster.world.workers[name].machine
+    assert isinstance(machine, KvNode)
+    return machine
+
+
+def num_reads(cluster: Cluster, name: str) -> int:
+    """Return how many reads a pool has open."""
+    return pool(cluster, name).state().load.num_running
+
+
+def test_blocks_come_up_from_ssd_while_their_request_waits_its_turn() -> None:
+    cluster = Cluster(specs(1, 1), scheduler=EAGER, ssd_blocks=100)
+    cluster.world.submit(request("first", PROMPT))
+    cluster.run(5)
+    kill_all(cluster)
+    busy = cluster.world.submit(request("busy", list(range(90, 190)), max_tokens=1))
+    cluster.world.submit(request("second", [*PROMPT, 5, 6, 7]))
+    while not sum(pool.counters["ssd_blocks_read"] for pool in cluster.pools()):
+        cluster.run(0.001)
+        assert not busy.tokens, "the request before is computed: this one waits no more"
+    cluster.run(20)
+    cluster.check_streams()
     cluster.check_quiet()
