@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -19,6 +20,10 @@ from mooncake.api.errors import ApiError, error_reply
 _log = logging.getLogger(__name__)
 
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+
+
+LAST_LOOK_S = 0.05
+"""After a time-out: a loop that was held up runs its timers before it reads what has come."""
 
 
 class _Phase(Enum):
@@ -97,7 +102,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._phase = _Phase.BODY
         self._num_body_bytes = 0
         self._body_since_s = self.loop.time()
-        self._read_timer = self.loop.call_later(self.limits.body_timeout_s, self._check_body)
+        self._read_within(self.limits.body_timeout_s, self._check_body)
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -116,7 +121,13 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(400, "BadRequestError", msg))
 
     def _watch_head(self) -> None:
-        self._read_timer = self.loop.call_later(self.limits.header_timeout_s, self._head_too_slow)
+        self._read_within(self.limits.header_timeout_s, self._head_too_slow)
+
+    def _read_within(self, seconds: float, late: Callable[[], None]) -> None:
+        def last_look() -> None:
+            self._read_timer = self.loop.call_later(LAST_LOOK_S, late)
+
+        self._read_timer = self.loop.call_later(seconds, last_look)
 
     def _head_too_slow(self) -> None:
         self._read_timer = None
@@ -139,7 +150,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self.flow.read_paused:  # it is we who do not read
             allowed_s = max(allowed_s, taken_s + limits.body_timeout_s)
         if taken_s < allowed_s:
-            self._read_timer = self.loop.call_later(allowed_s - taken_s, self._check_body)
+            self._read_within(allowed_s - taken_s, self._check_body)
             return
         self._read_timer = None
         self._refuse(
@@ -195,7 +206,11 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _watch_writing(self) -> None:
         self._stop_write_timer()
-        self._write_timer = self.loop.call_later(self.limits.write_timeout_s, self._not_read)
+
+        def last_look() -> None:
+            self._write_timer = self.loop.call_later(LAST_LOOK_S, self._not_read)
+
+        self._write_timer = self.loop.call_later(self.limits.write_timeout_s, last_look)
 
     def _not_read(self) -> None:
         self._write_timer = None
