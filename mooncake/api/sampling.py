@@ -20,6 +20,9 @@ from mooncake.base import ContextTooLong, InvalidRequest, Priority, SamplingPara
 SEED_SPACE = 2**64
 MAX_BAD_WORDS = 256
 
+MIN_TEMPERATURE = 1e-5
+"""Less means 0: dividing logits by less would leave float32."""
+
 Number = TypeVar("Number", int, float)
 
 
@@ -47,6 +50,7 @@ def sampling_params(
     """
     _check_limits(fields, wanted, config)
     defaults = model.defaults
+    temperature = _first(fields.temperature, defaults.temperature)
     stop_ids = list(fields.stop_token_ids or [])
     check_ids("stop_token_ids", stop_ids, model)
     if not fields.ignore_eos:
@@ -58,7 +62,7 @@ def sampling_params(
     return SamplingParams(
         max_tokens=wanted.max_tokens or wanted.default_max_tokens or 0,
         min_tokens=fields.min_tokens or 0,
-        temperature=_first(fields.temperature, defaults.temperature),
+        temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
         top_p=_first(fields.top_p, defaults.top_p),
         top_k=max(0, _first(fields.top_k, defaults.top_k)),
         min_p=_first(fields.min_p, defaults.min_p),

@@ -120,6 +120,7 @@ def api_config(config: ServeConfig) -> ApiConfig:
         max_body_bytes=config.max_body_bytes,
         keep_alive_s=config.timeout_keep_alive,
         access_log=config.access_log,
+        allow_special_tokens_in_chat=config.allow_special_tokens_in_chat,
     )
 
 

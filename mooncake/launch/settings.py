@@ -194,6 +194,10 @@ class ServeConfig:
     access_log: bool = setting(
         False, options.truth, DOOR, "", "log every HTTP request", switch=True
     )
+    allow_special_tokens_in_chat: bool = setting(
+        False, options.truth, DOOR, "", "let messages spell control tokens: any user can then "
+        "speak as the system", switch=True,
+    )  # fmt: skip
     shutdown_timeout: float = setting(
         30.0, options.positive, DOOR, "S", "seconds that running requests get to finish at the end"
     )

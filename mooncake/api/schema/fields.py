@@ -105,7 +105,7 @@ class SharedFields(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: TokenIds | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
 from mooncake.api.config import ApiConfig
 from mooncake.api.model import GenerationDefaults
@@ -53,6 +54,16 @@ def test_author_defaults_come_before_ours_and_requests_before_both() -> None:
     assert (made.temperature, made.top_p, made.top_k) == (0.6, 0.5, 0)
     made = sampling_params(body(temperature=0), WANTED, model, ApiConfig())
     assert made.greedy
+
+
+@pytest.mark.parametrize(("asked", "made"), [(5e-324, 0.0), (1e-6, 0.0), (1e-3, 1e-3)])
+def test_a_temperature_that_would_overflow_is_none(asked: float, made: float) -> None:
+    assert params(temperature=asked).temperature == made
+
+
+def test_a_repetition_penalty_that_would_overflow_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        body(repetition_penalty=5e-324)
 
 
 def test_end_of_text_stops_unless_ignored() -> None:
