@@ -123,13 +123,14 @@ class World:
         self._count += 1
         chain = self.random.choice(self.chains)
         known = self.random.randrange(self.num_blocks // 2, self.num_blocks)
+        hashed = (bytes(memoryview(key)) for key in chain[:known])  # as a door makes them: anew
         fresh = (self.random.randbytes(16) for _ in range(self.num_blocks - known))
         request = GenerateRequest(
             request_id=f"r{self._count}",
             prompt_tokens=self.prompt,
             sampling=SamplingParams(max_tokens=512),
         )
-        return request, [*chain[:known], *fresh]
+        return request, [*hashed, *fresh]
 
 
 def run(world: World, args: argparse.Namespace) -> dict[str, float]:

@@ -19,8 +19,8 @@ NUM_SHARDS = 256
 SWEEP_KEYS = 4_096
 """Keys looked at in one `apply` while there are lost workers to clear away: under a millisecond."""
 
-WALK_KEYS = 256
-"""Looked up at a time when a chain is walked, which may end early."""
+WALK_KEYS = 16, 128
+"""Looked up at a time when a chain is walked, which may end early: at first, and at most."""
 _MAX_INTERNED = 1 << 16
 
 
@@ -227,8 +227,11 @@ class Directory:
 
     def _chunks(self, keys: Sequence[BlockKey], first: int) -> Iterator[list[int]]:
         shards = self._shards
-        for at in range(first, len(keys), WALK_KEYS):
-            yield [shards[key[0]].get(key, 0) for key in keys[at : at + WALK_KEYS]]
+        at, (count, most) = first, WALK_KEYS
+        while at < len(keys):
+            yield [shards[key[0]].get(key, 0) for key in keys[at : at + count]]
+            at += count
+            count = min(2 * count, most)
 
     def primary_slot(self, slot: int) -> int:
         """Return the slot that stands for the worker of a live `slot`: that of its first tier."""

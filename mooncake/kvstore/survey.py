@@ -54,7 +54,10 @@ class Survey:
         for region in self._regions:
             if region.origin <= first < region.end or first == region.origin:
                 return region
-        region = self._walk(first)
+        if any(region.end == first for region in self._regions):
+            region = Region(first, (), ())  # a region ends where nobody holds the next block
+        else:
+            region = self._walk(first)
         self._regions.append(region)
         return region
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from mooncake.base import (
     BlockEvents,
@@ -25,6 +26,7 @@ from mooncake.base import (
 )
 from mooncake.base.messages import Booking
 from mooncake.kvstore.index import PrefixIndex
+from mooncake.kvstore.survey import Survey
 from mooncake.scheduler.admission import (
     Rejection,
     check_idle,
@@ -228,9 +230,9 @@ class Conductor:
         num_tokens = len(request.prompt_tokens) + num_output_so_far
         survey = self._index.survey(keys)
         held = Holdings(self._index, survey, ~self._pools.mask, self.books.inflight.match(keys))
+        sources = PoolSources(self._pools, survey)
         query = PrefillQuery(
             num_tokens=num_tokens,
-        sources = PoolSources(self._pools, survey)
             block_tokens=layout.block_tokens,
             own_matches=held,
             sources=sources,
@@ -268,7 +270,7 @@ class Conductor:
             num_cached_blocks=prefill.num_cached_blocks,
             num_cached_tokens=prefill.num_cached_blocks * layout.block_tokens,
             num_fetch_blocks=prefill.num_fetch_blocks,
-            num_replicate_blocks=0 if whole else self._replicate(keys, now),
+            num_replicate_blocks=0 if whole else self._replicate(keys, survey, now),
             must_wait=decode.full,
         )
 
@@ -311,12 +313,18 @@ class Conductor:
     def _fleet(self, role: Role) -> Fleet:
         return self._prefills if role == Role.PREFILL else self._decodes
 
-    def _replicate(self, keys: Sequence[BlockKey], now: float) -> int:
+    def _replicate(self, keys: Sequence[BlockKey], survey: Survey, now: float) -> int:
         """Return how many leading blocks should get one more copy."""
         watched = keys[:HOT_BLOCKS]
         copies: list[int] = []
-        for stop, mask in self._index.live_runs(watched, 0):
+        known = survey.region(0)
+        runs = chain(
+            zip(known.stops, known.masks, strict=True), self._index.live_runs(watched, known.end)
+        )
+        for stop, mask in runs:
             copies += [(mask & self._pools.mask).bit_count()] * (stop - len(copies))
+            if stop >= len(watched):
+                break
         return self._replication.use(watched, copies, len(self._pools), now)
 
     def _decode_query(

@@ -59,7 +59,7 @@ class Replication:
         if not self._copies_per_use:
             return 0
         length = 0
-        at_s, faded = now, 1.0
+        at_s, faded, per_use = now, 1.0, self._copies_per_use
         for index, (key, num_copies) in enumerate(zip(keys[:HOT_BLOCKS], copies, strict=False)):
             heat = self._heat.get(key)
             if heat is None:
@@ -70,8 +70,8 @@ class Replication:
                 at_s, faded = heat.at_s, heat.fading(now)
             heat.uses = heat.uses * faded + 1
             heat.at_s = now
-            wanted = min(max_copies, math.ceil(heat.uses * self._copies_per_use))
-            if num_copies < wanted > 1:
+            wanted = heat.uses * per_use
+            if wanted > 1 and num_copies < min(max_copies, math.ceil(wanted)) > 1:
                 length = index + 1
         while len(self._heat) > MAX_WATCHED:
             self._heat.popitem(last=False)
