@@ -246,3 +246,25 @@ def test_wrong_methods_are_named() -> None:
             assert CHAT in error["message"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, ASK),
+        (TEXT, GO),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {**ASK, "max_tokens": 5}),
+    ],
+)
+def test_unknown_fields_are_logged_and_quiet_ones_are_not(
+    path: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with live_door(ScriptedBackend(says("x"))) as url, httpx.AsyncClient() as client:
+            reply = await client.post(url + path, json=body | {"user": "u", "frobs": 1, "zag": {}})
+            assert reply.status_code == 200, reply.text
+
+    asyncio.run(main())
+    [line] = [record.getMessage() for record in caplog.records if "unknown" in record.getMessage()]
+    assert line == "2 unknown request fields were ignored: 'frobs', 'zag'"
