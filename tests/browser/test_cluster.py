@@ -16,6 +16,7 @@ from tests.browser.support import WAIT_S, DoorThread, Visit
 from tests.support.door import says
 from tests.support.server_process import ServerProcess
 
+POLL_S = 0.05
 LONG = 30_000
 """More tokens than are made before a test has looked."""
 
@@ -30,6 +31,7 @@ def wait_for_load(server: ServerProcess, wanted: int) -> None:
         running = sum(worker["load"].get("num_running", 0) for worker in status["workers"])
         if running == status["load"]["num_inflight"] == wanted:
             return
+        time.sleep(POLL_S)
     raise AssertionError(f"not {wanted} running: {status}")
 
 
@@ -71,6 +73,7 @@ def test_a_call_that_a_real_model_must_make_is_shown(server: ServerProcess, visi
     page.page.get_by_role("button", name="Insert an example").click()
     page.page.get_by_label("Tool choice").select_option("required")
     page.page.locator("#max_tokens").fill("2000")
+    page.page.locator("#seed").fill("1")
     page.say("What is the weather?")
     page.see(".call >> nth=0")
     page.wait_for_end()
