@@ -21,6 +21,11 @@ ENGINES = ("mooncake", "coupled", "coupled-prefix", "coupled-chunked")
 EVICTIONS = ("lru", "lfu", "length-aware", "cost-aware")
 NAMES = "a name in mooncake/configs/{}, or a JSON file of the same form"
 
+TRACE = (
+    "JSONL of timestamp (ms), input_length, output_length and hash_ids (a name for each 512 tokens "
+    "of the prompt; equal leading ids are a shared prefix)"
+)
+
 SIMULATE_EXAMPLES = """examples:
   mooncake simulate --trace trace.jsonl --model llama3-70b --hardware a800x8 --prefill 8 --decode 8
   mooncake simulate --trace trace.jsonl --model kimi-k2-thinking --hardware h200x8 \\
@@ -189,6 +194,10 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         "--reject", action="store_true", help="refuse what would miss the limits, instead of late"
     )
     words.add(
+        "--role-switching", action="store_true",
+        help="instances change between prefill and decode when the load moves for long",
+    )  # fmt: skip
+    words.add(
         "--pool-tokens", type=int, default=3_000_000, metavar="N",
         help="DRAM pool of each prefill instance (default: 3000000)",
     )  # fmt: skip
@@ -213,11 +222,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_trace_commands(trace: argparse.ArgumentParser, command: AddCommand) -> None:
     kinds = trace.add_subparsers(title="commands", required=True, metavar="COMMAND")
     facts = command(kinds, "describe", "what a trace is like", _describe, TRACE_EXAMPLES)
-    facts.add_argument("file", metavar="FILE")
+    facts.add_argument("file", metavar="FILE", help=TRACE)
+    facts.add_argument("--json", metavar="OUT", help="write the facts here")
     cache = command(
         kinds, "cache", "what one pool of a given size would hit", _cache, TRACE_EXAMPLES
     )
-    cache.add_argument("file", metavar="FILE")
+    cache.add_argument("file", metavar="FILE", help=TRACE)
     cache.add_argument("--policy", choices=EVICTIONS, default="lru")
     cache.add_argument(
         "--capacity", default="1000,10000,30000,50000,100000", metavar="N,...",
@@ -227,7 +237,7 @@ def _add_trace_commands(trace: argparse.ArgumentParser, command: AddCommand) -> 
 
 
 def _add_trace(words: Words, *, required: bool) -> None:
-    words.add("--trace", required=required, metavar="FILE", help="JSONL, see the README")
+    words.add("--trace", required=required, metavar="FILE", help=TRACE)
     words.add("--trace-format", choices=("mooncake",), default="mooncake")
     words.add("--model", default="llama3-70b", metavar="M", help=NAMES.format("models"))
     words.add("--hardware", default="a800x8", metavar="H", help=NAMES.format("hardware"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -23,12 +23,19 @@ from rich.table import Table
 from mooncake.base import ConfigError
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.cost_model import HardwareFigures, ModelFigures
-from mooncake.sim.planning import Tried, plan_cluster
+from mooncake.sim.planning import WANTED_RATIO, Tried, plan_cluster
+from mooncake.sim.plots import Line, lines_plot
 from mooncake.sim.report import comparison_page, page, rows_of
 from mooncake.sim.result import SimulationResult, result_of
 from mooncake.sim.simulation import Simulation, SimulationConfig
 from mooncake.sim.trace_cache import hit_rate
-from mooncake.sim.workload import TraceLine, Workload, describe, parse_trace
+from mooncake.sim.workload import (
+    TRACE_BLOCK_TOKENS,
+    TraceLine,
+    Workload,
+    describe,
+    parse_trace,
+)
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 """Figures of models and of hardware; part of the package."""
@@ -45,7 +52,14 @@ Figures = TypeVar("Figures", ModelFigures, HardwareFigures)
 def simulate(arguments: argparse.Namespace) -> int:
     """Run `mooncake simulate`."""
     config = simulation_config(arguments)
-    result = run(config, workload_of(arguments), Console(stderr=True))
+    console, begun_s = Console(stderr=True), time.process_time()
+    result = run(config, workload_of(arguments), console)
+    took_s = time.process_time() - begun_s
+    console.print(
+        f"{result.duration_s:,.0f} s of {result.num_nodes} nodes, {result.num_events:,} events, "
+        f"simulated in {took_s:,.0f} s of one core: {result.duration_s / max(took_s, 1e-3):.2g} "
+        "times as fast as life"
+    )
     write(arguments.json, as_json(result))
     write(arguments.report, page(result))
     show(result, Console())
@@ -76,7 +90,8 @@ def plan(arguments: argparse.Namespace) -> int:
     rows = _tried_rows(tried)
     title = f"{base.model.name} on {base.hardware.name}: what was tried"
     remark = "Chosen: the fewest instances with 99 % of requests inside both limits."
-    write(arguments.report, comparison_page(title, [("Clusters", rows, remark)]))
+    plots = [("Requests inside both limits, best split tried", _plan_plot(tried))]
+    write(arguments.report, comparison_page(title, [("Clusters", rows, remark)], plots))
     show_rows(title, rows, Console())
     best = next((one for one in tried if one.chosen), None)
     if best is None:
@@ -90,8 +105,23 @@ def plan(arguments: argparse.Namespace) -> int:
 def trace_describe(arguments: argparse.Namespace) -> int:
     """Run `mooncake trace describe`."""
     facts = describe(read_trace(arguments.file))
-    print(json.dumps(msgspec.to_builtins(facts), indent=2))
+    write(arguments.json, as_json(facts))
+    rows = [
+        ["", ""],
+        ["requests", f"{facts.num_requests:,}"],
+        ["from first to last", f"{facts.duration_s:,.0f} s ({facts.requests_per_s:.2f} a second)"],
+        *([f"{what} tokens", _spread(spread)] for what, spread in (
+            ("prompt", facts.input_tokens), ("output", facts.output_tokens))),
+        [f"blocks of {TRACE_BLOCK_TOKENS} tokens", f"{facts.num_block_refs:,}"],
+        ["different ones", f"{facts.num_unique_blocks:,}, {facts.used_once_ratio:.1%} used once"],
+        ["hit rate of a cache without bound", f"{facts.max_hit_rate:.1%}"],
+    ]  # fmt: skip
+    show_rows(arguments.file, rows, Console())
     return 0
+
+
+def _spread(spread: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:,.0f}" for name, value in spread.items())
 
 
 def trace_cache(arguments: argparse.Namespace) -> int:
@@ -102,13 +132,9 @@ def trace_cache(arguments: argparse.Namespace) -> int:
     except ValueError:
         raise ConfigError(f"--capacity: {arguments.capacity!r} is no list of numbers") from None
     rates = [hit_rate(trace, arguments.policy, capacity) for capacity in capacities]
-    text = as_json(rates)
-    write(arguments.json, text)
-    rows = [["blocks", "hit rate"], *([f"{r.capacity:,}", f"{r.hit_rate:.3f}"] for r in rates)]
-    if arguments.json is None:
-        sys.stdout.write(text)
-    else:
-        show_rows(f"{arguments.policy}, one pool", rows, Console())
+    write(arguments.json, as_json(rates))
+    rows = [["blocks", "hit rate"], *([f"{r.capacity:,}", f"{r.hit_rate:.1%}"] for r in rates)]
+    show_rows(f"{arguments.policy}, one pool", rows, Console())
     return 0
 
 
@@ -166,6 +192,7 @@ def simulation_config(arguments: argparse.Namespace) -> SimulationConfig:
             fetch_remote=not arguments.local_caches,
             ttft_slo_s=ttft_s if arguments.reject else None,
             tbt_slo_s=tbt_s if arguments.reject else None,
+            role_switching=arguments.role_switching,
         ),
         ttft_slo_s=ttft_s,
         tbt_slo_s=tbt_s,
@@ -244,6 +271,18 @@ def show_rows(title: str, rows: Sequence[Sequence[str]], console: Console) -> No
     console.print(table)
 
 
+def _plan_plot(tried: Sequence[Tried]) -> str:
+    best: dict[int, float] = {}
+    for one in tried:
+        best[one.num_nodes] = max(best.get(one.num_nodes, 0.0), one.effective_ratio)
+    nodes = sorted(best)
+    lines = [
+        Line(name="inside both limits", values=[best[number] for number in nodes]),
+        Line(name="wanted", values=[WANTED_RATIO] * len(nodes)),
+    ]
+    return lines_plot([float(number) for number in nodes], lines, "nodes", "share of requests")
+
+
 def _tried_rows(tried: Sequence[Tried]) -> list[list[str]]:
     head = [
         "nodes",
@@ -252,6 +291,7 @@ def _tried_rows(tried: Sequence[Tried]) -> list[list[str]]:
         "inside both limits",
         "TTFT p99",
         "TBT p99",
+        "busy P / D",
         "",
     ]
     return [
@@ -260,6 +300,7 @@ def _tried_rows(tried: Sequence[Tried]) -> list[list[str]]:
             [
                 str(one.num_nodes), str(one.num_prefill), str(one.num_decode),
                 f"{one.effective_ratio:.2%}", f"{one.ttft_p99_s:.2f} s", f"{one.tbt_p99_ms:.0f} ms",
+                f"{one.prefill_utilisation:.0%} / {one.decode_utilisation:.0%}",
                 "chosen" if one.chosen else "",
             ]
             for one in tried

@@ -181,6 +181,14 @@ def _over_time(moments: Sequence[Moment]) -> list[tuple[str, str, list[Line]]]:
                 for i, rank in enumerate(RANKS)
             ],
         ),
+        (
+            "Nodes that hold hot blocks, in HBM or pool",
+            "nodes",
+            [
+                Line(name=f"block ranked {rank}", values=[m.holders[i] for m in moments])
+                for i, rank in enumerate(RANKS)
+            ],
+        ),
         ("Requests decoding", "requests", [line("decoding", lambda m: float(m.num_decoding))]),
         ("Rejections", "requests between two looks", [fresh]),
     ]

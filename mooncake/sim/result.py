@@ -91,6 +91,8 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Mean change of the difference between the two pools' loads from moment to moment."""
     replicas: dict[str, float]
     """Copies in the pools of the block of that rank by use, mean over the run's second half."""
+    holders: dict[str, float] = {}
+    """The same of the nodes that have it in a pool or in a prefill instance's HBM."""
     ttft_histogram_s: Histogram
     tbt_histogram_ms: Histogram
     timeline: list[Moment]
@@ -146,7 +148,8 @@ def result_of(simulation: Simulation) -> SimulationResult:
         ),
         transfer_bytes=simulation.world.network.num_bytes_moved,
         load_swing=_swing(measures.timeline),
-        replicas=_replicas(measures.timeline),
+        replicas=_by_rank([moment.replicas for moment in measures.timeline]),
+        holders=_by_rank([moment.holders for moment in measures.timeline]),
         ttft_histogram_s=_histogram(np.asarray(ttfts), 0.05, 500.0),
         tbt_histogram_ms=_histogram(gaps * 1e3, 5.0, 20_000.0),
         timeline=measures.timeline,
@@ -213,10 +216,10 @@ def _swing(timeline: list[Moment]) -> float:
     return round(sum(moves) / len(moves), 4) if moves else 0.0
 
 
-def _replicas(timeline: list[Moment]) -> dict[str, float]:
-    late = timeline[len(timeline) // 2 :]
+def _by_rank(counts: list[list[float]]) -> dict[str, float]:
+    late = counts[len(counts) // 2 :]
     return {
-        str(rank): round(sum(m.replicas[i] for m in late) / len(late), 2) if late else 0.0
+        str(rank): round(sum(one[i] for one in late) / len(late), 2) if late else 0.0
         for i, rank in enumerate(RANKS)
     }
 

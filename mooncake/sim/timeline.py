@@ -6,10 +6,13 @@ Reads the Conductor's views and the runners' clocks; changes nothing.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from heapq import nlargest
 
 from mooncake.base.blocks import BlockKey, block_keys
 from mooncake.base.messages import Role
+from mooncake.kvstore.node import KvNode
+from mooncake.prefill.worker import PrefillWorker
 from mooncake.sim.measure import Measures, Moment
 from mooncake.sim.runner import SimRunner
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, Arrival, prompt_tokens
@@ -63,6 +66,7 @@ class Watch:
             view.cost.tbt_s(max(1, view.num_sequences()), view.num_context_tokens())
             for view in decodes
         ]
+        hot = self._hot_blocks() if self._world.has_pools else [[] for _ in RANKS]
         measures.timeline.append(
             Moment(
                 at_s=round(now, 3),
@@ -74,7 +78,8 @@ class Watch:
                 hit_rate=round(hit / prompt, 4) if prompt else 0.0,
                 num_completed=measures.num_completed,
                 num_rejected=sum(measures.rejected.values()),
-                replicas=self._replicas(),
+                replicas=_around(hot, self._world.num_pool_replicas),
+                holders=_around(hot, self._num_holders),
             )
         )
         if now + self._every_s <= self._until_s + 1e-6:
@@ -88,17 +93,25 @@ class Watch:
         self._busy_s[role] = total
         return round(min(share, 1.0), 4)
 
-    def _replicas(self) -> list[float]:
-        """Return the mean copies of the blocks around each rank."""
-        if not self._world.has_pools:
-            return [0.0] * len(RANKS)
+    def _hot_blocks(self) -> list[list[BlockKey]]:
+        """Return the blocks around each rank by use."""
         ranked = nlargest(RANKS[-1] + 5, self._uses.items(), key=lambda item: (item[1], -item[0]))
-        found: list[float] = []
-        for rank in RANKS:
-            around = [hash_id for hash_id, _ in ranked[rank - 1 : rank + 4]]
-            copies = [self._world.num_pool_replicas(self._key(hash_id)) for hash_id in around]
-            found.append(round(_mean(copies), 2))
-        return found
+        return [[self._key(h) for h, _ in ranked[rank - 1 : rank + 4]] for rank in RANKS]
+
+    def _num_holders(self, key: BlockKey) -> int:
+        """Return how many nodes have a block for prefill to use."""
+        nodes = set()
+        for worker in self._world.workers.values():
+            machine = worker.machine
+            if isinstance(machine, KvNode):
+                holds = machine.stores(key)
+            else:
+                holds = isinstance(machine, PrefillWorker) and bool(
+                    machine.instance.pool.match([key])
+                )
+            if holds:
+                nodes.add(worker.spec.node_id)
+        return len(nodes)
 
     def _key(self, hash_id: int) -> BlockKey:
         """Return the key of a trace block, worked out from the first request that used it."""
@@ -114,6 +127,11 @@ class Watch:
             key = keys[line.hash_ids.index(hash_id)]
             self._keys[hash_id] = key
         return key
+
+
+def _around(hot: Sequence[Sequence[BlockKey]], count: Callable[[BlockKey], int]) -> list[float]:
+    """Return the mean count of the blocks around each rank."""
+    return [round(_mean([count(key) for key in keys]), 2) for keys in hot]
 
 
 def _mean(values: list[float] | list[int]) -> float:

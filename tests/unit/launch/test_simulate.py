@@ -168,6 +168,40 @@ def test_the_help_shows_a_file_of_faults_that_can_be_read(
     assert [fault.kind for fault in read_faults(str(path))] == ["kill", "cut", "lose"]
 
 
+# ---------------------------------------------------------------- traces and plans
+
+
+def test_a_trace_is_described_and_its_hit_rates_are_written(
+    capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
+) -> None:
+    facts, rates = tmp_path / "facts.json", tmp_path / "rates.json"
+    code, table, _ = run(capsys, "trace", "describe", trace, "--json", facts)
+    assert code == 0
+    assert "hit rate of a cache without bound" in table
+    assert json.loads(facts.read_text())["num_requests"] == 4
+    code, table, _ = run(capsys, "trace", "cache", trace, "--capacity", "1,100", "--json", rates)
+    assert code == 0
+    assert [(one["policy"], one["capacity"]) for one in json.loads(rates.read_text())] == [
+        ("lru", 1), ("lru", 100)
+    ]  # fmt: skip
+    assert json.loads(rates.read_text())[1]["hit_rate"] == pytest.approx(5 / 11, abs=1e-6)
+
+
+def test_a_plan_says_what_was_tried_and_chooses(
+    capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
+) -> None:
+    out, report = tmp_path / "plan.json", tmp_path / "plan.html"
+    code, table, err = run(
+        capsys, "plan", "--trace", trace, "--slo-ttft-s", 5, "--json", out, "--report", report
+    )
+    assert code == 0, err
+    assert "nodes: " in table
+    assert sum(one["chosen"] for one in json.loads(out.read_text())) == 1
+    html = report.read_text()
+    assert "Requests inside both limits" in html
+    assert "<svg" in html
+
+
 # ---------------------------------------------------------------- figures are part of the package
 
 

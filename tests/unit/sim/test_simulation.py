@@ -108,13 +108,23 @@ def test_limits_reject_and_each_way_of_rejecting_counts_its_own() -> None:
             assert counts.rejected_after_prefill == outcome.wasted_prefill_tokens == 0
 
 
+def test_a_block_is_held_by_no_fewer_nodes_than_have_it_in_a_pool(
+    result: SimulationResult,
+) -> None:
+    for moment in result.timeline:
+        for copies, nodes in zip(moment.replicas, moment.holders, strict=True):
+            assert copies <= nodes <= 2
+    assert result.holders["10"] > 0
+
+
 def test_a_report_is_one_file_with_its_plots(result: SimulationResult) -> None:
     text = page(result)
-    assert text.count("<svg") == text.count("</svg>") == 8
+    assert text.count("<svg") == text.count("</svg>") == 9
     for wanted in (
         "Time to first token",
         "Load of both pools",
         "Replicas",
+        "Nodes that hold hot blocks",
         "Rejections",
         "hit rate",
     ):
