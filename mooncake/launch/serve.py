@@ -179,6 +179,7 @@ class _Serving:
         joining = self._workers.join_address
         if joining is not None:
             self._console.print(f"one more worker: mooncake serve --role ROLE --join {joining}")
+        self._console.print(f"a page to chat in and to watch the cluster: {self._url}/")
         self._console.print(f"serving {self._config.names[0]} on {self._url}/v1 - Ctrl-C stops")
 
     def _on_signal(self) -> None:
