@@ -171,11 +171,17 @@ def choice_seed(seed: int, which: int) -> int:
     return (seed + which) % SEED_SPACE
 
 
+SERVICE_TIERS = {"priority": Priority.PREMIUM, "flex": Priority.BATCH}
+"""OpenAI's names of classes."""
+
+
 def request_priority(fields: GenerationFields) -> Priority:
     """Return the class of service a request asks for."""
     if isinstance(fields.priority, str):
         return Priority(fields.priority)
-    level = fields.priority or 0
+    if fields.priority is None:
+        return SERVICE_TIERS.get(fields.service_tier or "", Priority.INTERACTIVE)
+    level = fields.priority
     if level < 0:
         return Priority.PREMIUM
     return Priority.BATCH if level > 0 else Priority.INTERACTIVE

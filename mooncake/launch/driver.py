@@ -70,7 +70,7 @@ class Driver:
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
         self._stopping = False
-        self._leaving: tuple[Callable[[Any], bool], float] | None = None
+        self._leaving: tuple[Callable[[Any], bool], float | None] | None = None
         self._ended = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -97,9 +97,9 @@ class Driver:
         self._stopping = True
         self._ring()
 
-    def stop_when(self, done: Callable[[Any], bool], limit_s: float) -> None:
+    def stop_when(self, done: Callable[[Any], bool], limit_s: float | None) -> None:
         """Ask the loop to end once `done(machine)`, or after `limit_s`; from any thread."""
-        self._leaving = (done, self._clock.now() + limit_s)
+        self._leaving = (done, None if limit_s is None else self._clock.now() + limit_s)
         self._ring()
 
     def call(self, work: Callable[[Any, float], Any]) -> Future[Any]:
@@ -124,8 +124,10 @@ class Driver:
             wake_s = machine.tick(now)
             if self._leaving is not None:
                 done, limit_s = self._leaving
-                self._stopping |= now >= limit_s or done(machine)
-                wake_s = limit_s if wake_s is None else min(wake_s, limit_s)
+                self._stopping |= done(machine)
+                if limit_s is not None:
+                    self._stopping |= now >= limit_s
+                    wake_s = limit_s if wake_s is None else min(wake_s, limit_s)
             if self._stopping:
                 return
             selector.select(None if wake_s is None else max(0.0, wake_s - now))

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from mooncake.base import MonotonicClock, MooncakeError, Role, SystemIds
 from mooncake.launch.process import Model, Progress, Worker, WorkerSettings, build, no_progress
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
@@ -48,6 +50,9 @@ class LocalCluster:
         self._workers: dict[str, Worker] = {}
         self._threads: dict[str, threading.Thread] = {}
         self._num_boots = 0
+        self._lock = threading.Lock()
+        self._ending: set[str] = set()
+        """Workers that do not come back from a change of role."""
 
     @property
     def worker_ids(self) -> list[str]:
@@ -60,21 +65,21 @@ class LocalCluster:
         Raises:
             MooncakeError: one cannot be built; those built before are closed again.
         """
-        built: list[tuple[str, Worker]] = []
+        built: list[tuple[WorkerSettings, Worker]] = []
         try:
             for each in settings:
                 self._progress(f"starting {each.worker_id}", 0, 0)
-                built.append((each.worker_id, self._build(each)))
+                built.append((each, self._build(each)))
         except BaseException:
             for _, worker in built:
                 worker.close()
             raise
-        for worker_id, worker in built:
-            self._workers[worker_id] = worker
+        for each, worker in built:
+            self._workers[each.worker_id] = worker
             thread = threading.Thread(
-                target=self._drive, args=(worker_id, worker), name=worker_id, daemon=True
+                target=self._drive, args=(each, worker), name=each.worker_id, daemon=True
             )
-            self._threads[worker_id] = thread
+            self._threads[each.worker_id] = thread
             thread.start()
 
     def _build(self, settings: WorkerSettings) -> Worker:
@@ -94,11 +99,24 @@ class LocalCluster:
             transfer.close()
             raise
 
-    def _drive(self, worker_id: str, worker: Worker) -> None:
+    def _drive(self, settings: WorkerSettings, worker: Worker) -> None:
+        """Drive a worker to its end, and what it comes back as when it changes its role."""
         try:
             worker.driver.run()
+            while worker.next_role is not None:
+                settings = msgspec.structs.replace(settings, role=worker.next_role)
+                worker.say_goodbye(settings.gateway_address)
+                successor = self._build(settings)
+                with self._lock:
+                    if settings.worker_id in self._ending:
+                        successor.close()
+                        return
+                    self._workers[settings.worker_id] = successor
+                worker.close()
+                worker = successor
+                worker.driver.run()
         except Exception:  # the driver has logged it
-            self._lost(worker_id)
+            self._lost(settings.worker_id)
 
     def call(self, worker_id: str, work: Callable[[Any, float], Any]) -> Any:
         """Run `work(machine, now)` in a worker's thread and return what it returns."""
@@ -123,8 +141,10 @@ class LocalCluster:
         self._end(self.worker_ids)
 
     def _end(self, worker_ids: Sequence[str]) -> None:
-        for worker_id in worker_ids:
-            self._workers[worker_id].driver.stop()
+        with self._lock:
+            self._ending.update(worker_ids)
+            for worker_id in worker_ids:
+                self._workers[worker_id].driver.stop()
         for worker_id in worker_ids:
             thread = self._threads.pop(worker_id)
             thread.join(END_S)
@@ -132,3 +152,4 @@ class LocalCluster:
             if thread.is_alive():
                 raise MooncakeError(f"{worker_id} did not stop within {END_S:.0f} s")
             worker.close()
+            self._ending.discard(worker_id)

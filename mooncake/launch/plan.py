@@ -183,6 +183,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
             ttft_slo_s=config.slo_ttft_s,
             tbt_slo_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1000,
             max_inflight=config.max_waiting_requests,
+            role_switching=config.role_switching,
         ),
         num_prefills=num_prefills,
         num_decodes=num_decodes,

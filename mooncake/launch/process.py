@@ -138,6 +138,14 @@ class Worker:
             clock=clock,
             own=ref,
         )
+        if isinstance(machine, PrefillWorker | DecodeWorker):
+            self.driver.stop_when(lambda role: role.next_role is not None, None)
+
+    @property
+    def next_role(self) -> Role | None:
+        """What it was told to come back as, its driver having ended for that."""
+        machine = self.machine
+        return machine.next_role if isinstance(machine, PrefillWorker | DecodeWorker) else None
 
     @property
     def admin_url(self) -> str:
@@ -276,7 +284,12 @@ def _build_engine(
     return Worker(machine, hello.worker, (channel, transfer, runner), [region], clock)
 
 
-def _open(settings: WorkerSettings, progress: Progress, advertise_host: str | None) -> Worker:
+def _open(
+    settings: WorkerSettings,
+    model: Model | None,
+    progress: Progress,
+    advertise_host: str | None,
+) -> Worker:
     """Return the worker over sockets of its own; a worker that cannot be built leaves none."""
     with contextlib.ExitStack() as opened:
         channel = ZmqChannel(
@@ -295,10 +308,6 @@ def _open(settings: WorkerSettings, progress: Progress, advertise_host: str | No
             MonotonicClock(),
         )
         opened.callback(transfer.close)
-        model: Model | None = None
-        if settings.role is not Role.KVSTORE:
-            progress("importing the tensor library", 0, 0)
-            model = open_model(settings.model, settings.dtype, settings.options)
         worker = build(settings, channel, transfer, model=model, progress=progress)
         opened.pop_all()
         return worker
@@ -313,15 +322,28 @@ def run(
 ) -> None:
     """Be the worker that `settings` describe until its driver is stopped.
 
+    A worker that was told to change its role ends, and a new one begins over the same weights.
     `advertise_host` is what peers connect to where `bind_host` is a wildcard; `started` is given
-    the worker before it is driven.
+    each worker before it is driven.
 
     Raises:
         MooncakeError: it cannot start.
         Exception: its machine failed.
     """
-    worker = _open(settings, progress, advertise_host)
-    # What was made so far lives as long as the process: full collections need not walk it again.
+    model: Model | None = None
+    if settings.role is not Role.KVSTORE:
+        progress("importing the tensor library", 0, 0)
+        model = open_model(settings.model, settings.dtype, settings.options)
+    role: Role | None = settings.role
+    while role is not None:
+        settings = msgspec.structs.replace(settings, role=role)
+        role = _be(settings, _open(settings, model, progress, advertise_host), started)
+
+
+def _be(settings: WorkerSettings, worker: Worker, started: Callable[[Worker], None]) -> Role | None:
+    """Drive a worker to its end; return the role to come back in, if it was told one."""
+    # What was made so far lives as long as the worker: full collections need not walk it again.
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
     try:
@@ -330,6 +352,7 @@ def run(
         started(worker)
         worker.driver.run()
         worker.say_goodbye(settings.gateway_address)
+        return worker.next_role
     finally:
         worker.close()
 

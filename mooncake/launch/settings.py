@@ -251,6 +251,11 @@ class ServeConfig:
         None, options.positive, LIMITS, "MS",
         "answer 429 when gaps between tokens would be longer (default: no limit)",
     )  # fmt: skip
+    role_switching: bool = setting(
+        False, options.truth, LIMITS, "",
+        "workers change between prefill and decode when the load moves for long",
+        switch=True,
+    )  # fmt: skip
     max_waiting_requests: int = setting(
         1024, options.count(1), LIMITS, "N", "accepted requests at a time; more get 503"
     )

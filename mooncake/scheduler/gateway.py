@@ -27,6 +27,7 @@ from mooncake.base import (
 from mooncake.base.messages import DoubtPeers, GatewayNews
 from mooncake.rpc.channel import Channel
 from mooncake.scheduler.admission import draining
+from mooncake.scheduler.balance import RoleChange
 from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.desk import RequestDesk
@@ -138,6 +139,12 @@ class Gateway:
             member.draining = True
             self._conductor.on_draining(worker_id)
             self._channel.send(member.hello.worker.address, Drain())
+
+    def change_role(self, worker_id: str, role: Role, now: float) -> bool:
+        """Have a prefill or decode worker finish what it has and come back in the other role; False
+        when there is no such worker, or another is changing.
+        """
+        return self._switching.begin(RoleChange(worker_id, role), now)
 
     # --------------------------------------------------------------- machine
 

@@ -59,7 +59,7 @@ class RoleSwitching:
 
     def tick(self, now: float) -> float | None:
         """Look at the balance, or after the change under way. Returns when to come again."""
-        if not self._config.role_switching or not len(self._roster):
+        if self._under_way is None and not (self._config.role_switching and len(self._roster)):
             return None
         if now >= self._next_s:
             self._next_s = now + LOOK_S
@@ -73,17 +73,21 @@ class RoleSwitching:
                 )
                 change = self._balance.look(self._conductor.views, refused, now)
                 if change is not None:
-                    self._begin(change, now)
+                    self.begin(change, now)
         return self._next_s
 
-    def _begin(self, change: RoleChange, now: float) -> None:
+    def begin(self, change: RoleChange, now: float) -> bool:
+        """Have a worker change its role; False when another does, or there is no such worker."""
         member = self._roster.get(change.worker_id)
-        assert member is not None, "the Conductor knows a worker that is not a member"
+        if self._under_way is not None or member is None or member.hello.role is change.role:
+            return False
+        self._next_s = now + LOOK_S
         logger.info("worker %s is to become %s", change.worker_id, change.role.value)
         self._under_way = _UnderWay(member.hello.worker, change.role, now)
         member.draining = True
         self._conductor.on_draining(change.worker_id)
         self._pursue(self._under_way, now)
+        return True
 
     def _pursue(self, change: _UnderWay, now: float) -> None:
         worker, waited_s = change.worker, now - change.since_s

@@ -55,7 +55,7 @@ LogitBias = Annotated[
 QUIET_FIELDS = frozenset(
     {
         "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-        "service_tier", "session_id", "spaces_between_special_tokens", "store", "user",
+        "session_id", "spaces_between_special_tokens", "store", "user",
     }
 )  # fmt: skip
 """Accepted without a word: they have no effect on the tokens here."""
@@ -122,6 +122,10 @@ class SharedFields(BaseModel):
     """What the chat template is told; of no meaning where there is no conversation."""
     priority: int | Literal["premium", "interactive", "batch"] | None = None
     """Lower is sooner, as in vLLM: below 0 premium, 0 interactive, above 0 batch."""
+    service_tier: str | None = None
+    """The same as OpenAI says it: "priority" is premium, "flex" batch, all others interactive;
+    `priority` goes before it.
+    """
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
 

@@ -164,3 +164,20 @@ def test_choice_seeds_wrap_around() -> None:
 )
 def test_priorities(asked: object, expected: Priority) -> None:
     assert request_priority(body(priority=asked)) is expected
+
+
+@pytest.mark.parametrize(
+    ("tier", "priority", "expected"),
+    [
+        ("flex", None, Priority.BATCH),
+        ("priority", None, Priority.PREMIUM),
+        ("auto", None, Priority.INTERACTIVE),
+        ("default", None, Priority.INTERACTIVE),
+        ("flex", 0, Priority.INTERACTIVE),
+        ("priority", "batch", Priority.BATCH),
+    ],
+)
+def test_a_service_tier_is_a_class_unless_a_priority_says_otherwise(
+    tier: str, priority: object, expected: Priority
+) -> None:
+    assert request_priority(body(service_tier=tier, priority=priority)) is expected

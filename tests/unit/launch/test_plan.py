@@ -96,6 +96,8 @@ def test_a_shorter_limit_needs_fewer_pages(model: Path) -> None:
 def test_limits_go_to_the_scheduler_in_seconds(model: Path) -> None:
     scheduler = plan_for(model, slo_ttft_s=3, slo_tbt_ms=50, policy="random").scheduler
     assert (scheduler.ttft_slo_s, scheduler.tbt_slo_s, scheduler.policy) == (3.0, 0.05, "random")
+    assert not scheduler.role_switching
+    assert plan_for(model, role_switching=True).scheduler.role_switching
 
 
 def test_weights_are_counted_as_they_will_be_held(model: Path) -> None:
