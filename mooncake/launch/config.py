@@ -125,6 +125,8 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
             "cluster-secret: a pool standing alone needs one, for its clients to prove: "
             "--cluster-secret or MOONCAKE_CLUSTER_SECRET"
         )
+    if config.cluster_secret and not config.cluster_secret.isascii():
+        raise ConfigError("cluster-secret: only ASCII characters can travel in a header")
     if (config.role is None) != (config.join is None) and not alone:
         missing = "join HOST:PORT" if config.join is None else "role prefill|decode|kvstore"
         raise ConfigError(f"role and join belong together: add --{missing}")

@@ -131,7 +131,7 @@ class PoolAdmin:
         return _document(HTTPStatus.ACCEPTED, pool_metrics.document(self._state()))
 
     def _may_pass(self, bearer: str) -> bool:
-        given = bearer.encode()
+        given = bearer.encode("latin-1")  # as it came on the wire
         # All are compared, each in constant time: the time tells nothing about any of them.
         matches = [hmac.compare_digest(given, key.encode()) for key in self._settings.keys]
         return any(matches)

@@ -83,6 +83,7 @@ MISTAKES = [
     ("serve good --prefill -1", "prefill: must be at least 0"),
     ("serve good --colocated --prefill 2", "colocated and prefill exclude each other"),
     ("serve good --role prefill", "add --join HOST:PORT"),
+    ("serve good --role kvstore --cluster-secret schlüssel", "cluster-secret: only ASCII"),
     ("serve good --role kvstore", "cluster-secret: a pool standing alone needs one"),
     (
         "serve good --role prefill --join tcp://h:1",
