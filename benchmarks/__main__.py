@@ -7,6 +7,7 @@ import sys
 from benchmarks import (
     constrained,
     door,
+    kv_index,
     kv_ssd,
     overhead,
     paper,
@@ -28,6 +29,7 @@ BENCHMARKS = {
     "placement": placement.main,
     "transfer": transfer.main,
     "pool-values": pool_values.main,
+    "kv-index": kv_index.main,
     "kv-ssd": kv_ssd.main,
     "sim-vs-real": sim_vs_real.main,
 }

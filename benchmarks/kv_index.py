@@ -1,19 +1,22 @@
-"""Memory and speed of the Conductor's block index: `python benchmarks/kv_index.py --keys 10000000`.
+"""Memory and speed of the Conductor's block index: `python -m benchmarks kv-index`.
 
-Prints bytes per key, stores, look-ups and removals per second, and the time of a longest-prefix
-look-up of 2,000 keys (a 128k-token prompt) against 1,000 workers.
+Bytes per key, stores and look-ups per second with 10,000,000 keys, and the time of a longest-prefix
+look-up of 2,000 keys (a 128k-token prompt) against 1,000 workers. CPU time of the thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.servers import load, machine
 from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef, block_keys
 from mooncake.kvstore.directory import NUM_SHARDS, SWEEP_KEYS
 from mooncake.kvstore.index import PrefixIndex
@@ -63,14 +66,14 @@ def median_s(run: Callable[[], object], rounds: int = ROUNDS) -> float:
     """Return the median time of `run` over `rounds`."""
     times = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = time.thread_time()
         run()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return statistics.median(times)
 
 
-def fill(reporters: list[Reporter], num_keys: int) -> tuple[float, float, list[BlockKey]]:
-    """Store `num_keys`, one in four with a second copy; return (bytes, seconds, some keys)."""
+def fill(index: PrefixIndex, reporters: list[Reporter], num_keys: int) -> dict[str, float]:
+    """Store `num_keys`, one in four with a second copy; return what it took."""
     source = random.Random(7)
     sample: list[BlockKey] = []
     gc.collect()
@@ -79,70 +82,88 @@ def fill(reporters: list[Reporter], num_keys: int) -> tuple[float, float, list[B
     for keys in fresh_keys(source, num_keys):
         first, second = source.sample(reporters, 2)
         copies = keys[: len(keys) // 4]
-        start = time.perf_counter()
+        start = time.thread_time()
         first.report(keys, [])
         second.report(copies, [])
-        seconds += time.perf_counter() - start
-        sample.append(keys[0])
-    return resident_bytes() - before, seconds, sample
-
-
-def report_fill(index: PrefixIndex, reporters: list[Reporter], num_keys: int) -> None:
-    """Fill the index and print what it took."""
-    used, seconds, sample = fill(reporters, num_keys)
-    stored = num_keys + num_keys // 4
-    print(f"{index.num_keys:,} keys, {stored:,} replicas on {len(reporters):,} workers")
-    print(f"memory    {used / num_keys:12.0f} bytes/key ({used / 2**30:.2f} GiB)")
-    print(f"stores    {stored / seconds:12,.0f} /s")
+        seconds += time.thread_time() - start
+        sample.append(bytes(memoryview(keys[0])))
+    used = resident_bytes() - before
     lookups_s = median_s(lambda: [index.num_replicas(key) for key in sample], 20)
-    print(f"look-ups  {len(sample) / lookups_s:12,.0f} /s (number of replicas of a key)")
+    return {
+        "keys": index.num_keys,
+        "workers": len(reporters),
+        "bytes_per_key": used / num_keys,
+        "stores_per_s": (num_keys + num_keys // 4) / seconds,
+        "lookups_per_s": len(sample) / lookups_s,
+    }
 
 
-def report_match(index: PrefixIndex, reporters: list[Reporter]) -> None:
-    """Print the time of a longest-prefix look-up when many, few and no workers hold the chain."""
+def match(index: PrefixIndex, reporters: list[Reporter]) -> dict[str, float]:
+    """Return the time of a longest-prefix look-up when many, few and no workers hold the chain."""
     source = random.Random(8)
     chain = block_keys("bench", [source.randrange(160_000) for _ in range(CHAIN_KEYS * 64)], 64)
+    asked = [bytes(memoryview(key)) for key in chain]  # as a door makes them: anew
     miss = block_keys("miss", list(range(CHAIN_KEYS * 64)), 64)
     for rank, reporter in enumerate(reporters):
         reporter.report(chain[: source.randrange(CHAIN_KEYS) if rank % 2 else CHAIN_KEYS], [])
-    assert index.match(chain)[reporters[0].worker.worker_id] == CHAIN_KEYS
-    print(f"match of {CHAIN_KEYS:,} keys against {len(reporters):,} workers, median of {ROUNDS}:")
-    all_ms = 1e3 * median_s(lambda: index.match(chain))
-    print(f"  every worker holds half of it on average, or all  {all_ms:8.3f} ms")
+    assert index.match(asked)[reporters[0].worker.worker_id] == CHAIN_KEYS
+    all_s = median_s(lambda: index.match(asked))
     for reporter in reporters[4:]:
         reporter.report([], chain)
-    few_ms = 1e3 * median_s(lambda: index.match(chain))
-    print(f"  4 workers hold it, or some of it                  {few_ms:8.3f} ms")
-    miss_ms = 1e3 * median_s(lambda: index.match(miss))
-    print(f"  nobody holds it                                   {miss_ms:8.4f} ms")
+    few_s = median_s(lambda: index.match(asked))
+    miss_s = median_s(lambda: index.match(miss))
+    return {"match_all_ms": 1e3 * all_s, "match_few_ms": 1e3 * few_s, "match_none_ms": 1e3 * miss_s}
 
 
-def report_loss(index: PrefixIndex, reporters: list[Reporter]) -> None:
-    """Print the time to lose a worker and to sweep its keys away."""
-    start = time.perf_counter()
+def lose(index: PrefixIndex, reporters: list[Reporter]) -> dict[str, float]:
+    """Return the time to lose a worker, and of the reports that sweep its keys away."""
+    start = time.thread_time()
     index.remove_worker(reporters[0].worker.worker_id)
-    removed_us = 1e6 * (time.perf_counter() - start)
+    removed_s = time.thread_time() - start
     sweeps = []
     for _ in range(NUM_SHARDS):
-        start = time.perf_counter()
+        start = time.thread_time()
         reporters[1].report([], [])
-        sweeps.append(time.perf_counter() - start)
-    usual_ms, worst_ms = 1e3 * statistics.median(sweeps), 1e3 * max(sweeps)
-    print(f"a worker lost: {removed_us:.1f} us; its keys are swept with the next reports,")
-    print(f"  up to {SWEEP_KEYS:,} keys each: {usual_ms:.2f} ms median, {worst_ms:.2f} ms longest")
+        sweeps.append(time.thread_time() - start)
+    return {
+        "lose_us": 1e6 * removed_s,
+        "sweep_ms": 1e3 * statistics.median(sweeps),
+        "longest_sweep_ms": 1e3 * max(sweeps),
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keys", type=int, default=1_000_000)
+def main(argv: Sequence[str]) -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks kv-index", description=__doc__)
+    parser.add_argument("--keys", type=int, default=10_000_000)
     parser.add_argument("--workers", type=int, default=1_000)
-    args = parser.parse_args()
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
     index = PrefixIndex()
     reporters = [Reporter(index, number) for number in range(args.workers)]
-    report_fill(index, reporters, args.keys)
-    report_match(index, reporters)
-    report_loss(index, reporters)
+    found = fill(index, reporters, args.keys)
+    found |= match(index, reporters)
+    found |= lose(index, reporters)
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    print(
+        f"{machine()}; {found['keys']:,.0f} keys on {args.workers:,} workers, every fourth twice, "
+        f"load {load()}\n\n"
+        f"| | |\n|---|---|\n"
+        f"| memory | {found['bytes_per_key']:.0f} B a key |\n"
+        f"| stores | {found['stores_per_s']:,.0f} /s |\n"
+        f"| look-ups of one key | {found['lookups_per_s']:,.0f} /s |\n"
+        f"| longest prefix of {CHAIN_KEYS:,} keys, each worker has half of them or all "
+        f"| {found['match_all_ms']:.2f} ms |\n"
+        f"| the same, 4 workers have it | {found['match_few_ms']:.2f} ms |\n"
+        f"| the same, nobody has | {found['match_none_ms']:.4f} ms |\n"
+        f"| a worker lost | {found['lose_us']:.0f} us |\n"
+        f"| a report that sweeps up to {SWEEP_KEYS:,} of its keys "
+        f"| {found['sweep_ms']:.2f} ms, longest {found['longest_sweep_ms']:.2f} |"
+    )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))
