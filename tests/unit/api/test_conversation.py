@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from mooncake.api.conversation import rename_calls, template_message
-from mooncake.api.schema.chat import ChatMessage, Tool
+from mooncake.api.schema.chat import ChatMessage, ChatRequest, Tool
 
 
 def message(**fields: Any) -> dict[str, Any]:
@@ -69,3 +71,23 @@ def test_tools_keep_the_clients_own_order() -> None:
     raw = {"function": {"parameters": {"b": 1, "a": 2}, "name": "f", "x": None}, "type": "function"}
     assert list(Tool.model_validate(raw).raw) == ["function", "type"]
     assert Tool.model_validate(raw).raw == raw
+
+
+@pytest.mark.parametrize(
+    ("fields", "kwargs", "thinking"),
+    [
+        ({}, {}, None),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "thinking": False}, False),
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}, None),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}},
+            {"reasoning_effort": "none", "thinking": True},
+            True,
+        ),
+    ],
+)
+def test_how_much_to_think_is_told_to_the_template(
+    fields: dict[str, Any], kwargs: dict[str, Any], thinking: bool | None
+) -> None:
+    body = ChatRequest.model_validate({"messages": [{"role": "user"}], **fields})
+    assert (body.template_kwargs, body.thinking) == (kwargs, thinking)
