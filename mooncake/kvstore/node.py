@@ -467,5 +467,6 @@ class KvNode:
             num_free_blocks=tier.num_free,
             num_total_blocks=tier.num_blocks,
             num_cached_blocks=tier.num_stored,
+            draining=self._draining,
             counters={**self.counters, **self._moved()},
         )

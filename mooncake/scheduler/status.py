@@ -72,7 +72,7 @@ def worker_status(member: Member, view: InstanceView, now: float) -> WorkerStatu
         pid=hello.pid,
         host=hello.host,
         node_id=hello.node_id,
-        state="draining" if member.draining else "up",
+        state="draining" if member.draining or view.draining else "up",
         load=view.load,
         silent_s=round(now - member.last_heard_s, 3),
         cost_error_ratio=view.cost.error_ratio,

@@ -12,6 +12,7 @@ def test_it_tells_that_nothing_is_to_be_had_and_takes_nothing() -> None:
     world.put(worker("p"), keys(1, 2))
     world.handle(Drain())
     assert world.inventory == set()
+    assert world.load().draining, "for `mooncake status`"
     assert world.put(worker("p"), keys(3)) == []
     assert world.pin(worker("d"), keys(1, 2)).num_blocks == 2, "what is here can be read"
 

@@ -299,6 +299,13 @@ def test_a_draining_worker_is_told_and_left_alone(house: Pair) -> None:
     assert states == {"p0": "draining", "d0": "up", "p1": "up"}
 
 
+def test_a_pool_that_drains_by_itself_is_shown_so(house: Pair) -> None:
+    pool = house.join("kv0", Role.KVSTORE)
+    house.report(pool, draining=True)
+    states = {worker.id: worker.state for worker in house.gateway.status(0.0).workers}
+    assert states == {"p0": "up", "d0": "up", "kv0": "draining"}
+
+
 def test_messages_for_others_are_ignored(house: Pair) -> None:
     house.gateway.handle(Drain(), 0.0)
     house.gateway.handle(LoadReport(worker=ref("stranger"), load=WorkerLoad()), 0.0)
