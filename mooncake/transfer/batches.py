@@ -167,6 +167,8 @@ class BatchBook:
     def take_expired(self, now: float) -> list[Job]:
         """Return the open batches whose deadline is at or before `now`, each once."""
         expired: list[Job] = []
+        if not self._deadlines:
+            return expired
         with self._lock:
             while self._deadlines and self._deadlines[0][0] <= now:
                 job = self._jobs.get(heapq.heappop(self._deadlines)[1])
@@ -176,6 +178,8 @@ class BatchBook:
 
     def next_deadline_s(self) -> float | None:
         """Return the earliest deadline of an open batch."""
+        if not self._deadlines:
+            return None
         with self._lock:
             while self._deadlines and self._deadlines[0][1] not in self._jobs:
                 heapq.heappop(self._deadlines)

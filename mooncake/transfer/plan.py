@@ -116,5 +116,8 @@ def plan_slices(ops: Sequence[TransferOp], num_lanes: int, limits: SliceLimits) 
     num_bytes = sum(op.num_bytes for op in ops)
     if num_bytes == 0:
         return []
+    is_small = num_bytes <= limits.target_bytes and num_bytes < 2 * limits.min_bytes
+    if is_small and len(ops) <= limits.max_pieces:
+        return [Slice(tuple(ops), num_bytes)]
     slice_bytes = choose_slice_bytes(num_bytes, num_lanes, limits)
     return cut_slices(ops, slice_bytes, limits.max_pieces)

@@ -86,6 +86,10 @@ class LaneFailure:
 class LaneOwner(Protocol):
     """What a lane asks of its peer object. All calls come from the lane's loop."""
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `take` may have something."""
+
     def take(self) -> Part | None:
         """Return the next part, already taken in hand in its job."""
 
@@ -452,5 +456,6 @@ class Lane:
                 num_bytes = request.part.slice.num_bytes
                 self._owner.arrived(self, num_bytes, request.posted_s, self._progress_s)
             request.part.job.finish(error)
-        if self.state is LaneState.READY:
+        # Who waits for the job wakes now: with nothing to send, out of its way at once.
+        if self.state is LaneState.READY and (self._unsent or self._owner.has_work):
             self._pump()

@@ -105,6 +105,11 @@ class TcpPeer:
 
     # ------------------------------------------------- what lanes ask (LaneOwner)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether slices wait for a stream."""
+        return bool(self._queue)
+
     def take(self) -> Part | None:
         """Return the next part in hand; none while the peer may still apply stale bytes."""
         with self._lock:

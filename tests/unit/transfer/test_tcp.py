@@ -117,7 +117,11 @@ def test_slices_of_a_broken_stream_go_again(open_tcp: Open, op: Op) -> None:
     assert (link.protocol, link.nic, link.peer) == ("tcp", "127.0.0.1", "owner")
     assert link.num_bytes == 24 * MIB, "what went again counts once"
     assert link.num_slices == sum(link.latency_buckets)
-    assert (link.num_failures, link.num_retries > 0) == (2, True)
+    # One stream may have been cut both ways.
+    assert link.num_failures in (1, 2)
+    assert link.num_retries >= link.num_failures
+    us.close()
+    owner.close()  # so that all is counted
     [served] = owner.links()
     assert (served.protocol, served.peer) == ("tcp_served", "us")
     assert served.num_bytes >= 24 * MIB, "the owner counts what it served, needed or not"
