@@ -1,0 +1,133 @@
+"""Classes and tenants on made traces: who waits for whom when there is too much to do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import msgspec
+
+from mooncake.base import FinishReason, Priority
+from mooncake.sim.measure import RequestMeasure
+from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine
+from tests.support.traces import simulation
+
+LIMITS = {"ttft_slo_s": 10.0, "tbt_slo_s": 0.1}
+Fields = dict[str, Any]
+
+
+class Made:
+    """A trace in the making: prompts of thousands of tokens, none like another."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = Random(seed)
+        self._next_id = 1
+        self._lines: list[TraceLine] = []
+
+    def stream(self, rate: float, begin_s: float, end_s: float, fields: Fields) -> Made:
+        """Add requests at random times, so many a second."""
+        at_s = begin_s
+        while (at_s := at_s + self._random.expovariate(rate)) < end_s:
+            length = self._random.randrange(3000, 9000)
+            ids = range(self._next_id, self._next_id - (-length // TRACE_BLOCK_TOKENS))
+            self._next_id = ids.stop
+            self._lines.append(
+                TraceLine(
+                    timestamp=1e3 * at_s,
+                    input_length=length,
+                    output_length=self._random.randrange(10, 40),
+                    hash_ids=list(ids),
+                    **fields,
+                )
+            )
+        return self
+
+    @property
+    def lines(self) -> list[TraceLine]:
+        return sorted(self._lines, key=lambda line: line.timestamp)
+
+
+def play(
+    trace: list[TraceLine], kind: Callable[[TraceLine], str], **scheduler: float
+) -> dict[str, list[RequestMeasure]]:
+    """Play a trace on one prefill and two decode instances; return its requests by kind. Each has
+    one final event, and nothing is left.
+    """
+    played = simulation(trace, 1, 2, scheduler=scheduler)
+    played.run()
+    found: dict[str, list[RequestMeasure]] = defaultdict(list)
+    for line, measure in zip(trace, played.measures.requests, strict=True):
+        assert measure.num_finals == 1
+        found[kind(line)].append(measure)
+    for _, machine in played.world.machines():
+        machine.check_integrity()
+    assert played.world.gateway.idle
+    return found
+
+
+def ttfts(requests: list[RequestMeasure]) -> list[float]:
+    """Return the times to the first token, of those that have one, in order."""
+    return sorted(one.ttft_s for one in requests if one.ttft_s is not None)
+
+
+def mean_s(requests: list[RequestMeasure]) -> float:
+    found = ttfts(requests)
+    return sum(found) / len(found)
+
+
+def served(requests: list[RequestMeasure]) -> float:
+    """Return the share that ended well."""
+    return sum(one.final is FinishReason.STOP for one in requests) / len(requests)
+
+
+def of_class(line: TraceLine) -> str:
+    return line.priority.value
+
+
+FLOOD = (
+    Made()
+    .stream(0.2, 0.0, 120.0, {"tenant": "quiet"})
+    .stream(2.5, 20.0, 60.0, {"tenant": "flood"})
+    .lines
+)
+
+
+def test_a_flood_does_not_starve_another_tenant() -> None:
+    fair = play(FLOOD, lambda line: line.tenant)
+    assert served(fair["quiet"]) == served(fair["flood"]) == 1.0
+    assert mean_s(fair["flood"]) > 10.0, "it was no flood"
+    assert mean_s(fair["quiet"]) < 3.0
+    strangers = {line.timestamp for line in FLOOD if line.tenant == "flood"}
+    unnamed = [msgspec.structs.replace(line, tenant="") for line in FLOOD]
+    first_come = play(unnamed, lambda line: "flood" if line.timestamp in strangers else "quiet")
+    assert mean_s(first_come["quiet"]) > 3 * mean_s(fair["quiet"])
+
+
+def test_a_flood_is_refused_before_another_tenant_is() -> None:
+    found = play(FLOOD, lambda line: line.tenant, **LIMITS)
+    assert served(found["quiet"]) > 0.9
+    assert served(found["flood"]) < 0.7
+
+
+def test_batch_fills_what_is_idle_and_delays_nobody() -> None:
+    interactive = Made().stream(0.6, 0.0, 120.0, {})
+    alone = play(interactive.lines, of_class)
+    both = play(interactive.stream(20.0, 20.0, 23.0, {"priority": Priority.BATCH}).lines, of_class)
+    assert served(both["batch"]) == served(both["interactive"]) == 1.0
+    assert mean_s(both["interactive"]) < 1.5 * mean_s(alone["interactive"])
+    assert mean_s(both["batch"]) > 10.0
+
+
+def test_overloaded_premium_goes_before_interactive_before_batch() -> None:
+    made = Made()
+    for priority in Priority:
+        made.stream(0.9, 0.0, 60.0, {"priority": priority})
+    found = play(made.lines, of_class, **LIMITS)
+    assert served(found["premium"]) == 1.0
+    assert 0.2 < served(found["interactive"]) < 0.9
+    last_interactive = max(one.submitted_s for one in found["interactive"])
+    early = [one for one in found["batch"] if one.first_s and one.first_s < last_interactive]
+    assert len(early) < 0.2 * len(found["batch"]), "batch runs when the others have gone"
+    assert mean_s(found["premium"]) < mean_s(found["interactive"])
