@@ -193,7 +193,6 @@ def simulation_config(arguments: argparse.Namespace) -> SimulationConfig:
             ttft_slo_s=ttft_s if arguments.reject else None,
             tbt_slo_s=tbt_s if arguments.reject else None,
             role_switching=arguments.role_switching,
-            role_switching=arguments.role_switching,
         ),
         ttft_slo_s=ttft_s,
         tbt_slo_s=tbt_s,
