@@ -244,7 +244,8 @@ class Conductor:
             return too_large(num_tokens)
         prefill, decode = chosen
         behind_s = self._lines.behind_s(prefill.view.worker_id, standing.order)
-        ttft_s = prefill.ttft_s - min(behind_s, prefill.queue_s)
+        stretch = self._lines.stretch(standing.order, len(self._prefills), now)
+        ttft_s = stretch * (prefill.ttft_s - min(behind_s, prefill.queue_s))
         rejection = None
         if request.priority is Priority.BATCH:
             tbt_s = self._admission_tbt_s(prefill, decode, wanted, now)
@@ -257,7 +258,7 @@ class Conductor:
         if rejection is not None:
             return rejection
         self._lines.add(
-            prefill.view.worker_id, request.request_id, standing.order, prefill.compute_s
+            prefill.view.worker_id, request.request_id, standing.order, prefill.compute_s, now
         )
         self._book(request.request_id, keys, prefill, decode, wanted, now)
         whole = prefill.view is decode.view

@@ -10,6 +10,7 @@ lines in this order.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -24,6 +25,10 @@ BELOW_PREMIUM_SHARE = 0.9
 BATCH_SHARE = 0.7
 """Of every limit, for batch: it fills what is idle, not what is left."""
 MAX_IDLE_FLOWS = 256
+RATE_WINDOW_S = 30.0
+"""Over which the work of a class is averaged."""
+MOST_OVERTAKEN = 0.9
+"""Share of the workers' time that higher classes are thought to take, at most."""
 
 Order = tuple[int, float]
 """(class, turn): smaller goes first."""
@@ -130,9 +135,16 @@ class Lines:
     def __init__(self) -> None:
         self._lines: dict[str, dict[str, tuple[Order, float]]] = {}
         self._worker_of: dict[str, str] = {}
+        self._rates: dict[int, tuple[float, float]] = {}
+        """Class -> seconds of work that came in a second lately, and when that was."""
 
-    def add(self, worker_id: str, request_id: str, order: Order, seconds: float) -> None:
+    def add(
+        self, worker_id: str, request_id: str, order: Order, seconds: float, now: float
+    ) -> None:
         """A request was placed, and its prompt will take so long."""
+        rate, at_s = self._rates.get(order[0], (0.0, now))
+        rate = rate * math.exp((at_s - now) / RATE_WINDOW_S) + seconds / RATE_WINDOW_S
+        self._rates[order[0]] = rate, now
         self._lines.setdefault(worker_id, {})[request_id] = order, seconds
         self._worker_of[request_id] = worker_id
 
@@ -149,6 +161,14 @@ class Lines:
         """Return the seconds of work in this worker's line that let `order` go first."""
         line = self._lines.get(worker_id, {})
         return sum(seconds for other, seconds in line.values() if other > order)
+
+    def stretch(self, order: Order, num_workers: int, now: float) -> float:
+        """Return how many times as long a wait takes because of those who will come and go first:
+        the higher classes, at the rate of late.
+        """
+        found = [(rate, at_s) for level, (rate, at_s) in self._rates.items() if level < order[0]]
+        rate = sum(rate * math.exp((at_s - now) / RATE_WINDOW_S) for rate, at_s in found)
+        return 1 / (1 - min(rate / max(1, num_workers), MOST_OVERTAKEN))
 
     def check_integrity(self, placed: set[str]) -> None:
         """Raise AssertionError when somebody is in a line who is placed nowhere."""

@@ -110,10 +110,10 @@ def test_room_is_kept_for_tenants_with_less() -> None:
 
 def test_work_behind_a_newcomer_is_no_delay() -> None:
     lines = Lines()
-    lines.add("p0", "a", (1, 0.0), 2.0)
-    lines.add("p0", "b", (1, 100.0), 3.0)
-    lines.add("p0", "c", (2, 0.0), 5.0)
-    lines.add("p1", "d", (2, 0.0), 7.0)
+    lines.add("p0", "a", (1, 0.0), 2.0, 0.0)
+    lines.add("p0", "b", (1, 100.0), 3.0, 0.0)
+    lines.add("p0", "c", (2, 0.0), 5.0, 0.0)
+    lines.add("p1", "d", (2, 0.0), 7.0, 0.0)
     assert lines.behind_s("p0", (0, 900.0)) == 10.0
     assert lines.behind_s("p0", (1, 50.0)) == 8.0
     assert lines.behind_s("p0", (2, 1.0)) == 0.0
@@ -123,3 +123,14 @@ def test_work_behind_a_newcomer_is_no_delay() -> None:
     assert lines.behind_s("p0", (1, 50.0)) == 5.0
     assert lines.behind_s("p1", (0, 0.0)) == 0.0
     lines.check_integrity({"a", "c"})
+
+
+def test_waits_grow_with_the_work_of_higher_classes() -> None:
+    lines = Lines()
+    assert lines.stretch((1, 0.0), 4, 0.0) == 1.0
+    for number in range(600):  # two workers' time is asked for by premium
+        lines.add("p0", f"r{number}", (0, number), 2.0, float(number))
+    assert lines.stretch((1, 0.0), 4, 599.0) == pytest.approx(2.0, rel=0.05)
+    assert lines.stretch((1, 0.0), 1, 599.0) == pytest.approx(10.0)
+    assert lines.stretch((0, 0.0), 4, 599.0) == 1.0
+    assert lines.stretch((1, 0.0), 4, 2000.0) == pytest.approx(1.0)
