@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ CHAT_TOOL: Any = {"type": "function", "function": {"name": "look-up.v2", "parame
 ITEM_TOOL: Any = {"type": "function", "name": "look-up.v2", "parameters": SCHEMA}
 BLOCK_TOOL: Any = {"name": "look-up.v2", "input_schema": SCHEMA}
 NUM_TOKENS = 128
+NUM_REQUESTS = int(os.environ.get("K2VV_REQUESTS", "24"))
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +329,7 @@ def test_k2vvs_measure_on_a_random_model(server: Server, bias: dict[str, float])
             "logit_bias": bias,
             "stream": False,
         }
-        for number in range(24)
+        for number in range(NUM_REQUESTS)
     ]
 
     async def run() -> None:
@@ -334,7 +337,8 @@ def test_k2vvs_measure_on_a_random_model(server: Server, bias: dict[str, float])
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             tally, _ = await measure(requests, client, 8)
         assert tally.num_failed == 0
-        assert tally.finish_tool_calls >= 12
+        print(asdict(tally))
+        assert tally.finish_tool_calls >= NUM_REQUESTS // 2
         assert tally.faults == {}
         assert tally.schema_accuracy == 1.0
 
