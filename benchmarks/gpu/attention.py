@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,11 +14,14 @@ from mooncake_kernels.checks import BF16_GATE, difference
 from mooncake_kernels.dispatch import TRITON, kernel
 from mooncake_kernels.reference.mla_prefill import ExpandedKeys, RaggedBatch
 from mooncake_kernels.reference.paged_batch import PagedBatch
+from mooncake_kernels.tuning import DecodeTile
 from torch.nn import functional
 
 from benchmarks.gpu.work import Bench, Case, Work
 
 RANK, ROPE, NOPE, VALUE, HEADS, PAGE = 512, 64, 128, 128, 64, 64
+LEAST_STEP = 16
+"""Tokens that a product can be made of."""
 SCALE = (NOPE + ROPE) ** -0.5
 
 
@@ -51,6 +55,13 @@ def decode(bench: Bench, *, heads: int, batch: int, context: int, fp8: bool = Fa
         difference=off,
         gate=BF16_GATE,
         peers={} if fp8 else _decode_peers(q, kv, paged, rank),
+        variants={
+            f"{step} tokens a step, {stages} stages": partial(
+                decode_op, q, kv, paged, rank, tile=DecodeTile(stages, step)
+            )
+            for step, stages in itertools.product((page, page // 2), (2, 3))
+            if step >= LEAST_STEP
+        },
     )
 
 

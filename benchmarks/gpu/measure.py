@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +63,19 @@ def measured(case: Case, bench: Bench) -> dict[str, Any]:
         "bytes": work.num_bytes,
         "tb_s": work.num_bytes / seconds / 1e12,
         "tflop_s": work.flops / seconds / 1e12,
-        "peers": _peers(case, work, bench),
+        "peers": _timed(case, work, work.peers, bench),
+        "variants": _timed(case, work, work.variants, bench),
         "verdict": case.verdict(value),
     }
     return row
 
 
-def _peers(case: Case, work: Work, bench: Bench) -> dict[str, Any]:
+def _timed(
+    case: Case, work: Work, calls: Mapping[str, Callable[[], Any]], bench: Bench
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, call in work.peers.items():
-        try:  # whatever a peer lacks here must not cost our own number
+    for name, call in calls.items():
+        try:  # whatever one lacks here must not cost our own number
             call()
             found[name] = case.value(bench.timer(call), work.flops)
         except Exception as error:

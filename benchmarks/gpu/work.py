@@ -48,6 +48,8 @@ class Work:
     gate: float
     note: str = ""
     peers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    variants: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Our own kernel cut otherwise, as right as `run`."""
 
 
 @dataclass(frozen=True)

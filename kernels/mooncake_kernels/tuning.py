@@ -34,6 +34,20 @@ class ProductTile:
 
 
 @dataclass(frozen=True)
+class DecodeTile:
+    """How the absorbed decode walks a context. step_tokens: of a page, at a time; 0: all of it.
+
+    Fewer tokens leave more registers, and less in flight from memory.
+    """
+
+    stages: int = 2
+    step_tokens: int = 0
+
+
+WHOLE_PAGES = DecodeTile()
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """Tiles of a layer of experts: `block_t` rows of one expert, weights as rows where `swap`."""
 

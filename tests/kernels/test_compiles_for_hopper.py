@@ -20,8 +20,13 @@ from tests.support.hopper_compiler import HOPPER_SHARED_BYTES
 ROOT = Path(__file__).resolve().parents[2]
 FEW_ROWS_OR_POINTWISE = ("8 heads", "16 rows", "layer ops", "router")
 """Launches that need not, or cannot, fill wgmma's 64 rows."""
-KNOWN_SPILLS = {"decode, 64 heads", "decode, 64 heads, 4 rows", "decode, 64 heads, fp8 cache"}
-"""A 64 x 512 accumulator is half of all registers: some of the rest is spilled, outside dots."""
+KNOWN_SPILLS = {
+    "decode, 64 heads": 256,
+    "decode, 64 heads, 4 rows": 256,
+    "decode, 64 heads, half pages": 128,
+    "decode, 64 heads, fp8 cache": 768,
+}
+"""Most bytes a thread. A 64 x 512 accumulator is half of all registers: of the rest some spills."""
 
 
 @pytest.fixture(scope="module")
@@ -72,4 +77,7 @@ def test_registers_suffice(launches: list[dict[str, Any]]) -> None:
         and "float32" not in made["launch"]  # exact float32 products are for comparisons only
     ]
     assert spilling == []
-    assert all(made["stack_bytes"] <= 512 for made in launches if made["launch"] in KNOWN_SPILLS)
+    over = [
+        made for made in launches if made["stack_bytes"] > KNOWN_SPILLS.get(made["launch"], 2**20)
+    ]
+    assert over == []

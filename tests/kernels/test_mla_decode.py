@@ -9,6 +9,7 @@ import torch
 from mooncake_kernels.dispatch import kernel
 from mooncake_kernels.reference.paged import paged_span
 from mooncake_kernels.reference.paged_batch import PagedBatch, batch_of_spans
+from mooncake_kernels.tuning import DecodeTile
 
 from tests.support.kernel_gates import DEVICE, assert_attention, assert_log_sums
 
@@ -73,6 +74,16 @@ def check(case: Case, kv_scale: float = 1.0, split_pages: int = 0) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_odd_lengths_and_unused_places(dtype: torch.dtype) -> None:
     check(make_case([1, 37, 0, 16, 15], [1, 1, 1, 1, 1], dtype=dtype))
+
+
+@pytest.mark.parametrize("step", [16, 32])
+def test_parts_of_a_page_at_a_time(step: int) -> None:
+    case = make_case([70, 33, 0, 64], [1, 3, 1, 2], page=64, seed=20)
+    decode = kernel("mla_decode", "triton")
+    out, lse = decode(case.q, case.kv, case.batch, case.rank, tile=DecodeTile(2, step))
+    wanted_out, wanted_lse = kernel("mla_decode")(case.q.float(), case.kv, case.batch, case.rank)
+    assert_attention(out, wanted_out)
+    assert_log_sums(lse, wanted_lse)
 
 
 def test_one_long_context_is_cut_into_several_items() -> None:
@@ -174,6 +185,10 @@ def test_spans_out_of_order_are_refused() -> None:
 
 def test_pages_the_kernel_cannot_take_are_refused() -> None:
     case = make_case([5], [1], page=16)
+    with pytest.raises(ValueError, match="steps of 8 tokens do not cut pages of 16"):
+        kernel("mla_decode", "triton")(
+            case.q, case.kv, case.batch, case.rank, tile=DecodeTile(2, 8)
+        )
     with pytest.raises(ValueError, match="pages of 12 tokens"):
         kernel("mla_decode", "triton")(case.q, case.kv[:, :12], case.batch, case.rank)
 

@@ -22,7 +22,7 @@ from mooncake_kernels.reference.paged_batch import PagedBatch
 from mooncake_kernels.reference.router import Routing
 from mooncake_kernels.reference.sampling import DrawSettings, Penalties
 from mooncake_kernels.triton import experts as experts_module
-from mooncake_kernels.tuning import default_experts_config
+from mooncake_kernels.tuning import DecodeTile, default_experts_config
 
 from tests.support.hopper_compiler import Compiled, compiling
 
@@ -40,10 +40,16 @@ def ints(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def decode(heads: int, rows: int, dtype: torch.dtype = BF16, kv_dtype: torch.dtype = BF16) -> None:
+def decode(
+    heads: int,
+    rows: int,
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype = BF16,
+    step_tokens: int = 0,
+) -> None:
     batch = PagedBatch(ints(9), ints(8), ints(8, 64), rows)
     q, kv = zeros(8 * rows, heads, 576, dtype=dtype), zeros(2, 64, 576, dtype=kv_dtype)
-    kernel("mla_decode", "triton")(q, kv, batch, 512, 1.0)
+    kernel("mla_decode", "triton")(q, kv, batch, 512, 1.0, tile=DecodeTile(2, step_tokens))
 
 
 def prefill(rows: int) -> None:
@@ -116,6 +122,7 @@ def sampling() -> None:
 
 LAUNCHES: dict[str, Callable[[], None]] = {
     "decode, 64 heads": lambda: decode(64, 1),
+    "decode, 64 heads, half pages": lambda: decode(64, 1, step_tokens=32),
     "decode, 64 heads, fp8 cache": lambda: decode(64, 1, kv_dtype=FP8),
     "decode, 8 heads": lambda: decode(8, 1),
     "decode, 64 heads, 4 rows": lambda: decode(64, 4),

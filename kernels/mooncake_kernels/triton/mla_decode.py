@@ -26,6 +26,7 @@ from mooncake_kernels.triton.device import (
     num_programs,
     pow2,
 )
+from mooncake_kernels.tuning import WHOLE_PAGES, DecodeTile
 
 _MAX_TILE_ROWS = 64
 _COMBINE_COLUMNS = 128
@@ -71,20 +72,21 @@ def _find(ends, value, num, BLOCK: tl.constexpr):
 def _attend_pages(
     q_latent, q_rope, kv, table, first, last, length, limit, kv_scale,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return (unnormalized output, sum, running maximum in base 2) of a tile over some pages."""
-    n = tl.arange(0, PAGE)
+    n = tl.arange(0, BLOCK_N)
     c = tl.arange(0, BLOCK_C)
     r = tl.arange(0, BLOCK_R)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
-        page = tl.load(table + block).to(tl.int64)
-        token = block * PAGE + n
+    parts: tl.constexpr = PAGE // BLOCK_N
+    for block in tl.range(first * parts, last * parts, num_stages=STAGES):
+        page = tl.load(table + block // parts).to(tl.int64)
+        token = block * BLOCK_N + n
         live = (token < length)[:, None]  # what lies behind the end may be NaN: never load it
-        row = kv + (page * PAGE + n)[:, None] * (RANK + ROPE)
+        row = kv + (page * PAGE + block % parts * BLOCK_N + n)[:, None] * (RANK + ROPE)
         latent = tl.load(row + c[None, :], mask=live & (c < RANK)[None, :], other=0.0)
         rope = tl.load(row + RANK + r[None, :], mask=live & (r < ROPE)[None, :], other=0.0)
         if INTERPRETED:
@@ -92,7 +94,7 @@ def _attend_pages(
         else:
             latent = latent.to(q_latent.dtype)
             rope = rope.to(q_latent.dtype)
-        scores = dot(q_latent, tl.trans(latent), tl.zeros([BLOCK_M, PAGE], tl.float32))
+        scores = dot(q_latent, tl.trans(latent), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         scores = dot(q_rope, tl.trans(rope), scores) * (kv_scale * LOG2_E)
         scores = tl.where(token[None, :] < limit[:, None], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
@@ -112,7 +114,8 @@ def _attend(
     q, kv, page_table, row_start, lengths, item_first, part_out, part_lse, out, lse,
     num_seqs, heads, table_stride, part_rows, kv_scale,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one item. Writes the result if the context is one item, else a part."""
     tile = tl.program_id(0)
@@ -144,7 +147,7 @@ def _attend(
     q_rope = tl.load(row + RANK + r[None, :], mask=there[:, None] & (r < ROPE)[None, :], other=0.0)
     acc, total, best = _attend_pages(
         q_latent, q_rope, kv, page_table + seq.to(tl.int64) * table_stride, first, last, length,
-        limit, kv_scale, RANK, ROPE, BLOCK_C, BLOCK_R, PAGE, BLOCK_M, STAGES,
+        limit, kv_scale, RANK, ROPE, BLOCK_C, BLOCK_R, PAGE, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
     seen = total > 0
     result = acc / tl.where(seen, total, 1.0)[:, None]
@@ -215,7 +218,7 @@ def mla_decode(
     kv_scale: float = 1.0,
     *,
     split_pages: int = 0,
-    num_stages: int = 2,
+    tile: DecodeTile = WHOLE_PAGES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out [rows, heads, rank] in q's dtype, lse [rows, heads] float32); see the reference.
 
@@ -225,8 +228,11 @@ def mla_decode(
     """
     rows, heads, width = q.shape
     page, seqs = kv.shape[1], batch.num_sequences
+    step_tokens = tile.step_tokens or page
     if page < 16 or page & (page - 1):
         raise ValueError(f"pages of {page} tokens; the kernel takes powers of two from 16 on")
+    if step_tokens < 16 or page % step_tokens:
+        raise ValueError(f"steps of {step_tokens} tokens do not cut pages of {page}")
     if not (q.is_contiguous() and kv.is_contiguous() and batch.page_table.is_contiguous()):
         raise ValueError("q, kv and page_table must be contiguous")
     tile_rows = min(_MAX_TILE_ROWS, pow2(batch.max_rows * heads, 16))
@@ -250,8 +256,8 @@ def mla_decode(
         q, kv, batch.page_table, batch.row_start, batch.lengths, item_first,
         part_out, part_lse, out, lse, seqs, heads, most_pages, part_rows, kv_scale,
         RANK=rank, ROPE=width - rank, BLOCK_C=pow2(rank, 16), BLOCK_R=pow2(width - rank, 16),
-        PAGE=page, BLOCK_M=tile_rows, BLOCK_S=block_s, STAGES=num_stages,
-        num_warps=8 if tile_rows == _MAX_TILE_ROWS else 4,
+        PAGE=page, BLOCK_M=tile_rows, BLOCK_N=step_tokens, BLOCK_S=block_s,
+        STAGES=tile.stages, num_warps=8 if tile_rows == _MAX_TILE_ROWS else 4,
     )  # fmt: skip
     columns = min(_COMBINE_COLUMNS, pow2(rank))
     _combine[(rows, heads, triton.cdiv(rank, columns))](
