@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks import (
+    balance,
     constrained,
     door,
     kv_index,
@@ -26,6 +27,7 @@ BENCHMARKS = {
     "door": door.main,
     "constrained": constrained.main,
     "paper": paper.main,
+    "balance": balance.main,
     "placement": placement.main,
     "transfer": transfer.main,
     "pool-values": pool_values.main,
