@@ -1,6 +1,6 @@
 """The ways `benchmarks/transfer.py` moves bytes between two processes, and the process at the other
-end. A way is called with (block bytes, blocks of a batch, number of batches) and returns seconds; a
-batch has ended at both ends before the next begins.
+end. A way is called with [block bytes, blocks of a batch, batches, number of the first block] and
+returns seconds; a batch has ended at both ends before the next begins.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ BUFFER_BYTES = 256 * 2**20
 """Both ends walk through this much memory, so that no block is copied twice from cache."""
 STREAMS = 2
 """Of the raw multi-stream copy: as many as our TCP uses."""
-Way = Callable[[int, int, int], float]
+Way = Callable[[list[int]], float]
 
 
 def plain_buffer() -> memoryview:
@@ -43,8 +44,8 @@ class Memcpy:
         self._source = np.frombuffer(source, dtype=np.uint8)
         self._target = np.frombuffer(plain_buffer(), dtype=np.uint8)
 
-    def __call__(self, size: int, batch: int, times: int) -> float:
-        plan = batches(size, batch, times, BUFFER_BYTES)
+    def __call__(self, work: list[int]) -> float:
+        size, plan = work[0], batches(work, BUFFER_BYTES)
         begun = time.perf_counter()
         for starts in plan:
             for start in starts:
@@ -63,13 +64,13 @@ class RawSockets:
         for sock in self._sockets:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def __call__(self, size: int, batch: int, times: int) -> float:
-        plan = batches(size, batch, times, BUFFER_BYTES)
+    def __call__(self, work: list[int]) -> float:
+        size, plan = work[0], batches(work, BUFFER_BYTES)
         share = size // len(self._sockets)
 
-        def work(lane: int) -> None:
+        def send(lane: int) -> None:
             sock = self._sockets[lane]
-            sock.sendall(b"".join(n.to_bytes(8, "little") for n in (share, batch, times)))
+            sock.sendall(struct.pack("<4Q", share, *work[1:]))
             for starts in plan:
                 for start in starts:
                     at = start + lane * share
@@ -77,7 +78,7 @@ class RawSockets:
                 if not sock.recv(1):
                     raise ConnectionError("the other process has gone")
 
-        return timed_threads(work, len(self._sockets))
+        return timed_threads(send, len(self._sockets))
 
 
 def timed_threads(work: Callable[[int], None], num_threads: int) -> float:
@@ -95,15 +96,15 @@ def timed_threads(work: Callable[[int], None], num_threads: int) -> float:
 def receive_blocks(listener: socket.socket, lane: int, target: memoryview) -> None:
     """The other end of one connection of `RawSockets`."""
     sock, _ = listener.accept()
-    head = bytearray(24)
-    while sock.recv_into(head, 24, socket.MSG_WAITALL) == 24:
-        share, batch, times = (int.from_bytes(head[at : at + 8], "little") for at in (0, 8, 16))
-        for index in range(batch * times):
+    head = bytearray(32)
+    while sock.recv_into(head, 32, socket.MSG_WAITALL) == 32:
+        share, batch, times, first = struct.unpack("<4Q", head)
+        for index in range(first, first + batch * times):
             start = ((index * STREAMS + lane) * share) % (BUFFER_BYTES - share + 1)
             done = 0
             while done < share:
                 done += sock.recv_into(target[start + done : start + share])
-            if (index + 1) % batch == 0:
+            if (index + 1 - first) % batch == 0:
                 sock.send(b"k")
     sock.close()
 
@@ -117,8 +118,8 @@ class Ours:
         self._region = transfer.allocate(BUFFER_BYTES, "benchmark").region_id
         self._op = op
 
-    def __call__(self, size: int, batch: int, times: int) -> float:
-        plan = batches(size, batch, times, BUFFER_BYTES)
+    def __call__(self, work: list[int]) -> float:
+        size, plan = work[0], batches(work, BUFFER_BYTES)
         begun = time.perf_counter()
         for starts in plan:
             ops = [TransferOp(self._region, at, self._remote, at, size) for at in starts]
@@ -138,8 +139,8 @@ class Upstream:
         self._place = place
         self._op = op
 
-    def __call__(self, size: int, batch: int, times: int) -> float:
-        took: float = self._visitor.call("move", self._op, *self._place, size, batch, times)
+    def __call__(self, work: list[int]) -> float:
+        took: float = self._visitor.call("move", self._op, *self._place, work)
         return took
 
 

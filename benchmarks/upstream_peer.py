@@ -29,10 +29,14 @@ def refuse_networks() -> None:
         raise SystemExit(f"not here: upstream would listen on {', '.join(names)}")
 
 
-def batches(size: int, batch: int, times: int, room: int) -> list[list[int]]:
-    """Return where the blocks of each batch start, the last first: round and round the memory."""
+def batches(work: list[int], room: int) -> list[list[int]]:
+    """Return where the blocks of each batch start, the last first: round and round the memory.
+
+    `work` is (block bytes, blocks of a batch, batches, number of the first block).
+    """
+    size, batch, times, first = work
     fit = room // size
-    starts = [(index % fit) * size for index in range(times * batch)]
+    starts = [(index % fit) * size for index in range(first, first + times * batch)]
     return [starts[at : at + batch][::-1] for at in range(0, len(starts), batch)]
 
 
@@ -50,11 +54,12 @@ class Engine:
         """Return how another process names the buffer."""
         return [f"{HOST}:{self._engine.get_rpc_port()}", self._address]
 
-    def move(self, op: str, peer: str, there: int, size: int, batch: int, times: int) -> float:
-        """Move `times` batches of `batch` blocks; return the seconds it took."""
+    def move(self, op: str, peer: str, there: int, work: list[int]) -> float:
+        """Move the batches of `work`; return the seconds it took."""
+        size, batch = work[:2]
         places = [
             ([self._address + start for start in starts], [there + start for start in starts])
-            for starts in batches(size, batch, times, len(self._memory))
+            for starts in batches(work, len(self._memory))
         ]
         one, many = (
             getattr(self._engine, f"{kind}_sync_{op}") for kind in ("transfer", "batch_transfer")
