@@ -198,10 +198,6 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         help="instances change between prefill and decode when the load moves for long",
     )  # fmt: skip
     words.add(
-        "--role-switching", action="store_true",
-        help="instances change between prefill and decode when the load moves for long",
-    )  # fmt: skip
-    words.add(
         "--pool-tokens", type=int, default=3_000_000, metavar="N",
         help="DRAM pool of each prefill instance (default: 3000000)",
     )  # fmt: skip
