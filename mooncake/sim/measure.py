@@ -136,8 +136,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     num_completed: int
     num_rejected: int
     replicas: list[float]
-    """Copies in the pools of the 10th, 100th, 1000th and 10000th most used block so far."""
-    holders: list[float]
+    """Copies in the pools of the 1st, 10th, 100th, 1000th and 10000th most used block so far."""
+    holders: list[float] = []
     """Nodes that have them for prefill to use: in a pool or in a prefill instance's own HBM."""
 
 

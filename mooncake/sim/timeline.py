@@ -19,7 +19,7 @@ from mooncake.sim.workload import TRACE_BLOCK_TOKENS, Arrival, prompt_tokens
 from mooncake.sim.world import World
 
 NUM_MOMENTS = 120
-RANKS = (10, 100, 1000, 10_000)
+RANKS = (1, 10, 100, 1000, 10_000)
 """Of blocks by use, whose replicas are counted (Mooncake, FAST'25, figure 11)."""
 
 
@@ -94,9 +94,11 @@ class Watch:
         return round(min(share, 1.0), 4)
 
     def _hot_blocks(self) -> list[list[BlockKey]]:
-        """Return the blocks around each rank by use."""
+        """Return the blocks from each rank on, by use; of the first rank the one."""
         ranked = nlargest(RANKS[-1] + 5, self._uses.items(), key=lambda item: (item[1], -item[0]))
-        return [[self._key(h) for h, _ in ranked[rank - 1 : rank + 4]] for rank in RANKS]
+        return [
+            [self._key(h) for h, _ in ranked[rank - 1 : rank - 1 + min(rank, 5)]] for rank in RANKS
+        ]
 
     def _num_holders(self, key: BlockKey) -> int:
         """Return how many nodes have a block for prefill to use."""
