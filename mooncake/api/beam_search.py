@@ -230,7 +230,10 @@ class BeamStream:
     def _answers(self, number: int) -> list[OutputEvent]:
         group = self._groups[number]
         events: list[OutputEvent] = []
-        for request, beam in zip(group, self._searches[number].best(len(group)), strict=True):
+        beams = self._searches[number].best(len(group))
+        # Where every next token would end an answer that may not end yet, there are fewer.
+        beams += [Beam()] * (len(group) - len(beams))
+        for request, beam in zip(group, beams, strict=True):
             logprobs = None if request.sampling.num_logprobs is None else list(beam.entries)
             tokens = TokensEvent(
                 request_id=request.request_id,

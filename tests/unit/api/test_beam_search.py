@@ -183,6 +183,24 @@ def test_through_the_api_streamed_or_not() -> None:
     asyncio.run(main())
 
 
+def test_where_no_answer_can_be_they_are_empty() -> None:
+    """All tokens end an answer, which may not end yet."""
+
+    async def main() -> None:
+        backend = Language()
+        body = {
+            "prompt": "1", "n": 2, "max_tokens": 5, "use_beam_search": True, "min_tokens": 2,
+            "stop_token_ids": backend.ids,
+        }  # fmt: skip
+        async with live_door(backend) as url, httpx.AsyncClient(base_url=url) as client:
+            reply = await client.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        choices = reply.json()["choices"]
+        assert [(one["text"], one["finish_reason"]) for one in choices] == [("", "length")] * 2
+
+    asyncio.run(main())
+
+
 def test_a_step_that_fails_fails_the_call() -> None:
     failure = Failure(status=503, error_type="ServiceUnavailableError", message="lost")
 

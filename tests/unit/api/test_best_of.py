@@ -70,7 +70,7 @@ def test_chat() -> None:
         ({"n": 3, "best_of": 2}, "less than n=3"),
         ({"best_of": 2, "stream": True}, "stream"),
         ({"best_of": 1000}, "at most"),
-        ({"use_beam_search": True}, "best_of"),
+        ({"n": 3, "best_of": 2, "use_beam_search": True}, "less than n=3"),
     ],
 )
 def test_refusals(fields: dict[str, Any], message: str) -> None:
