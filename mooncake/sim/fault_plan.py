@@ -27,6 +27,7 @@ KINDS = {
     "slow_disk": "the disks of pool `target` take `amount` times as long for `seconds`",
     "disk_error": "the disks of pool `target` refuse to read and write for `seconds`",
     "skew": "the clock of `target`, a worker or the gateway, jumps ahead by `amount` seconds",
+    "change_role": "engine `target` is told to serve in the other role, if it is not the last",
     "restart_gateway": "gateway and Conductor start anew and know nothing",
 }
 """Kind -> what happens."""
@@ -44,6 +45,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "slow_disk": ("target", "seconds", "amount"),
     "disk_error": ("target", "seconds"),
     "skew": ("target", "amount"),
+    "change_role": ("target",),
     "restart_gateway": (),
 }
 _SHARES = ("lose", "reorder")
@@ -82,6 +84,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             return self.nodes
         if kind in _POOLS:
             return self.pools
+        if kind == "change_role":
+            return [worker for worker in self.workers if worker not in self.pools]
         return [*self.workers, GATEWAY] if kind == "skew" else self.workers
 
 

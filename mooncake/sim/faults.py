@@ -12,7 +12,7 @@ from random import Random
 
 import msgspec
 
-from mooncake.base import GenerateRequest, KvLayout, SamplingParams
+from mooncake.base import GenerateRequest, KvLayout, Priority, SamplingParams
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.machine import Machine
 from mooncake.base.messages import Role
@@ -188,6 +188,7 @@ class Trial:
             prompt_tokens=prompt,
             sampling=SamplingParams(max_tokens=random.choice([1, 2, 12, 40]), seed=index),
             tenant=random.choice(["", "", "other"]),
+            priority=random.choice([Priority.INTERACTIVE, *Priority]),
             timeout_s=None,
         )
         aborted_s = random.choice([0.0, 0.05, 0.5]) if random.random() < 0.12 else None

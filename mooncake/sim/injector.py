@@ -59,6 +59,8 @@ class Injector:
                 self._disks(fault)
             case "skew":
                 self._skew(fault.target, fault.amount)
+            case "change_role":
+                world.change_role(fault.target)
             case "restart_gateway":
                 self._restarting()
                 world.start_gateway()

@@ -327,6 +327,16 @@ class World:
         skew_s = self._skews.uniform(0.0, most_s) if most_s else 0.0
         return SimProcess(name, self.heap, after_event, skew_s)
 
+    def change_role(self, worker_id: str) -> None:
+        """Have an engine serve in the other role, unless it is the last in its own."""
+        door = self.doors[GATEWAY_ADDRESS]
+        view = door.conductor.view(worker_id)
+        if view is None or all(v is view or v.role is not view.role for v in door.conductor.views):
+            return
+        role = Role.DECODE if view.role is Role.PREFILL else Role.PREFILL
+        door.gateway.change_role(worker_id, role, door.process.now())
+        door.process.wake(door.process.now())
+
     def _change_role(self, worker_id: str) -> None:
         """Let a worker leave that is done in its role, and come back in the one it was told."""
         worker = self.workers[worker_id]
