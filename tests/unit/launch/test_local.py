@@ -108,12 +108,20 @@ def test_prefixes_are_fetched_from_the_other_node(model: str) -> None:
                 tokens, _ = await world.generate(asked)
                 assert tokens == expected_output(world.layout, asked)
                 await world.settle()
-            fetched = [
-                world.counters(each.worker_id).get("blocks_fetched", 0)
+            reports = [
+                world.counters(each.worker_id)
                 for each in world.workers
                 if each.role is Role.PREFILL
             ]
-            assert sum(fetched) >= 4
+            num_fetched = sum(report.get("blocks_fetched", 0) for report in reports)
+            assert num_fetched >= 4
+            moved = sum(
+                value
+                for report in reports
+                for name, value in report.items()
+                if name.startswith("transfer_") and name.endswith("_bytes")
+            )
+            assert moved >= num_fetched * world.layout.block_bytes, "a report says what was moved"
 
     asyncio.run(serve())
 
