@@ -1,4 +1,4 @@
-"""Role switching, tenants and classes on made traces, simulated: `python -m benchmarks balance`.
+"""Tenants and classes of service on made traces, simulated: `python -m benchmarks balance`.
 
 Every cluster is LLaMA3-70B on A800 nodes as `configs/` describes them; the same seed gives the
 same table.
@@ -7,7 +7,6 @@ same table.
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -24,9 +23,7 @@ from mooncake.sim.simulation import Simulation, SimulationConfig
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine, Workload
 
 TTFT_S = 10.0
-FLIP_TBT_S = 0.03
 TBT_S = 0.1
-PHASE_S = 240.0
 
 Kind = Callable[[TraceLine], str]
 
@@ -70,9 +67,9 @@ class _Trace:
 
 
 def _play(
-    trace: Sequence[TraceLine], nodes: tuple[int, int], tbt_s: float, **scheduler: float
-) -> tuple[list[RequestMeasure], int]:
-    """Return all requests, and how many roles were switched."""
+    trace: Sequence[TraceLine], nodes: tuple[int, int], **scheduler: float
+) -> list[RequestMeasure]:
+    """Return all requests, in order."""
     simulation = Simulation(
         SimulationConfig(
             model=figures("models", "llama3-70b", ModelFigures),
@@ -81,36 +78,22 @@ def _play(
             num_decode=nodes[1],
             scheduler=msgspec.convert(scheduler, SchedulerConfig),
             ttft_slo_s=TTFT_S,
-            tbt_slo_s=tbt_s,
+            tbt_slo_s=TBT_S,
         ),
         Workload.replay(trace),
     )
     simulation.run()
-    counters = simulation.world.gateway.status(0.0).counters
-    return simulation.measures.requests, counters.get("roles_switched", 0)
-
-
-def _flip(table: Table, seed: int) -> None:
-    trace = _Trace(seed)
-    trace.add(6.3, (0.0, PHASE_S), (3000, 5000), (10, 20))
-    trace.add(9.0, (PHASE_S, 2 * PHASE_S), (500, 1000), (250, 350))
-    for on in (False, True):
-        requests, changes = _play(
-            trace.sorted(), (2, 2), FLIP_TBT_S,
-            ttft_slo_s=TTFT_S, tbt_slo_s=FLIP_TBT_S, role_switching=on,
-        )  # fmt: skip
-        what = f"balance flips, 2P2D, role switching ({changes} changes)" if on else ""
-        _row(table, what or "balance flips, 2P2D as it is", "all", requests, FLIP_TBT_S)
+    return simulation.measures.requests
 
 
 def _rows(
     table: Table, what: str, trace: Sequence[TraceLine], kind: Kind, **scheduler: float
 ) -> None:
-    requests, _ = _play(trace, (1, 2), TBT_S, **scheduler)
+    requests = _play(trace, (1, 2), **scheduler)
     kinds = [kind(line) for line in trace]
     for name in dict.fromkeys(sorted(kinds)):
         of_kind = [one for one, its in zip(requests, kinds, strict=True) if its == name]
-        _row(table, what, name, of_kind, TBT_S)
+        _row(table, what, name, of_kind)
 
 
 def _tenants(table: Table, seed: int) -> None:
@@ -148,16 +131,14 @@ def _classes(table: Table, seed: int) -> None:
     _rows(table, "too much of three classes, limits", overload.sorted(), kind, **limits)
 
 
-def _row(
-    table: Table, what: str, kind: str, requests: Sequence[RequestMeasure], tbt_s: float
-) -> None:
+def _row(table: Table, what: str, kind: str, requests: Sequence[RequestMeasure]) -> None:
     ttfts = [one.ttft_s for one in requests if one.ttft_s is not None]
     served = sum(one.final is FinishReason.STOP for one in requests)
     inside = sum(
         one.final is FinishReason.STOP
         and one.ttft_s is not None
         and one.ttft_s <= TTFT_S
-        and one.slow_gap_s <= tbt_s
+        and one.slow_gap_s <= TBT_S
         for one in requests
     )
     mean_s = sum(ttfts) / len(ttfts) if ttfts else 0.0
@@ -168,13 +149,12 @@ def main(argv: list[str]) -> int:
     """Run all and print one table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks balance", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=("flip", "tenants", "classes"))
+    parser.add_argument("--only", choices=("tenants", "classes"))
     arguments = parser.parse_args(argv)
-    logging.disable(logging.WARNING)  # a worker that changes its role is lost and found
     table = Table(title=f"LLaMA3-70B on A800 nodes, simulated; limits {TTFT_S:g} s to the first")
     for name in ("load", "of", "requests", "served", "inside limits", "mean TTFT s"):
         table.add_column(name, justify="left" if name in ("load", "of") else "right")
-    for name, part in (("flip", _flip), ("tenants", _tenants), ("classes", _classes)):
+    for name, part in (("tenants", _tenants), ("classes", _classes)):
         if arguments.only in (None, name):
             part(table, arguments.seed)
     Console(width=120).print(table)
