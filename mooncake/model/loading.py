@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,6 +19,7 @@ from mooncake.model.layers.mla import LATENT_NORM_EPS, Mla, MlaWeights
 from mooncake.model.layers.moe import Moe, MoeWeights
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
+from mooncake.model.placing import Placer
 from mooncake.model.tensor_shapes import tensor_shapes
 
 FP8_BLOCK = 128
@@ -62,14 +65,16 @@ def load_model(
 ) -> KimiK2:
     """Return the model of `checkpoint` with weights as `dtype` on `device`.
 
-    Tensors are read one by one and packed layer by layer: beside the finished weights never more
-    than one layer (or the head) is held. `progress(done, total)` counts tensors. Quantized weights
-    stay as they are where the backends' kernels multiply with them, else they are widened once.
+    Packed layer by layer, the experts of one by several threads: beside the finished weights never
+    more than one layer (or the head) is held. `progress(done, total)` counts tensors. Quantized
+    weights stay as they are where the backends' kernels multiply with them, else they are widened
+    once.
 
     Raises:
         CheckpointError: a tensor is missing, unknown or of the wrong shape.
     """
-    return _Loader(checkpoint, dtype, device, progress, backends or Backends()).model()
+    with Placer(staged=device.type == "cuda") as placer:
+        return _Loader(checkpoint, dtype, device, progress, backends or Backends(), placer).model()
 
 
 class _Loader:
@@ -82,8 +87,11 @@ class _Loader:
         device: torch.device,
         progress: Callable[[int, int], None] | None,
         backends: Backends,
+        placer: Placer,
     ) -> None:
         self._source = source
+        self._placer = placer
+        self._counting = threading.Lock()
         self._spec = source.spec
         self._dtype = dtype
         self._device = device
@@ -112,13 +120,14 @@ class _Loader:
         return kept
 
     def _read_into(self, name: str, out: torch.Tensor) -> None:
-        out.copy_(self._source.tensor(name, self._shapes[name]))
+        self._placer.copy(self._source.tensor(name, self._shapes[name]), out)
         self._count()
 
     def _count(self) -> None:
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done, len(self._shapes))
+        with self._counting:
+            self._done += 1
+            if self._progress is not None:
+                self._progress(self._done, len(self._shapes))
 
     def _stored(self, name: str) -> QuantizedWeight | None:
         """Return the weight as it is stored, if it may stay so."""
@@ -220,11 +229,16 @@ class _Loader:
         inner = self._spec.moe_intermediate_size
         gate_up = torch.empty(count, 2 * inner, hidden, dtype=self._dtype, device=self._device)
         down = torch.empty(count, hidden, inner, dtype=self._dtype, device=self._device)
-        for expert in range(count):
-            name = f"{prefix}experts.{expert}."
-            self._read_into(name + "gate_proj.weight", gate_up[expert, :inner])
-            self._read_into(name + "up_proj.weight", gate_up[expert, inner:])
-            self._read_into(name + "down_proj.weight", down[expert])
+        places = {
+            f"{prefix}experts.{expert}.{part}_proj.weight": place
+            for expert in range(count)
+            for part, place in (
+                ("gate", gate_up[expert, :inner]),
+                ("up", gate_up[expert, inner:]),
+                ("down", down[expert]),
+            )
+        }
+        self._placer.do(partial(self._read_into, name, out) for name, out in places.items())
         return gate_up, down
 
     def _stored_experts(self, prefix: str, kind: str) -> tuple[torch.Tensor, ...]:
@@ -235,25 +249,40 @@ class _Loader:
         """
         count = self._spec.n_routed_experts
         made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for expert in range(count):
-            for part in ("gate", "up", "down"):
-                name = f"{prefix}experts.{expert}.{part}_proj.weight"
-                weight = self._source.quantized(name, self._shapes[name])
-                if weight is None or weight.kind != kind:
-                    raise CheckpointError(f"{name}: not stored as {kind}, as other experts are")
-                lead = (count,) if part == "down" else (count, 2)
-                key = "down" if part == "down" else "gate_up"
-                if key not in made:
-                    factors = torch.float32 if kind == "fp8" else self._dtype
-                    made[key] = (
-                        self._empty(lead, weight.values, weight.values.dtype),
-                        self._empty(lead, weight.factors, factors),
-                    )
-                at = (expert,) if part == "down" else (expert, int(part == "up"))
-                made[key][0][at].copy_(weight.values)
-                made[key][1][at].copy_(weight.factors)
-                self._count()
-        return *made["gate_up"], *made["down"]
+        for part, lead in (("gate", (count, 2)), ("down", (count,))):
+            like = self._stored_expert(f"{prefix}experts.0.{part}_proj.weight", kind)
+            factors = torch.float32 if kind == "fp8" else self._dtype
+            made[part] = (
+                self._empty(lead, like.values, like.values.dtype),
+                self._empty(lead, like.factors, factors),
+            )
+        places = {
+            f"{prefix}experts.{expert}.{part}_proj.weight": (
+                made["down"][0][expert] if part == "down" else made["gate"][0][expert, number],
+                made["down"][1][expert] if part == "down" else made["gate"][1][expert, number],
+            )
+            for expert in range(count)
+            for number, part in enumerate(("gate", "up", "down"))
+        }
+        self._placer.do(
+            partial(self._place_stored, name, kind, values, factors)
+            for name, (values, factors) in places.items()
+        )
+        return *made["gate"], *made["down"]
+
+    def _stored_expert(self, name: str, kind: str) -> QuantizedWeight:
+        weight = self._source.quantized(name, self._shapes[name])
+        if weight is None or weight.kind != kind:
+            raise CheckpointError(f"{name}: not stored as {kind}, as other experts are")
+        return weight
+
+    def _place_stored(
+        self, name: str, kind: str, values: torch.Tensor, factors: torch.Tensor
+    ) -> None:
+        weight = self._stored_expert(name, kind)
+        self._placer.copy(weight.values, values)
+        self._placer.copy(weight.factors, factors)
+        self._count()
 
     def _empty(self, lead: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*lead, *like.shape, dtype=dtype, device=self._device)
