@@ -30,6 +30,8 @@ PROFILE_WEIGHT = 16.0
 forgotten. It lends its shape only; how fast the machine is now is learned apart.
 """
 SPEED_WINDOW = 64
+PROFILE_TRUST = 8
+"""The profile's own speed counts as so many steps: one slow step is no slow worker."""
 MAX_SPEED_RATIO = 20.0
 RIDGE = 1e-4
 OUTLIER_RATIO = 1.0
@@ -51,7 +53,7 @@ class StepCostModel:
         self._online = np.zeros((NUM_FEATURES, NUM_FEATURES)), np.zeros(NUM_FEATURES)
         self._coefficients: tuple[float, ...] = DEFAULT_COEFFICIENTS
         self._profile_coefficients: tuple[float, ...] | None = None
-        self._log_slowdown = RunningMean(0.0, SPEED_WINDOW)
+        self._log_slowdown = RunningMean(0.0, SPEED_WINDOW, guess_weight=PROFILE_TRUST)
         """Of the profile's predictions, against what is measured now."""
         self._stale = False
         self._num_samples = 0
@@ -249,9 +251,10 @@ class BandwidthEstimate:
 class RunningMean:
     """A mean in which the newest value has at least `1 / window` of the weight."""
 
-    def __init__(self, first_guess: float, window: int) -> None:
+    def __init__(self, first_guess: float, window: int, *, guess_weight: int = 0) -> None:
+        """The guess counts as `guess_weight` values; 0: the first value replaces it."""
         self._value = first_guess
-        self._count = 0
+        self._count = guess_weight
         self._window = window
 
     @property
@@ -259,6 +262,6 @@ class RunningMean:
         return self._value
 
     def add(self, value: float) -> None:
-        """Take in one value; the first one replaces the guess."""
+        """Take in one value."""
         self._count = min(self._count + 1, self._window)
         self._value += (value - self._value) / self._count

@@ -159,3 +159,20 @@ def test_a_running_mean_starts_with_the_first_value_and_follows() -> None:
     for _ in range(100):
         mean.add(50.0)
     assert mean.value == pytest.approx(50.0, abs=0.1)
+
+
+def test_a_guess_that_weighs_gives_way_slowly() -> None:
+    mean = RunningMean(0.0, window=10, guess_weight=4)
+    mean.add(10.0)
+    assert mean.value == 2.0
+
+
+def test_one_slow_step_makes_no_slow_worker() -> None:
+    profile = [CostSample(new, 0, 1, 0.001 + 1e-4 * new) for new in (16, 64, 256, 1024)]
+    model = StepCostModel(profile)
+    usual_s = model.step_s(256, 0, 1)
+    model.observe([CostSample(256, 0, 1, 10 * usual_s)])
+    assert model.step_s(1024, 0, 1) < 1.6 * StepCostModel(profile).step_s(1024, 0, 1)
+    for _ in range(200):
+        model.observe([CostSample(256, 0, 1, 10 * usual_s)])
+    assert model.step_s(1024, 0, 1) > 6 * StepCostModel(profile).step_s(1024, 0, 1)
