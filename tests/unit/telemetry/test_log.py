@@ -3,19 +3,10 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from mooncake.telemetry.log import configure_logging
-
-
-@pytest.fixture(autouse=True)
-def restore() -> Iterator[None]:
-    logger = logging.getLogger("mooncake")
-    before = (list(logger.handlers), logger.level, logger.propagate)
-    yield
-    logger.handlers[:], logger.level, logger.propagate = before
 
 
 def lines(*, json_lines: bool, level: str = "INFO") -> tuple[io.StringIO, logging.Logger]:

@@ -254,7 +254,7 @@ def test_a_wrong_secret_is_refused_and_logged_on_both_sides(
     ours = stranger.allocate(4096, "ours")
     ours.buffer[:6] = b"secret"
     before = peer.digest(remote)
-    with caplog.at_level("DEBUG"):
+    with caplog.at_level("DEBUG", logger="mooncake"):
         for kind in (Op.WRITE, Op.READ):
             op = TransferOp(ours.region_id, 0, remote, 0, 6)
             done = move(stranger, kind, peer.segment, [op])
