@@ -32,7 +32,13 @@ class Placer:
         """Run all tasks, several at once; raises what the first of them that failed raised, when
         none runs any more.
         """
-        running = [self._threads.submit(task) for task in tasks]
+        inference = torch.is_inference_mode_enabled()  # of this thread alone, otherwise
+
+        def run(task: Callable[[], None]) -> None:
+            with torch.inference_mode(inference):
+                task()
+
+        running = [self._threads.submit(run, task) for task in tasks]
         try:
             for task in running:
                 task.result()

@@ -22,6 +22,14 @@ def test_all_arrive_in_any_dtype(staged: bool) -> None:
         assert torch.equal(place, source.to(torch.bfloat16))
 
 
+def test_threads_are_in_the_mode_of_their_caller() -> None:
+    source = torch.randn(4, 4)
+    with torch.inference_mode(), Placer(2) as placer:
+        place = torch.empty(4, 4)
+        placer.do([partial(placer.copy, source, place)])
+        assert torch.equal(place, source)
+
+
 def test_several_at_once() -> None:
     """Each task waits for the other: one thread alone would never end."""
     both = threading.Barrier(2, timeout=60)
