@@ -116,6 +116,8 @@ class RdmaPeer:
         writes = [part for parts in self._closing.values() for part in parts]
         self._closing = {}
         for endpoint in list(self.paths.endpoints.values()):
+            if not endpoint.is_idle:
+                self._hub.stats.failed(endpoint.path.local, self.engine_id)
             writes += self._let_go(endpoint, tell=False)
         if writes:
             self._unfenced[session.connection_id] = writes
