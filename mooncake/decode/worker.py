@@ -76,6 +76,8 @@ class DecodeWorker:
                 self.instance.handle(event, now)
 
     def tick(self, now: float) -> float | None:
+        for gateway in self.instance.lost_gateways():
+            self._on_gateway_lost(gateway, now)
         while self._waiting and self._admit(self._waiting[0], now):
             self._waiting.pop(0)
         self._take(self.instance.start_steps(now), now)
@@ -359,6 +361,14 @@ class DecodeWorker:
                 self._fail(job, Failure.unavailable("the prefill worker was lost"))
         for key in [k for k, j in self._aborted.items() if j.order.prefill == message.worker]:
             self._rest(self._aborted.pop(key), now)
+
+    def _on_gateway_lost(self, gateway: WorkerRef, now: float) -> None:
+        """Nobody reads what its requests bring. Should it live after all, it places them again."""
+        failure = Failure.unavailable("its gateway was taken for dead")
+        for job in [j for j in self._jobs.values() if j.order.gateway == gateway]:
+            start = len(job.order.output_tokens)
+            self.instance.fail(gateway, job.request_id, job.attempt, failure, start)
+            self._abort(job, now)
 
     def _rest(self, job: DecodeJob, now: float) -> None:
         pages, job.pages = job.pages, []

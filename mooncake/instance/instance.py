@@ -180,6 +180,10 @@ class Instance:
         """Ask the gateway whether these are still there; `PeerLost` comes of those that are not."""
         self._membership.doubt(peers)
 
+    def lost_gateways(self) -> list[WorkerRef]:
+        """Return the gateways given up since the last call."""
+        return self._membership.lost_gateways()
+
     def say(self, gateway: WorkerRef, output: RequestOutput) -> None:
         """Queue an output; all of a tick leave in one message."""
         self._outputs.setdefault(gateway.address, []).append(output)

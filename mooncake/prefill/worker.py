@@ -80,6 +80,9 @@ class PrefillWorker:
                 self.instance.handle(event, now)
 
     def tick(self, now: float) -> float | None:
+        for gateway in self.instance.lost_gateways():
+            for job in [j for j in self._jobs.values() if j.order.gateway == gateway]:
+                self._fail(job, Failure.unavailable("its gateway was taken for dead"), now)
         for job in [j for j in self._jobs.values() if j.stage is Stage.PUSHING]:
             if job.decode is None and now - job.sampled_s >= self.instance.config.hold_s:
                 self._hand_over_by_pool(job, now)

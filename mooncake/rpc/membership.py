@@ -27,6 +27,8 @@ from mooncake.rpc.channel import Channel
 
 HELLO_RETRY_S = 0.5
 MAX_SAMPLES = 64
+ANSWER_S = 3.0
+"""A gateway that is said to be lost has so long to answer another hello."""
 MAX_GATEWAYS = 64
 """Of more, the one that was heard of first is forgotten."""
 
@@ -36,12 +38,18 @@ class _Gateway:
     """What one gateway was told, and what it said."""
 
     address: str
+    ref: WorkerRef | None = None
+    """Its present life, once it has told."""
     welcomed: bool = False
     next_s: float = float("-inf")
     """When a report, or another hello, is due."""
     sequence_nos: dict[Tier, int] = field(default_factory=dict)
     samples: list[CostSample] = field(default_factory=list)
     kvstore: WorkerRef | None = None
+    doubted: bool = False
+    """Somebody says that it is lost, and it has not answered since."""
+    lost_at_s: float | None = None
+    """When it is given up, if it is doubted."""
 
 
 class Membership:
@@ -68,6 +76,7 @@ class Membership:
         self._inventories = {tier: inventory}
         self._report_interval_s = report_interval_s
         self._withdrawn = False
+        self._lost: list[WorkerRef] = []
 
     def add_tier(self, tier: Tier, inventory: Callable[[], list[BlockKey]]) -> None:
         """Report another tier too; its block events have numbers of their own."""
@@ -92,13 +101,15 @@ class Membership:
         """A gateway knows us (again)."""
         gateway = self._gateway(welcome.gateway)
         gateway.welcomed = True
+        gateway.doubted, gateway.lost_at_s = False, None
         gateway.kvstore = welcome.kvstore
         if welcome.send_snapshot:
             for tier, inventory in self._inventories.items():
                 keys = [] if self._withdrawn else inventory()
                 self._send_blocks(gateway, tier, keys, [], snapshot=True)
         for other in welcome.gateways:
-            if other.worker_id not in self._gateways:
+            known = self._gateways.get(other.worker_id)
+            if known is None or (known.doubted and known.ref != other):
                 self._gateway(other)
 
     def withdraw(self) -> None:
@@ -120,10 +131,20 @@ class Membership:
             self._send(gateway, DoubtPeers(worker=self.worker, peers=peers))
 
     def on_peer_lost(self, worker: WorkerRef) -> None:
-        """Forget the pool if it was ours; a new one comes with a new `Welcome`."""
+        """Forget the pool if it was ours; a new one comes with a new `Welcome`. A gateway of which
+        another says so is asked itself: the two may merely not reach each other.
+        """
         for gateway in self._gateways.values():
             if gateway.kvstore == worker:
                 gateway.kvstore = None
+            if gateway.ref == worker and not gateway.doubted:
+                gateway.welcomed, gateway.doubted = False, True
+                gateway.next_s = float("-inf")
+
+    def lost_gateways(self) -> list[WorkerRef]:
+        """Return the gateways given up since the last call: nobody waits for what they asked."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def add_sample(self, sample: CostSample) -> None:
         """Remember a measured step for the next report; the newest 64 are kept."""
@@ -142,6 +163,7 @@ class Membership:
     def tick(self, now: float, load: Callable[[], WorkerLoad]) -> float:
         """Send what is due and return when to be called again."""
         report: WorkerLoad | None = None
+        self._give_up(now)
         for gateway in self._gateways.values():
             if now < gateway.next_s:
                 continue
@@ -157,6 +179,17 @@ class Membership:
                 self._send(gateway, self._hello)
         return min(gateway.next_s for gateway in self._gateways.values())
 
+    def _give_up(self, now: float) -> None:
+        for gateway_id, gateway in list(self._gateways.items()):
+            if gateway.doubted and gateway.lost_at_s is None:
+                gateway.lost_at_s = now + ANSWER_S
+            if gateway.lost_at_s is None or now < gateway.lost_at_s or gateway.ref is None:
+                continue
+            self._lost = [*self._lost, gateway.ref][-MAX_GATEWAYS:]
+            gateway.doubted, gateway.lost_at_s, gateway.ref = False, None, None
+            if len(self._gateways) > 1:  # the only one is greeted on: it may come back
+                del self._gateways[gateway_id]
+
     def _gateway(self, ref: WorkerRef) -> _Gateway:
         """Return what is known of a gateway, under its present address."""
         gateway = self._gateways.get(ref.worker_id)
@@ -165,7 +198,9 @@ class Membership:
             self._gateways[ref.worker_id] = gateway
             if len(self._gateways) > MAX_GATEWAYS:
                 del self._gateways[next(iter(self._gateways))]
-        gateway.address = ref.address
+        if gateway.ref != ref:
+            gateway.address, gateway.ref = ref.address, ref
+            gateway.doubted, gateway.lost_at_s = False, None
         return gateway
 
     def _welcoming(self) -> list[_Gateway]:

@@ -90,6 +90,10 @@ class Books:
         """The other gateways of which something is on the books."""
         return set(self._of_others)
 
+    def num_of(self, gateway_id: str) -> int:
+        """Return how many bookings another gateway has here."""
+        return len(self._of_others.get(gateway_id, ()))
+
     def hear(self, gateway_id: str, news: BookNews, now: float) -> None:
         """Another gateway tells of a booking. One on workers not known here is left out."""
         name = _name(gateway_id, news.request_id)

@@ -65,6 +65,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Prompts with at most this many tokens to compute may run whole on a decode worker, where
     that is faster. 0 = only when no prefill worker is alive.
     """
+    needs_prefill: bool = False
+    """The cluster is meant to have prefill workers: without any it is not ready, though decode
+    would do whole requests.
+    """
     role_switching: bool = False
     """Workers change between prefill and decode when the balance of load moves for long."""
     role_switch_after_s: float = 30.0

@@ -36,7 +36,14 @@ from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.record import Sink
 from mooncake.scheduler.role_switching import RoleSwitching
 from mooncake.scheduler.roster import Roster
-from mooncake.scheduler.status import ClusterStatus, load_status, pool_status, worker_status
+from mooncake.scheduler.status import (
+    ClusterStatus,
+    GatewayStatus,
+    load_status,
+    missing_roles,
+    pool_status,
+    worker_status,
+)
 from mooncake.telemetry.events import Recorder, WorkerJoined, WorkerLeft, WorkerReported
 
 logger = logging.getLogger(__name__)
@@ -60,6 +67,8 @@ class Gateway:
         peers: Sequence[str] = (),
     ) -> None:
         """`peers`: addresses of other gateways of the cluster; one is enough to meet them all."""
+        self._config = config
+        self._own = worker
         self._conductor = conductor
         self._channel = channel
         self._recorder = recorder
@@ -98,6 +107,12 @@ class Gateway:
         """Whether no request is in the house."""
         return len(self._desk) == 0
 
+    def say_goodbye(self) -> None:
+        """Tell all that this gateway is gone, so that nobody waits for its silence."""
+        gone = PeerLost(worker=self._own)
+        self._peers.tell(gone)
+        self._roster.broadcast(gone)
+
     def status(self, now: float) -> ClusterStatus:
         """Return the cluster as it is seen now."""
         views = self._conductor.views
@@ -107,9 +122,18 @@ class Gateway:
             if view is not None:  # a client of the pool has none
                 workers.append(worker_status(member, view, now))
         is_draining = self._draining_since_s is not None
+        missing = missing_roles(views, needs_prefill=self._config.needs_prefill)
+        own = GatewayStatus(
+            id=self._own.worker_id,
+            address=self._own.address,
+            state="draining" if is_draining else "up",
+            num_inflight=len(self._desk),
+        )
         return ClusterStatus(
-            ready=not is_draining and any(v.role == Role.DECODE and not v.draining for v in views),
+            ready=not is_draining and not missing,
             draining=is_draining,
+            gateways=[own, *self._peers.status(now)],
+            missing=missing,
             workers=workers,
             pool=pool_status(views, self._conductor.num_indexed_blocks),
             load=load_status(views, self._desk.states()),
@@ -164,18 +188,27 @@ class Gateway:
                 # A worker's own last word, so that nobody waits for its heartbeat; or another
                 # gateway has given it up.
                 self.worker_lost(event.worker.worker_id, now, "it left")
+            case PeerLost() if self._peers.leave(event.worker):
+                self._forget_gateways(now)
             case GatewayNews() if self._peers.hear(event, now):
-                logger.info("gateway %s places requests too", event.gateway.worker_id)
+                self._forget_gateways(now)  # one that is back is lost as what it was
+                gateway_id = event.gateway.worker_id
+                logger.info("gateway %s places requests too", gateway_id)
                 self._roster.introduce(self._peers.living, now)
+                self._recorder.record(
+                    WorkerJoined(worker_id=gateway_id, at_s=now, role=Role.GATEWAY, num_blocks=0)
+                )
 
     def tick(self, now: float) -> float | None:
         """Notice silence, deadlines, stalls; place what waits. Returns when to come again."""
         for worker_id in self._roster.silent(now):
             self.worker_lost(worker_id, now, "no heartbeat")
+        peers_wake_s = self._peers.tick(now)
+        self._forget_gateways(now)
         wakes = (
             self._desk.tick(now),
             self._roster.next_check_s(now),
-            self._peers.tick(now),
+            peers_wake_s,
             self._switching.tick(now) if self._peers.is_first else None,
         )
         return min((wake for wake in wakes if wake is not None), default=None)
@@ -185,6 +218,16 @@ class Gateway:
         self._roster.check_integrity()
         self._peers.check_integrity()
         self._desk.check_integrity()
+
+    def _forget_gateways(self, now: float) -> None:
+        """Of gateways that are gone, have workers end what nobody waits for any more."""
+        for gateway in self._peers.lost():
+            self._roster.broadcast(PeerLost(worker=gateway))
+            self._recorder.record(
+                WorkerLeft(
+                    worker_id=gateway.worker_id, at_s=now, role=Role.GATEWAY, reason="no beat"
+                )
+            )
 
     # --------------------------------------------------------------- workers
 

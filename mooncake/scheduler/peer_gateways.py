@@ -14,6 +14,7 @@ from mooncake.base import AnyMessage, WorkerRef
 from mooncake.base.messages import GatewayNews
 from mooncake.rpc.channel import Channel
 from mooncake.scheduler.books import BookNews, Books
+from mooncake.scheduler.status import GatewayStatus
 
 BEAT_S = 1.0
 FORGET_S = 600.0
@@ -50,14 +51,28 @@ class PeerGateways:
         self._books = books
         self._timeout_s = timeout_s
         self._peers: dict[str, _Peer] = {}
-        self._sought = dict.fromkeys(one for one in addresses if one != gateway.address)
-        """Addresses at which nobody has answered yet."""
+        self._sought = {one: float("inf") for one in addresses if one != gateway.address}
+        """Addresses at which nobody has answered yet, and until when they are tried."""
         self._next_beat_s = float("-inf")
+        self._lost: list[WorkerRef] = []
 
     @property
     def living(self) -> list[WorkerRef]:
         """The gateways heard of late."""
         return [peer.ref for peer in self._peers.values() if not peer.silent]
+
+    def status(self, now: float) -> list[GatewayStatus]:
+        """Return what is known of each."""
+        return [
+            GatewayStatus(
+                id=name,
+                address=peer.ref.address,
+                state="silent" if peer.silent else "up",
+                silent_s=round(now - peer.heard_s, 3),
+                num_inflight=self._books.num_of(name),
+            )
+            for name, peer in self._peers.items()
+        ]
 
     @property
     def is_first(self) -> bool:
@@ -79,20 +94,36 @@ class PeerGateways:
             peer = self._peers[ref.worker_id] = _Peer(ref, now)
             self._books.news = [] if self._books.news is None else self._books.news
         elif peer.ref.epoch != ref.epoch:
-            self._books.keep(ref.worker_id, [])
+            if not peer.silent:
+                self._give_up(peer)
             peer.former_epoch = peer.ref.epoch
         peer.ref, peer.heard_s, peer.silent = ref, now, False
         peer.ask_all = peer.ask_all or came
         self._sought.pop(ref.address, None)
         for other in event.gateways:
             if other.worker_id not in self._peers and other.worker_id != self._gateway.worker_id:
-                self._sought[other.address] = None
+                self._sought[other.address] = now + FORGET_S
         for news in event.news:
             self._books.hear(ref.worker_id, news, now)
         if event.open is not None:
             self._books.keep(ref.worker_id, event.open)
         peer.tell_all = peer.tell_all or event.send_all
         return came
+
+    def leave(self, worker: WorkerRef) -> bool:
+        """Another gateway says goodbye; False when it is none that lives."""
+        peer = self._peers.get(worker.worker_id)
+        if peer is None or peer.ref != worker or peer.silent:
+            return False
+        logger.info("gateway %s at %s has left", worker.worker_id, worker.address)
+        self._give_up(peer)
+        del self._peers[worker.worker_id]
+        return True
+
+    def lost(self) -> list[WorkerRef]:
+        """Return the gateways that have left or fallen silent since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def tell(self, message: AnyMessage) -> None:
         """Pass something on to all."""
@@ -109,6 +140,7 @@ class PeerGateways:
         beat = now >= self._next_beat_s
         if beat:
             self._next_beat_s = now + BEAT_S
+            self._sought = {one: end_s for one, end_s in self._sought.items() if now < end_s}
             for address in self._sought:
                 self._channel.send(address, self._news([]))
         changes: list[BookNews] = self._books.news or []
@@ -146,7 +178,11 @@ class PeerGateways:
         for name, peer in list(self._peers.items()):
             if not peer.silent and now - peer.heard_s > self._timeout_s:
                 logger.warning("gateway %s at %s is silent", name, peer.ref.address)
-                peer.silent = True
-                self._books.keep(name, [])
+                self._give_up(peer)
             elif now - peer.heard_s > FORGET_S:
                 del self._peers[name]
+
+    def _give_up(self, peer: _Peer) -> None:
+        peer.silent = True
+        self._books.keep(peer.ref.worker_id, [])
+        self._lost.append(peer.ref)

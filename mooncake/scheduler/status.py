@@ -25,6 +25,19 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Mean relative error of its cost model; None before the first measured step."""
 
 
+class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One gateway. `state` is "up", "draining" or "silent"."""
+
+    id: str
+    address: str
+    """Of its channel; workers and other gateways reach it there."""
+    state: str
+    silent_s: float = 0.0
+    """Since it was last heard; 0 of the one that tells."""
+    num_inflight: int = 0
+    """Requests it has placed and not yet ended, as far as is known here."""
+
+
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     """All kvstore workers together."""
 
@@ -52,10 +65,14 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole cluster; `ready` when a new request would find a worker."""
+    """The whole cluster; `ready` when a new request would find all the workers it needs."""
 
     ready: bool
     draining: bool
+    gateways: list[GatewayStatus] = []
+    """The one that tells comes first."""
+    missing: list[str] = []
+    """Roles of which a request needs a worker and there is none that takes work."""
     workers: list[WorkerStatus]
     pool: PoolStatus
     load: LoadStatus
@@ -77,6 +94,13 @@ def worker_status(member: Member, view: InstanceView, now: float) -> WorkerStatu
         silent_s=round(now - member.last_heard_s, 3),
         cost_error_ratio=view.cost.error_ratio,
     )
+
+
+def missing_roles(views: list[InstanceView], *, needs_prefill: bool) -> list[str]:
+    """Return the roles a request needs of which nobody takes work."""
+    needed = (Role.PREFILL, Role.DECODE) if needs_prefill else (Role.DECODE,)
+    there = {view.role for view in views if not view.draining}
+    return [role.value for role in needed if role not in there]
 
 
 def pool_status(views: list[InstanceView], num_indexed_blocks: int) -> PoolStatus:

@@ -8,12 +8,15 @@ from random import Random
 
 import pytest
 
-from mooncake.base import FinishReason
+from mooncake.base import FinishReason, Role
 from mooncake.instance import InstanceConfig
+from mooncake.rpc.membership import ANSWER_S
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.network import NetworkConfig
 from mooncake.telemetry.events import Placed
-from tests.support.cluster import Cluster, request, specs
+from tests.support import cluster as cluster_support
+from tests.support.cluster import LAYOUT, Cluster, engine_config, request, specs
+from tests.support.fake_runner import expected_output
 from tests.support.scheduling import PROFILE
 
 FIRST, SECOND, THIRD = "gateway", "gateway-1", "gateway-2"
@@ -196,3 +199,95 @@ def test_nothing_is_lost_whatever_dies(seed: int) -> None:
         assert not cluster.world.doors[gateway_id].conductor.books.owners
     finished = [stream.finals[0].reason for stream in cluster.world.streams.values()]
     assert FinishReason.LENGTH in finished
+
+
+LONG = 500
+"""Output tokens that take longer than a gateway's silence is borne."""
+
+
+@pytest.fixture
+def long_runs(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """A cluster of two gateways, each with two requests that run for long on slow workers."""
+    monkeypatch.setattr(cluster_support, "STEP_S", 0.03)
+    engine = engine_config(num_blocks=700, max_model_len=LONG + 200)
+    cluster = cluster_of(
+        FIRST, SECOND, decode=engine, prefill=engine,
+        scheduler=SchedulerConfig(heartbeat_timeout_s=2.0),
+    )  # fmt: skip
+    for number in range(4):
+        asked = request(f"r{number}", HEAD[number:40], max_tokens=LONG, seed=number)
+        cluster.world.submit(asked, [FIRST, SECOND][number % 2])
+    cluster.run(2)
+    assert num_running(cluster) == 4
+    return cluster
+
+
+def num_running(cluster: Cluster) -> int:
+    """Return the sequences in all decode batches."""
+    machines = [w.machine for w in cluster.world.workers.values() if w.spec.role is Role.DECODE]
+    return sum(machine.instance.load().num_running for machine in machines if machine is not None)
+
+
+def check_long_streams(cluster: Cluster) -> None:
+    for stream in cluster.world.streams.values():
+        assert [final.reason for final in stream.finals] == [FinishReason.LENGTH]
+        assert stream.tokens == expected_output(LAYOUT, stream.request, max_model_len=LONG + 200)
+    cluster.check_quiet()
+
+
+@pytest.mark.parametrize("victim", [FIRST, SECOND])
+def test_workers_let_go_of_what_a_dead_gateway_asked_for(long_runs: Cluster, victim: str) -> None:
+    """Nobody comes in its place; the other's requests never notice."""
+    cluster = long_runs
+    cluster.world.kill_gateway(victim)
+    for number in range(4):
+        if victim == [FIRST, SECOND][number % 2]:
+            del cluster.world.streams[f"r{number}"]
+    cluster.run(2.0 + ANSWER_S + 1.5)
+    assert num_running(cluster) == 2, "the requests of the dead are still computed"
+    assert cluster.world.doors.keys() == {FIRST, SECOND} - {victim}
+    cluster.run(60)
+    check_long_streams(cluster)
+    [door] = cluster.world.doors.values()
+    assert door.gateway.status(cluster.world.heap.now()).counters.get("attempts_lost", 0) == 0
+
+
+def test_gateways_that_cannot_reach_each_other_are_both_alive_to_workers(
+    long_runs: Cluster,
+) -> None:
+    cluster = long_runs
+    cluster.world.network.partition(FIRST, SECOND, cut=True)
+    cluster.run(3.5)
+    now = cluster.world.heap.now()
+    for door in cluster.world.doors.values():
+        assert [one.state for one in door.gateway.status(now).gateways] == ["up", "silent"]
+    cluster.run(ANSWER_S + 2)
+    assert num_running(cluster) == 4
+    cluster.world.network.partition(FIRST, SECOND, cut=False)
+    cluster.run(60)
+    check_long_streams(cluster)
+    for door in cluster.world.doors.values():
+        status = door.gateway.status(cluster.world.heap.now())
+        assert status.counters.get("attempts_lost", 0) == 0
+        assert [one.state for one in status.gateways] == ["up", "up"]
+
+
+def test_a_gateway_that_stood_still_for_long_places_its_requests_again(long_runs: Cluster) -> None:
+    cluster = long_runs
+    cluster.world.doors[SECOND].process.hang(2.0 + ANSWER_S + 3)
+    cluster.run(2.0 + ANSWER_S + 2)
+    assert num_running(cluster) == 2
+    cluster.run(60)
+    check_long_streams(cluster)
+    counters = cluster.world.doors[SECOND].gateway.status(cluster.world.heap.now()).counters
+    assert counters["attempts_lost"] == 2
+
+
+def test_a_gateway_that_says_goodbye_is_forgotten_at_once() -> None:
+    cluster = cluster_of(FIRST, SECOND)
+    cluster.world.doors[SECOND].gateway.say_goodbye()
+    cluster.world.kill_gateway(SECOND)
+    cluster.run(0.5)
+    status = cluster.world.gateway.status(cluster.world.heap.now())
+    assert [gateway.id for gateway in status.gateways] == [FIRST]
+    cluster.run(5)

@@ -15,7 +15,7 @@ from mooncake.base import (
 )
 from mooncake.base.messages import DoubtPeers, WhoAreYou
 from mooncake.rpc import membership
-from mooncake.rpc.membership import HELLO_RETRY_S, MAX_GATEWAYS, Membership
+from mooncake.rpc.membership import ANSWER_S, HELLO_RETRY_S, MAX_GATEWAYS, Membership
 from tests.support.scheduling import Inbox, hello, ref
 
 FIRST, SECOND = ref("gateway"), ref("gateway-1")
@@ -165,3 +165,64 @@ def test_the_gateways_kept_are_bounded() -> None:
     member.tick(0.0)
     assert len(member.inbox.of(LoadReport)) == membership.MAX_GATEWAYS
     assert member.count(LoadReport, ref("gateway-0")) == 0
+
+
+def test_a_gateway_called_lost_is_asked_itself_and_stays_if_it_answers() -> None:
+    member = both()
+    member.tick(0.0)
+    member.membership.on_peer_lost(SECOND)
+    member.tick(0.1)
+    assert member.count(WorkerHello, SECOND) == 1
+    assert member.count(WorkerHello, FIRST) == 0
+    member.welcome(SECOND, FIRST)
+    member.tick(0.1 + 2 * ANSWER_S)
+    assert member.membership.lost_gateways() == []
+    assert member.count(LoadReport, SECOND) == 2
+
+
+def test_a_gateway_that_does_not_answer_is_given_up_once() -> None:
+    member = both()
+    member.tick(0.0)
+    member.membership.on_peer_lost(WorkerRef(SECOND.worker_id, "other", SECOND.address))
+    member.membership.on_peer_lost(SECOND)
+    member.tick(0.1)
+    member.membership.on_peer_lost(SECOND)  # two gateways have noticed
+    member.tick(0.1 + ANSWER_S - 0.01)
+    assert member.membership.lost_gateways() == []
+    member.tick(0.1 + ANSWER_S)
+    assert member.membership.lost_gateways() == [SECOND]
+    assert member.membership.lost_gateways() == []
+    said = len(member.inbox.of(WorkerHello, SECOND.address))
+    reported = member.count(LoadReport, FIRST)
+    member.tick(60.0)
+    assert member.count(WorkerHello, SECOND) == said
+    assert member.count(LoadReport, FIRST) == reported + 1
+
+
+def test_a_doubted_gateway_may_be_back_elsewhere() -> None:
+    member = both()
+    member.tick(0.0)
+    member.membership.on_peer_lost(SECOND)
+    again = WorkerRef(SECOND.worker_id, "e9", "elsewhere")
+    member.welcome(FIRST, again)
+    member.tick(0.1)
+    assert member.count(WorkerHello, again) == 1
+    member.welcome(again, FIRST)
+    member.tick(0.1 + 2 * ANSWER_S)
+    assert member.count(LoadReport, again) == 1
+    assert member.membership.lost_gateways() == []
+
+
+def test_the_only_gateway_is_greeted_for_ever() -> None:
+    member = Member()
+    member.welcome(FIRST)
+    member.tick(0.0)
+    member.membership.on_peer_lost(FIRST)
+    member.tick(0.1)
+    member.tick(0.1 + ANSWER_S)
+    assert member.membership.lost_gateways() == [FIRST]
+    member.tick(100.0)
+    assert member.count(WorkerHello, FIRST) == 3
+    member.welcome(WorkerRef(FIRST.worker_id, "e9", FIRST.address))
+    member.tick(200.0)
+    assert member.count(LoadReport, FIRST) == 2

@@ -53,10 +53,12 @@ class Gateway:
         self.conductor: Conductor = conductor(WORKERS)
         self.came: list[str] = []
         self.heard: list[AnyMessage] = []
+        self.told: list[str] = []
         self.peers = PeerGateways(self.ref, self, self.conductor.books, addresses, TIMEOUT_S)
 
     def send(self, address: str, message: AnyMessage) -> None:
         self.wire.passed.append(message)
+        self.told.append(address)
         gateway = self.wire.gateways.get(address)
         if gateway is not None and not {address, self.address} & self.wire.cut:
             gateway.hear(message)
@@ -264,3 +266,48 @@ def test_a_booking_heard_twice_counts_once() -> None:
     over = BookingOver(request_id="unknown")
     second.hear(GatewayNews(gateway=first.ref, gateways=[], news=[over, over]))
     second.check()
+
+
+def test_who_leaves_is_forgotten_and_who_is_silent_is_shown_so() -> None:
+    wire, first, second = pair()
+    third = wire.start("c", "a")
+    wire.run(2 * BEAT_S)
+    second.place("r")
+    [state] = [one for one in first.peers.status(wire.now) if one.id == "b"]
+    assert (state.state, state.num_inflight) == ("up", 1)
+    assert first.peers.lost() == []
+    del wire.gateways["b"]
+    assert not first.peers.leave(ref("b", "e7")), "a former life"
+    assert first.peers.leave(second.ref)
+    assert not first.peers.leave(second.ref)
+    assert first.peers.lost() == [second.ref]
+    assert first.foreign() == set()
+    wire.run(TIMEOUT_S + 2 * BEAT_S)
+    assert {one.id: one.state for one in third.peers.status(wire.now)} == {
+        "a": "up", "b": "silent",
+    }  # fmt: skip
+    assert third.peers.lost() == [second.ref]
+    assert third.peers.lost() == []
+
+
+def test_an_address_named_by_others_is_not_tried_for_ever() -> None:
+    wire, first, second = pair()
+    news = GatewayNews(gateway=second.ref, gateways=[ref("gone")], news=[])
+    first.hear(news)
+    wire.run(2 * BEAT_S)
+    told = len(wire.passed)
+    assert any(address == ref("gone").address for address in first.told)
+    wire.now += FORGET_S
+    wire.run(2 * BEAT_S)
+    first.told.clear()
+    wire.run(2 * BEAT_S)
+    assert len(wire.passed) > told
+    assert ref("gone").address not in first.told
+
+
+def test_a_new_life_ends_the_old_one_at_once() -> None:
+    wire, first, second = pair()
+    again = wire.start("b", "a", epoch="e1")
+    wire.run(2 * BEAT_S)
+    assert first.peers.lost() == [second.ref]
+    assert first.peers.living == [again.ref]
