@@ -4,7 +4,9 @@
 
 A client process and a node process each, on one machine; values go straight from and to registered
 memory (`put_from`, `get_into`), under a fresh name every time, and each is removed before the next
-round. Ours hashes every block at both ends, upstream hashes none. Upstream is run only in a network
+round. Ours hashes every block at both ends, upstream hashes none; both move every byte through the
+loopback (`lo` counts it). `plain` moves the same bytes by bare sockets on one and two connections,
+and does nothing else: the floor. Upstream is run only in a network
 that holds nothing but the loopback, which is made where allowed.
 """
 
@@ -18,13 +20,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from benchmarks import upstream
 from benchmarks.bars import bars, write_page
+from benchmarks.plain_values import PlainValues
 from benchmarks.servers import load, machine
 from mooncake.base import KvLayout, MonotonicClock, Role, WorkerHello, WorkerRef
 from mooncake.base.memory import format_bytes, parse_bytes
@@ -196,7 +199,10 @@ Figures = dict[int, dict[str, list[float]]]
 """Bytes of a value -> what -> seconds of each round."""
 
 
-def measure(pools: dict[str, Ours | Theirs], sizes: Sequence[int], rounds: int) -> Figures:
+Pool = Ours | Theirs | PlainValues
+
+
+def measure(pools: dict[str, Pool], sizes: Sequence[int], rounds: int) -> Figures:
     """Put and get by turns, `rounds` times after one to warm up."""
     figures: Figures = {}
     for size in sizes:
@@ -227,14 +233,22 @@ def table(figures: Figures) -> str:
             took = statistics.median(row[name])
             cells.append(f"{1e3 * took:.2f} ({size / took / 1e9:.1f})")
         lines.append(f"| {name}, ms (GB/s) | " + " | ".join(cells) + " |")
-    for name in names:
-        who, _, op = name.partition(" ")
-        if who != "upstream" and f"upstream {op}" in names:
-            cells = [
-                f"{speedup(row[name], row[f'upstream {op}']):.2f}x" for row in figures.values()
-            ]
-            lines.append(f"| speed of {name} / upstream {op} | " + " | ".join(cells) + " |")
+    pairs = [(who, "upstream") for who in ("tcp", "shm", "plain")] + [("tcp", "plain")]
+    for who, peer in pairs:
+        for op in ("put", "get"):
+            if all(of(row, peer, op) for row in figures.values()):
+                cells = [
+                    f"{speedup(of(row, who, op), of(row, peer, op)):.2f}x"
+                    for row in figures.values()
+                ]
+                lines.append(f"| speed of {who} {op} / {peer} {op} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def of(row: Mapping[str, list[float]], who: str, op: str) -> list[float]:
+    """Return the seconds of one pool; of `plain`, on as many connections as were faster."""
+    ways = [took for name, took in row.items() if name.startswith(who) and name.endswith(op)]
+    return min(ways, key=statistics.median, default=[])
 
 
 def speedup(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -248,9 +262,11 @@ def main(argv: Sequence[str]) -> int:
     reason = "not asked for" if args.no_upstream else upstream.prepare("pool-values", list(argv))
     sizes = [parse_bytes(text) for text in args.sizes.split(",")]
     with ExitStack() as opened:
-        pools: dict[str, Ours | Theirs] = {
+        pools: dict[str, Pool] = {
             protocol: opened.enter_context(our_pool(protocol)) for protocol in ("tcp", "shm")
         }
+        for number, name in ((1, "plain"), (2, "plain, two")):
+            pools[name] = opened.enter_context(PlainValues(number, CLIENT_BYTES))
         if reason is None:
             pools["upstream"] = opened.enter_context(upstream_store())
         figures = measure(pools, sizes, args.rounds)

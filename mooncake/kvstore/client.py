@@ -91,6 +91,7 @@ class _Put(_Call):
     blocks: dict[BlockKey, int] = field(default_factory=dict)
     """Key -> byte offset in our memory."""
     granted: list[BlockKey] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
     done: Wrote = lambda _written: None
 
 
@@ -286,11 +287,11 @@ class PoolClient:
             return
         offsets = [call.blocks[key] for key in message.keys]
         self._move(message.ticket, call, Op.WRITE, message.places, offsets)
+        call.checksums = [self._checksum(offset) for offset in offsets]  # while they travel
 
     def _put_ended(self, ticket: int, call: _Put, error: str | None) -> None:
         written = call.granted if error is None else []
         dropped = [] if error is None else call.granted
-        checksums = [self._checksum(call.blocks[key]) for key in written]
         self._send(
             call.store,
             PutEnd(
@@ -298,7 +299,7 @@ class PoolClient:
                 ticket=ticket,
                 written=written,
                 dropped=dropped,
-                checksums=checksums,
+                checksums=call.checksums if written else [],
             ),
         )
         call.done(written if error is None else TransferError(error))
@@ -331,25 +332,23 @@ class PoolClient:
                 if checksum and self._checksum(call.offsets[number]) != checksum:
                     whole, corrupt = number, [call.keys[number]]
                     break
-        self._send(call.store, Unpin(reader=self._worker, ticket=ticket, corrupt=corrupt))
         call.done(whole if error is None else TransferError(error))
+        self._send(call.store, Unpin(reader=self._worker, ticket=ticket, corrupt=corrupt))
 
     # ------------------------------------------------------------------ both
 
     def _move(
         self, ticket: int, call: _Call, op: Op, places: BlockPlaces, offsets: list[int]
     ) -> None:
-        size = self._layout.slice_bytes
+        size, stride = self._layout.slice_bytes, places.layer_stride
+        num_pieces = self._layout.num_layers
+        if stride == size:  # packed there too: the block is one piece
+            size, num_pieces = self._layout.block_bytes, 1
+        region = self._ports.region.region_id
         ops = [
-            TransferOp(
-                self._ports.region.region_id,
-                here + layer * size,
-                places.region,
-                there + layer * places.layer_stride,
-                size,
-            )
+            TransferOp(region, here + n * size, places.region, there + n * stride, size)
             for here, there in zip(offsets, places.offsets, strict=False)
-            for layer in range(self._layout.num_layers)
+            for n in range(num_pieces)
         ]
         call.batch_id = self._ports.transfer.submit(
             TransferBatch(op=op, peer=places.segment, ops=ops, deadline_s=call.deadline_s)
