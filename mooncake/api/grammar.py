@@ -18,10 +18,14 @@ import llguidance.gbnf_to_lark
 import msgspec
 
 from mooncake.api.message_parser import Marker
+from mooncake.api.schema_graph import MAPS_OF_SCHEMAS, PLAIN_VALUES, check_schema
 from mooncake.base import InvalidRequest
 
 MAX_GRAMMAR_CHARS = 1_000_000
 """Of one schema, pattern or grammar."""
+MAX_RULES = 500
+"""Of a client's own grammar. Rules may lie within each other: the library that compiles them goes
+down by recursion, and a stack of 8 MiB ends at 1,600."""
 
 _WHITESPACE = r"[ \n\t]{0,40}"
 """Between JSON tokens: enough for indentation, too little to fill an answer with."""
@@ -34,10 +38,13 @@ _CHECKED_FORMATS = frozenset(
 )  # fmt: skip
 """What the library holds strings to; any other `format` is a remark, as JSON Schema has it."""
 
-_MAPS_OF_SCHEMAS = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-)
-_PLAIN_VALUES = frozenset({"const", "enum", "default", "examples", "required"})
+_NAMES_OF_SCHEMAS = frozenset({"$anchor", "$dynamicAnchor", "$id", "id"})
+"""Left out: references are taken from the root, as `check_schema` reads them."""
+
+_NO_RULES = re.compile(r""""(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//.*""")
+"""Strings, patterns and remarks in a Lark grammar."""
+_TOKEN = re.compile(r"<[^<>\s]+>")
+_SCHEMA = re.compile(r"%json\s*(?=\{)")
 
 _INDEX = "/[0-9]{1,4}/"
 """The number that ends a call's id."""
@@ -56,13 +63,13 @@ def json_rule(schema: Any, param: str) -> str:
     Raises:
         InvalidRequest: part of the schema cannot be followed; it says which, `param` says where.
     """
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param}: a JSON schema is an object", param=param)
+    check_schema(schema, param)
     cleaned = _cleaned(schema)
     options = {"whitespace_pattern": _WHITESPACE}
-    if cleaned is True or cleaned == {}:
-        cleaned = {}
-    elif not isinstance(cleaned, dict):
-        raise InvalidRequest(f"{param}: a JSON schema is an object", param=param)
-    _check_references(cleaned, cleaned, param)
     rule = f"%json {json.dumps(cleaned | {'x-guidance': options})}"
     _check(f"start: answer\nanswer: {rule}", param)
     return rule
@@ -101,16 +108,43 @@ def lark_text(grammar: str, param: str) -> str:
     """Return a client's own grammar, Lark or GBNF, as Lark.
 
     Raises:
-        InvalidRequest: it cannot be followed, or names tokens by id.
+        InvalidRequest: it cannot be followed, has too many rules, or names special tokens.
     """
-    if "<[" in grammar or re.search(r"<\|", grammar):
-        raise InvalidRequest(f"{param}: special tokens are not available in it", param=param)
+    _check_length(grammar, param)
     try:
         text: str = llguidance.gbnf_to_lark.any_to_lark(grammar)
     except Exception as error:  # the converter raises whatever it stumbles on
         raise InvalidRequest(f"{param}: {_first_line(str(error))}", param=param) from error
+    text, rules = _with_clean_schemas(text, param)
+    if _TOKEN.search(rules):
+        raise InvalidRequest(f"{param}: special tokens are not available in it", param=param)
+    if rules.count(":") > MAX_RULES:
+        raise InvalidRequest(f"{param}: more than {MAX_RULES} rules", param=param)
     _check(text, param)
     return text
+
+
+def _with_clean_schemas(text: str, param: str) -> tuple[str, str]:
+    """Return a Lark grammar with the schemas in it checked and cleaned, and its bare rules: without
+    schemas, strings, patterns and remarks."""
+    whole: list[str] = []
+    bare: list[str] = []
+    end = 0
+    while found := _SCHEMA.search(text, end):
+        before = text[end : found.start()]
+        try:
+            schema, end = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(
+                f"{param}: what follows %json is not valid JSON", param=param
+            ) from error
+        check_schema(schema, param)
+        options = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
+        whole += [before, f"%json {json.dumps(_cleaned(schema) | options)}"]
+        bare.append(before)
+    whole.append(text[end:])
+    bare.append(text[end:])
+    return "".join(whole), _NO_RULES.sub("", "\n".join(bare))
 
 
 def tool_rules(
@@ -151,53 +185,28 @@ def _cleaned(schema: Any) -> Any:
         return schema
     cleaned: dict[str, Any] = {}
     for key, value in schema.items():
-        if key == "x-guidance" or (key == "format" and value not in _CHECKED_FORMATS):
+        if key == "x-guidance" or (key == "format" and str(value) not in _CHECKED_FORMATS):
             continue
-        if key in _PLAIN_VALUES:
+        if key in _NAMES_OF_SCHEMAS and isinstance(value, str):
+            continue
+        if key in PLAIN_VALUES:
             cleaned[key] = value
-        elif key in _MAPS_OF_SCHEMAS and isinstance(value, dict):
+        elif key in MAPS_OF_SCHEMAS and isinstance(value, dict):
             cleaned[key] = {name: _cleaned(part) for name, part in value.items()}
         else:
             cleaned[key] = _cleaned(value)
     return cleaned
 
 
-def _check_references(part: Any, root: Any, param: str) -> None:
-    """Refuse references that lead to nothing but themselves: no JSON could ever fit."""
-    if isinstance(part, dict):
-        seen: set[str] = set()
-        target: Any = part
-        while isinstance(target, dict) and isinstance(target.get("$ref"), str):
-            if target["$ref"] in seen:
-                raise InvalidRequest(
-                    f"{param}: {target['$ref'][:100]} refers to itself only", param=param
-                )
-            seen.add(target["$ref"])
-            target = _target(target["$ref"], root)
-        for value in part.values():
-            _check_references(value, root, param)
-    elif isinstance(part, list):
-        for item in part:
-            _check_references(item, root, param)
-
-
-def _target(reference: str, root: Any) -> Any:
-    """Return what a local reference points at, None when it is not ours to follow."""
-    if not reference.startswith("#"):
-        return None
-    target = root
-    for step in reference[1:].strip("/").split("/"):
-        name = step.replace("~1", "/").replace("~0", "~")
-        if name:
-            target = target.get(name) if isinstance(target, dict) else None
-    return target
-
-
-def _check(text: str, param: str) -> None:
+def _check_length(text: str, param: str) -> None:
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(
             f"{param}: longer than the limit of {MAX_GRAMMAR_CHARS} characters", param=param
         )
+
+
+def _check(text: str, param: str) -> None:
+    _check_length(text, param)
     fault = _fault(text)
     if fault:
         raise InvalidRequest(f"{param}: {fault}", param=param)
