@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from mooncake.api.schema.fields import GenerationFields
+from mooncake.api.schema.fields import Count, GenerationFields, Positive
 
 
 class FunctionCall(BaseModel):
@@ -79,6 +79,14 @@ class ChatMessage(BaseModel):
         return self.content or ""
 
 
+class OfFunction(BaseModel):
+    """What names its kind, of which there is one."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"]
+
+
 class FunctionSpec(BaseModel):
     """A function the model may call."""
 
@@ -91,12 +99,9 @@ class FunctionSpec(BaseModel):
     """False = arguments are any object; else they are held to `parameters`."""
 
 
-class Tool(BaseModel):
+class Tool(OfFunction):
     """One entry of `tools`."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: Literal["function"]
     function: FunctionSpec
     _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -125,12 +130,9 @@ class NamedFunction(BaseModel):
     name: str
 
 
-class NamedToolChoice(BaseModel):
+class NamedToolChoice(OfFunction):
     """`tool_choice` that names the function to call."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: Literal["function"]
     function: NamedFunction
 
 
@@ -138,10 +140,10 @@ class ChatRequest(GenerationFields):
     """Answer a conversation."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Positive | None = None
     """Wins over `max_tokens`, its older name."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: Count | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None

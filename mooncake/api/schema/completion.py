@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mooncake.api.schema.fields import GenerationFields, Texts, TokenIds
+from mooncake.api.schema.fields import Count, GenerationFields, Texts, TokenIds
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -15,7 +15,7 @@ class CompletionRequest(GenerationFields):
     """Go on with one or more prompts, given as text or token ids."""
 
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: Count | None = None
     """Also of so many most likely tokens."""
 
     @property

@@ -23,6 +23,10 @@ from mooncake.base import InvalidRequest
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
+Count = Annotated[int, Field(ge=0, le=INT64_MAX)]
+"""Bounded as all numbers are: one of thousands of digits cannot even be repeated in an error."""
+Positive = Annotated[int, Field(ge=1, le=INT64_MAX)]
+
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 """Lists are checked to the first wrong item only: many wrong ones must not cost seconds."""
@@ -60,7 +64,10 @@ QUIET_FIELDS = frozenset(
 )  # fmt: skip
 """Accepted without a word: they have no effect on the tokens here."""
 
-UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Field -> (values that ask for nothing, what to do instead). null always asks for nothing."""
+
+UNSUPPORTED_FIELDS: Unsupported = {
     "audio": ((), "this model writes text only"),
     "chat_template": ((), "templates come from the checkpoint"),
     "function_call": (("none",), "use tools and tool_choice"),
@@ -74,7 +81,17 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "thinking_token_budget": ((), "limit the whole answer with max_tokens"),
     "use_beam_search": ((False,), "it is there in /v1/chat/completions"),
 }
-"""Field -> (values that ask for nothing, what to do instead). null always asks for nothing."""
+"""In any API."""
+
+_ELSEWHERE: Unsupported = {
+    "input": ((), "send messages or prompt, or use /v1/responses"),
+    "max_length": ((), "use max_tokens"),
+    "max_new_tokens": ((), "use max_tokens"),
+    "max_output_tokens": ((), "use max_tokens"),
+    "stop_sequences": (([],), "use stop"),
+    "system": ((), "send a message of role system"),
+}
+"""What other APIs call things: ignored, it would change the answer without a word."""
 
 
 class StreamOptions(BaseModel):
@@ -94,7 +111,7 @@ class SharedFields(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     quiet: ClassVar[frozenset[str]] = QUIET_FIELDS
-    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = UNSUPPORTED_FIELDS
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED_FIELDS
 
     model: str | None = None
     stream: bool | None = None
@@ -107,20 +124,24 @@ class SharedFields(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: Count | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
     structured_outputs: StructuredOutputs | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64_MAX)
     """Keep so many tokens of the prompt; -1 = as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     """Which end is cut off; left by default, so that the newest text stays."""
     chat_template_kwargs: dict[str, Any] | None = None
     """What the chat template is told; of no meaning where there is no conversation."""
-    priority: int | Literal["premium", "interactive", "batch"] | None = None
+    priority: (
+        Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
+        | Literal["premium", "interactive", "batch"]
+        | None
+    ) = None
     """Lower is sooner, as in vLLM: below 0 premium, 0 interactive, above 0 batch."""
     service_tier: str | None = None
     """The same as OpenAI says it: "priority" is premium, "flex" batch, all others interactive;
@@ -156,14 +177,16 @@ class SharedFields(BaseModel):
 class GenerationFields(SharedFields):
     """Root of the chat and completion requests."""
 
-    n: int | None = Field(None, ge=1)
+    unsupported: ClassVar[Unsupported] = {**UNSUPPORTED_FIELDS, **_ELSEWHERE}
+
+    n: Positive | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: Count | None = None
     stop: str | Texts | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=0)
-    best_of: int | None = Field(None, ge=1)
+    prompt_logprobs: Count | None = None
+    best_of: Positive | None = None
     """Generate so many and keep the `n` most likely."""
     use_beam_search: bool | None = None
     """Look for the `n` most likely answers with `n` beams, or `best_of`; nothing is sampled."""

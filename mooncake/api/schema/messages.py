@@ -6,7 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mooncake.api.schema.fields import SharedFields, Texts
+from mooncake.api.schema.fields import (
+    UNSUPPORTED_FIELDS,
+    Positive,
+    SharedFields,
+    Texts,
+    Unsupported,
+)
 
 _NEEDED = {
     "text": ("text",),
@@ -115,6 +121,19 @@ class PromptFields(SharedFields):
     """What both calls read: all that goes into the prompt."""
 
     quiet: ClassVar[frozenset[str]] = SharedFields.quiet | {"cache_control"}
+    unsupported: ClassVar[Unsupported] = {
+        **UNSUPPORTED_FIELDS,
+        "container": ((), "nothing is kept or run here: declare tools"),
+        "logprobs": ((False,), "they are there in /v1/chat/completions"),
+        "max_completion_tokens": ((), "use max_tokens"),
+        "max_output_tokens": ((), "use max_tokens"),
+        "mcp_servers": (([],), "nothing is run here: declare tools"),
+        "n": ((1,), "there is one answer a call; /v1/chat/completions gives several"),
+        "parallel_tool_calls": ((True,), "use tool_choice.disable_parallel_tool_use"),
+        "reasoning_effort": ((), "use output_config.effort"),
+        "response_format": (({"type": "text"},), "use output_config.format"),
+        "stop": (([],), "use stop_sequences"),
+    }
 
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1)]
     system: Blocks | None = None
@@ -131,5 +150,5 @@ class CountTokensRequest(PromptFields):
 class MessagesRequest(PromptFields):
     """Answer a conversation."""
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: Positive
     stop_sequences: Texts | None = None

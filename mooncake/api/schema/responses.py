@@ -4,12 +4,19 @@ conversation is sent whole, in `input`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from mooncake.api.schema.fields import SharedFields, Texts
+from mooncake.api.schema.chat import FunctionSpec, OfFunction
+from mooncake.api.schema.fields import (
+    UNSUPPORTED_FIELDS,
+    Count,
+    Positive,
+    SharedFields,
+    Texts,
+    Unsupported,
+)
 
 _TEXT_PARTS = frozenset(
     {"input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"}
@@ -67,25 +74,13 @@ class InputItem(BaseModel):
         return self
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(FunctionSpec, OfFunction):
     """One entry of `tools`; only functions are: nothing is searched or run here."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
 
-    type: Literal["function"]
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    """False = arguments are any object; else they are held to `parameters`."""
-
-
-class ToolName(BaseModel):
+class ToolName(OfFunction):
     """A function by its name."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: Literal["function"]
     name: str
 
 
@@ -131,20 +126,29 @@ class ResponsesRequest(SharedFields):
     """Answer a conversation, given as items."""
 
     quiet: ClassVar[frozenset[str]] = SharedFields.quiet | {"stream_options"}
-    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    unsupported: ClassVar[Unsupported] = {
+        **UNSUPPORTED_FIELDS,
         "background": ((False,), "wait for the answer, or stream it"),
         "conversation": ((), "nothing is stored here: send the whole conversation in input"),
+        "logprobs": ((False,), "use top_logprobs"),
+        "max_completion_tokens": ((), "use max_output_tokens"),
+        "max_tokens": ((), "use max_output_tokens"),
         "max_tool_calls": ((), "it limits built-in tools, of which there are none"),
+        "messages": ((), "use input"),
+        "n": ((1,), "there is one answer a call; /v1/chat/completions gives several"),
         "previous_response_id": (
             (),
             "nothing is stored here: send the whole conversation in input",
         ),
         "prompt": ((), "send instructions and input"),
+        "reasoning_effort": ((), "use reasoning.effort"),
+        "response_format": (({"type": "text"},), "use text.format"),
+        "stop": (([],), "it is there in /v1/chat/completions"),
     }
 
     input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Positive | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolName | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
@@ -152,7 +156,7 @@ class ResponsesRequest(SharedFields):
     reasoning: ReasoningSettings | None = None
     include: Texts | None = None
     """"message.output_text.logprobs" has an effect; the others ask for what we do not have."""
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: Count | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """auto = cut off the beginning of what is too long."""
     metadata: dict[str, Any] | None = None

@@ -235,6 +235,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 5, "messages": ASK, "tools": [{"type": "bash_1", "name": "b"}]}, "tools[0]"),
     ({"max_tokens": 5, "messages": ASK, "tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"max_tokens": 5, "messages": ASK, "tool_choice": {"type": "any"}}, "no tools"),
+    ({"max_tokens": 5, "messages": ASK, "stop": "a"}, "use stop_sequences"),
+    ({"max_tokens": 5, "messages": ASK, "n": 2}, "one answer a call"),
+    ({"max_tokens": 5, "messages": ASK, "mcp_servers": [{"url": "x"}]}, "declare tools"),
     ({"max_tokens": 5, "messages": ASK, "stop_sequences": [""]}, "stop_sequences: a stop string"),
 ]  # fmt: skip
 
