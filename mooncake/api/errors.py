@@ -114,7 +114,8 @@ def validation_error(error: ValidationError, body: bytes) -> InvalidRequest:
     findings = error.errors(include_url=False, include_context=False)
     first = findings[0]
     if first["type"] == "json_invalid":
-        return InvalidRequest(f"the body is not valid JSON: {first['msg']}")
+        problem = first["msg"].removeprefix("Invalid JSON: ")
+        return InvalidRequest(f"the body is not valid JSON: {problem}")
     document = _parse(body)
     start = _real_path(first, document)
     paths = [_real_path(finding, document) for finding in findings]
@@ -127,7 +128,9 @@ def validation_error(error: ValidationError, body: bytes) -> InvalidRequest:
     ]
     param = _spell(path)
     message = " or ".join(dict.fromkeys(reasons)).replace(" or must be ", " or ")
-    return InvalidRequest(f"{param}: {message}" if param else message, param=param or None)
+    if param:
+        return InvalidRequest(f"{param}: {message}", param=param)
+    return InvalidRequest(f"the body {message}" if message.startswith("must ") else message)
 
 
 def shorten(value: object) -> str:
@@ -162,6 +165,10 @@ def _holds(document: Any, step: int | str) -> bool:
     return isinstance(document, dict) and step in document
 
 
+_PHRASES = {"Input should be ": "must be ", "List should have ": "must have "}
+"""pydantic's words and ours."""
+
+
 def _spell(path: Iterable[int | str]) -> str:
     """Write a path as clients do: `messages[0].content`."""
     text = ""
@@ -172,6 +179,7 @@ def _spell(path: Iterable[int | str]) -> str:
 
 def _reason(message: str) -> str:
     text = message.removeprefix("Value error, ")
-    if text.startswith("Input should be "):
-        return f"must be {text.removeprefix('Input should be ')}"
+    for theirs, ours in _PHRASES.items():
+        if text.startswith(theirs):
+            return ours + text.removeprefix(theirs).partition(" after validation")[0]
     return text[:1].lower() + text[1:]

@@ -79,6 +79,18 @@ def test_first_of_several_wrong_fields_is_named() -> None:
     assert error.message.count(":") == 1
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("[]", "the body must be an object"),
+        ("{", "the body is not valid JSON: EOF while parsing an object at line 1 column 1"),
+        ('{"messages": []}', "messages: must have at least 1 item"),
+    ],
+)
+def test_what_is_wrong_is_said_once_and_of_something(body: str, message: str) -> None:
+    assert refusal(body).message == message
+
+
 def test_own_rules_speak_plainly() -> None:
     error = refusal('{"messages": [{"role": "user"}], "cache_salt": "a@b"}')
     assert error.message == "cache_salt: must not contain @ / \\ or NUL"
