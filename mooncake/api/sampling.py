@@ -89,8 +89,8 @@ def fit_prompt(
     """
     keep = fields.truncate_prompt_tokens
     if keep is not None:
-        if keep == -1:
-            keep = model.max_model_len - max(1, sampling.max_tokens)
+        if keep == -1:  # an answer that is too long by itself is refused by `fit_output`
+            keep = max(1, model.max_model_len - max(1, sampling.max_tokens))
         if len(tokens) > keep:
             right = fields.truncation_side == "right"
             tokens = tokens[:keep] if right else tokens[len(tokens) - keep :]
@@ -134,6 +134,17 @@ def fit_output(
             param="min_tokens",
         )
     return sampling
+
+
+def check_sequences(num_prompts: int, fields: GenerationFields, config: ApiConfig) -> None:
+    """Refuse a call of more sequences than one may have."""
+    width = max(fields.n or 1, fields.best_of or 1)
+    if num_prompts * width > config.max_sequences:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n={width} are more than {config.max_sequences} "
+            "sequences in one call",
+            param="prompt" if width == 1 else "n",
+        )
 
 
 def check_ids(name: str, tokens: Iterable[int], model: ServedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import msgspec
@@ -20,6 +21,7 @@ from mooncake.api.routes.usage import call_usage
 from mooncake.api.sampling import (
     Wanted,
     check_ids,
+    check_sequences,
     fit_output,
     fit_prompt,
     sampling_params,
@@ -66,17 +68,21 @@ async def _prompts(
 ) -> tuple[list[tuple[list[int], SamplingParams]], list[str]]:
     """Return (tokens and sampling, text to echo) of every prompt."""
     wanted = _wanted(body)
+    asked = body.prompts
+    check_sequences(len(asked), body, door.config)
     shared = msgspec.structs.replace(
         sampling_params(body, wanted, door.model, door.config),
-        grammar=form_grammar(answer_form(body), door.model),
+        # Checking a large schema takes milliseconds, in which no stream may stutter.
+        grammar=await asyncio.to_thread(lambda: form_grammar(answer_form(body), door.model)),
     )
-    if not body.prompts:
+    if not asked:
         raise InvalidRequest("prompt: must not be empty", param="prompt")
     prompts: list[tuple[list[int], SamplingParams]] = []
     texts: list[str] = []
-    for prompt in body.prompts:
+    for prompt in asked:
         if isinstance(prompt, str):
             tokens = await door.encode(prompt, add_special=body.add_special_tokens is not False)
+            await asyncio.sleep(0)  # others' turn: there may be a thousand of these
         else:
             check_ids("prompt", prompt, door.model)
             tokens = prompt

@@ -106,6 +106,18 @@ def test_cutting_to_what_fits_leaves_room_for_the_answer() -> None:
     fit_output(len(cut), sampling, wanted(max_tokens=30), MODEL)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("asked", [100, 101, 10**9])
+def test_cutting_to_what_fits_is_not_blamed_for_an_answer_that_never_fits(
+    side: str, asked: int
+) -> None:
+    sampling = SamplingParams(max_tokens=asked)
+    fields = body(truncate_prompt_tokens=-1, truncation_side=side)
+    cut = fit_prompt([1, 2, 3], fields, sampling, MODEL)
+    with pytest.raises(ContextTooLong, match=f"{asked} in the answer"):
+        fit_output(len(cut), sampling, wanted(max_tokens=asked), MODEL)
+
+
 def test_empty_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="empty"):
         fit_prompt([], body(), SamplingParams(), MODEL)
