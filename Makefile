@@ -64,7 +64,8 @@ test-browser: $(STAMP)
 # On a virtual machine with two software RDMA devices; skips, saying why, where none can be had.
 test-rdma: $(STAMP)
 	$(BIN)/python -m tests.rdma.machine --timeout-s 900 -- $(abspath $(BIN))/python -m pytest -q --color=no \
-	  -p no:cacheprovider -k rdma tests/rdma tests/unit/transfer/test_processes.py tests/unit/transfer/test_failures.py
+	  -p no:cacheprovider -k rdma tests/rdma tests/unit/transfer/test_processes.py tests/unit/transfer/test_failures.py \
+	  tests/unit/transfer/test_notices.py
 
 CASES ?= 2000
 api-cases: $(STAMP)

@@ -67,6 +67,8 @@ class Driver:
         self._sources += [
             (port.fileno(), port.poll) for port in (transfer, runner, disks) if port is not None
         ]
+        if transfer is not None:  # its descriptor tells of both
+            self._sources.append((transfer.fileno(), transfer.take_notices))
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
         self._stopping = False
@@ -83,7 +85,7 @@ class Driver:
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wake_fd, selectors.EVENT_READ)
-                for descriptor, _ in self._sources:
+                for descriptor in {descriptor: None for descriptor, _ in self._sources}:
                     selector.register(descriptor, selectors.EVENT_READ)
                 self._loop(selector)
         except Exception:

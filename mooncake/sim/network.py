@@ -7,6 +7,7 @@ its bytes; both directions are apart. Dead ends swallow messages and fail transf
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from random import Random
 
@@ -16,7 +17,8 @@ from mooncake.base.any_message import AnyMessage
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.rpc.codec import decode, encode
 from mooncake.sim.clock import EventHeap
-from mooncake.transfer.engine import Op, Region, TransferBatch, TransferDone, TransferOp
+from mooncake.transfer.engine import Notice, Op, Region, TransferBatch, TransferDone, TransferOp
+from mooncake.transfer.notices import Answer, Outbox
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +188,30 @@ class SimChannel:
             self._network.send(self._endpoint, address, message)
 
 
+class _Said:
+    """A simulated batch with something to say."""
+
+    def __init__(self, engine_id: str, notify: bytes, end: Callable[[str | None], None]) -> None:
+        self.engine_id = engine_id
+        self.notify = notify
+        self.num_bytes = 0
+        self.arrived = False
+        self.ended = False
+        self._is_out = False
+        self._end = end
+
+    def say(self) -> bool:
+        self._is_out = not self.ended
+        return self._is_out
+
+    def finish(self, error: str | None = None) -> None:
+        self._end(error)
+
+    def stop(self, error: str) -> None:
+        if not (self.ended or self._is_out):
+            self._end(error)
+
+
 class SimTransfer:
     """The transfer port of one simulated process; its segment is named by the process' address."""
 
@@ -200,6 +226,9 @@ class SimTransfer:
         self._last_region = 0
         self._cancelled: set[int] = set()
         self._started_s: dict[int, float] = {}
+        self._numbers = itertools.count(1)
+        self._outboxes: dict[str, Outbox] = {}
+        self._sayable: dict[int, _Said] = {}
 
     @property
     def segment(self) -> SegmentRef:
@@ -234,6 +263,8 @@ class SimTransfer:
         deadline_s = (
             batch.deadline_s - self._endpoint.skew_s if batch.deadline_s is not None else None
         )
+        if batch.notify is not None:
+            self._expect_notice(batch_id, batch, deadline_s)
         peer = network.find(batch.peer.engine_id)
         if peer is None or network.is_cut(self._endpoint, peer):
             fails_s = heap.now() + network.config.failure_s
@@ -252,7 +283,11 @@ class SimTransfer:
         return batch_id
 
     def cancel(self, batch_id: int) -> None:
-        self._cancelled.add(batch_id)
+        said = self._sayable.get(batch_id)
+        if said is None:
+            self._cancelled.add(batch_id)
+        else:
+            said.stop("cancelled")
 
     def counters(self) -> Mapping[str, float]:
         return {}
@@ -261,13 +296,58 @@ class SimTransfer:
         if batch_id in self._cancelled:
             self._finish(batch_id, "cancelled", 0)
             return
-        if not self._endpoint.alive:
+        if batch_id not in self._started_s or not self._endpoint.alive:
             return
         if not peer.alive or self._network.is_cut(self._endpoint, peer):
             self._finish(batch_id, "the peer was lost", 0)
             return
         error = next((e for op in batch.ops if (e := self._copy(batch.op, op, peer))), None)
-        self._finish(batch_id, error, 0 if error else num_bytes)
+        said = self._sayable.get(batch_id)
+        if said is not None and error is None:
+            said.num_bytes, said.arrived = num_bytes, True
+            self._say(batch.peer.engine_id)
+        else:
+            self._finish(batch_id, error, 0 if error else num_bytes)
+
+    def _expect_notice(self, batch_id: int, batch: TransferBatch, deadline_s: float | None) -> None:
+        engine_id = batch.peer.engine_id
+
+        def end(error: str | None) -> None:
+            self._finish(batch_id, error, 0 if error else said.num_bytes)
+
+        said = self._sayable[batch_id] = _Said(engine_id, batch.notify or b"", end)
+        outbox = self._outboxes.setdefault(engine_id, Outbox(engine_id, self._numbers))
+        outbox.add(said)
+        if deadline_s is not None:
+            self._network.heap.at(deadline_s, lambda: said.stop("deadline"))
+
+    def _say(self, engine_id: str) -> None:
+        """Tell a peer what is due; its answer takes as long as the way there."""
+        outbox, network = self._outboxes.get(engine_id), self._network
+        words = outbox.take() if outbox is not None else None
+        if outbox is None or words is None:
+            return
+        delay_s = network.config.message_delay_s
+
+        def arrive() -> None:
+            peer = network.find(engine_id)
+            if peer is None or network.is_cut(self._endpoint, peer):
+                network.heap.after(network.config.failure_s, give_up)
+                return
+            for payload in words.payloads:
+                peer.deliver(Notice(engine_id=self._endpoint.address, payload=payload))
+            answer = Answer(words.number, len(words.payloads))
+            network.heap.after(delay_s, lambda: heard(answer))
+
+        def heard(answer: Answer) -> None:
+            outbox.answered(answer)
+            self._say(engine_id)
+
+        def give_up() -> None:
+            outbox.give_up("it does not answer")
+            self._say(engine_id)
+
+        network.heap.after(delay_s, arrive)
 
     def _copy(self, kind: Op, op: TransferOp, peer: Endpoint) -> str | None:
         local = self._endpoint.regions.get(op.local_region)
@@ -290,8 +370,14 @@ class SimTransfer:
 
     def _finish(self, batch_id: int, error: str | None, num_bytes: int) -> None:
         self._cancelled.discard(batch_id)
+        said = self._sayable.pop(batch_id, None)
+        if batch_id not in self._started_s:
+            return  # it ended while its bytes were on their way
         seconds = self._network.heap.now() - self._started_s.pop(batch_id)
         if self._endpoint.alive:
             self._endpoint.deliver(
                 TransferDone(batch_id=batch_id, error=error, num_bytes=num_bytes, seconds=seconds)
             )
+        if said is not None:
+            said.ended = True
+            self._say(said.engine_id)  # others may have waited for this one

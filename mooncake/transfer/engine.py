@@ -35,6 +35,9 @@ class TransferOp(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
 
 
+MAX_NOTICE_BYTES = 4096
+
+
 class TransferBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Copies with one peer, all READ or all WRITE."""
 
@@ -43,6 +46,24 @@ class TransferBatch(msgspec.Struct, frozen=True, kw_only=True):
     ops: list[TransferOp]
     deadline_s: float | None = None
     """Fail the batch at this time of the driver's clock."""
+    notify: bytes | None = None
+    """Said to the peer once all bytes have arrived, and before the batch ends: see `Notice`."""
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """What the sender of a batch had to say (`TransferBatch.notify`, at most `MAX_NOTICE_BYTES`):
+    an event for the machine whose memory the batch was about.
+
+    It comes once, and only for a batch that ends well: never when a copy failed, or the batch was
+    cancelled or too late. Those of one sender come in the order in which their batches were
+    submitted; one that is whole waits for those before it. A batch ends well only after its notice
+    was taken; once the notice has set out, neither cancel nor deadline end it. Only where a peer
+    then falls silent for good can nobody know whether it has heard: the error says "unconfirmed".
+    """
+
+    engine_id: str
+    """Who says it, as it has proven."""
+    payload: bytes
 
 
 class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +130,11 @@ class PolledTransfer(Transfer, Protocol):
 
     def poll(self) -> Sequence[TransferDone]:
         """Return the batches that ended since the last call, without waiting."""
+
+    def take_notices(self) -> Sequence[Notice]:
+        """Return what peers have said since the last call, without waiting; the descriptor tells of
+        these too. While too many are left here, those of peers are refused and their batches fail.
+        """
 
     def links(self) -> Sequence[LinkSnapshot]:
         """Return what went over each link since the start; from any thread."""

@@ -14,10 +14,12 @@ from mooncake.base.ids import IdSource, SystemIds
 from mooncake.transfer.backends.copying import CopyPool
 from mooncake.transfer.backends.inproc import InprocBackend, InprocFabric
 from mooncake.transfer.backends.io_loop import IoLoop
+from mooncake.transfer.backends.notice_link import NoticeLinks
 from mooncake.transfer.backends.rdma import ControlAddress, RdmaSettings, open_rdma
 from mooncake.transfer.backends.rdma_verbs import has_pyverbs
 from mooncake.transfer.backends.shm import ShmBackend
 from mooncake.transfer.backends.tcp import TcpBackend, TcpSettings
+from mooncake.transfer.courier import Courier
 from mooncake.transfer.handshake import Credentials
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.router import RoutedTransfer
@@ -107,6 +109,10 @@ def open_transfer(
             router.add_backend(open_rdma(credentials, table, loop, router, config.rdma, control))
         if "tcp" in config.protocols:
             router.add_backend(TcpBackend(credentials, table, loops, router, config.tcp))
+        if "inproc" in config.protocols:
+            fabric.listen(engine_id, router.ear)
+        links = NoticeLinks(credentials, loops[0], router.ear, config.tcp) if loops else None
+        router.add_courier(Courier(engine_id, fabric.ear_of, links))
     except ConfigError:
         router.close()
         raise

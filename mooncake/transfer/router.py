@@ -15,8 +15,10 @@ from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backends.io_loop import IoLoop
 from mooncake.transfer.backends.port import Backend
 from mooncake.transfer.batches import MAX_OPEN_BATCHES, BatchBook, Job
-from mooncake.transfer.engine import Region, TransferBatch, TransferDone
+from mooncake.transfer.courier import Courier
+from mooncake.transfer.engine import Notice, Region, TransferBatch, TransferDone
 from mooncake.transfer.link_stats import LinkSnapshot, LinkStats
+from mooncake.transfer.notices import Ear
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
 
 _LOG = logging.getLogger(__name__)
@@ -32,7 +34,10 @@ class RoutedTransfer:
         self._host = host
         self._regions = regions
         self._clock = clock
-        self._book = BatchBook(clock)
+        self._book = BatchBook(clock, self._on_settled)
+        self.ear = Ear(self._book.deliver)
+        """Where peers' notices come in."""
+        self._courier: Courier | None = None
         self._backends: list[Backend] = []
         self._closers: list[Callable[[], None]] = []
         self._loop: IoLoop | None = None
@@ -65,6 +70,10 @@ class RoutedTransfer:
         """Have `close` called at the end, after all backends, in the order added."""
         self._closers.append(close)
 
+    def add_courier(self, courier: Courier) -> None:
+        """Have `courier` tell peers of batches that have arrived; without it nobody can be told."""
+        self._courier = courier
+
     def keep_deadlines(self, loop: IoLoop) -> None:
         """Have deadlines fire in `loop`; without it they fire in `poll` only."""
         self._loop = loop
@@ -72,6 +81,8 @@ class RoutedTransfer:
     @property
     def segment(self) -> SegmentRef:
         endpoints = {backend.protocol: backend.endpoint for backend in self._backends}
+        if self._courier is not None:
+            endpoints |= self._courier.endpoints
         return SegmentRef(self._engine_id, endpoints, self._host)
 
     def allocate(self, num_bytes: int, label: str) -> HostRegion:
@@ -108,7 +119,10 @@ class RoutedTransfer:
             job.stop(error.message)
             return batch_id
         job.set_ops(batch.ops)
-        if self._closed:
+        refusal = None if batch.notify is None else self._expect_notice(job)
+        if refusal is not None:
+            job.stop(refusal)
+        elif self._closed:
             job.stop("the transfer engine is closed")
         elif self._book.num_open > MAX_OPEN_BATCHES:
             job.stop(f"more than {MAX_OPEN_BATCHES} batches are under way")
@@ -116,9 +130,19 @@ class RoutedTransfer:
             job.expect(0)
         else:
             self._try_next(job, "no common protocol")
-            if batch.deadline_s is not None and self._loop is not None:
-                self._loop.post(self._watch_deadlines)
+        if batch.deadline_s is not None and self._loop is not None and not job.ended:
+            self._loop.post(self._watch_deadlines)
         return batch_id
+
+    def _expect_notice(self, job: Job) -> str | None:
+        """Return why the peer of `job` cannot be told anything."""
+        if self._courier is None:
+            return "this engine tells peers nothing"
+        return self._courier.expect(job)
+
+    def _on_settled(self, job: Job) -> None:
+        if self._courier is not None:
+            self._courier.settled(job)
 
     def decline(self, job: Job, reason: str) -> None:
         """A backend could not begin `job`: the next one on its route gets it."""
@@ -173,6 +197,10 @@ class RoutedTransfer:
         self.expire()
         return self._book.poll()
 
+    def take_notices(self) -> Sequence[Notice]:
+        """Return what peers have said since the last call, without waiting."""
+        return self._book.take_notices()
+
     def close(self) -> None:
         """Refuse peers, fail open batches, end all threads, free the memory.
 
@@ -183,6 +211,8 @@ class RoutedTransfer:
         self._closed = True
         for job in self._book.open_jobs():
             self._stop(job, "the transfer engine is closed")
+        if self._courier is not None:
+            self._courier.close()
         for backend in self._backends:
             backend.close()
         for close in self._closers:
@@ -194,3 +224,5 @@ class RoutedTransfer:
         """Raise AssertionError when a batch or a region was lost or kept twice."""
         self._regions.check_integrity()
         self._book.check_integrity()
+        if self._courier is not None:
+            self._courier.check_integrity()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 from collections.abc import Callable
 
 from mooncake.base.errors import MooncakeError, ProtocolError
@@ -16,6 +17,7 @@ from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, WRITABLE, IoLo
 MAX_FRAME_BYTES = 65536
 _MAX_UNSENT_BYTES = 2**20
 _LENGTH_BYTES = 4
+_AT_ONCE = struct.pack("ii", 1, 0)
 
 
 class ControlLink:
@@ -111,6 +113,12 @@ class ControlLink:
         if not self.closed:
             self.close()
             self._on_end(reason)
+
+    def abort(self) -> None:
+        """Hang up, and have the peer forget what it has not read."""
+        if not self.closed:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+            self.close()
 
     def close(self) -> None:
         """Hang up; what was not sent is forgotten."""

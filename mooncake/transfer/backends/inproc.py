@@ -16,6 +16,7 @@ from mooncake.transfer.backends.copying import COPY_LIMITS, CopyPool, copy_parts
 from mooncake.transfer.backends.port import Router
 from mooncake.transfer.batches import Job
 from mooncake.transfer.link_stats import MEMORY, LinkStats
+from mooncake.transfer.notices import Ear
 from mooncake.transfer.plan import plan_slices
 from mooncake.transfer.regions import Gates, HostRegion, RangeRefused, RegionTable
 
@@ -27,6 +28,7 @@ class InprocFabric:
         self.gates = Gates()
         self._lock = threading.Lock()
         self._tables: dict[str, RegionTable] = {}
+        self._ears: dict[str, Ear] = {}
 
     def attach(self, engine_id: str, table: RegionTable) -> None:
         """Make the memory of an engine reachable. Raises ValueError when the id is taken."""
@@ -39,6 +41,16 @@ class InprocFabric:
         """Forget an engine."""
         with self._lock:
             self._tables.pop(engine_id, None)
+            self._ears.pop(engine_id, None)
+
+    def listen(self, engine_id: str, ear: Ear) -> None:
+        """Have an engine of this process told by `ear` what others have to say."""
+        with self._lock:
+            self._ears[engine_id] = ear
+
+    def ear_of(self, engine_id: str) -> Ear | None:
+        """Return where an engine of this process hears, or None."""
+        return self._ears.get(engine_id)
 
     def find(self, engine_id: str) -> RegionTable | None:
         """Return the memory of an engine of this process, or None."""

@@ -60,6 +60,9 @@ class Port:
     def fileno(self) -> int:
         return self.fd
 
+    def take_notices(self) -> list[msgspec.Struct]:
+        return []
+
     def poll(self) -> list[msgspec.Struct]:
         with self.lock:
             taken, self.queue = self.queue, []

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -117,6 +118,7 @@ class _Server:
         )
         self.transfer = open_transfer(config, settings["engine_id"], MonotonicClock())
         self.regions: dict[int, Any] = {}
+        self.heard: list[tuple[str, str]] = []
 
     def handle(self, command: dict[str, Any]) -> Any:
         verb = command["verb"]
@@ -124,6 +126,10 @@ class _Server:
             return msgspec.to_builtins(self.transfer.segment)
         if verb == "log":
             return self.log
+        if verb == "heard":
+            self.hear()
+            heard, self.heard = self.heard, []
+            return heard
         if verb == "allocate":
             region = self.transfer.allocate(command["num_bytes"], "peer memory")
         elif verb == "register":
@@ -133,11 +139,21 @@ class _Server:
         self.regions[region.region_id] = region
         return region.region_id
 
+    def hear(self) -> None:
+        self.transfer.poll()
+        for notice in self.transfer.take_notices():
+            self.heard.append((notice.engine_id, notice.payload.decode()))
+
     def touch(self, verb: str, command: dict[str, Any]) -> Any:
         region = self.regions[command["region"]]
         if verb == "unregister":
             self.transfer.unregister(region)
             return None
+        if verb == "hear":
+            while not self.heard:
+                select.select([self.transfer], [], [])
+                self.hear()
+            return region.buffer[0], region.buffer[-1]
         if verb == "digest":
             return digest_of(region.buffer)
         start = command["offset"]
