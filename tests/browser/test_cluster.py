@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,7 +16,8 @@ from tests.browser.support import WAIT_S, DoorThread, Visit
 from tests.support.door import says
 from tests.support.server_process import ServerProcess
 
-POLL_S = 0.05
+MAX_EVENTS = 120
+"""Of the cluster's feed, before a load is given up: there is one a second."""
 LONG = 30_000
 """More tokens than are made before a test has looked."""
 
@@ -24,14 +25,15 @@ Visits = Callable[..., Visit]
 
 
 def wait_for_load(server: ServerProcess, wanted: int) -> None:
-    """Wait until so many sequences run in the engine, and as many requests are in the house."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        status = server.get("/v1/cluster/status")
-        running = sum(worker["load"].get("num_running", 0) for worker in status["workers"])
-        if running == status["load"]["num_inflight"] == wanted:
-            return
-        time.sleep(POLL_S)
+    """Follow the cluster until so many sequences run in the engine, and as many requests are in the
+    house."""
+    with httpx.stream("GET", f"{server.url}/v1/cluster/events", timeout=WAIT_S) as feed:
+        events = (line for line in feed.iter_lines() if line.startswith("data: "))
+        for event in itertools.islice(events, MAX_EVENTS):
+            status = json.loads(event.removeprefix("data: "))["status"]
+            running = sum(worker["load"].get("num_running", 0) for worker in status["workers"])
+            if running == status["load"]["num_inflight"] == wanted:
+                return
     raise AssertionError(f"not {wanted} running: {status}")
 
 
