@@ -8,7 +8,7 @@ its bytes; both directions are apart. Dead ends swallow messages and fail transf
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 
 import msgspec
@@ -56,6 +56,14 @@ class SimRegion:
         if self._buffer is None:
             raise ValueError("this world moves no real bytes")
         return self._buffer
+
+    @property
+    def device(self) -> str:
+        return "host"
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
+        """Return the bytes of ranges. Raises ValueError where there are none."""
+        return (self.buffer[offset : offset + length] for offset, length in ranges)
 
     @property
     def has_bytes(self) -> bool:

@@ -10,13 +10,14 @@ once, whole or failed; after its end nothing of it touches memory any more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
 import msgspec
 
 from mooncake.base.kv_layout import SegmentRef
+from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.link_stats import LinkSnapshot
 
 
@@ -86,8 +87,18 @@ class Region(Protocol):
     def num_bytes(self) -> int: ...
 
     @property
+    def device(self) -> str:
+        """Where it lies: "host", or a device such as "cuda:0"."""
+
+    @property
     def buffer(self) -> memoryview:
-        """The memory itself, writable, format "B" (host memory only)."""
+        """The memory itself, writable, format "B". ValueError: the host cannot address it."""
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
+        """Return the bytes of (offset, length) ranges, in pieces: for checking, not for moving.
+
+        Waits for a device, some 0.1 ms a MiB. Raises TransferError when the device fails.
+        """
 
 
 class Transfer(Protocol):
@@ -124,6 +135,11 @@ class Transfer(Protocol):
 
 class PolledTransfer(Transfer, Protocol):
     """A transfer engine that a driver's loop reads."""
+
+    def register_device(self, memory: DeviceMemory, label: str) -> Region:
+        """Register memory the host cannot address: batches go straight to it where hardware can,
+        else by pinned host memory. Raises TransferError.
+        """
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when a batch ended."""

@@ -23,6 +23,8 @@ from mooncake.transfer.courier import Courier
 from mooncake.transfer.handshake import Credentials
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.router import RoutedTransfer
+from mooncake.transfer.staging.arena import StagingLimits
+from mooncake.transfer.staging.stager import Stager
 from mooncake.transfer.topology import has_rdma_devices
 
 PROTOCOLS = ("inproc", "shm", "rdma", "tcp")
@@ -63,6 +65,7 @@ class TransferConfig:
     """Threads that copy memory to memory; 0 = copies are done inside `poll` (tests)."""
     tcp: TcpSettings = field(default_factory=TcpSettings)
     rdma: RdmaSettings = field(default_factory=RdmaSettings)
+    staging: StagingLimits = field(default_factory=StagingLimits)
 
 
 def open_transfer(
@@ -84,6 +87,8 @@ def open_transfer(
     table = RegionTable(fabric.gates)
     router = RoutedTransfer(engine_id, config.host, table, clock)
     credentials = Credentials(engine_id=engine_id, secret=config.secret, ids=ids)
+    hosts = (config.tcp.bind_host, config.tcp.advertise_host or config.tcp.bind_host)
+    router.add_stager(Stager(credentials, table, router, config.staging, hosts))
     loops: list[IoLoop] = []
     if {"shm", "rdma", "tcp"} & set(config.protocols):
         loops = [

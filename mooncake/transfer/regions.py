@@ -10,12 +10,13 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from mooncake.base.errors import TransferError
+from mooncake.transfer.device import HOST, CopyDone, DeviceMemory, Ranges, read_now
 from mooncake.transfer.engine import Region
 from mooncake.transfer.memory import allocate_shared
 
@@ -73,18 +74,107 @@ class HostRegion:
         return self._buffer.nbytes
 
     @property
+    def device(self) -> str:
+        return HOST
+
+    @property
+    def address(self) -> int:
+        """Where it begins in this process."""
+        return int(self.array.ctypes.data)
+
+    @property
     def buffer(self) -> memoryview:
         return self._buffer
 
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
+        return (self._buffer[offset : offset + length] for offset, length in ranges)
+
     def check(self, offset: int, num_bytes: int) -> None:
         """Raise RangeRefused unless the range lies inside this live region."""
-        if not self.alive:
-            raise RangeRefused(f"region {self._region_id} ({self.label}) was unregistered")
-        if offset < 0 or num_bytes < 0 or offset + num_bytes > self._buffer.nbytes:
-            raise RangeRefused(
-                f"bytes [{offset}, {offset + num_bytes}) lie outside region {self._region_id} "
-                f"({self.label}) of {self._buffer.nbytes} bytes"
-            )
+        _check(self, offset, num_bytes)
+
+
+class DeviceRegion:
+    """Registered memory of a device; `alive` turns False for good when it is withdrawn.
+
+    No protocol moves its bytes unless `protocols` names it: they come and go by copies.
+    """
+
+    def __init__(self, region_id: int, label: str, memory: DeviceMemory) -> None:
+        self._region_id = region_id
+        self.label = label
+        self.memory = memory
+        self.protocols: set[str] = set()
+        """Those whose hardware reaches it by itself."""
+        self.alive = True
+        self._num_copies = 0
+        self._changed = threading.Condition()
+
+    @property
+    def region_id(self) -> int:
+        return self._region_id
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.num_bytes
+
+    @property
+    def device(self) -> str:
+        return self.memory.device
+
+    @property
+    def buffer(self) -> memoryview:
+        raise ValueError(f"region {self._region_id} ({self.label}) lies on {self.device}")
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
+        return (read_now(self.memory, ranges),)
+
+    def check(self, offset: int, num_bytes: int) -> None:
+        """Raise RangeRefused unless the range lies inside this live region."""
+        _check(self, offset, num_bytes)
+
+    def copy(self, out: bool, ranges: Ranges, host: memoryview, done: CopyDone) -> None:
+        """Begin to copy `ranges` out to, or in from, pinned host memory. Never waits."""
+        with self._changed:
+            refusal = self._refusal(ranges)
+            self._num_copies += refusal is None
+        if refusal is not None:
+            done(refusal)
+            return
+
+        def ended(error: str | None) -> None:
+            with self._changed:
+                self._num_copies -= 1
+                self._changed.notify_all()
+            done(error)
+
+        (self.memory.copy_out if out else self.memory.copy_in)(ranges, host, ended)
+
+    def _refusal(self, ranges: Ranges) -> str | None:
+        try:
+            for offset, num_bytes in ranges:
+                self.check(offset, num_bytes)
+        except RangeRefused as error:
+            return error.message
+        return None
+
+    def drain(self) -> None:
+        """Return when no copy is in hand; none begins after it was withdrawn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_copies == 0)
+
+
+AnyRegion = HostRegion | DeviceRegion
+
+
+def _check(region: AnyRegion, offset: int, num_bytes: int) -> None:
+    name = f"region {region.region_id} ({region.label})"
+    if not region.alive:
+        raise RangeRefused(f"{name} was unregistered")
+    if offset < 0 or num_bytes < 0 or offset + num_bytes > region.num_bytes:
+        raise RangeRefused(
+            f"bytes [{offset}, {offset + num_bytes}) lie outside {name} of {region.num_bytes} bytes"
+        )
 
 
 class RegionTable:
@@ -93,13 +183,13 @@ class RegionTable:
     def __init__(self, gates: Gates) -> None:
         self.gates = gates
         self._lock = threading.Lock()
-        self._regions: dict[int, HostRegion] = {}
+        self._regions: dict[int, AnyRegion] = {}
         self._next_id = 1
         self._closed = False
         self._watchers: list[Callable[[int], None]] = []
-        self._admitters: list[Callable[[HostRegion], None]] = []
+        self._admitters: list[Callable[[AnyRegion], None]] = []
 
-    def watch_additions(self, admit: Callable[[HostRegion], None]) -> None:
+    def watch_additions(self, admit: Callable[[AnyRegion], None]) -> None:
         """Have `admit` called with each new region before anyone can use it.
 
         It may raise TransferError: then the region is not registered.
@@ -123,14 +213,30 @@ class RegionTable:
             raise TransferError(f"{label}: only writable, contiguous memory can be registered")
         return self._add(buffer.cast("B"), label, None)
 
+    def register_device(self, memory: DeviceMemory, label: str) -> DeviceRegion:
+        """Register memory of a device. Raises TransferError."""
+        region = DeviceRegion(self._new_id(label), label, memory)
+        self._admit(region)
+        return region
+
     def _add(self, buffer: memoryview, label: str, fd: int | None) -> HostRegion:
+        try:
+            region = HostRegion(self._new_id(label), label, buffer, fd)
+        except TransferError:
+            if fd is not None:
+                os.close(fd)
+            raise
+        self._admit(region)
+        return region
+
+    def _new_id(self, label: str) -> int:
         with self._lock:
             if self._closed:
-                if fd is not None:
-                    os.close(fd)
                 raise TransferError(f"{label}: the transfer engine is closed")
-            region = HostRegion(self._next_id, label, buffer, fd)
             self._next_id += 1
+            return self._next_id - 1
+
+    def _admit(self, region: AnyRegion) -> None:
         try:
             for admit in self._admitters:
                 admit(region)
@@ -139,16 +245,13 @@ class RegionTable:
             raise
         with self._lock:
             self._regions[region.region_id] = region
-        return region
 
-    def _discard(self, region: HostRegion) -> None:
+    def _discard(self, region: AnyRegion) -> None:
         """A backend cannot serve this memory: as if it had never been."""
         region.alive = False
         for watcher in self._watchers:
             watcher(region.region_id)
-        if region.fd is not None:
-            os.close(region.fd)
-            region.fd = None
+        _close(region)
 
     def withdraw(self, region: Region) -> None:
         """Refuse the region from now on; on return no thread of this process touches it.
@@ -164,11 +267,16 @@ class RegionTable:
         for watcher in self._watchers:
             watcher(known.region_id)
         self.gates.pass_all()
-        if known.fd is not None:
-            os.close(known.fd)
-            known.fd = None
+        _close(known)
 
     def find(self, region_id: int, offset: int, num_bytes: int) -> HostRegion:
+        """Return the host region that holds the range. Raises RangeRefused, saying why not."""
+        region = self.find_any(region_id, offset, num_bytes)
+        if isinstance(region, DeviceRegion):
+            raise RangeRefused(f"region {region_id} ({region.label}) lies on {region.device}")
+        return region
+
+    def find_any(self, region_id: int, offset: int, num_bytes: int) -> AnyRegion:
         """Return the region that holds the range. Raises RangeRefused, saying why not."""
         region = self._regions.get(region_id)
         if region is None:
@@ -177,8 +285,14 @@ class RegionTable:
         return region
 
     def get(self, region_id: int) -> HostRegion | None:
-        """Return a registered region, or None."""
-        return self._regions.get(region_id)
+        """Return a registered region of host memory, or None."""
+        region = self._regions.get(region_id)
+        return region if isinstance(region, HostRegion) else None
+
+    def get_device(self, region_id: int) -> DeviceRegion | None:
+        """Return a registered region of device memory, or None."""
+        region = self._regions.get(region_id)
+        return region if isinstance(region, DeviceRegion) else None
 
     def close(self) -> None:
         """Withdraw all regions and take no more."""
@@ -193,6 +307,15 @@ class RegionTable:
         for region_id, region in self._regions.items():
             assert region.alive, f"region {region_id} is listed but withdrawn"
             assert region.region_id == region_id < self._next_id
+
+
+def _close(region: AnyRegion) -> None:
+    """Free what a withdrawn region keeps; waits for a device's copies."""
+    if isinstance(region, DeviceRegion):
+        region.drain()
+    elif region.fd is not None:
+        os.close(region.fd)
+        region.fd = None
 
 
 def _memory_view(memory: mmap.mmap, num_bytes: int) -> memoryview:

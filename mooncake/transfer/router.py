@@ -11,15 +11,25 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mooncake.base.clock import Clock
+from mooncake.base.errors import TransferError
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backends.io_loop import IoLoop
 from mooncake.transfer.backends.port import Backend
 from mooncake.transfer.batches import MAX_OPEN_BATCHES, BatchBook, Job
 from mooncake.transfer.courier import Courier
-from mooncake.transfer.engine import Notice, Region, TransferBatch, TransferDone
+from mooncake.transfer.device import DeviceMemory
+from mooncake.transfer.engine import (
+    Notice,
+    Op,
+    Region,
+    TransferBatch,
+    TransferDone,
+    TransferOp,
+)
 from mooncake.transfer.link_stats import LinkSnapshot, LinkStats
 from mooncake.transfer.notices import Ear
-from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
+from mooncake.transfer.regions import DeviceRegion, HostRegion, RangeRefused, RegionTable
+from mooncake.transfer.staging.stager import PROTOCOL, Stager
 
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.005
@@ -38,6 +48,7 @@ class RoutedTransfer:
         self.ear = Ear(self._book.deliver)
         """Where peers' notices come in."""
         self._courier: Courier | None = None
+        self._stager: Stager | None = None
         self._backends: list[Backend] = []
         self._closers: list[Callable[[], None]] = []
         self._loop: IoLoop | None = None
@@ -64,7 +75,9 @@ class RoutedTransfer:
         }
 
     def _link_stats(self) -> Iterator[LinkStats]:
-        return (stats for backend in self._backends for stats in backend.link_stats)
+        yield from (stats for backend in self._backends for stats in backend.link_stats)
+        if self._stager is not None and self._stager.in_use:
+            yield self._stager.stats
 
     def add_closer(self, close: Callable[[], None]) -> None:
         """Have `close` called at the end, after all backends, in the order added."""
@@ -73,6 +86,15 @@ class RoutedTransfer:
     def add_courier(self, courier: Courier) -> None:
         """Have `courier` tell peers of batches that have arrived; without it nobody can be told."""
         self._courier = courier
+
+    def add_stager(self, stager: Stager) -> None:
+        """Have `stager` move what touches device memory; without it there can be none here."""
+        self._stager = stager
+
+    @property
+    def stager(self) -> Stager | None:
+        """What moves device memory."""
+        return self._stager
 
     def keep_deadlines(self, loop: IoLoop) -> None:
         """Have deadlines fire in `loop`; without it they fire in `poll` only."""
@@ -83,6 +105,8 @@ class RoutedTransfer:
         endpoints = {backend.protocol: backend.endpoint for backend in self._backends}
         if self._courier is not None:
             endpoints |= self._courier.endpoints
+        if self._stager is not None and self._stager.endpoint is not None:
+            endpoints[PROTOCOL] = self._stager.endpoint
         return SegmentRef(self._engine_id, endpoints, self._host)
 
     def allocate(self, num_bytes: int, label: str) -> HostRegion:
@@ -99,6 +123,16 @@ class RoutedTransfer:
         """
         return self._regions.register(buffer, label)
 
+    def register_device(self, memory: DeviceMemory, label: str) -> DeviceRegion:
+        """Register memory the host cannot address.
+
+        Raises TransferError when there is not enough host memory to stand before it.
+        """
+        if self._stager is None:
+            raise TransferError(f"{label}: this engine moves no device memory")
+        self._stager.open(memory)
+        return self._regions.register_device(memory, label)
+
     def unregister(self, region: Region) -> None:
         """Withdraw a region: peers are refused, and on return none of our threads touches it.
 
@@ -112,7 +146,7 @@ class RoutedTransfer:
         batch_id = job.batch_id
         try:
             for op in batch.ops:
-                self._regions.find(op.local_region, op.local_offset, op.num_bytes)
+                self._regions.find_any(op.local_region, op.local_offset, op.num_bytes)
                 if op.remote_offset < 0:
                     raise RangeRefused(f"remote offset {op.remote_offset} is negative")
         except RangeRefused as error:
@@ -128,8 +162,10 @@ class RoutedTransfer:
             job.stop(f"more than {MAX_OPEN_BATCHES} batches are under way")
         elif not job.ops:
             job.expect(0)
+        elif self._stager is not None and self._stager.takes(job):
+            self._stager.start(job)
         else:
-            self._try_next(job, "no common protocol")
+            self.go_on(job)
         if batch.deadline_s is not None and self._loop is not None and not job.ended:
             self._loop.post(self._watch_deadlines)
         return batch_id
@@ -148,6 +184,40 @@ class RoutedTransfer:
         """A backend could not begin `job`: the next one on its route gets it."""
         _LOG.debug("batch %d to %s goes another way: %s", job.batch_id, job.peer.engine_id, reason)
         self._try_next(job, reason)
+
+    # ------------------------------------------------------- what the stager asks
+
+    def go_on(self, job: Job) -> None:
+        """Have the protocols move `job`, which touches no device memory."""
+        self._try_next(job, "no common protocol")
+
+    def carry(
+        self,
+        op: Op,
+        peer: SegmentRef,
+        ops: Sequence[TransferOp],
+        on_end: Callable[[Job], None],
+        only: str | None = None,
+    ) -> Job:
+        """Move checked `ops` by the protocols, or by `only`, as a part of a batch."""
+        job = Job(0, TransferBatch(op=op, peer=peer, ops=list(ops)), self._clock.now(), on_end)
+        job.set_ops(ops)
+        if only is None:
+            self.go_on(job)
+        else:
+            job.num_tried = len(self._backends)
+            next(each for each in self._backends if each.protocol == only).start(job)
+        return job
+
+    def stop(self, job: Job, reason: str) -> None:
+        """Bring what `carry` started to its end."""
+        self._stop(job, reason)
+
+    def reaches(self, peer: SegmentRef, protocol: str) -> bool:
+        """Whether a protocol there is here is worth trying."""
+        return any(each.protocol == protocol and each.reaches(peer) for each in self._backends)
+
+    # ------------------------------------------------------------------------------
 
     def _try_next(self, job: Job, reason: str) -> None:
         while job.num_tried < len(self._backends):
@@ -168,6 +238,8 @@ class RoutedTransfer:
     def _stop(self, job: Job, reason: str) -> None:
         job.stop(reason)
         if not job.ended:
+            if self._stager is not None:
+                self._stager.stop(job)
             for backend in self._backends:
                 backend.stop_sent(job)
 
@@ -213,10 +285,14 @@ class RoutedTransfer:
             self._stop(job, "the transfer engine is closed")
         if self._courier is not None:
             self._courier.close()
+        if self._stager is not None:
+            self._stager.close()
         for backend in self._backends:
             backend.close()
         for close in self._closers:
             close()
+        if self._stager is not None:
+            self._stager.join()
         self._regions.close()
         self._book.close()
 
@@ -226,3 +302,5 @@ class RoutedTransfer:
         self._book.check_integrity()
         if self._courier is not None:
             self._courier.check_integrity()
+        if self._stager is not None:
+            self._stager.check_integrity()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import mmap
 import os
 import threading
 from collections import deque
@@ -36,6 +37,8 @@ class FakeFabric:
         self.lock = threading.RLock()
         self.pairs: dict[int, FakePair] = {}
         self.keys: dict[int, tuple[int, int]] = {}
+        self.behind: dict[int, int] = {}
+        """By key: where memory lies that is not at the address it was registered at."""
         self.copied: list[Copied] = []
         self.order: list[Copied | int] = []
         """What was copied, and the numbers of the pairs that were closed, in order of time."""
@@ -119,7 +122,9 @@ class FakePair:
         if outcome is not Outcome.ARRIVED:
             self._broken = True
         else:
-            source, target = request.remote_address, request.local_address
+            behind = self._fabric.behind
+            source = request.remote_address + behind.get(request.remote_key, 0)
+            target = request.local_address + behind.get(request.local_key, 0)
             if request.is_write:
                 source, target = target, source
             ctypes.memmove(target, source, request.num_bytes)
@@ -167,6 +172,8 @@ class FakeNic:
         self.address = NicAddress(name, bytes([*bytes(12), 10, 0, rail, 1]), 0, 3, True)
         self.refuses_posts = False
         self.refuses_pairs = False
+        self.refuses_registrations = False
+        self.refuses_dmabufs = False
         self.closed = False
         self._active = True
         self._ready = os.eventfd(0, os.EFD_NONBLOCK)
@@ -192,7 +199,19 @@ class FakeNic:
         os.eventfd_write(self._events, 1)
 
     def register(self, address: int, num_bytes: int) -> FakeRegistration:
+        if self.refuses_registrations:
+            raise TransferError(f"{self.address.name} registers nothing")
         return FakeRegistration(self.fabric, address, num_bytes)
+
+    def register_dmabuf(self, fd: int, offset: int, num_bytes: int) -> FakeRegistration:
+        """Map what `fd` stands for; the fake fabric knows it by its offset all the same."""
+        if self.refuses_dmabufs:
+            raise TransferError(f"{self.address.name} takes no dmabuf")
+        mapped = mmap.mmap(fd, os.fstat(fd).st_size)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        registration = FakeRegistration(self.fabric, offset, num_bytes)
+        self.fabric.behind[registration.local_key] = base
+        return registration
 
     def new_pair(self) -> FakePair:
         if self.refuses_pairs:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from mooncake.base.errors import ConfigError
 from mooncake.base.kv_layout import SegmentRef
+from mooncake.transfer.backends import rdma_wire as wire
 from mooncake.transfer.backends.io_loop import READABLE, IoLoop
 from mooncake.transfer.backends.port import Router
 from mooncake.transfer.backends.rdma_endpoint import Endpoint, EndpointState, Path, serial_of
@@ -22,7 +23,7 @@ from mooncake.transfer.backends.rdma_memory import RdmaMemory
 from mooncake.transfer.backends.rdma_nic import Nic
 from mooncake.transfer.backends.rdma_owner import OwnerLimits, RdmaOwner
 from mooncake.transfer.backends.rdma_paths import RdmaLimits
-from mooncake.transfer.backends.rdma_peer import RdmaPeer
+from mooncake.transfer.backends.rdma_peer import RdmaPeer, Visit
 from mooncake.transfer.backends.rdma_session import VisitorSession
 from mooncake.transfer.backends.rdma_verbs import NicChoices, open_nics
 from mooncake.transfer.backends.tcp import parse_endpoint
@@ -193,8 +194,9 @@ class RdmaBackend:
     def decline(self, job: Job, reason: str) -> None:
         self._router.decline(job, reason)
 
-    def new_session(self, peer: RdmaPeer, fenced: Sequence[str]) -> VisitorSession:
-        return VisitorSession(peer, self._credentials, fenced, self.loop, self.limits.connect_s)
+    def new_session(self, peer: RdmaPeer, fenced: Sequence[str]) -> Visit:
+        connect_s = self.limits.connect_s
+        return VisitorSession(peer, self._credentials, fenced, self.loop, connect_s, wire)
 
     def forget(self, peer: RdmaPeer) -> None:
         self._peers = {key: other for key, other in self._peers.items() if other is not peer}

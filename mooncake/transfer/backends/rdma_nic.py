@@ -102,7 +102,14 @@ class Nic(Protocol):
         """Whether the port's link is up, asked now."""
 
     def register(self, address: int, num_bytes: int) -> Registration:
-        """Let the NIC touch memory of this process. Raises TransferError."""
+        """Let the NIC touch memory of this process, or of a device whose driver helps it. Raises
+        TransferError.
+        """
+
+    def register_dmabuf(self, fd: int, offset: int, num_bytes: int) -> Registration:
+        """Let the NIC touch a device's memory, which begins at `offset` in what `fd` stands for,
+        and for the NIC at this number too. Raises TransferError.
+        """
 
     def new_pair(self) -> QueuePair:
         """Return an unconnected queue pair. Raises TransferError."""

@@ -28,6 +28,7 @@ from mooncake.transfer.path_health import Breaker
 from mooncake.transfer.plan import plan_slices
 from mooncake.transfer.regions import RangeRefused
 
+Visit = VisitorSession[wire.Ask, wire.Answer]
 _LOG = logging.getLogger(__name__)
 
 
@@ -52,7 +53,7 @@ class PeerHub(PathHub, Protocol):
     def touch(self, endpoint: Endpoint) -> None:
         """It is in use."""
 
-    def new_session(self, peer: RdmaPeer, fenced: Sequence[str]) -> VisitorSession:
+    def new_session(self, peer: RdmaPeer, fenced: Sequence[str]) -> Visit:
         """Begin to talk to the owner; its answers come to `peer`. Raises TransferError."""
 
     def decline(self, job: Job, reason: str) -> None:
@@ -87,7 +88,7 @@ class RdmaPeer:
         self._unfenced: dict[str, list[Part]] = {}
         """WRITEs of an earlier session, by its connection id."""
         self._timer: Timer | None = None
-        self._session: VisitorSession | None = None
+        self._session: Visit | None = None
         self._connect()
 
     @property

@@ -1,22 +1,37 @@
-"""The visitor's control stream to one owner: handshake, then questions and answers about RDMA.
+"""The visitor's control stream to one owner: handshake, then questions and answers.
 
-Lives in the RDMA loop; what the answers mean is its peer's business.
+Lives in an I/O loop; what the answers mean is its peer's business, how they are written its codec's
+(`rdma_wire`, `staging.wire`).
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from mooncake.base.errors import TransferError
-from mooncake.transfer.backends import rdma_wire as wire
 from mooncake.transfer.backends.control_link import ControlLink
 from mooncake.transfer.backends.io_loop import IoLoop
 from mooncake.transfer.handshake import Credentials
 
+Ask = TypeVar("Ask")
+Answer = TypeVar("Answer")
+Ask_contra = TypeVar("Ask_contra", contravariant=True)
+Answer_co = TypeVar("Answer_co", covariant=True)
+Answer_contra = TypeVar("Answer_contra", contravariant=True)
 
-class SessionOwner(Protocol):
+
+class Codec(Protocol[Ask_contra, Answer_co]):
+    """How frames are written and read."""
+
+    def encode(self, message: Ask_contra, /) -> bytes: ...
+
+    def decode_answer(self, data: bytes, /) -> Answer_co:
+        """Raises ProtocolError."""
+
+
+class SessionOwner(Protocol[Answer_contra]):
     """Who talks through a session."""
 
     engine_id: str
@@ -25,26 +40,28 @@ class SessionOwner(Protocol):
     def on_welcome(self) -> None:
         """The owner of the memory has proven itself; earlier sessions told of are over."""
 
-    def on_answer(self, answer: wire.Answer) -> None:
+    def on_answer(self, answer: Answer_contra, /) -> None:
         """An answer came. Raises ProtocolError to end the session."""
 
     def on_session_end(self, reason: str) -> None:
         """The stream broke; not called after `close`."""
 
 
-class VisitorSession:
+class VisitorSession(Generic[Ask, Answer]):
     """See the module."""
 
     def __init__(
         self,
-        peer: SessionOwner,
+        peer: SessionOwner[Answer],
         credentials: Credentials,
         fenced: Sequence[str],
         loop: IoLoop,
         connect_s: float,
+        codec: Codec[Ask, Answer],
     ) -> None:
         """Begin to connect. Raises TransferError when that cannot even begin."""
         self._peer = peer
+        self._codec = codec
         self._handshake = credentials.connect(peer.engine_id, fenced)
         self.connection_id = self._handshake.hello.connection_id
         family = socket.AF_INET6 if ":" in peer.address[0] else socket.AF_INET
@@ -70,7 +87,7 @@ class VisitorSession:
 
     def _on_frame(self, body: bytes) -> None:
         if self._handshake.done:
-            self._peer.on_answer(wire.decode_answer(body))
+            self._peer.on_answer(self._codec.decode_answer(body))
             return
         answer = self._handshake.step(body)
         if answer is not None:
@@ -79,9 +96,9 @@ class VisitorSession:
             self._timer.cancel()
             self._peer.on_welcome()
 
-    def send(self, ask: wire.Ask) -> None:
+    def send(self, ask: Ask) -> None:
         """Say something to the owner."""
-        self._link.send(wire.encode(ask))
+        self._link.send(self._codec.encode(ask))
 
     def close(self) -> None:
         """Hang up."""

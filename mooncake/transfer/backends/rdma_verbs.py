@@ -163,20 +163,33 @@ class VerbsNic:
             return False
         return bool(state == self._verbs.enums.IBV_PORT_ACTIVE)
 
-    def register(self, address: int, num_bytes: int) -> VerbsRegistration:
+    @property
+    def _access(self) -> int:
         enums = self._verbs.enums
-        access = (
+        return int(
             enums.IBV_ACCESS_LOCAL_WRITE
             | enums.IBV_ACCESS_REMOTE_READ
             | enums.IBV_ACCESS_REMOTE_WRITE
         )
+
+    def register(self, address: int, num_bytes: int) -> VerbsRegistration:
         try:
-            region = self._verbs.mr.MR(self._domain, num_bytes, access, address)
+            region = self._verbs.mr.MR(self._domain, num_bytes, self._access, address)
         except self._verbs.error as error:
             raise TransferError(
                 f"{self.address.name} cannot register {num_bytes} bytes of memory: {error}; it has "
                 "to be locked, so raise the limit ('ulimit -l unlimited')"
             ) from error
+        return VerbsRegistration(self._verbs, region)
+
+    def register_dmabuf(self, fd: int, offset: int, num_bytes: int) -> VerbsRegistration:
+        try:
+            # pyverbs gives the NIC the offset as the address.
+            region = self._verbs.mr.DmaBufMR(
+                self._domain, num_bytes, self._access, dmabuf=fd, offset=offset
+            )
+        except (self._verbs.error, AttributeError) as error:  # older releases have it not
+            raise TransferError(f"{self.address.name} takes no dmabuf: {error}") from error
         return VerbsRegistration(self._verbs, region)
 
     def new_pair(self) -> VerbsPair:

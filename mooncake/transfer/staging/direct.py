@@ -1,0 +1,166 @@
+"""Batches that hardware moves between devices by itself (GPUDirect): no slot, no window.
+
+What is added to the protocol is order: before a NIC writes, what a device has begun must have ended
+that could still write there; after, its writes must be shown to the device's work to come.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from mooncake.base.kv_layout import SegmentRef
+from mooncake.transfer.batches import Job
+from mooncake.transfer.device import DeviceMemory
+from mooncake.transfer.engine import Op, TransferOp
+from mooncake.transfer.regions import DeviceRegion
+from mooncake.transfer.staging import wire
+from mooncake.transfer.staging.flow import Flow
+
+_LOG = logging.getLogger(__name__)
+DIRECT = "rdma"
+"""The protocol whose hardware may reach devices by itself."""
+
+Post = Callable[[Callable[[], None]], None]
+"""Runs a call in the staging loop; from any thread."""
+
+
+class Carrier(Protocol):
+    """The protocols between host memories, and one that may reach devices."""
+
+    def go_on(self, job: Job) -> None:
+        """`job` touches no device after all: let the protocols have it."""
+
+    def carry(
+        self,
+        op: Op,
+        peer: SegmentRef,
+        ops: Sequence[TransferOp],
+        on_end: Callable[[Job], None],
+        only: str | None = None,
+    ) -> Job:
+        """Start a batch of its own; `on_end` is called once, from any thread."""
+
+    def stop(self, job: Job, reason: str) -> None:
+        """Ask a batch to end."""
+
+    def reaches(self, peer: SegmentRef, protocol: str) -> bool:
+        """Whether a protocol is worth trying."""
+
+
+def settle_all(memories: Sequence[DeviceMemory], post: Post, then: Callable[[], None]) -> None:
+    """Do `then` when nothing their devices have begun can still write to these by itself."""
+    left = len(memories)
+
+    def settled() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            then()
+
+    for memory in memories:
+        memory.settle(lambda _error: post(settled))
+    if not memories:
+        then()
+
+
+class DirectMoves:
+    """All such batches of one engine. Lives in the staging loop."""
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        post: Post,
+        stage: Callable[[Flow, Iterable[int]], None],
+        ended: Callable[[Flow], None],
+    ) -> None:
+        """`stage` gets a flow whose hardware failed; `ended` is told of one that is over."""
+        self._carrier = carrier
+        self._post = post
+        self._stage = stage
+        self._ended = ended
+
+    def takes(
+        self, job: Job, ours: Iterable[DeviceRegion], theirs: Iterable[wire.RegionFacts]
+    ) -> bool:
+        """Whether hardware reaches every device at both ends."""
+        return (
+            all(DIRECT in region.protocols for region in ours)
+            and all(DIRECT in facts.protocols for facts in theirs)
+            and self._carrier.reaches(job.peer, DIRECT)
+        )
+
+    def start(self, flow: Flow, ours: Sequence[DeviceRegion], theirs: Sequence[int]) -> None:
+        """Move the whole batch; `theirs` are the peer's regions that lie on a device."""
+        job = flow.job
+        job.expect(1)
+        if not job.begin():
+            self._ended(flow)
+            return
+        flow.is_direct = True
+        go = functools.partial(self._go, flow, ours, theirs)
+        if job.op is Op.READ:
+            settle_all([region.memory for region in ours], self._post, lambda: go(None))
+        else:
+            self._sync(flow, theirs, wire.Settle, go)
+
+    def _sync(
+        self,
+        flow: Flow,
+        theirs: Sequence[int],
+        message: type[wire.Settle] | type[wire.Flush],
+        then: Callable[[str | None], None],
+    ) -> None:
+        """Have the peer settle or flush regions one after another, then call `then(error)`."""
+        if not theirs or flow.peer is None:
+            then(None)
+            return
+
+        def answered(answer: wire.Answer) -> None:
+            if isinstance(answer, wire.Refused):
+                then(f"{flow.job.peer.engine_id} refused: {answer.reason}")
+            else:
+                self._sync(flow, theirs[1:], message, then)
+
+        flow.peer.ask(lambda ticket: message(ticket, theirs[0]), answered)
+
+    def _go(
+        self,
+        flow: Flow,
+        ours: Sequence[DeviceRegion],
+        theirs: Sequence[int],
+        error: str | None,
+    ) -> None:
+        job = flow.job
+        if error is not None or job.stopped:
+            self._end(flow, error)
+            return
+        moved = functools.partial(self._on_moved, flow, ours, theirs)
+        flow.direct = self._carrier.carry(
+            job.op, job.peer, job.ops, lambda inner: self._post(lambda: moved(inner)), only=DIRECT
+        )
+
+    def _on_moved(
+        self, flow: Flow, ours: Sequence[DeviceRegion], theirs: Sequence[int], inner: Job
+    ) -> None:
+        job, flow.direct = flow.job, None
+        if job.stopped:
+            self._end(flow, None)
+        elif inner.error is not None:
+            _LOG.info("batch %d goes by staging: %s", job.batch_id, inner.error)
+            flow.is_direct = False
+            job.give_back()
+            self._stage(flow, theirs)
+        elif job.op is Op.WRITE:
+            self._sync(flow, theirs, wire.Flush, functools.partial(self._end, flow))
+        else:
+            for region in ours:
+                region.memory.flush()
+            self._end(flow, None)
+
+    def _end(self, flow: Flow, error: str | None) -> None:
+        flow.is_direct = False
+        flow.job.finish(error)
+        self._ended(flow)

@@ -1,0 +1,347 @@
+"""The owner's side: lends windows to peers that prove themselves, and copies between them and the
+device.
+
+All of it lives in the staging loop but for the copies, whose ends are posted to it. What a visitor
+has opened ends with its stream; windows it may still be writing to rest first.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from mooncake.base.errors import ProtocolError
+from mooncake.transfer.backends.control_link import ControlLink
+from mooncake.transfer.backends.io_loop import IoLoop
+from mooncake.transfer.backends.listener import Listener, tcp_listener
+from mooncake.transfer.device import HOST
+from mooncake.transfer.handshake import AcceptingSide, Credentials, PeerIdentity
+from mooncake.transfer.regions import DeviceRegion, RangeRefused, RegionTable
+from mooncake.transfer.staging import wire
+from mooncake.transfer.staging.arena import Arena
+from mooncake.transfer.staging.slots import FairSlots
+
+_LOG = logging.getLogger(__name__)
+_HANDSHAKE_S = 5.0
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
+"""A visitor whose machine is gone says nothing: it is found out after about 11 s."""
+
+
+class State(Enum):
+    WAITING = "for a slot, or for the device's own work"
+    COPYING = "a copy is in hand"
+    GRANTED = "the visitor has it"
+
+
+@dataclass(slots=True, eq=False)
+class Window:
+    """One slice of one visitor."""
+
+    ticket: int
+    region: DeviceRegion
+    ranges: Sequence[tuple[int, int]]
+    is_write: bool
+    slot: int | None = None
+    state: State = State.WAITING
+    dropped: bool = False
+    """The visitor wants it no more."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(length for _, length in self.ranges)
+
+
+class StagingOwner:
+    """Listens for the control streams of visitors."""
+
+    def __init__(
+        self,
+        bind_host: str,
+        credentials: Credentials,
+        table: RegionTable,
+        arena: Arena,
+        loop: IoLoop,
+    ) -> None:
+        """Listen on a free port. Raises ConfigError when the host cannot be bound."""
+        self.table = table
+        self.arena = arena
+        self.loop = loop
+        self.windows = FairSlots(arena.limits.num_windows)
+        self.num_copying = 0
+        self._credentials = credentials
+        self._sessions: set[OwnerSession] = set()
+        """Also those that have ended while a copy of theirs is in hand."""
+        sock = tcp_listener(bind_host)
+        self.port: int = sock.getsockname()[1]
+        limit = arena.limits.num_sessions
+        self._listener = Listener(
+            sock, loop, "staging", limit, lambda: self.num_streams, self._take
+        )
+
+    @property
+    def num_streams(self) -> int:
+        """Visitors that are connected, or for whom a copy is in hand."""
+        return len(self._sessions)
+
+    def _take(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._sessions.add(OwnerSession(self, sock, self._credentials.accept()))
+
+    def fence(self, identity: PeerIdentity, then: Callable[[], None]) -> None:
+        """End the named earlier sessions of this engine; `then` is called when no copy of theirs is
+        in hand.
+        """
+        former = [
+            session
+            for session in self._sessions
+            if session.identity is not None
+            and session.identity.engine_id == identity.engine_id
+            and session.identity.connection_id in identity.fenced
+        ]
+        for session in former:
+            session.close()
+        left = [session for session in former if session.num_copying]
+
+        def look() -> None:
+            if not any(session.num_copying for session in left):
+                then()
+
+        for session in left:
+            session.on_idle = look
+        if not left:
+            then()
+
+    def forget(self, session: OwnerSession) -> None:
+        """A session has ended and nothing of it is in hand."""
+        self._sessions.discard(session)
+
+    def close(self) -> None:
+        """Refuse visitors and end what they have opened; copies in hand still end."""
+        self._listener.close()
+        for session in list(self._sessions):
+            session.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a window is lost or held by nobody."""
+        self.windows.check_integrity()
+        held = [slot for session in self._sessions for slot in session.slots()]
+        assert len(held) == len(set(held)) == self.windows.num_held, f"windows {held}"
+
+
+class OwnerSession:
+    """One visitor's control stream and its windows."""
+
+    def __init__(self, owner: StagingOwner, sock: socket.socket, handshake: AcceptingSide) -> None:
+        self.identity: PeerIdentity | None = None
+        self.num_copying = 0
+        self.on_idle: Callable[[], None] = lambda: None
+        """Called when a copy has ended."""
+        self._owner = owner
+        self._handshake = handshake
+        self._windows: dict[int, Window] = {}
+        self._link = ControlLink(owner.loop, sock, self._on_frame, lambda _reason: self.close())
+        self._timer = owner.loop.call_later(_HANDSHAKE_S, self._on_silence)
+
+    def _on_silence(self) -> None:
+        _LOG.warning("staging peer dropped: no handshake in time")
+        self.close()
+
+    def slots(self) -> list[int]:
+        """Return the windows held for this visitor."""
+        return [window.slot for window in self._windows.values() if window.slot is not None]
+
+    # ------------------------------------------------------------ what it says
+
+    def _on_frame(self, body: bytes) -> None:
+        if self.identity is None:
+            self._on_handshake(body)
+            return
+        ask = wire.decode_ask(body)
+        if isinstance(ask, wire.AskRegion):
+            self._say(self._facts(ask.region_id))
+        elif isinstance(ask, wire.Open):
+            self._open(ask)
+        elif isinstance(ask, wire.Land):
+            self._land(ask.ticket)
+        elif isinstance(ask, wire.Drop):
+            self._drop(ask.ticket)
+        else:
+            self._sync(ask)
+
+    def _on_handshake(self, body: bytes) -> None:
+        answer = self._handshake.step(body)
+        identity = self._handshake.identity
+        if identity is not None:
+            self._timer.cancel()
+            self.identity = identity
+            self._owner.fence(identity, lambda: self._link.send(answer))
+            return
+        self._link.send(answer)
+        if self._handshake.refusal is not None:
+            _LOG.warning("staging peer refused: %s", self._handshake.refusal)
+            self.close()
+
+    def _say(self, answer: wire.Answer) -> None:
+        self._link.send(wire.encode(answer))
+
+    def _facts(self, region_id: int) -> wire.RegionFacts:
+        region = self._owner.table.get_device(region_id)
+        window_bytes = self._owner.arena.limits.slot_bytes
+        if region is None:
+            return wire.RegionFacts(region_id, HOST, [], window_bytes)
+        return wire.RegionFacts(region_id, region.device, sorted(region.protocols), window_bytes)
+
+    # ------------------------------------------------------------ windows
+
+    def _device(self, region_id: int, ranges: Sequence[tuple[int, int]]) -> DeviceRegion:
+        """Return the region, which holds the ranges. Raises RangeRefused."""
+        region = self._owner.table.get_device(region_id)
+        if region is None:
+            raise RangeRefused(f"region {region_id} is not registered")
+        for offset, length in ranges:
+            region.check(offset, length)
+        return region
+
+    def _open(self, ask: wire.Open) -> None:
+        limits = self._owner.arena.limits
+        if ask.ticket in self._windows or len(self._windows) >= limits.max_windows_asked:
+            raise ProtocolError("a visitor asks for too many windows")
+        try:
+            region = self._device(ask.region_id, ask.ranges)
+        except RangeRefused as error:
+            self._say(wire.Refused(ask.ticket, error.message))
+            return
+        window = Window(ask.ticket, region, ask.ranges, ask.is_write)
+        if window.num_bytes > limits.slot_bytes:
+            self._say(wire.Refused(ask.ticket, f"a window has {limits.slot_bytes} bytes"))
+            return
+        self._windows[ask.ticket] = window
+        got = functools.partial(self._got, window)
+        ready = functools.partial(self._owner.windows.ask, self, got)
+        if ask.is_write and not ask.settled:
+            self._settle(region, ready)
+        else:
+            ready()
+
+    def _settle(self, region: DeviceRegion, then: Callable[[], None]) -> None:
+        """Do `then`, unless the session has ended, when what the device does by itself is done."""
+
+        def settled(_error: str | None) -> None:
+            if not self._link.closed:
+                then()
+
+        region.memory.settle(self._posting(settled))
+
+    def _posting(self, act: Callable[[str | None], None]) -> Callable[[str | None], None]:
+        loop = self._owner.loop
+        return lambda error: loop.post(lambda: act(error))
+
+    def _got(self, window: Window, slot: int) -> None:
+        if window.dropped or self._link.closed:
+            self._owner.windows.release(slot)
+            self._windows.pop(window.ticket, None)
+            return
+        window.slot = slot
+        if window.is_write:
+            self._grant(window)
+        else:
+            self._copy(window, self._filled)
+
+    def _copy(self, window: Window, then: Callable[[Window, str | None], None]) -> None:
+        assert window.slot is not None
+        window.state = State.COPYING
+        self.num_copying += 1
+        self._owner.num_copying += 1
+
+        def ended(error: str | None) -> None:
+            self.num_copying -= 1
+            self._owner.num_copying -= 1
+            then(window, error)
+            if self._link.closed and not self.num_copying:
+                self._owner.forget(self)
+            self.on_idle()
+
+        view = self._owner.arena.view(window.slot, window.num_bytes, is_window=True)
+        window.region.copy(not window.is_write, window.ranges, view, self._posting(ended))
+
+    def _grant(self, window: Window) -> None:
+        assert window.slot is not None
+        window.state = State.GRANTED
+        arena = self._owner.arena
+        offset = arena.offset(window.slot, is_window=True)
+        self._say(wire.Granted(window.ticket, arena.region.region_id, offset))
+
+    def _filled(self, window: Window, error: str | None) -> None:
+        """The device's bytes lie in the window."""
+        if error is None and not window.dropped and not self._link.closed:
+            self._grant(window)
+            return
+        self._free(window)
+        if error is not None:
+            self._say(wire.Refused(window.ticket, error))
+
+    def _land(self, ticket: int) -> None:
+        window = self._windows.get(ticket)
+        if window is None or not window.is_write or window.state is not State.GRANTED:
+            raise ProtocolError("a visitor lands what it does not have")
+        self._copy(window, self._landed)
+
+    def _landed(self, window: Window, error: str | None) -> None:
+        self._free(window)
+        if error is not None:
+            self._say(wire.Refused(window.ticket, error))
+        else:
+            self._say(wire.Done(window.ticket))
+
+    def _drop(self, ticket: int) -> None:
+        window = self._windows.get(ticket)
+        if window is None:
+            return
+        window.dropped = True
+        if window.state is State.GRANTED:
+            self._free(window)
+
+    def _free(self, window: Window) -> None:
+        assert window.slot is not None
+        del self._windows[window.ticket]
+        self._owner.windows.release(window.slot)
+
+    # ------------------------------------------------------------ NICs that need no window
+
+    def _sync(self, ask: wire.Settle | wire.Flush) -> None:
+        try:
+            region = self._device(ask.region_id, ())
+        except RangeRefused as error:
+            self._say(wire.Refused(ask.ticket, error.message))
+            return
+        done = functools.partial(self._say, wire.Done(ask.ticket))
+        if isinstance(ask, wire.Settle):
+            self._settle(region, done)
+        else:
+            region.memory.flush()
+            done()
+
+    # ------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Hang up. Windows the visitor has rest a while; those being copied end with the copy."""
+        self._timer.cancel()
+        self._link.close()
+        slots, loop = self._owner.windows, self._owner.loop
+        slots.forget(self)
+        for window in list(self._windows.values()):
+            if window.state is State.COPYING:
+                continue
+            del self._windows[window.ticket]
+            if window.slot is not None:
+                slots.rest(window.slot)
+                wake = functools.partial(slots.wake, window.slot)
+                loop.call_later(self._owner.arena.limits.rest_s, wake)
+        if not self.num_copying:
+            self._owner.forget(self)

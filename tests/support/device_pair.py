@@ -1,0 +1,118 @@
+"""Two transfer engines whose memory may lie on devices, over any protocol."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+
+from mooncake.base.clock import Clock, MonotonicClock
+from mooncake.transfer.backends.inproc import InprocFabric
+from mooncake.transfer.engine import Op, TransferBatch, TransferOp
+from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.regions import AnyRegion, DeviceRegion
+from mooncake.transfer.router import RoutedTransfer
+from mooncake.transfer.staging.arena import StagingLimits
+from mooncake.transfer.staging.stager import Stager
+from tests.support.fake_device import FakeDeviceMemory
+
+LIMITS = StagingLimits(
+    slot_bytes=4096, num_slots=2, num_windows=3, num_windows_asked=2, rest_s=0.05, fence_s=30.0
+)
+WAIT_S = 30.0
+
+
+class Side:
+    """One engine."""
+
+    def __init__(
+        self,
+        name: str,
+        fabric: InprocFabric,
+        protocols: Sequence[str],
+        limits: StagingLimits = LIMITS,
+        clock: Clock | None = None,
+    ) -> None:
+        config = TransferConfig(secret="s", host="h", protocols=protocols, staging=limits)
+        self.transfer: RoutedTransfer = open_transfer(
+            config, name, clock or MonotonicClock(), fabric=fabric
+        )
+        self.memories: list[FakeDeviceMemory] = []
+        self._closed = False
+
+    def device(self, num_bytes: int, seed: int = 0, **more: int) -> DeviceRegion:
+        memory = FakeDeviceMemory(num_bytes, **more)
+        memory.fill(random.Random(seed).randbytes(num_bytes))
+        self.memories.append(memory)
+        return self.transfer.register_device(memory, "pages")
+
+    def host(self, num_bytes: int, seed: int = 0) -> AnyRegion:
+        region = self.transfer.allocate(num_bytes, "host")
+        region.buffer[:] = random.Random(seed).randbytes(num_bytes)
+        return region
+
+    @property
+    def stager(self) -> Stager:
+        stager = self.transfer.stager
+        assert stager is not None
+        return stager
+
+    def in_loop(self, call: Callable[[], object]) -> None:
+        """Run `call` in the staging loop, raise what it raises."""
+        ended, errors = threading.Event(), list[BaseException]()
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:
+                errors.append(error)
+            ended.set()
+
+        self.stager.post(run)
+        assert ended.wait(WAIT_S)
+        if errors:
+            raise errors[0]
+
+    def check(self) -> None:
+        """Books of slots and windows add up, whatever is under way."""
+        if self.stager.in_use:
+            self.in_loop(self.stager.check_integrity)
+
+    def held(self) -> tuple[int, int, int]:
+        """Return (slots held, windows held, windows resting)."""
+        found: list[tuple[int, int, int]] = []
+        self.in_loop(lambda: found.append(self.stager.num_held))
+        return found[0]
+
+    def num_streams(self) -> int:
+        """Return how many streams of visitors there are."""
+        found: list[int] = []
+        self.in_loop(lambda: found.append(self.stager.num_streams))
+        return found[0]
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for memory in self.memories:
+            memory.release()
+        self.transfer.close()
+        self.transfer.check_integrity()
+        assert all(memory.num_pinned == 0 for memory in self.memories)
+        for memory in self.memories:
+            memory.close()
+
+
+def content(region: AnyRegion) -> bytes:
+    """Return all bytes of a region, by no way of the engine's."""
+    if isinstance(region, DeviceRegion):
+        assert isinstance(region.memory, FakeDeviceMemory)
+        return region.memory.content()
+    return bytes(region.buffer)
+
+
+def batch(
+    side: Side, op: Op, ops: Sequence[TransferOp], deadline_s: float | None = None
+) -> TransferBatch:
+    """Return a batch with `side` as the peer."""
+    return TransferBatch(op=op, peer=side.transfer.segment, ops=list(ops), deadline_s=deadline_s)
