@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from mooncake.base import ConfigError
 from mooncake.bench.endpoint import Output
+from mooncake.telemetry.stats import percentile
 
 GOODPUT_NAMES = ("ttft", "tpot", "e2el")
 
@@ -86,21 +87,13 @@ def metrics_of(
 
 def spread(values_s: Sequence[float], percentiles: Sequence[float]) -> Spread:
     """Return the distribution of `values_s` (seconds) in milliseconds; zeros when empty."""
-    values = sorted(value * 1000 for value in values_s) or [0.0]
+    values = [value * 1000 for value in values_s] or [0.0]
     return Spread(
         mean=statistics.fmean(values),
         median=percentile(values, 50),
         std=statistics.pstdev(values),
         percentiles=[(p, percentile(values, p)) for p in percentiles],
     )
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of ascending values, interpolated between the two next to it."""
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = math.ceil(place)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:

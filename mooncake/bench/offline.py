@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mooncake.bench.metrics import percentile
 from mooncake.bench.samples import Sample
+from mooncake.telemetry.stats import percentile
 
 Generate = Callable[[Sequence[Sample]], int]
 """Runs all samples at once to their full length and returns how many tokens were made."""
@@ -65,8 +65,7 @@ class Latency:
 
     @property
     def percentiles(self) -> dict[int, float]:
-        ordered = sorted(self.seconds)
-        return {percent: percentile(ordered, percent) for percent in PERCENTILES}
+        return {percent: percentile(self.seconds, percent) for percent in PERCENTILES}
 
     def lines(self) -> list[str]:
         """Return the printed result."""

@@ -69,7 +69,7 @@ class Recent:
 
     def __init__(self) -> None:
         self._live: dict[str, tuple[Accepted, float]] = {}
-        """With the time of the last token."""
+        """Requests accepted and not yet finished, with the time of the last token."""
         self._ttft_s: _Samples[float] = _Samples()
         self._gap_s: _Samples[float] = _Samples()
         self._prompts: _Samples[tuple[int, int]] = _Samples()
@@ -77,20 +77,15 @@ class Recent:
         """(whole second, tokens in it): a busy gateway brings more events than any list holds."""
         self._refusals: deque[Refused] = deque(maxlen=MAX_REFUSALS)
 
-    @property
-    def num_live(self) -> int:
-        """Requests accepted and not yet finished."""
-        return len(self._live)
-
     def record(self, event: AnyEvent) -> None:
         """Take note of `event`; those that do not matter here are ignored."""
         match event:
-            case Tokens():
-                self._on_tokens(event)
             case Accepted():
                 self._live[event.request_id] = (event, event.at_s)
             case FirstToken():
                 self._on_first_token(event)
+            case Tokens():
+                self._on_tokens(event)
             case Finished():
                 self._live.pop(event.request_id, None)
             case Refused():

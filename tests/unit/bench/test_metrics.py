@@ -5,12 +5,10 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mooncake.base import ConfigError
 from mooncake.bench.endpoint import Output
-from mooncake.bench.metrics import metrics_of, parse_goodput, percentile, spread
+from mooncake.bench.metrics import metrics_of, parse_goodput, spread
 
 
 def output(start_s: float, ttft_s: float, itls_s: list[float], **more: object) -> Output:
@@ -85,11 +83,3 @@ def test_nothing_finished_gives_zeros() -> None:
     assert (metrics.num_good, metrics.max_output_tokens_per_s) == (0, 0)
     assert metrics.spreads["ttft"] == spread([], [99])
     assert spread([], [99]).percentiles == [(99, 0.0)]
-
-
-@given(st.lists(st.floats(0, 100), min_size=2, max_size=50))
-def test_percentiles_agree_with_the_standard_library(values: list[float]) -> None:
-    ordered = sorted(values)
-    cuts = statistics.quantiles(ordered, n=100, method="inclusive")
-    for percent, expected in zip(range(1, 100), cuts, strict=True):
-        assert percentile(ordered, percent) == pytest.approx(expected, abs=1e-9)

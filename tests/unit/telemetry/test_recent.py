@@ -78,4 +78,4 @@ def test_events_of_unknown_requests_are_ignored_and_nothing_is_left_of_finished_
     for number in range(MAX_SAMPLES + 10):
         run(recent, f"r{number}", 1.0, 2.0)
     assert recent.status(3.0).num_prompt_tokens == 100 * MAX_SAMPLES
-    assert recent.num_live == 0
+    assert not recent._live
