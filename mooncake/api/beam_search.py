@@ -9,7 +9,6 @@ answers as the events of ordinary requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
 import msgspec
 
@@ -141,12 +140,7 @@ class BeamStream:
     async def __aenter__(self) -> BeamStream:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         return None  # a step aborts its own requests
 
     async def batch(self) -> list[OutputEvent]:

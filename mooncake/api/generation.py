@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 import msgspec
 
@@ -291,13 +290,8 @@ class Call:
         await self._stream.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._stream.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: object) -> None:
+        await self._stream.__aexit__(*error)
 
     def fail(self, error: MooncakeError) -> None:
         """End the call from outside: whoever waits for deltas gets `error`."""
