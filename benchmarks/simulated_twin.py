@@ -1,9 +1,11 @@
 """The simulated twin of a live cluster: the same machines, settings and knowledge, on a model of
-this machine that is made from its profile and from the warm-up, not from what is to be predicted.
+this machine that is made from its profile and from rehearsals (other requests of the same kind,
+just before and just after, as machines drift), not from what is to be predicted.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +16,7 @@ import msgspec
 from mooncake.base import CostSample, GenerateRequest, Role, WorkerHello, WorkerRef
 from mooncake.base.messages import LoadReport
 from mooncake.decode.worker import DecodeWorker
+from mooncake.engine.plan import StepPlan
 from mooncake.launch import machine_facts
 from mooncake.launch.plan import ServePlan
 from mooncake.launch.process import WorkerSettings
@@ -28,6 +31,9 @@ from mooncake.transfer.engine import Region
 
 START_S = 1.0
 CROWDINGS = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0)
+NUM_TURNS = 2
+"""Of finding paces: a slower step also makes a longer queue."""
+MOST_PACE = 8.0
 ENGINES = (Role.PREFILL, Role.DECODE)
 
 Steps = dict[str, list[CostSample]]
@@ -50,6 +56,13 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
     request: GenerateRequest
 
 
+class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that were served, and what came of them."""
+
+    played: list[Played]
+    outcomes: dict[str, Outcome]
+
+
 class Known(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured of a live cluster before the trace begins."""
 
@@ -58,10 +71,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     alone: Steps
     """Steps of requests that were served one at a time."""
     all: Steps
-    """All steps of the warm-up, in order."""
-    bursts: list[Played]
-    outcomes: dict[str, Outcome]
-    """Of the bursts."""
+    """All steps before the trace, in order: what the Conductor has heard of."""
     message_s: float
     """One way, from machine to machine, handling included."""
     between_s: float
@@ -88,11 +98,42 @@ class TwinWorld(World):
         return msgspec.structs.replace(hello, profile=self._profiles[spec.worker_id])
 
 
+class Tuning(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rehearsal showed."""
+
+    crowding: float = 1.0
+    """How much engines at work slow each other down, beyond having to share cores."""
+    prefill_pace: float = 1.0
+    """Seconds of a step under load, for one of a step that ran alone."""
+    decode_pace: float = 1.0
+
+    def pace(self, role: Role) -> float:
+        """Return that of a role."""
+        return self.prefill_pace if role is Role.PREFILL else self.decode_pace
+
+
+class PacedCost:
+    """Implements `sim.runner.StepCost`: another's seconds times `pace`."""
+
+    def __init__(self, cost: ProfiledCost, pace: float) -> None:
+        self._cost = cost
+        self._pace = pace
+
+    def seconds(self, plan: StepPlan) -> float:
+        """Return the duration of `plan` in seconds."""
+        return self._pace * self._cost.seconds(plan)
+
+
 class Twin:
     """Simulates the cluster of `settings`."""
 
     def __init__(
-        self, plan: ServePlan, settings: Sequence[WorkerSettings], known: Known, seed: int
+        self,
+        plan: ServePlan,
+        settings: Sequence[WorkerSettings],
+        known: Known,
+        rehearsals: Sequence[Rehearsal],
+        seed: int,
     ) -> None:
         self._plan = plan
         self._num_cores = machine_facts.num_cores()
@@ -108,19 +149,44 @@ class Twin:
             )
             for role in ENGINES
         }
-        self.crowding = 1.0
-        self.crowding = min(CROWDINGS, key=self._miss)
+        self.tuning = self._tune(rehearsals)
 
-    def _miss(self, crowding: float) -> float:
-        """Return how far the gaps of the warm-up's bursts are missed with this much crowding."""
-        self.crowding = crowding
-        simulated = self.play(self._known.bursts, {})
-        live = self._known.outcomes
-        ratios = [
-            statistics.mean(simulated[name].gaps_s) / statistics.mean(live[name].gaps_s)
-            for name in live
-        ]
-        return abs(statistics.median(ratios) - 1)
+    def _tune(self, rehearsals: Sequence[Rehearsal]) -> Tuning:
+        """Return what misses the rehearsals least. For every crowding paces are set so that neither
+        first tokens nor gaps come too early or too late on the whole.
+        """
+        tried = []
+        for crowding in CROWDINGS:
+            tuning = Tuning(crowding=crowding)
+            for _ in range(NUM_TURNS):
+                ttft, gap = (
+                    statistics.median(ratios) for ratios in self._rehearse(rehearsals, tuning)
+                )
+                tuning = Tuning(
+                    crowding=crowding,
+                    prefill_pace=min(ttft * tuning.prefill_pace, MOST_PACE),
+                    decode_pace=min(gap * tuning.decode_pace, MOST_PACE),
+                )
+            miss = sum(
+                statistics.median(abs(math.log(ratio)) for ratio in ratios)
+                for ratios in self._rehearse(rehearsals, tuning)
+            )
+            tried.append((miss, tuning))
+        return min(tried, key=lambda one: one[0])[1]
+
+    def _rehearse(
+        self, rehearsals: Sequence[Rehearsal], tuning: Tuning
+    ) -> tuple[list[float], list[float]]:
+        """Return live / simulated of each request: its first token, its mean gap."""
+        self.tuning = tuning
+        ttfts, gaps = [], []
+        for one in rehearsals:
+            simulated = self.play(one.played, self._known.all)
+            for name, live in one.outcomes.items():
+                other = simulated[name]
+                ttfts.append(live.ttft_s / other.ttft_s)
+                gaps.append(statistics.mean(live.gaps_s) / statistics.mean(other.gaps_s))
+        return ttfts, gaps
 
     def play(self, wanted: Sequence[Played], knowledge: Steps) -> dict[str, Outcome]:
         """Return what becomes of the requests; the Conductor has seen the steps in `knowledge`."""
@@ -165,10 +231,11 @@ class Twin:
             deliver: Callable[[msgspec.Struct], None],
         ) -> SharedRunner:
             del pages
-            cores[:] = cores or [SharedCores(heap, self._num_cores, self.crowding)]
+            cores[:] = cores or [SharedCores(heap, self._num_cores, self.tuning.crowding)]
             layers = plan.layout.num_layers
             return SharedRunner(
-                heap, self._costs[spec.role], deliver, cores[0],
+                heap, PacedCost(self._costs[spec.role], self.tuning.pace(spec.role)), deliver,
+                cores[0],
                 between_s=known.between_s, num_layers=layers, num_layer_reports=layers,
             )  # fmt: skip
 

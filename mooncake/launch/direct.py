@@ -101,7 +101,7 @@ class DirectEngine:
         return self._engine.config
 
     def time_step(self, shape: Shape) -> CostSample:
-        """Run one step of a size twice and return how long the second took. Leaves nothing behind.
+        """Run one step of a size a few times and return the shortest. Leaves nothing behind.
 
         Raises:
             InternalError: the step failed.

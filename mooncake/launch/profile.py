@@ -17,6 +17,10 @@ from mooncake.engine.ports import PolledRunner
 
 BUDGET_S = 2.0
 """No further step is started after this long; the first two always run."""
+NUM_PASSES = 2
+"""Over all shapes, where there is time: many costs are only paid once (a weight's first touch, the
+allocator's first block of a size), so the shorter of two runs counts.
+"""
 STEP_TIMEOUT_S = 120.0
 NUM_TOKENS = 97
 """Distinct tokens of the profile's prompts; every vocabulary holds as many."""
@@ -54,9 +58,10 @@ def shapes_for(role: Role, config: EngineConfig) -> list[Shape]:
 def profile(
     runner: PolledRunner, shapes: Sequence[Shape], config: EngineConfig, clock: Clock
 ) -> list[CostSample]:
-    """Run `shapes` one after the other and return how long each took.
+    """Run `shapes` one after the other, then again; return how long each took at best.
 
-    The first is run once more before, untimed: it pays for what is only paid once.
+    The first is run once more before, untimed: where there is no time for a second pass, what comes
+    after it has been paid for in part.
 
     Raises:
         InternalError: a step failed, or did not end.
@@ -64,18 +69,23 @@ def profile(
     if not shapes:
         return []
     started_s = clock.now()
-    samples: list[CostSample] = []
-    plans = _plans([shapes[0], *shapes], config)
-    for number, (shape, plan) in enumerate(zip([shapes[0], *shapes], plans, strict=True)):
-        if number > 2 and clock.now() - started_s > BUDGET_S:
+    best: dict[int, float] = {}
+    numbers = [0, *list(range(len(shapes))) * NUM_PASSES]
+    plans = _plans([shapes[number] for number in numbers], config)
+    for turn, (number, plan) in enumerate(zip(numbers, plans, strict=True)):
+        if turn > 2 and clock.now() - started_s > BUDGET_S:
             break
         seconds = _run(runner, plan)
         last = plan
-        sequences, new, before = shape
-        if number > 0:
-            samples.append(CostSample(sequences * new, sequences * before, sequences, seconds))
+        if turn > 0:
+            best[number] = min(seconds, best.get(number, seconds))
     _run(runner, _closing(last))
-    return samples
+    return [_sample(shapes[number], seconds) for number, seconds in best.items()]
+
+
+def _sample(shape: Shape, seconds: float) -> CostSample:
+    sequences, new, before = shape
+    return CostSample(sequences * new, sequences * before, sequences, seconds)
 
 
 def _plans(shapes: Sequence[Shape], config: EngineConfig) -> Iterator[StepPlan]:
