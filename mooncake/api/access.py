@@ -37,6 +37,38 @@ def unlimited_keys(keys: Sequence[str]) -> list[ApiKey]:
     ]
 
 
+class Keyring:
+    """The accounts of all keys. What a key has used and who runs under it stay with it when the
+    keys change; calls of a key that is taken out may finish.
+    """
+
+    def __init__(self, fixed: Sequence[ApiKey], keys: Sequence[ApiKey]) -> None:
+        """`fixed` are let in whatever the others change to."""
+        self._fixed = fixed
+        self._accounts: dict[bytes, Account] = {}
+        self.replace(keys)
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def replace(self, keys: Sequence[ApiKey]) -> None:
+        """Let in these keys from now on, and no others but the fixed ones."""
+        before, self._accounts = self._accounts, {}
+        for key in (*self._fixed, *keys):
+            account = self._accounts[key.digest] = before.get(key.digest) or Account(key)
+            account.change(key)
+
+    def find(self, key: bytes) -> Account | None:
+        """Return the account of a key as it came on the wire, None where it is not one of ours."""
+        digest = hashlib.sha256(key).digest()
+        # All keys are compared, each in constant time: the time tells nothing about any of them.
+        found = None
+        for account in self._accounts.values():
+            if hmac.compare_digest(digest, account.key.digest):
+                found = account
+        return found
+
+
 class Access:
     """Checks the key and its limits, names the request, echoes `X-Request-Id` on every reply.
 
@@ -47,13 +79,13 @@ class Access:
     def __init__(
         self,
         app: ASGIApp,
-        keys: Sequence[ApiKey],
+        keyring: Keyring,
         ids: IdSource,
         clock: Clock,
         recorder: Recorder,
     ) -> None:
         self._app = app
-        self._accounts = [Account(key) for key in keys]
+        self._keyring = keyring
         self._ids = ids
         self._clock = clock
         self._recorder = recorder
@@ -74,7 +106,7 @@ class Access:
             await send(message)
 
         account = None
-        if self._accounts and not _is_open(scope):
+        if len(self._keyring) and not _is_open(scope):
             account = self._account(headers)
             if account is None:
                 error = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
@@ -111,13 +143,7 @@ class Access:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = headers.get("x-api-key", "")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # as it came on the wire
-        # All keys are compared, each in constant time: the time tells nothing about any of them.
-        found = None
-        for account in self._accounts:
-            if hmac.compare_digest(digest, account.key.digest):
-                found = account
-        return found
+        return self._keyring.find(key.strip().encode("latin-1"))
 
 
 def _is_open(scope: Scope) -> bool:

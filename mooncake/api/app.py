@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mooncake import __version__
-from mooncake.api.access import Access, unlimited_keys
+from mooncake.api.access import Access, Keyring, unlimited_keys
 from mooncake.api.backend import Backend
 from mooncake.api.config import ApiConfig
 from mooncake.api.door import Door
@@ -88,7 +88,8 @@ def create_app(
     recorder: Recorder | None = None,
     recent: Callable[[], Any] | None = None,
 ) -> FastAPI:
-    """Return the ASGI application; its `state.door` is the `Door`, which explains `recent`.
+    """Return the ASGI application; its `state.door` is the `Door`, which explains `recent`, its
+    `state.keyring` the `Keyring` of who may come in.
 
     `recorder` is told of requests that are refused here already, on `clock`.
     """
@@ -102,6 +103,7 @@ def create_app(
         openapi_url="/openapi.json" if config.docs else None,
     )
     app.state.door = door
+    app.state.keyring = keyring = Keyring(unlimited_keys(config.api_keys), config.keys)
     for routes in _ROUTES:
         app.include_router(routes(door))
     app.add_exception_handler(MooncakeError, _on_mooncake_error)
@@ -110,7 +112,7 @@ def create_app(
     app.add_exception_handler(Exception, _on_unexpected_error)
     app.add_middleware(
         Access,
-        keys=[*unlimited_keys(config.api_keys), *config.keys],
+        keyring=keyring,
         ids=ids,
         clock=clock or MonotonicClock(),
         recorder=recorder or Recorders(),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +23,10 @@ class Backend(Protocol):
     @property
     def ready(self) -> bool:
         """Whether a request would be placed now: workers are there and nobody drains."""
+
+    @property
+    def missing(self) -> Sequence[str]:
+        """Roles of which a request would need a worker now and there is none."""
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         """Start a request; a refusal comes as its `FinalEvent`."""
@@ -46,12 +49,7 @@ class EventSource(Protocol):
 
     async def __aenter__(self) -> EventSource: ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    async def __aexit__(self, *error: object) -> None: ...
 
     async def batch(self) -> list[OutputEvent]:
         """Return the events that came since the last call, waiting for the first; [] at the end."""
@@ -96,12 +94,7 @@ class EventStream:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._abort_open()
 
     async def batch(self) -> list[OutputEvent]:

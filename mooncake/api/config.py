@@ -42,6 +42,8 @@ class ApiConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     """0 = any free port, told to the `ready` callback."""
+    gateway_id: str = ""
+    """This gateway's name in its cluster."""
     served_model_names: tuple[str, ...] = ()
     """Names that `model` may have, the first is reported back; empty = those of the model."""
     api_keys: tuple[str, ...] = ()

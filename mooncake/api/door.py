@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from mooncake.api.generation import Call, Choice, TextOptions
 from mooncake.api.guard import Guard
 from mooncake.api.message_parser import THINK_MARKERS, TOOL_MARKERS, Marker, find_markers
 from mooncake.api.model import ServedModel
-from mooncake.api.sampling import choice_seed, request_priority
+from mooncake.api.sampling import check_sequences, choice_seed, request_priority
 from mooncake.api.schema.fields import GenerationFields, SharedFields
 from mooncake.base import (
     GenerateRequest,
@@ -77,10 +78,19 @@ class Door:
         self._ids = ids or SystemIds()
         self._wall_s = wall_s
         self._calls: set[Call] = set()
+        self._call_ended = asyncio.Event()
 
     @property
     def ready(self) -> bool:
         return not self.draining and self.backend.ready
+
+    @property
+    def not_ready(self) -> Unavailable:
+        """What keeps a request from being served now."""
+        if self.draining:
+            return self._shutting_down()
+        workers = " and ".join(f"no {role} worker" for role in self.backend.missing)
+        return Unavailable(f"not ready: {workers or 'no worker'} takes requests")
 
     def drain(self) -> None:
         """Take no new calls, and let those go who listen without end."""
@@ -140,26 +150,21 @@ class Door:
     ) -> Call:
         """Make the sequences of a call: `n` for each prompt, prompt by prompt.
 
-        Two calls may carry the same id of a client's choice, so the ids that the cluster sees end
-        in a random part.
+        Two calls may carry the same id of a client's choice, here or at another gateway, so the
+        ids that the cluster sees end in the gateway's name and a random part.
         """
         if self.draining:
-            raise Unavailable("the server is shutting down", retry_after_s=self.config.drain_s)
+            raise self._shutting_down()
         if fields.use_beam_search and any(sampling.grammar for _, sampling in prompts):
             raise InvalidRequest(
                 "use_beam_search: not together with tools or a form of the answer",
                 param="use_beam_search",
             )
+        check_sequences(len(prompts), fields, self.config)
         width = max(fields.n or 1, fields.best_of or 1)
         n = (fields.n or 1) if fields.use_beam_search else width
-        if len(prompts) * width > self.config.max_sequences:
-            raise InvalidRequest(
-                f"{len(prompts)} prompts with n={width} are more than {self.config.max_sequences} "
-                "sequences in one call",
-                param="prompt" if width == 1 else "n",
-            )
         seed = self._ids.integer(64) if fields.seed is None else fields.seed
-        base = f"{call_id}-{self._ids.hex(4)}"
+        base = "-".join(filter(None, (call_id, self.config.gateway_id, self._ids.hex(4))))
         requests: list[GenerateRequest] = []
         for tokens, sampling in prompts:
             for _ in range(n):
@@ -193,6 +198,18 @@ class Door:
 
     def closed(self, call: Call) -> None:
         self._calls.discard(call)
+        self._call_ended.set()
+
+    async def calls_ended(self, limit_s: float) -> None:
+        """Return when no call is running, or after `limit_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._calls:
+                    self._call_ended.clear()
+                    await self._call_ended.wait()
+
+    def _shutting_down(self) -> Unavailable:
+        return Unavailable("the server is shutting down", retry_after_s=self.config.drain_s)
 
     @property
     def num_calls(self) -> int:

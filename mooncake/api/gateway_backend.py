@@ -32,6 +32,9 @@ class Status(Protocol):
     @property
     def ready(self) -> bool: ...
 
+    @property
+    def missing(self) -> Sequence[str]: ...
+
 
 class GatewayMachine(Protocol):
     """The part of `scheduler.gateway.Gateway` that is used here."""
@@ -103,6 +106,10 @@ class GatewayBackend:
         if self._loop is None or self._draining:
             return False
         return self._gateway.status(self._clock.now()).ready
+
+    @property
+    def missing(self) -> Sequence[str]:
+        return self._gateway.status(self._clock.now()).missing
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         self._gateway.submit(request, sink, self._clock.now())

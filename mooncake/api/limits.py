@@ -53,8 +53,16 @@ class Account:
     def __init__(self, key: ApiKey) -> None:
         self.key = key
         self.num_running = 0
-        self._requests = Budget(key.requests_per_min) if key.requests_per_min else None
-        self._tokens = Budget(key.tokens_per_min) if key.tokens_per_min else None
+        self._requests = _budget(key.requests_per_min)
+        self._tokens = _budget(key.tokens_per_min)
+
+    def change(self, key: ApiKey) -> None:
+        """Have other limits from now on; a budget that did not change goes on as it is."""
+        if key.requests_per_min != self.key.requests_per_min:
+            self._requests = _budget(key.requests_per_min)
+        if key.tokens_per_min != self.key.tokens_per_min:
+            self._tokens = _budget(key.tokens_per_min)
+        self.key = key
 
     def enter(self, now: float) -> None:
         """Take a permit for one request, or none at all; `leave` gives it back.
@@ -97,3 +105,7 @@ class Account:
         """Count tokens of prompts or answers."""
         if self._tokens is not None:
             self._tokens.spend(num_tokens, now)
+
+
+def _budget(per_min: int | None) -> Budget | None:
+    return Budget(per_min) if per_min else None

@@ -92,9 +92,9 @@ async def serve(
 ) -> None:
     """Serve `app` until `stop` is set, then drain.
 
-    `ready` is called with host and port once connections are accepted. On `stop` no new
-    connections or requests are taken, running ones get `config.drain_s`, what is left then ends
-    with a 503 error.
+    `ready` is called with host and port once connections are accepted. On `stop` running calls
+    get `config.drain_s`, what is left then ends with a 503 error. Meanwhile connections are still
+    taken and new calls refused with 503: who balances load needs a moment to hear of it.
     """
     door: Door = app.state.door
     listener = listener or bind(config)
@@ -122,11 +122,14 @@ async def serve(
             host, port = listener.getsockname()[:2]
             ready(host, port)
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        door.drain()
+        end_s = asyncio.get_running_loop().time() + config.drain_s
+        await door.calls_ended(config.drain_s)
         for accepting in server.servers:  # at once, not at the server's next look around
             accepting.close()
-        door.drain()
         server.should_exit = True
-        done, _ = await asyncio.wait({running}, timeout=config.drain_s)
+        left_s = max(0.0, end_s - asyncio.get_running_loop().time())
+        done, _ = await asyncio.wait({running}, timeout=left_s)
         if not done:
             _log.warning("ending %d calls that did not finish in time", door.num_calls)
             door.fail_all(Unavailable("the server is shutting down", retry_after_s=1.0))

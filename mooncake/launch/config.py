@@ -13,7 +13,7 @@ import yaml
 from mooncake.base import ConfigError
 from mooncake.launch import options
 from mooncake.launch.options import flag, nearest
-from mooncake.launch.settings import ServeConfig
+from mooncake.launch.settings import LIMITS, ServeConfig
 
 ENVIRONMENT = {"api_key": "MOONCAKE_API_KEY", "cluster_secret": "MOONCAKE_CLUSTER_SECRET"}
 """The secrets, and the variable each may come from."""
@@ -117,24 +117,12 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
 
     both("kv_cache_memory_bytes", "num_gpu_blocks_override", "both say how many KV pages there are")
     if config.colocated:
-        for name in ("prefill", "decode", "role", "join", "ray_address"):
+        for name in ("prefill", "decode", "role", "join", "ray_address", "headless"):
             both("colocated", name, "colocated is one process with one engine")
-    alone = config.role == "kvstore" and not config.joins_by_ray
-    if alone and config.cluster_secret is None:
-        raise ConfigError(
-            "cluster-secret: a pool standing alone needs one, for its clients to prove: "
-            "--cluster-secret or MOONCAKE_CLUSTER_SECRET"
-        )
-    if config.cluster_secret and not config.cluster_secret.isascii():
-        raise ConfigError("cluster-secret: only ASCII characters can travel in a header")
-    if (config.role is None) != (config.join is None) and not alone:
-        missing = "join HOST:PORT" if config.join is None else "role prefill|decode|kvstore"
-        raise ConfigError(f"role and join belong together: add --{missing}")
-    if config.role not in (None, "kvstore") and not config.joins_by_ray:
-        raise ConfigError(f"join: {config.join} is a pool; only --role kvstore can join it")
-    if config.joins_by_ray:
+    _check_roles(config, written)
+    if config.joins_by_ray and config.role != "gateway":
         return
-    if not config.model:
+    if not config.model and config.role != "gateway":
         raise ConfigError(
             "no model: give a checkpoint directory, e.g. mooncake serve checkpoints/k2-small "
             "(`mooncake model init` writes one)"
@@ -146,3 +134,36 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
         raise ConfigError("ssl-cert-reqs: say whose certificates: --ssl-ca-certs FILE")
     if config.api_key and any(not key.isascii() for key in config.api_key):
         raise ConfigError("api-key: only ASCII characters can travel in a header")
+
+
+def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
+    if config.headless:
+        if config.role is not None:
+            raise ConfigError("headless: only the process that looks after a cluster has no door")
+    elif config.decode == 0:
+        raise ConfigError("decode: must be at least 1, unless decode workers join: --headless")
+    alone = config.role == "kvstore" and not config.joins_by_ray
+    if alone and config.cluster_secret is None:
+        raise ConfigError(
+            "cluster-secret: a pool standing alone needs one, for its clients to prove: "
+            "--cluster-secret or MOONCAKE_CLUSTER_SECRET"
+        )
+    if config.cluster_secret and not config.cluster_secret.isascii():
+        raise ConfigError("cluster-secret: only ASCII characters can travel in a header")
+    if (config.role is None) != (config.join is None) and not alone:
+        missing = "join HOST:PORT" if config.join is None else "role prefill|decode|kvstore|gateway"
+        raise ConfigError(f"role and join belong together: add --{missing}")
+    if config.role not in (None, "kvstore") and not config.joins_by_ray:
+        raise ConfigError(f"join: {config.join} is a pool; only --role kvstore can join it")
+    if config.role == "gateway":
+        _check_gateway(written)
+
+
+def _check_gateway(written: Mapping[str, object]) -> None:
+    """Refuse what is not for one gateway to decide: all of a cluster place requests alike."""
+    for name, (option, _) in options.options_of(ServeConfig).items():
+        if option.group == LIMITS and name in written:
+            raise ConfigError(
+                f"{flag(name)}: a gateway that joins places requests as its cluster does; set it "
+                "where the cluster is started"
+            )

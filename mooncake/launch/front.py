@@ -6,8 +6,11 @@ The same for every layout; where the workers are is the caller's business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import signal
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from mooncake.api import (
@@ -19,18 +22,19 @@ from mooncake.api import (
     create_app,
     serve,
 )
-from mooncake.base import Clock, IdSource, MonotonicClock, SystemIds, Unavailable, WorkerRef
-from mooncake.launch.key_file import read_keys
+from mooncake.base import Clock, IdSource, MonotonicClock, Role, SystemIds, Unavailable, WorkerRef
+from mooncake.launch.key_file import KeyFile, follow, read_keys
 from mooncake.launch.plan import ServePlan
 from mooncake.launch.settings import ServeConfig
 from mooncake.rpc.channel import PolledChannel
 from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.gateway import Gateway
-from mooncake.telemetry.events import Recorders
+from mooncake.telemetry.events import Recorders, WorkerJoined
 from mooncake.telemetry.metrics import Metrics
 from mooncake.telemetry.recent import Recent
 
 GATEWAY_ID = "gateway"
+"""Of the first gateway of a cluster."""
 
 
 class Front:
@@ -44,7 +48,10 @@ class Front:
         *,
         ids: IdSource | None = None,
         clock: Clock | None = None,
+        gateway_id: str = GATEWAY_ID,
+        peers: Sequence[str] = (),
     ) -> None:
+        """`peers`: addresses of other gateways of the cluster."""
         ids = ids or SystemIds()
         self._clock = clock or MonotonicClock()
         self._metrics = Metrics(model_name)
@@ -53,13 +60,15 @@ class Front:
         self._recorders = recorders
         self.channel = channel
         self._app: Any = None
+        self.gateway_id = gateway_id
         self.gateway = Gateway(
             plan.scheduler,
-            WorkerRef(GATEWAY_ID, ids.hex(8), channel.address),
+            WorkerRef(gateway_id, ids.hex(8), channel.address),
             Conductor(plan.scheduler, ids),
             channel,
             ids,
             recorders,
+            peers,
         )
         self.backend = GatewayBackend(
             self.gateway,
@@ -91,19 +100,52 @@ class Front:
         ready: Callable[[str, int], None],
     ) -> None:
         """Serve HTTP on `listener` until `stop`, then drain. `ready` is told the address."""
+        door = dataclasses.replace(api_config(config), gateway_id=self.gateway_id)
         self._app = create_app(
             self.backend,
             model,
-            api_config(config),
+            door,
             clock=self._clock,
             recorder=self._recorders,
             recent=lambda: self._recent.status(self._clock.now()),
         )
+        with self._driven():
+            following = self._follow_keys(config)
+            try:
+                await serve(self._app, door, stop=stop, ready=ready, listener=listener)
+            finally:
+                if following is not None:
+                    following.cancel()
+
+    async def attend(self, stop: asyncio.Event) -> None:
+        """Know workers and other gateways until `stop`, without a door: nothing is asked here."""
+        with self._driven():
+            await stop.wait()
+
+    @contextlib.contextmanager
+    def _driven(self) -> Iterator[None]:
+        self._recorders.record(
+            WorkerJoined(
+                worker_id=self.gateway_id,
+                at_s=self._clock.now(),
+                role=Role.GATEWAY,
+                num_blocks=0,
+            )
+        )
         self.backend.start()
         try:
-            await serve(self._app, api_config(config), stop=stop, ready=ready, listener=listener)
+            yield
         finally:
             self.backend.stop()
+
+    def _follow_keys(self, config: ServeConfig) -> asyncio.Task[None] | None:
+        """Read the file of keys again when it changes, and on SIGHUP."""
+        if config.api_keys_file is None:
+            return None
+        asked = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
+        keyring = self._app.state.keyring
+        return asyncio.create_task(follow(KeyFile(config.api_keys_file), asked, keyring.replace))
 
 
 def api_config(config: ServeConfig) -> ApiConfig:

@@ -1,9 +1,16 @@
-"""Reads `--api-keys-file`: a YAML list of keys, each with its name, tenant and limits."""
+"""Reads `--api-keys-file`: a YAML list of keys, each with its name, tenant and limits; again when
+it changes. A server that runs keeps the keys it has when the new ones cannot be read.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
+import logging
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +23,56 @@ from mooncake.launch.options import nearest
 LIMITS = ("requests_per_min", "tokens_per_min", "max_concurrent")
 FIELDS = ("name", "key", "sha256", "tenant", *LIMITS)
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+LOOK_S = 2.0
+"""How often the file is looked at."""
+
+_log = logging.getLogger(__name__)
+
+
+class KeyFile:
+    """A file of keys that may be written anew at any time. Owns how it looked when last read."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._seen = self._look()
+
+    def newer(self, *, asked: bool = False) -> tuple[ApiKey, ...] | None:
+        """Return the keys where the file has changed, or somebody `asked`; None where it has not or
+        cannot be used: the log says so then, once.
+        """
+        looks = self._look()
+        if looks == self._seen and not asked:
+            return None
+        self._seen = looks
+        try:
+            keys = read_keys(self._path)
+        except ConfigError as error:
+            _log.error("the keys stay as they were: %s", error.message)
+            return None
+        _log.info("api-keys-file: %d keys read from %s", len(keys), self._path)
+        return keys
+
+    def _look(self) -> tuple[int, ...]:
+        """Return what changes with the file, or with the link that leads to it."""
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+async def follow(
+    file: KeyFile, asked: asyncio.Event, use: Callable[[tuple[ApiKey, ...]], None]
+) -> None:
+    """Give `use` the keys whenever they change, and when `asked`; until cancelled."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await asked.wait()
+        was_asked = asked.is_set()
+        asked.clear()
+        if (keys := file.newer(asked=was_asked)) is not None:
+            use(keys)
 
 
 def read_keys(path: str) -> tuple[ApiKey, ...]:

@@ -7,9 +7,11 @@ twice, at once by the process' descriptor on this machine, a little later by its
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import os
 import select
+import socket
 import sys
 import threading
 import time
@@ -27,14 +29,20 @@ from mooncake.base import ConfigError, MooncakeError
 from mooncake.launch import environment, machine_facts, process
 from mooncake.launch.descendants import Descendants
 from mooncake.launch.process import WorkerSettings
+from mooncake.scheduler.config import SchedulerConfig
 from mooncake.telemetry.log import configure_logging
 
 _log = logging.getLogger(__name__)
+
+_raylet: Any = importlib.import_module("ray._raylet")
+"""Ray's own client of its store; the typed ways to it all take a process into the cluster."""
 
 NAMESPACE = "mooncake"
 FACTS_KEY = b"mooncake/cluster"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray insists on one; nothing of ours is ever put there."""
+CONNECT_S = 10.0
+"""Ray's store must answer within so long."""
 AGENTS_S = 0.5
 """Ray's helpers get this long to end by themselves."""
 POLL_S = 0.2
@@ -53,6 +61,10 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
     cluster_secret: str
     worker: WorkerSettings
     """Of any engine: model, layout and limits are the same for all."""
+    scheduler: SchedulerConfig
+    """All gateways place requests alike."""
+    names: list[str]
+    """Of the model in the API."""
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
@@ -210,7 +222,26 @@ def read_facts() -> ClusterFacts:
     Raises:
         ConfigError: nobody serves in this Ray cluster.
     """
-    found = kv_get(FACTS_KEY)
+    return _decode_facts(kv_get(FACTS_KEY))
+
+
+def facts_at(address: str) -> ClusterFacts:
+    """Return what the first process of the cluster at `address` left, without taking part in Ray.
+
+    Raises:
+        ConfigError: there is no Ray cluster, or nobody serves in it.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        client = _raylet.GcsClient(address=address)
+        found = client.internal_kv_get(FACTS_KEY, None, timeout=CONNECT_S)
+    except (OSError, RayError) as error:
+        raise ConfigError(f"no Ray cluster at {address}: {error}") from error
+    return _decode_facts(found)
+
+
+def _decode_facts(found: bytes | None) -> ClusterFacts:
     if found is None:
         raise ConfigError("nobody serves in this Ray cluster; start `mooncake serve` there first")
     return msgspec.msgpack.decode(found, type=ClusterFacts)

@@ -75,12 +75,16 @@ class RayWorkers:
         self._join_address = ray_cluster.address()
         show("ray", report.READY, 1, 1)
         host = machine_facts.host_name()
-        settings = cluster_workers(config, plan, front.channel.address, self._secret, host)
+        own_address = front.channel.address
+        settings = cluster_workers(config, plan, own_address, self._secret, host)
+        any_engine = dataclasses.replace(plan, num_decodes=1)
         ray_cluster.write_facts(
             ray_cluster.ClusterFacts(
-                gateway_address=front.channel.address,
+                gateway_address=own_address,
                 cluster_secret=self._secret,
-                worker=settings[0],
+                worker=cluster_workers(config, any_engine, own_address, self._secret, host)[-1],
+                scheduler=plan.scheduler,
+                names=list(config.names),
             )
         )
         here_only = environment.is_loopback(config.bind_host)

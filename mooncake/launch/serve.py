@@ -21,12 +21,14 @@ from mooncake.api import ServedModel, load_served_model
 from mooncake.api.event_loop import run_in_loop
 from mooncake.base import IdSource, Role, SystemIds
 from mooncake.launch import environment, machine_facts, report
-from mooncake.launch.front import GATEWAY_ID, Front, listen
+from mooncake.launch.front import Front, listen
 from mooncake.launch.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.settings import ServeConfig
 from mooncake.telemetry.log import configure_logging
 
 Result = TypeVar("Result")
+Door = tuple[ServedModel, socket.socket]
+"""What is served, and where it listens."""
 
 
 class Workers(Protocol):
@@ -65,6 +67,8 @@ def serve(config: ServeConfig) -> int:
         MooncakeError: it cannot be started; nothing is left running.
     """
     machine_facts.check_system()
+    if config.role == "gateway":
+        return _serve_joined(config)
     if config.joins_by_ray:
         return _join(config)
     if config.role is not None:
@@ -73,20 +77,39 @@ def serve(config: ServeConfig) -> int:
         return pool.serve_alone(config)
     plan = make_plan(config, machine_facts.num_cores())
     check_memory(plan, machine_facts.available_bytes())
-    machine_facts.check_port(config.host, config.port)
+    if not config.headless:
+        machine_facts.check_port(config.host, config.port)
     if config.colocated:
         environment.restart_with(os.environ)
     configure_logging("gateway", sys.stderr, level=config.log_level.upper())
-    listener = listen(config)
-    with contextlib.closing(listener):
-        model = load_served_model(
-            plan.model.path, names=config.names, max_model_len=plan.model.max_model_len
-        )
-        workers, front = _make(config, plan, SystemIds())
-        try:
-            return run_in_loop(_Serving(config, front, workers, model).run(listener))
-        finally:
-            front.channel.close()
+    return _run(config, plan, lambda: _make(config, plan, SystemIds()))
+
+
+def _serve_joined(config: ServeConfig) -> int:
+    """Be one more gateway of a running cluster."""
+    environment.prepare_ray(config.bind_host)
+    from mooncake.launch.joined_gateway import JoinedCluster
+
+    cluster = JoinedCluster(config)
+    config = cluster.config
+    machine_facts.check_port(config.host, config.port)
+    configure_logging(cluster.gateway_id, sys.stderr, level=config.log_level.upper())
+    return _run(config, cluster.plan, lambda: (cluster, cluster.open()))
+
+
+def _run(config: ServeConfig, plan: ServePlan, make: Callable[[], tuple[Workers, Front]]) -> int:
+    """Take the port, open the door in front of the workers, serve; no port without a door."""
+    with contextlib.ExitStack() as opened:
+        door: Door | None = None
+        if not config.headless:
+            listener = opened.enter_context(contextlib.closing(listen(config)))
+            model = load_served_model(
+                plan.model.path, names=config.names, max_model_len=plan.model.max_model_len
+            )
+            door = model, listener
+        workers, front = make()
+        opened.callback(front.channel.close)
+        return run_in_loop(_Serving(config, front, workers, door).run())
 
 
 def _make(config: ServeConfig, plan: ServePlan, ids: IdSource) -> tuple[Workers, Front]:
@@ -116,18 +139,18 @@ class _Serving:
     """One run: door open first, workers started behind it, a signal ends both."""
 
     def __init__(
-        self, config: ServeConfig, front: Front, workers: Workers, model: ServedModel
+        self, config: ServeConfig, front: Front, workers: Workers, door: Door | None
     ) -> None:
         self._config = config
         self._front = front
         self._workers = workers
-        self._model = model
+        self._door = door
         self._console = Console(stderr=True)
         self._stop = asyncio.Event()
         self._num_signals = 0
         self._url = ""
 
-    async def run(self, listener: socket.socket) -> int:
+    async def run(self) -> int:
         """Serve until a signal; raises what went wrong otherwise."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -135,9 +158,7 @@ class _Serving:
         starting = _in_thread(loop, self._start)
         # When a signal comes first, how the start ends is nobody's concern any more.
         starting.add_done_callback(lambda future: future.exception())
-        door = asyncio.create_task(
-            self._front.serve(self._config, self._model, listener, self._stop, self._on_open)
-        )
+        door = asyncio.create_task(self._open_door())
         serving = asyncio.create_task(self._until_stopped(starting))
         try:
             await asyncio.wait({serving, door}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,17 +171,23 @@ class _Serving:
                 await _in_thread(loop, self._workers.stop)
         return 0
 
+    async def _open_door(self) -> None:
+        if self._door is None:
+            await self._front.attend(self._stop)
+        else:
+            await self._front.serve(self._config, *self._door, self._stop, self._on_open)
+
     async def _until_stopped(self, starting: asyncio.Future[list[report.WorkerRow]]) -> None:
         """Wait for the workers, tell that they serve, wait for the signal."""
         stopped = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not stopped.done():
             rows = starting.result()
-            while not (stopped.done() or self._front.knows([row.worker_id for row in rows])):
+            while not (stopped.done() or self._has_met(rows)):
                 await asyncio.sleep(JOIN_POLL_S)
             self._announce(rows)
             await stopped
-        if self._num_signals:
+        if self._num_signals and self._door is not None:
             self._console.print("stopping; running requests may finish, Ctrl-C again ends them")
 
     def _start(self) -> list[report.WorkerRow]:
@@ -171,14 +198,26 @@ class _Serving:
         scheme = "http" if self._config.ssl_certfile is None else "https"
         self._url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
+    def _has_met(self, rows: list[report.WorkerRow]) -> bool:
+        """Whether the workers are known here and, where there is a door, they are all it needs."""
+        known = self._front.knows([row.worker_id for row in rows])
+        return known and (self._door is None or self._front.backend.ready)
+
     def _announce(self, rows: list[report.WorkerRow]) -> None:
         own = report.WorkerRow(
-            GATEWAY_ID, Role.GATEWAY, os.getpid(), machine_facts.host_name(), f"API at {self._url}"
+            self._front.gateway_id,
+            Role.GATEWAY,
+            os.getpid(),
+            machine_facts.host_name(),
+            f"API at {self._url}" if self._door is not None else "no door",
         )
         self._console.print(report.started_table([own, *rows]))
         joining = self._workers.join_address
         if joining is not None:
             self._console.print(f"one more worker: mooncake serve --role ROLE --join {joining}")
+        if self._door is None:
+            self._console.print(f"a door: mooncake serve --role gateway --join {joining}")
+            return
         self._console.print(f"a page to chat in and to watch the cluster: {self._url}/")
         self._console.print(f"serving {self._config.names[0]} on {self._url}/v1 - Ctrl-C stops")
 

@@ -26,7 +26,7 @@ SECRETS = ("api_key", "cluster_secret")
 """Never shown."""
 
 _ONE_PROCESS = "a worker is one process with the whole model; add workers: --prefill N --decode N"
-_ROLES = ("prefill", "decode", "kvstore")
+_ROLES = ("prefill", "decode", "kvstore", "gateway")
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -102,7 +102,7 @@ class ServeConfig:
         "where a pool standing alone is joined by clients and other nodes; 0: any free one",
     )  # fmt: skip
     prefill: int = setting(1, options.count(0, 512), CLUSTER, "N", "prefill workers")
-    decode: int = setting(1, options.count(1, 512), CLUSTER, "N", "decode workers")
+    decode: int = setting(1, options.count(0, 512), CLUSTER, "N", "decode workers")
     kvstore: int | None = setting(
         None, options.count(0, 512), CLUSTER, "N", "kvstore workers (default: 1, colocated 0)"
     )
@@ -115,7 +115,13 @@ class ServeConfig:
     )
     role: str | None = setting(
         None, options.one_of(*_ROLES), CLUSTER, "ROLE",
-        "run one worker of this role; needs --join (kvstore without it: a pool standing alone)",
+        "run one worker or one more gateway; needs --join (kvstore without it: a pool standing "
+        "alone)",
+    )  # fmt: skip
+    headless: bool = setting(
+        False, options.truth, CLUSTER, "",
+        "look after workers and open no door: gateways come with --role gateway --join",
+        switch=True,
     )  # fmt: skip
     join: str | None = setting(
         None, options.joinable, CLUSTER, "HOST:PORT",

@@ -26,11 +26,23 @@ def show(url: str, api_key: str | None, *, as_json: bool) -> int:
         print()
         return 0
     console = Console()
+    console.print(gateway_table(answer.get("gateways", [])))
     console.print(worker_table(answer.get("workers", [])))
     for name, value in answer.items():
-        if name != "workers":
-            console.print(f"{name}: {_flat(value) if isinstance(value, dict) else value}")
+        if name not in ("gateways", "workers"):
+            console.print(f"{name}: {_flat(value)}")
     return 0
+
+
+def gateway_table(gateways: list[dict[str, Any]]) -> Table:
+    """Return one row a gateway, the one that answered first."""
+    table = Table(box=None, pad_edge=False)
+    columns = {"gateway": "id", "address": "address", "state": "state", "requests": "num_inflight"}
+    for title in columns:
+        table.add_column(title)
+    for gateway in gateways:
+        table.add_row(*(str(gateway.get(name, "")) for name in columns.values()))
+    return table
 
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:
@@ -48,5 +60,7 @@ def worker_table(workers: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _flat(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items()) or "-"
+def _flat(value: Any) -> str:
+    if isinstance(value, dict):
+        value = [f"{name} {each}" for name, each in value.items()]
+    return (", ".join(map(str, value)) or "-") if isinstance(value, list) else str(value)

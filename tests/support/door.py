@@ -178,6 +178,10 @@ class ScriptedBackend:
         return self.is_ready
 
     @property
+    def missing(self) -> list[str]:
+        return [] if self.is_ready else ["prefill", "decode"]
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
 from mooncake import __version__
 from mooncake.api.door import Door
-from mooncake.api.errors import error_headers
-from mooncake.api.http import json_response
+from mooncake.api.http import error_response, json_response
 from mooncake.api.schema.replies import encode
-from mooncake.base import Unavailable
+
+_NOT_READY: dict[int | str, dict[str, Any]] = {
+    503: {
+        "description": "Not now: the message says what is missing.",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorReply"}}},
+    }
+}
 
 
 def operation_routes(door: Door) -> APIRouter:
     """Return the operators' routes over `door`."""
     router = APIRouter()
 
-    @router.get("/health", response_class=Response, responses={503: {"description": "Not now."}})
+    @router.get("/health", response_class=Response, responses=_NOT_READY)
     async def health() -> Response:
-        """200 when a request would be served now, else 503; no body."""
-        if door.ready:
-            return Response()
-        return Response(status_code=503, headers=error_headers(Unavailable("not ready")))
+        """200 without a body when a request would be served now, else 503 and what is missing."""
+        return Response() if door.ready else error_response(door.not_ready)
 
     @router.get("/ping", response_class=Response)
     async def ping() -> Response:
-        """200 as long as the process answers."""
+        """200 as long as the process answers, whatever it could do: for liveness probes."""
         return Response()
 
     @router.get("/version")

@@ -174,3 +174,42 @@ def test_calls_that_fail_give_their_permits_back() -> None:
                 assert reply.status_code == status
 
     asyncio.run(main())
+
+
+def pauses(request: GenerateRequest) -> list[Any]:
+    first, *rest = answer(request, [97, 98])
+    return [first, None, *rest]
+
+
+def test_keys_may_change_while_calls_run() -> None:
+    async def main() -> None:
+        clock = Hand()
+        backend = ScriptedBackend(pauses)
+        alice, bob = key("alice", max_concurrent=1, requests_per_min=3), key("bob")
+        config = ApiConfig(keys=(alice, bob), api_keys=("fixed",))
+        app = create_app(backend, tiny_model(), config, clock=clock)
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+
+            async def ask(name: str) -> int:
+                return (await client.post(CHAT, json=ASK, headers=bearer(name))).status_code
+
+            running = [asyncio.create_task(ask(name)) for name in ("alice", "bob")]
+            while backend.num_hanging < 2:
+                await asyncio.sleep(0)
+            app.state.keyring.replace([alice, key("carl")])
+            assert await ask("alice") == 429, "her running call still counts"
+            assert await ask("bob") == 401
+            changed = key("alice", max_concurrent=1, requests_per_min=3, tenant="red")
+            app.state.keyring.replace([changed, key("carl")])
+            backend.script = says("hello")
+            for name in ("carl", "fixed"):
+                assert await ask(name) == 200
+            backend.resume()
+            assert await asyncio.gather(*running) == [200, 200], "also that of a key taken out"
+            assert [await ask("alice") for _ in range(3)] == [200, 200, 429]
+            assert backend.requests[-1].tenant == "red"
+            app.state.keyring.replace([key("alice")])
+            assert await ask("alice") == 200
+
+    asyncio.run(main())

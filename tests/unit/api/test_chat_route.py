@@ -11,6 +11,9 @@ import httpx
 import openai
 import pytest
 
+from mooncake.api.app import create_app
+from mooncake.api.config import ApiConfig
+from mooncake.base import SeededIds
 from tests.support.door import (
     Script,
     ScriptedBackend,
@@ -281,6 +284,35 @@ def test_request_ids_name_the_call_and_stay_apart() -> None:
         ids = [asked.request_id for asked in backend.requests]
         assert len(set(ids)) == 5
         assert all(name.startswith("chatcmpl-mine-") for name in ids[:3])
+
+    asyncio.run(main())
+
+
+def test_ids_of_two_gateways_stay_apart_even_with_the_same_luck() -> None:
+    """A client gave both the same id, and both draw the same random part."""
+
+    async def ids_at(gateway: str) -> list[str]:
+        backend = ScriptedBackend(says("hello"))
+        config = ApiConfig(gateway_id=gateway)
+        app = create_app(backend, tiny_model(), config, ids=SeededIds(7))
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            for path, body in (
+                ("/v1/chat/completions", {"messages": ASK, "n": 2}),
+                ("/v1/completions", {"prompt": ["a", "b"]}),
+                ("/v1/messages", {"messages": ASK, "max_tokens": 4}),
+                ("/v1/responses", {"input": "hi"}),
+            ):
+                reply = await client.post(path, json=body, headers={"X-Request-Id": "mine"})
+                assert reply.status_code == 200, reply.text
+                assert gateway not in reply.text, "no client's business"
+        return [asked.request_id for asked in backend.requests]
+
+    async def main() -> None:
+        first, second = await ids_at("gateway"), await ids_at("gateway-node7-a1b2c3")
+        assert len(first) == len(second) == 6
+        assert len({*first, *second}) == 12
+        assert all("-gateway-node7-a1b2c3-" in name for name in second)
 
     asyncio.run(main())
 

@@ -35,6 +35,7 @@ class Status(msgspec.Struct):
     """What the recorded machine says."""
 
     ready: bool
+    missing: list[str] = []
 
 
 class RecordingMachine:

@@ -75,11 +75,19 @@ def test_shutdown_takes_nothing_new_and_lets_calls_finish() -> None:
             stop.set()
             while not backend.drained:
                 await asyncio.sleep(0)
+            async with httpx.AsyncClient(base_url=url) as other:  # a connection of its own
+                late = await other.post(CHAT, json=ASK)
+                assert (late.status_code, late.headers["retry-after"]) == (503, "10")
+                assert late.json()["error"]["message"] == "the server is shutting down"
+                assert (await other.get("/ping")).status_code == 200
+                health = await other.get("/health")
+                assert (health.status_code, health.json()) == (503, late.json())
             backend.resume()
             text = "".join([part async for part in reply.aiter_text()])
-            host, port = url.removeprefix("http://").split(":")
-            with pytest.raises(ConnectionRefusedError):
-                await asyncio.open_connection(host, int(port))
+        host, port = url.removeprefix("http://").split(":")
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(host, int(port))
+        assert len(backend.requests) == 1
         assert text.endswith("data: [DONE]\n\n")
         assert '"finish_reason":"stop"' in text
         assert backend.aborted == []
@@ -227,6 +235,9 @@ def test_operators_routes() -> None:
             backend.is_ready = False
             sick = await client.get("/health")
             assert (sick.status_code, sick.headers["retry-after"]) == (503, "1")
+            assert sick.json()["error"]["message"] == (
+                "not ready: no prefill worker and no decode worker takes requests"
+            )
             assert (await client.get("/ping")).status_code == 200
             assert (await client.get("/version")).json()["version"]
             assert "mooncake_up 1" in (await client.get("/metrics")).text

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from pathlib import Path
 
 import pytest
 
 from mooncake.base import ConfigError
-from mooncake.launch.key_file import read_keys
+from mooncake.launch.key_file import KeyFile, follow, read_keys
 
 GOOD = """
 keys:
@@ -77,3 +78,80 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot read"):
         read_keys(str(tmp_path / "bytes"))
+
+
+def named(path: Path, *names: str) -> None:
+    """Write the file anew, as those do who put another in its place."""
+    fresh = path.with_name("fresh")
+    fresh.write_text("keys:\n" + "".join(f"  - {{name: {n}, key: sk-{n}}}\n" for n in names))
+    fresh.replace(path)
+
+
+def test_a_file_is_read_again_only_when_it_changed_or_somebody_asks(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    named(path, "alice")
+    file = KeyFile(str(path))
+    assert file.newer() is None
+    assert [key.name for key in file.newer(asked=True) or ()] == ["alice"]
+    named(path, "alice", "bob")
+    assert [key.name for key in file.newer() or ()] == ["alice", "bob"]
+    assert file.newer() is None
+
+
+def test_a_link_that_leads_elsewhere_is_a_change(tmp_path: Path) -> None:
+    """As Kubernetes swaps the files of a secret."""
+    for at, name in enumerate(("alice", "bob")):
+        (tmp_path / str(at)).mkdir()
+        named(tmp_path / str(at) / "keys.yaml", name)
+    link = tmp_path / "data"
+    link.symlink_to("0")
+    file = KeyFile(str(link / "keys.yaml"))
+    fresh = tmp_path / "fresh"
+    fresh.symlink_to("1")
+    fresh.replace(link)
+    assert [key.name for key in file.newer() or ()] == ["bob"]
+
+
+def test_what_cannot_be_read_changes_nothing_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.yaml"
+    named(path, "alice")
+    file = KeyFile(str(path))
+    path.write_text("keys: [{name: alice, key: sk-secret, limit: 9}]")
+    with caplog.at_level("INFO"):
+        assert file.newer() is None
+        assert file.newer() is None
+        assert file.newer(asked=True) is None
+        path.unlink()
+        assert file.newer() is None
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    assert all(line.startswith("the keys stay as they were: api-keys-file: ") for line in said)
+    assert "unknown field limit" in said[0]
+    assert "secret" not in " ".join(said)
+    named(path, "bob")
+    assert [key.name for key in file.newer() or ()] == ["bob"]
+
+
+def test_whoever_follows_gets_the_keys_when_asked_and_when_they_change(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    named(path, "alice")
+
+    async def main() -> None:
+        seen: asyncio.Queue[list[str]] = asyncio.Queue()
+        asked = asyncio.Event()
+        task = asyncio.create_task(
+            follow(KeyFile(str(path)), asked, lambda keys: seen.put_nowait([k.name for k in keys]))
+        )
+        async with asyncio.timeout(60):
+            asked.set()
+            assert await seen.get() == ["alice"]
+            named(path, "bob")
+            assert await seen.get() == ["bob"]
+            asked.set()
+            named(path, "carl")
+            assert await seen.get() == ["carl"]
+        task.cancel()
+
+    asyncio.run(main())

@@ -16,9 +16,9 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.messages import FinishInfo
+from mooncake.base.messages import FinishInfo, GatewayNews
 from mooncake.scheduler.admission import MAX_RETRY_S
-from mooncake.telemetry.events import Finished, Placed, Refused
+from mooncake.telemetry.events import Finished, Placed, Refused, WorkerJoined, WorkerLeft
 from tests.support.scheduling import (
     GATEWAY,
     House,
@@ -282,7 +282,7 @@ def test_outputs_of_workers_that_have_not_this_request_are_ignored(house: Pair) 
 def test_missed_block_events_are_asked_for_again(house: Pair) -> None:
     house.now = 2.0
     for number in (1, 3):
-        event = BlockEvents(worker=house.p0, tier=Tier.HBM, sequence_no=number, stored=[b"k"])
+        event = BlockEvents(worker=house.p0, tier=Tier.HBM, sequence_no=number, stored=[b"k" * 16])
         house.gateway.handle(event, house.now)
     assert len(house.channel.of(Welcome, house.p0.address)) == 2
 
@@ -345,3 +345,49 @@ def test_events_tell_the_story(house: Pair) -> None:
     assert (placed.prefill, placed.decode) == ("p0", "d0")
     assert isinstance(finished, Finished)
     assert (finished.num_cached_tokens, finished.status, finished.at_s) == (4, 200, 1.0)
+
+
+def test_it_is_ready_when_a_request_has_all_the_workers_it_needs() -> None:
+    def says(house: House) -> tuple[bool, list[str]]:
+        status = house.gateway.status(house.now)
+        return status.ready, status.missing
+
+    alone, both = House(), House(needs_prefill=True)
+    assert says(alone) == (False, ["decode"])
+    assert says(both) == (False, ["prefill", "decode"])
+    for house in (alone, both):
+        house.join("d0", Role.DECODE)
+    assert says(alone) == (True, []), "decode does whole requests there"
+    assert says(both) == (False, ["prefill"])
+    both.join("p0", Role.PREFILL)
+    assert says(both) == (True, [])
+    both.gateway.drain_worker("d0")
+    assert says(both) == (False, ["decode"])
+    both.join("d1", Role.DECODE)
+    assert says(both) == (True, [])
+    both.gateway.worker_lost("p0", both.now)
+    assert says(both) == (False, ["prefill"])
+    assert not both.gateway.status(both.now).draining
+    both.gateway.drain(both.now)
+    assert both.gateway.status(both.now).gateways[0].state == "draining"
+
+
+def test_it_says_goodbye_to_workers_and_gateways(house: Pair) -> None:
+    other = ref("gateway-7")
+    house.gateway.handle(GatewayNews(gateway=other, gateways=[]), house.now)
+    status = house.gateway.status(house.now)
+    assert [one.id for one in status.gateways] == [GATEWAY.worker_id, other.worker_id]
+    house.gateway.say_goodbye()
+    for each in (house.p0, house.d0, other):
+        assert house.channel.of(PeerLost, each.address) == [PeerLost(worker=GATEWAY)]
+    house.gateway.handle(PeerLost(worker=other), house.now)
+    assert house.channel.of(PeerLost, house.d0.address)[1:] == [PeerLost(worker=other)]
+    assert len(house.gateway.status(house.now).gateways) == 1
+    seen = [
+        (type(e), e.worker_id)
+        for e in house.events.events
+        if e.at_s == house.now
+        and isinstance(e, WorkerJoined | WorkerLeft)
+        and e.role is Role.GATEWAY
+    ]
+    assert seen == [(WorkerJoined, other.worker_id), (WorkerLeft, other.worker_id)]
