@@ -34,6 +34,8 @@ from mooncake.base.pool_messages import (
     BlocksKept,
     BlocksRemoved,
     FindBlocks,
+    FindHolders,
+    HoldersFound,
     KeepBlocks,
     PoolState,
     RemoveBlocks,
@@ -45,5 +47,6 @@ AnyMessage = (
     | PinGranted | PutStart | PutEnd | PinBlocks | Unpin | DoubtPeers | WhoAreYou
     | Replicate | Prefetch | GatewayNews | FindBlocks | RemoveBlocks | KeepBlocks | AskPool
     | BlocksFound | BlocksRemoved | BlocksKept | PoolState
+    | FindHolders | HoldersFound
 )  # fmt: skip
 """The tagged union that travels on a channel."""

@@ -60,6 +60,16 @@ class AskPool(Message, frozen=True, tag="ask_pool"):
     ticket: int
 
 
+class FindHolders(Message, frozen=True, tag="find_holders"):
+    """Ask a gateway which pool nodes hold a run of blocks, and which there are: answered by
+    `HoldersFound`.
+    """
+
+    asker: WorkerRef
+    ticket: int
+    keys: list[BlockKey]
+
+
 # ---------------------------------------------------------------- to those who asked
 
 
@@ -69,6 +79,16 @@ class BlocksFound(Message, frozen=True, tag="found"):
     ticket: int
     store: WorkerRef
     tiers: list[Tier | None]
+
+
+class HoldersFound(Message, frozen=True, tag="holders"):
+    """Some pool nodes that live, those that hold most of the run first, and how many of its leading
+    blocks each holds. A hint: nodes know best what they hold.
+    """
+
+    ticket: int
+    stores: list[WorkerRef]
+    num_blocks: list[int]
 
 
 class BlocksRemoved(Message, frozen=True, tag="removed"):

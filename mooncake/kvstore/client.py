@@ -40,6 +40,8 @@ from mooncake.base.pool_messages import (
     BlocksKept,
     BlocksRemoved,
     FindBlocks,
+    FindHolders,
+    HoldersFound,
     Keep,
     KeepBlocks,
     PoolState,
@@ -53,7 +55,7 @@ from mooncake.transfer.engine import Op, Region, Transfer, TransferBatch, Transf
 REPORT_INTERVAL_S = 0.5
 
 _Question = FindBlocks | RemoveBlocks | KeepBlocks | AskPool
-_Answer = BlocksFound | BlocksRemoved | BlocksKept | PoolState
+_Answer = BlocksFound | BlocksRemoved | BlocksKept | PoolState | HoldersFound
 
 Wrote = Callable[[list[BlockKey] | MooncakeError], None]
 """The blocks that were written; the others were there already, or there was no room."""
@@ -63,6 +65,15 @@ Found = Callable[[list[Tier | None] | MooncakeError], None]
 Kept = Callable[[BlocksKept | MooncakeError], None]
 Removed = Callable[[list[bool] | MooncakeError], None]
 Stated = Callable[[PoolState | MooncakeError], None]
+Held = Callable[[HoldersFound | MooncakeError], None]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Where a call goes, and how long it may take, when that is not for the client to choose."""
+
+    store: WorkerRef
+    deadline_s: float
 
 
 @dataclass(frozen=True)
@@ -152,55 +163,71 @@ class PoolClient:
         done: Wrote,
         now: float,
         tenant: str = "",
+        at: Attempt | None = None,
     ) -> None:
         """Write blocks, a run of one chain, that lie at byte `offsets` of our memory. They must not
         change before `done`.
         """
-        store = self._known_store(done)
-        if store is None:
+        at = at or self._own(done, now)
+        if at is None:
             return
         blocks = dict(zip(keys, offsets, strict=True))
-        call = _Put(store, now + self._timeout_s, done, blocks=blocks, done=done)
+        call = _Put(at.store, at.deadline_s, done, blocks=blocks, done=done)
         ticket = self._open(call)
         self._send(
-            store, PutStart(writer=self._worker, ticket=ticket, keys=list(blocks), tenant=tenant)
+            at.store, PutStart(writer=self._worker, ticket=ticket, keys=list(blocks), tenant=tenant)
         )
 
     def get_into(
-        self, keys: Sequence[BlockKey], offsets: Sequence[int], done: Got, now: float
+        self,
+        keys: Sequence[BlockKey],
+        offsets: Sequence[int],
+        done: Got,
+        now: float,
+        at: Attempt | None = None,
     ) -> None:
         """Read a run of blocks to byte `offsets` of our memory, whose content is lost even when
         less comes.
         """
-        store = self._known_store(done)
-        if store is None:
+        at = at or self._own(done, now)
+        if at is None:
             return
         call = _Get(
-            store, now + self._timeout_s, done, keys=list(keys), offsets=list(offsets), done=done
+            at.store, at.deadline_s, done, keys=list(keys), offsets=list(offsets), done=done
         )
         ticket = self._open(call)
-        self._send(store, PinBlocks(reader=self._worker, ticket=ticket, keys=list(keys)))
+        self._send(at.store, PinBlocks(reader=self._worker, ticket=ticket, keys=list(keys)))
 
-    def exists(self, keys: Sequence[BlockKey], done: Found, now: float) -> None:
+    def exists(
+        self, keys: Sequence[BlockKey], done: Found, now: float, at: Attempt | None = None
+    ) -> None:
         """Ask in which tier blocks are; holds nothing, and promises nothing for later."""
         self._ask(
             lambda ticket: FindBlocks(asker=self._worker, ticket=ticket, keys=list(keys)),
             lambda answer: done(answer.tiers if isinstance(answer, BlocksFound) else _odd()),
             done,
-            now,
+            at or self._own(done, now),
         )
 
-    def remove(self, keys: Sequence[BlockKey], done: Removed, now: float) -> None:
+    def remove(
+        self, keys: Sequence[BlockKey], done: Removed, now: float, at: Attempt | None = None
+    ) -> None:
         """Take blocks out of all tiers, but for those in use."""
         self._ask(
             lambda ticket: RemoveBlocks(asker=self._worker, ticket=ticket, keys=list(keys)),
             lambda answer: done(answer.removed if isinstance(answer, BlocksRemoved) else _odd()),
             done,
-            now,
+            at or self._own(done, now),
         )
 
     def keep(
-        self, keys: Sequence[BlockKey], keep: Keep, done: Kept, now: float, epoch: str = ""
+        self,
+        keys: Sequence[BlockKey],
+        keep: Keep,
+        done: Kept,
+        now: float,
+        epoch: str = "",
+        at: Attempt | None = None,
     ) -> None:
         """Have blocks that lie in DRAM kept there, or not any more; `epoch` names the boot of the
         node that is meant, if not any.
@@ -211,23 +238,39 @@ class PoolClient:
             ),
             lambda answer: done(answer if isinstance(answer, BlocksKept) else _odd()),
             done,
-            now,
+            at or self._own(done, now),
         )
 
-    def stat(self, done: Stated, now: float) -> None:
+    def stat(self, done: Stated, now: float, at: Attempt | None = None) -> None:
         """Ask the node how it is doing."""
         self._ask(
             lambda ticket: AskPool(asker=self._worker, ticket=ticket),
             lambda answer: done(answer if isinstance(answer, PoolState) else _odd()),
             done,
-            now,
+            at or self._own(done, now),
         )
 
-    def drain(self, done: Stated, now: float) -> None:
+    def drain(self, done: Stated, now: float, at: Attempt | None = None) -> None:
         """Have the node take nothing more and save what is worth it; ask how far it is."""
-        if self.store is not None:
-            self._ports.channel.send(self.store.address, Drain())
-        self.stat(done, now)
+        at = at or self._own(done, now)
+        if at is not None:
+            self._ports.channel.send(at.store.address, Drain())
+            self.stat(done, now, at)
+
+    def find_holders(self, keys: Sequence[BlockKey], done: Held, deadline_s: float) -> None:
+        """Ask the gateways which pool nodes hold a run, and which there are; the first to answer
+        counts.
+        """
+        addresses = self._membership.gateway_addresses
+        gateway = WorkerRef("", "", addresses[0])
+
+        def answered(answer: _Answer) -> None:
+            done(answer if isinstance(answer, HoldersFound) else _odd())
+
+        ticket = self._open(_Ask(gateway, deadline_s, done, done=answered))
+        question = FindHolders(asker=self._worker, ticket=ticket, keys=list(keys))
+        for address in addresses:
+            self._ports.channel.send(address, question)
 
     # ------------------------------------------------------------------ the machine
 
@@ -241,10 +284,9 @@ class PoolClient:
             case TransferDone():
                 self._on_transfer_done(event)
             case BlocksFound() | BlocksRemoved() | BlocksKept() | PoolState():
-                call = self._calls.get(event.ticket)
-                if isinstance(call, _Ask) and call.store.address == event.store.address:
-                    del self._calls[event.ticket]
-                    call.done(event)
+                self._on_answer(event, event.store.address)
+            case HoldersFound():
+                self._on_answer(event, None)
             case Welcome():
                 self._membership.on_welcome(event)
             case WhoAreYou():
@@ -256,11 +298,10 @@ class PoolClient:
 
     def tick(self, now: float) -> float | None:
         """Give up calls that are not answered, report; return when to come again."""
-        waiting = {t: call for t, call in self._calls.items() if call.batch_id is None}
-        for ticket in [t for t, call in waiting.items() if call.deadline_s <= now]:
-            del waiting[ticket]
-            self._fail(ticket, TransferError("the pool does not answer"))
-        times = [call.deadline_s for call in waiting.values()]
+        for ticket, call in list(self._calls.items()):
+            if call.batch_id is None and call.deadline_s <= now:
+                self._fail(ticket, TransferError("the pool does not answer"))
+        times = [call.deadline_s for call in self._calls.values() if call.batch_id is None]
         times.append(self._membership.tick(now, lambda: WorkerLoad(num_running=self.num_open)))
         return min(times)
 
@@ -365,30 +406,39 @@ class PoolClient:
         elif isinstance(call, _Get):
             self._get_ended(ticket, call, event.error)
 
+    def _on_answer(self, event: _Answer, address: str | None) -> None:
+        call = self._calls.get(event.ticket)
+        if isinstance(call, _Ask) and address in (None, call.store.address):
+            del self._calls[event.ticket]
+            call.done(event)
+
     def _on_peer_lost(self, worker: WorkerRef) -> None:
-        """What the lost node had not granted yet fails now; running transfers fail by
-        themselves.
-        """
+        """What the lost node had not granted yet fails now; running transfers are called off."""
         for ticket, call in list(self._calls.items()):
-            if call.batch_id is None and call.store.address == worker.address:
+            if call.store.address != worker.address:
+                continue
+            if call.batch_id is None:
                 self._fail(ticket, Unavailable("the pool node was lost"))
+            else:
+                self._ports.transfer.cancel(call.batch_id)
 
     def _ask(
         self,
         message: Callable[[int], _Question],
         done: Callable[[_Answer], None],
         fail: Callable[[MooncakeError], None],
-        now: float,
+        at: Attempt | None,
     ) -> None:
-        store = self._known_store(fail)
-        if store is not None:
-            ticket = self._open(_Ask(store, now + self._timeout_s, fail, done=done))
-            self._send(store, message(ticket))
+        if at is not None:
+            ticket = self._open(_Ask(at.store, at.deadline_s, fail, done=done))
+            self._send(at.store, message(ticket))
 
-    def _known_store(self, fail: Callable[[MooncakeError], None]) -> WorkerRef | None:
-        if self.store is None:
-            fail(Unavailable("no pool node is known yet: is a kvstore worker up on this node?"))
-        return self.store
+    def _own(self, fail: Callable[[MooncakeError], None], now: float) -> Attempt | None:
+        """Return where calls go of themselves; fails the call when that is not known."""
+        if self.store is not None:
+            return Attempt(self.store, now + self._timeout_s)
+        fail(Unavailable("no pool node is known yet: is a kvstore worker up on this node?"))
+        return None
 
     def _open(self, call: _Call) -> int:
         self._last_ticket += 1

@@ -1,6 +1,6 @@
-"""Blocking calls on one pool node, for programs and operators: the pool's client in a thread.
+"""Blocking calls on a pool, for programs and operators: the pool's client in a thread.
 
-Wires `kvstore.client` to real messages and transfers; decides nothing. What `mooncake pool` does
+Wires `kvstore.failover` to real messages and transfers; decides nothing. What `mooncake pool` does
 is a call each.
 """
 
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -32,6 +32,7 @@ from mooncake.base import (
 from mooncake.base.pool_messages import BlocksKept, Keep, PoolState
 from mooncake.kvstore import values
 from mooncake.kvstore.client import ClientPorts, PoolClient
+from mooncake.kvstore.failover import MAX_ATTEMPTS, FailoverClient
 from mooncake.launch import machine_facts
 from mooncake.launch.client import Client
 from mooncake.launch.driver import Driver
@@ -40,6 +41,7 @@ from mooncake.transfer.backends.tcp import TcpSettings
 from mooncake.transfer.factory import TransferConfig, open_transfer, usable_protocols
 
 CONNECT_POLL_S = 0.02
+_Answer = TypeVar("_Answer")
 STATS_PATH = "/v1/pool/stats"
 
 
@@ -58,6 +60,7 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     num_places: int = 16
     """Blocks of memory that data passes through: the most one transfer carries."""
     timeout_s: float = 10.0
+    """Within which a call ends, all the nodes it turns to together."""
 
 
 def locate(url: str, cluster_secret: str, api_key: str | None = None) -> PoolSessionConfig:
@@ -91,9 +94,11 @@ class Pinned:
 
 
 class PoolSession:
-    """One connection to one pool node; calls may come from any thread, one at a time each.
+    """One connection to a pool; calls may come from any thread, one at a time each.
 
-    All calls raise MooncakeError (TransferError, Unavailable) when the pool cannot be reached.
+    Its own node is used as long as it answers. When it fails, also in mid-operation, blocks are put
+    to another node and got from others that hold them, as they are when it has not all of a run.
+    All calls raise MooncakeError (TransferError, Unavailable) when no node is left.
     """
 
     def __init__(self, config: PoolSessionConfig) -> None:
@@ -124,8 +129,9 @@ class PoolSession:
         )  # fmt: skip
         store = WorkerRef("", "", config.store_address) if config.store_address else None
         ports = ClientPorts(self._channel, self._transfer, self._region, config.gateway_address)
-        self._client = PoolClient(
-            hello, config.layout, ports, store=store, timeout_s=config.timeout_s
+        self._client = FailoverClient(
+            PoolClient(hello, config.layout, ports, store=store, timeout_s=config.timeout_s),
+            config.timeout_s,
         )
         self._driver = Driver(
             self._client, self._channel, transfer=self._transfer, clock=clock, own=ref
@@ -143,7 +149,7 @@ class PoolSession:
         """Wait until the gateway has named the pool. Raises Unavailable after `timeout_s`."""
         pause = threading.Event()
         for _ in range(int(self._config.timeout_s / CONNECT_POLL_S)):
-            if self._client.store is not None:
+            if self._client.own_store is not None:
                 return
             pause.wait(CONNECT_POLL_S)
         raise Unavailable(
@@ -164,7 +170,7 @@ class PoolSession:
         """Store blocks, a run of one chain, that lie at `offsets` in `memory`; return those that
         were written. Nothing is copied on the way.
         """
-        start = partial(PoolClient.put_from, keys=keys, offsets=offsets, tenant=tenant)
+        start = partial(FailoverClient.put_from, keys=keys, offsets=offsets, tenant=tenant)
         written: list[BlockKey] = self._call(start)
         return written
 
@@ -172,19 +178,23 @@ class PoolSession:
         """Bring a run of blocks to `offsets` in `memory`; return how many came, from the first on.
         Nothing is copied on the way.
         """
-        count: int = self._call(partial(PoolClient.get_into, keys=keys, offsets=offsets))
+        count: int = self._call(partial(FailoverClient.get_into, keys=keys, offsets=offsets))
         return count
 
     def put(self, blocks: dict[BlockKey, bytes], tenant: str = "") -> list[BlockKey]:
         """Store blocks, a run of one chain; return those that were written. The others were there
         already, or there was no room. What this session asks next sees them, others a moment
-        later. Raises ValueError for data of the wrong size.
+        later. All lie at one node: when that is lost meanwhile, they are put to another one from
+        the first on. Raises ValueError for data of the wrong size.
         """
         for key, data in blocks.items():
             if len(data) != self._block_bytes:
                 raise ValueError(
                     f"block {key.hex()} has {len(data)} bytes, not {self._block_bytes}"
                 )
+        return self._at_one_node(lambda: self._put_run(blocks, tenant))
+
+    def _put_run(self, blocks: dict[BlockKey, bytes], tenant: str) -> list[BlockKey]:
         written: list[BlockKey] = []
         for keys in self._batches(list(blocks)):
             with self._memory_lock:
@@ -193,6 +203,20 @@ class PoolSession:
                 offsets = [place * self._block_bytes for place in range(len(keys))]
                 written += self.put_from(keys, offsets, tenant)
         return written
+
+    def _at_one_node(self, work: Callable[[], _Answer]) -> _Answer:
+        """Do work that puts something, again when puts have gone to another node meanwhile."""
+        for _ in range(MAX_ATTEMPTS - 1):
+            before = self._client.num_moves
+            try:
+                answer = work()
+            except Unavailable:
+                if self._client.num_moves == before:
+                    raise
+            else:
+                if self._client.num_moves == before:
+                    return answer
+        return work()
 
     def get(self, keys: Sequence[BlockKey]) -> list[bytes]:
         """Return the bytes of a run of blocks, as far as it is there from the first on."""
@@ -216,20 +240,26 @@ class PoolSession:
         layout = self._config.layout
         if not values.fits(layout):
             raise ValueError(f"blocks of {layout.block_bytes} bytes are too small for values")
-        key = values.head_key(layout, name, tenant)
+        head, key = values.ValueHead.of(data), values.head_key(layout, name, tenant)
         if self.exists([key]) != [None]:
             return False
-        head, size = values.ValueHead.of(data), layout.block_bytes
+        size, packed, before = layout.block_bytes, head.pack(layout), self._client.num_moves
         keys = head.keys(layout, tenant)
         blocks = {
             each: data[start * size : (start + 1) * size].ljust(size, b"\0")
             for start, each in enumerate(keys)
         }
-        self.put(blocks, tenant)
-        if None in self.exists(keys):
-            raise Unavailable(f"no room for {name!r} ({len(data)} bytes): the pool is full")
-        written = self.put({key: head.pack(layout)}, tenant)
-        return bool(written) and self.exists([key]) != [None]  # whoever asks now finds it
+
+        def store() -> bool:
+            self.put(blocks, tenant)
+            if None in self.exists(keys):
+                raise Unavailable(f"no room for {name!r} ({len(data)} bytes): the pool is full")
+            written = self.put({key: packed}, tenant)
+            if self._client.num_moves != before:  # it may be there from our last attempt
+                return self.get([key]) == [packed]
+            return bool(written) and self.exists([key]) != [None]  # whoever asks now finds it
+
+        return self._at_one_node(store)
 
     def get_value(self, name: str, tenant: str = "") -> bytes | None:
         """Return the value of that name; None when it is not there, or not all of it is."""
@@ -261,12 +291,12 @@ class PoolSession:
 
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
         """Return the tier of each block; None: not stored."""
-        answer: list[Tier | None] = self._call(partial(PoolClient.exists, keys=keys))
+        answer: list[Tier | None] = self._call(partial(FailoverClient.exists, keys=keys))
         return answer
 
     def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Take blocks out of all tiers; False: it was not there, or is in use."""
-        answer: list[bool] = self._call(partial(PoolClient.remove, keys=keys))
+        answer: list[bool] = self._call(partial(FailoverClient.remove, keys=keys))
         return answer
 
     def pin(self, keys: Sequence[BlockKey], *, hard: bool = False) -> Pinned:
@@ -280,17 +310,19 @@ class PoolSession:
         return self._keep(keys, Keep.NO, epoch)
 
     def _keep(self, keys: Sequence[BlockKey], keep: Keep, epoch: str = "") -> Pinned:
-        answer: BlocksKept = self._call(partial(PoolClient.keep, keys=keys, keep=keep, epoch=epoch))
+        answer: BlocksKept = self._call(
+            partial(FailoverClient.keep, keys=keys, keep=keep, epoch=epoch)
+        )
         return Pinned(answer.store.epoch, answer.kept)
 
     def stat(self) -> PoolState:
         """Return how the node is doing."""
-        answer: PoolState = self._call(PoolClient.stat)
+        answer: PoolState = self._call(FailoverClient.stat)
         return answer
 
     def drain(self) -> PoolState:
         """Have the node take nothing more; `drained` of what `stat` returns tells the end of it."""
-        answer: PoolState = self._call(PoolClient.drain)
+        answer: PoolState = self._call(FailoverClient.drain)
         return answer
 
     def close(self) -> None:

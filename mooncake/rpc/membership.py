@@ -87,6 +87,11 @@ class Membership:
         return self._hello.worker
 
     @property
+    def gateway_addresses(self) -> list[str]:
+        """Where the gateways are that we speak to."""
+        return [gateway.address for gateway in self._gateways.values()]
+
+    @property
     def welcomed(self) -> bool:
         """Whether some gateway knows us."""
         return any(gateway.welcomed for gateway in self._gateways.values())

@@ -127,6 +127,10 @@ class Conductor:
         """Distinct block keys known to be somewhere."""
         return self._index.num_keys
 
+    def holders(self, keys: Sequence[BlockKey]) -> dict[str, int]:
+        """Return worker id -> how many of the leading `keys` it is known to hold."""
+        return self._index.match(keys)
+
     def view(self, worker_id: str) -> InstanceView | None:
         """Return what is known of a live worker."""
         return self._views.get(worker_id)

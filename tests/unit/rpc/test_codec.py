@@ -76,6 +76,8 @@ EXAMPLES: list[AnyMessage] = [
     m.Prefetch(keys=[b"k"]),
     p.FindBlocks(asker=WORKER, ticket=1, keys=[b"k"]),
     p.RemoveBlocks(asker=WORKER, ticket=1, keys=[b"k"]),
+    p.FindHolders(asker=WORKER, ticket=1, keys=[b"k"]),
+    p.HoldersFound(ticket=1, stores=[WORKER], num_blocks=[1]),
     p.AskPool(asker=WORKER, ticket=1),
     p.KeepBlocks(asker=WORKER, ticket=1, keys=[b"k"], keep=p.Keep.HARD, epoch="e"),
     p.BlocksKept(ticket=1, store=WORKER, kept=[True, False]),

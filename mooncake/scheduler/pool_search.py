@@ -1,0 +1,39 @@
+"""What clients of the pool ask a gateway when their own node is not enough: who holds these blocks,
+and who else is there. Pure; facts only, all of them hints.
+"""
+
+from __future__ import annotations
+
+import heapq
+from zlib import crc32
+
+from mooncake.base import Role
+from mooncake.base.pool_messages import FindHolders, HoldersFound
+from mooncake.scheduler.conductor import Conductor
+from mooncake.scheduler.views import InstanceView
+
+MAX_HOLDERS = 16
+"""Nodes named in one answer."""
+
+
+def find_holders(question: FindHolders, conductor: Conductor) -> HoldersFound:
+    """Return the pool nodes that hold the longest part of the run, then others that take blocks, in
+    an order of the asker's own: the clients of a lost node spread over those that are left.
+    """
+    held = conductor.holders(question.keys) if question.keys else {}
+    asker = question.asker.worker_id
+
+    def rank(view: InstanceView) -> tuple[int, int]:
+        return -held.get(view.worker_id, 0), crc32(f"{asker} {view.worker_id}".encode())
+
+    pools = [
+        view
+        for view in conductor.views
+        if view.role == Role.KVSTORE and (not view.draining or view.worker_id in held)
+    ]
+    found = heapq.nsmallest(MAX_HOLDERS, pools, key=rank)
+    return HoldersFound(
+        ticket=question.ticket,
+        stores=[view.worker for view in found],
+        num_blocks=[held.get(view.worker_id, 0) for view in found],
+    )
