@@ -171,20 +171,14 @@ class Engine:
         for slot, sequence in zip(step.plan.slots, step.sequences, strict=True):
             sequence.step_id = None
             sample = samples.get(sequence.sequence_id)
-            error = result.error
-            refusal = result.failures.get(sequence.sequence_id)
-            if error is None and refusal is not None:
-                error = refusal
-            if error is None and slot.sample and sample is None:
-                error = "no token was sampled"
-            if error is None:
+            failure = _failure(result, slot, sample)
+            if failure is None:
                 logprobs = result.prompt_logprobs.get(sequence.sequence_id)
                 self._commit(sequence, slot, logprobs)
             if sequence.aborted:
                 self._drop(sequence)
-            elif error is not None:
-                kind = InternalError if refusal is None else InvalidRequest
-                outputs.append(self._fail(sequence, error, kind))
+            elif failure is not None:
+                outputs.append(self._fail(sequence, failure))
             elif slot.sample and sample is not None:
                 outputs.append(self._append(sequence, sample))
         return outputs
@@ -384,14 +378,9 @@ class Engine:
             stop_token_id=stop_token_id,
         )
 
-    def _fail(self, sequence: Sequence, error: str, kind: type[MooncakeError]) -> SequenceOutput:
+    def _fail(self, sequence: Sequence, failure: Failure) -> SequenceOutput:
         self._batcher.remove(sequence)
         self._end(sequence)
-        failure = Failure(
-            status=kind.http_status,
-            error_type=kind.error_type,
-            message=f"the step that computed this request failed: {error}",
-        )
         return SequenceOutput(sequence=sequence, finish=FinishReason.ERROR, failure=failure)
 
     def _end(self, sequence: Sequence) -> None:
@@ -428,6 +417,21 @@ class Engine:
             num_sequences=len(slots),
             seconds=result.seconds,
         )
+
+
+def _failure(result: StepResult, slot: StepSlot, sample: Sample | None) -> Failure | None:
+    """Return why the sequence of `slot` cannot go on: the whole step's error, or its own."""
+    refusal = result.failures.get(slot.sequence_id)
+    kind: type[MooncakeError] = InternalError
+    if result.error is not None:
+        message = f"the step that computed this request failed: {result.error}"
+    elif refusal is not None:
+        kind, message = InvalidRequest, refusal
+    elif slot.sample and sample is None:
+        message = "the step that computed this request sampled no token"
+    else:
+        return None
+    return Failure(status=kind.http_status, error_type=kind.error_type, message=message)
 
 
 _COUNTERS = (

@@ -18,11 +18,13 @@ import llguidance
 import numpy as np
 import torch
 
-from mooncake.base import Grammar, InternalError
+from mooncake.base import Grammar, InternalError, MooncakeError
 from mooncake.model.grammar_tokens import GrammarTokens
 
 MAX_COMPILED = 256
 """Compiled grammars kept, the ones used last; a compilation takes about a millisecond."""
+MAX_REASON_CHARS = 200
+"""Of the library's words in an error."""
 NUM_THREADS = 2
 """Masks of all sequences are shared out among them; they hold no lock of Python while they work."""
 
@@ -69,7 +71,7 @@ class Grammars:
             tokenizer, llguidance.LLMatcher.grammar_from_lark(text), log_level=0
         )
         if made.is_error():
-            raise InternalError(f"the grammar does not compile: {made.get_error()}")
+            raise InternalError(f"the grammar does not compile: {_first_line(made.get_error())}")
         with self._lock:
             self._compiled[text] = made
             while len(self._compiled) > MAX_COMPILED:
@@ -128,9 +130,14 @@ class Follower:
         self._job = self._pool.submit(self._work, [token])
 
     def _work(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        for token in tokens:
-            self._take(token)
-        return self._mask()
+        try:
+            for token in tokens:
+                self._take(token)
+            return self._mask()
+        except MooncakeError:
+            raise
+        except BaseException as error:  # a panic of the library is no Exception; it ends one alone
+            raise InternalError(f"the grammar cannot be followed: {_first_line(error)}") from error
 
     def _take(self, token: int) -> None:
         grammar = self._grammar
@@ -151,16 +158,13 @@ class Follower:
 
     def _consume(self, token: int) -> None:
         if not self._bound().consume_token(token):
-            raise InternalError(f"token {token} does not fit the grammar: {self._error()}")
+            problem = _first_line(self._bound().get_error())
+            raise InternalError(f"token {token} does not fit the grammar: {problem}")
 
     def _bound(self) -> llguidance.LLMatcher:
         if self._matcher is None:
             self._matcher = self._grammars.matcher(self._grammar.text)
         return self._matcher
-
-    def _error(self) -> str:
-        lines = self._bound().get_error().splitlines()
-        return lines[0] if lines else "no reason given"
 
     def _mask(self) -> torch.Tensor | None:
         size = self._grammars.vocab_size
@@ -173,12 +177,20 @@ class Follower:
         matcher = self._bound()
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
-            raise InternalError(f"the grammar cannot be followed: {self._error()}")
+            problem = _first_line(matcher.get_error())
+            raise InternalError(f"the grammar cannot be followed: {problem}")
         allowed = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
         allowed[self._ends] = matcher.is_accepting()
         if self._state is _State.FIRST:
             allowed[self._grammar.think_begin] = True
         return torch.from_numpy(~allowed)
+
+
+def _first_line(problem: object) -> str:
+    """Return what is wrong in one line: the library's words may have all its tokens or a backtrace
+    behind them."""
+    lines = str(problem).splitlines()
+    return lines[0][:MAX_REASON_CHARS] if lines else "no reason given"
 
 
 def _marked(tokens: Sequence[int], size: int) -> torch.Tensor:

@@ -258,6 +258,7 @@ class TestInTheSampler:
         reasons = sampler.broken([1, 2])
         assert reasons.keys() == {1}
         assert "does not compile" in reasons[1]
+        assert len(reasons[1].splitlines()) == 1
         [sample] = sampler.sample(torch.zeros(1, TOKENIZER.vocab_size), [2])
         assert sample.token == encode("a")[0]
 
@@ -269,6 +270,21 @@ class TestInTheSampler:
         sampler = Sampler(TOKENIZER.vocab_size, grammars)
         sampler.start(start(grammar_of('"a"')))
         assert "no tokenizer there" in sampler.broken([0])[0]
+
+    @pytest.mark.parametrize("error", [KeyError("odd\nbacktrace"), SystemExit("odd\nbacktrace")])
+    def test_what_the_library_raises_ends_one_sequence(self, error: BaseException) -> None:
+        """A panic in the library is not even an `Exception`; the runner lives on."""
+
+        def load() -> None:
+            raise error
+
+        sampler = Sampler(TOKENIZER.vocab_size, Grammars(TOKENIZER.vocab_size, load))  # type: ignore[arg-type]
+        sampler.start(start(grammar_of('"a"')))
+        [reason] = sampler.broken([0]).values()
+        assert reason.startswith("the grammar cannot be followed: ")
+        assert "odd" in reason
+        assert "\n" not in reason
+        assert len(reason) < 300
 
     def test_without_grammars_none_may_come(self) -> None:
         sampler = Sampler(TOKENIZER.vocab_size)
