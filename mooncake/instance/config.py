@@ -20,16 +20,16 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A push to decode or pool that takes longer has failed."""
     hold_s: float = 10.0
     """Prefill keeps finished blocks this long for a decode worker without room; then they stay in
-    the
-    pool only and decode fetches them from there."""
+    the pool only and decode fetches them from there."""
     quarantine_s: float = 30.0
     """Pages reserved for a lost prefill worker are not used again before: cut off but not dead, it
     may go on writing until its pushes time out."""
     ask_again_s: float = 10.0
     """How often decode asks a prefill worker about pages reserved for so long: the word that its
     push has ended may have been lost."""
-    max_reservations: int = 256
-    """Requests that may wait for room on a decode worker; more are refused."""
+    max_reservations: int = 4096
+    """Requests that may wait for room on a decode worker; more are refused. They hold nothing yet:
+    the bound is above what gateways let in, so that it is they who say no, at once."""
 
     def __post_init__(self) -> None:
         for name in (
