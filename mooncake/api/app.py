@@ -150,6 +150,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = _ERROR_TYPES.get(error.status_code, "BadRequestError")
     message = f"{error.detail}: {request.method} {request.url.path}"
+    if error.status_code in _ERROR_TYPES and (docs := request.app.docs_url):
+        message += f"; {docs} shows what there is"
     response = error_response(ApiError(error.status_code, kind, message))
     response.headers.update(error.headers or {})
     return response

@@ -252,7 +252,14 @@ def test_wrong_methods_are_named() -> None:
             assert reply.headers["allow"] == "POST"
             error = reply.json()["error"]
             assert error["type"] == "MethodNotAllowedError"
-            assert CHAT in error["message"]
+            assert error["message"] == f"Method Not Allowed: GET {CHAT}; /docs shows what there is"
+            lost = (await client.post(url + "/v1/chat", json=ASK)).json()["error"]
+            assert lost["message"] == "Not Found: POST /v1/chat; /docs shows what there is"
+        plain = ApiConfig(port=0, docs=False)
+        async with live_door(ScriptedBackend(says("x")), config=plain) as url:
+            async with httpx.AsyncClient() as client:
+                lost = (await client.get(url + "/docs")).json()["error"]
+            assert lost["message"] == "Not Found: GET /docs"
 
     asyncio.run(main())
 
