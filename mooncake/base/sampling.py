@@ -11,11 +11,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling settings of one request; names and defaults are those of the OpenAI API and vLLM.
 
     A sampled token is a function of `seed` and its position in the output only, so a request can be
-    resumed on another worker and goes on with the very same tokens. The gateway fills `seed` in
-    when
-    the client gave none. Stop *strings* are text and therefore the door's business (`api`);
-    `stop_token_ids`
-    are tokens and the engine's.
+    resumed on another worker and goes on with the very same tokens. The door draws `seed` when the
+    client gave none. Stop *strings* are text and therefore the door's business (`api`);
+    `stop_token_ids` are tokens and the engine's.
     """
 
     max_tokens: int = 16

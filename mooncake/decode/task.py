@@ -1,8 +1,7 @@
 """One request on a decode worker: plain state, moved only by `decode.worker`.
 
 WAITING ──► RESERVED ──► RUNNING ──► gone        KV pushed by a prefill worker
-   │           └───────► ABORTED ──► gone        (pages rest until prefill says it has stopped
-   writing)
+   │           └───────► ABORTED ──► gone        (pages rest until prefill has stopped writing)
    └──────► GATHERING ─► RUNNING ──► gone        whole request here, or KV left in the pool
 """
 
