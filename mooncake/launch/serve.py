@@ -199,9 +199,12 @@ class _Serving:
         self._url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _has_met(self, rows: list[report.WorkerRow]) -> bool:
-        """Whether the workers are known here and, where there is a door, they are all it needs."""
-        known = self._front.knows([row.worker_id for row in rows])
-        return known and (self._door is None or self._front.backend.ready)
+        """Whether the workers are known here and, where there is a door, it is open and they are
+        all it needs.
+        """
+        if not self._front.knows([row.worker_id for row in rows]):
+            return False
+        return self._door is None or (bool(self._url) and self._front.backend.ready)
 
     def _announce(self, rows: list[report.WorkerRow]) -> None:
         own = report.WorkerRow(
