@@ -1,4 +1,6 @@
-"""Set before anything imports Triton: without a GPU its kernels run in its interpreter."""
+"""What holds for all tests. Some of it is set before anything imports Triton: without a GPU its
+kernels run in its interpreter.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Machines are slow at times: no test of a property is about how long an example takes.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -35,10 +35,14 @@ from mooncake.base.pool_messages import (
     BlocksRemoved,
     FindBlocks,
     FindHolders,
+    FindHomes,
     HoldersFound,
+    HomesFound,
     KeepBlocks,
     PoolState,
     RemoveBlocks,
+    TakenOver,
+    TakeOver,
 )
 
 AnyMessage = (
@@ -47,6 +51,6 @@ AnyMessage = (
     | PinGranted | PutStart | PutEnd | PinBlocks | Unpin | DoubtPeers | WhoAreYou
     | Replicate | Prefetch | GatewayNews | FindBlocks | RemoveBlocks | KeepBlocks | AskPool
     | BlocksFound | BlocksRemoved | BlocksKept | PoolState
-    | FindHolders | HoldersFound
+    | FindHolders | HoldersFound | FindHomes | HomesFound | TakeOver | TakenOver
 )  # fmt: skip
 """The tagged union that travels on a channel."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+import msgspec
+
 from mooncake.base.blocks import BlockKey
 from mooncake.base.messages import Message, Tier, WorkerLoad, WorkerRef
 
@@ -70,7 +72,62 @@ class FindHolders(Message, frozen=True, tag="find_holders"):
     keys: list[BlockKey]
 
 
+class TakeOver(Message, frozen=True, tag="take_over"):
+    """A node that drains has these blocks of one tenant, and nobody else: copy them as your own.
+    Answered by `TakenOver`.
+    """
+
+    source: WorkerRef
+    ticket: int
+    keys: list[BlockKey]
+    tenant: str = ""
+    keep: Keep = Keep.NO
+    """How they are to be kept, as far as there is room for it."""
+    reused: bool = False
+    """They have been asked for more than once: worth more than blocks that have not."""
+
+
+# ---------------------------------------------------------------- to a gateway
+
+
+class FindHomes(Message, frozen=True, tag="find_homes"):
+    """A node that drains asks which of its blocks are elsewhere too, and who could take the others:
+    answered by `HomesFound`.
+    """
+
+    asker: WorkerRef
+    ticket: int
+    keys: list[BlockKey]
+
+
 # ---------------------------------------------------------------- to those who asked
+
+
+class TakenOver(Message, frozen=True, tag="taken_over"):
+    """Those of the blocks asked for that lie here now."""
+
+    ticket: int
+    store: WorkerRef
+    keys: list[BlockKey]
+    is_full: bool = False
+    """There is no room for more of their kind."""
+
+
+class Home(msgspec.Struct, frozen=True, array_like=True):
+    """A pool node that stays."""
+
+    store: WorkerRef
+    num_free_blocks: int
+    """When it last reported."""
+
+
+class HomesFound(Message, frozen=True, tag="homes"):
+    """Where blocks of a node that drains are, or could be. A hint: nodes know what they hold."""
+
+    ticket: int
+    elsewhere: list[bool]
+    """Whether a pool node that stays holds it too; of each block asked for."""
+    homes: list[Home]
 
 
 class BlocksFound(Message, frozen=True, tag="found"):
@@ -109,6 +166,20 @@ class BlocksKept(Message, frozen=True, tag="kept"):
     kept: list[bool]
 
 
+class DrainProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How far the blocks of a node that drains have been copied to others."""
+
+    over: bool
+    """No more are copied: all that can be have been, or the time is up."""
+    num_copied: int = 0
+    num_elsewhere: int = 0
+    """Lay on other nodes too."""
+    num_left: int = 0
+    """Only here, in DRAM or on SSD."""
+    num_left_on_ssd: int = 0
+    """Of those, on a disk: the next boot finds them."""
+
+
 class PoolState(Message, frozen=True, tag="pool_state"):
     """One pool node, as it is now."""
 
@@ -126,4 +197,8 @@ class PoolState(Message, frozen=True, tag="pool_state"):
     num_soft_pinned: int = 0
     draining: bool = False
     drained: bool = False
-    """Its process may be ended: nothing is open, and what was worth a disk is there."""
+    """Its process may be ended: nothing is open, nobody else takes more of its blocks, and what was
+    worth a disk is there.
+    """
+    drain: DrainProgress | None = None
+    """Of a node that drains."""

@@ -73,6 +73,12 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A copy of another node's blocks that has not come by then is given up."""
     replica_idle_s: float = 300.0
     """Copies that nobody read for so long are dropped."""
+    drain_s: float = 30.0
+    """A node that drains has so long to copy to others what only it holds."""
+    drain_queue_bytes: int = 64 << 20
+    """Bytes of such blocks that may be on their way."""
+    drain_bytes_per_s: int = 1 << 30
+    """How fast they may go: others use the network too."""
     hard_pin_share: float = 0.5
     """Share of the DRAM blocks that may carry hard pins: the rest stays a cache."""
     tenant_quota_bytes: dict[str, int] = {}
@@ -85,11 +91,12 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in (
             "dram_bytes", "put_timeout_s", "report_interval_s", "doubt_interval_s",
             "max_tickets_per_worker", "ssd_min_uses", "ssd_load_timeout_s", "ssd_queue_bytes",
-            "ssd_threads", "replicate_timeout_s", "replica_idle_s",
+            "ssd_threads", "replicate_timeout_s", "replica_idle_s", "drain_queue_bytes",
+            "drain_bytes_per_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"kvstore.{name} must be positive, not {getattr(self, name)}")
-        for name in ("quarantine_s", "ssd_retry_s"):
+        for name in ("quarantine_s", "ssd_retry_s", "drain_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"kvstore.{name} must not be negative: {getattr(self, name)}")
         for name, may_be_0 in SHARES.items():

@@ -31,6 +31,8 @@ COUNTERS = {
     "replicas_refused": "orders to copy that found no room, or too many others",
     "replicas_failed": "copies that did not come",
     "replicas_dropped": "copies dropped because nobody read them",
+    "blocks_taken_over": "blocks copied from nodes that drained",
+    "blocks_prefetched": "blocks brought up from a disk ahead of their reader",
     "blocks_removed": "blocks taken out because somebody said so",
     "blocks_reported_corrupt": "blocks that a reader got otherwise than their checksums say",
     "blocks_damaged": "blocks in DRAM that were not any more what was written",

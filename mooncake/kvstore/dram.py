@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from mooncake.base import BlockKey, InternalError
@@ -135,6 +135,15 @@ class DramTier:
         """Return the keys of all whole blocks, oldest put first."""
         return [key for key, block in self._blocks.items() if block.whole]
 
+    def hottest_first(self) -> list[BlockKey]:
+        """Return the keys of all whole blocks: what is held or kept, then in reverse of the order
+        in which they would be evicted.
+        """
+        loose = list(self._eviction.order())
+        going = set(loose)
+        held = [key for key in self.stored_keys() if key not in going]
+        return held + loose[::-1]
+
     def has(self, key: BlockKey) -> bool:
         """Whether a whole block of that key is stored here."""
         block = self._blocks.get(key)
@@ -147,9 +156,13 @@ class DramTier:
     # ------------------------------------------------------------------ writing
 
     def reserve(
-        self, keys: Sequence[BlockKey], tenant: str
+        self,
+        keys: Sequence[BlockKey],
+        tenant: str,
+        may_evict: Callable[[BlockKey], bool] | None = None,
     ) -> tuple[dict[BlockKey, int], list[BlockKey]]:
-        """Make room for those of `keys` that are neither stored nor being written.
+        """Make room for those of `keys` that are neither stored nor being written. With `may_evict`
+        only up to the high watermark, and evicting only what it allows while that comes first.
 
         Returns (key -> byte offset of what was granted, in the order asked; keys evicted for it).
         Stops at the first block there is no room for. Blocks of the same run are never evicted for
@@ -164,7 +177,7 @@ class DramTier:
         for key in run:
             if key in self._blocks:
                 continue
-            offset = self._take(tenant, evicted)
+            offset = self._take(tenant, evicted, may_evict)
             if offset is None:
                 break
             self._eviction.charge(key, tenant)
@@ -273,6 +286,10 @@ class DramTier:
             self._eviction.release([key])
         return True
 
+    def kept(self, key: BlockKey) -> Keep:
+        """Return how a block that is known here is kept."""
+        return self._blocks[key].keep
+
     def is_kept(self, key: BlockKey) -> bool:
         """Whether a hard pin is on a block."""
         block = self._blocks.get(key)
@@ -315,15 +332,28 @@ class DramTier:
                     break
         return evicted
 
-    def _take(self, tenant: str, evicted: list[BlockKey]) -> int | None:
+    def _take(
+        self, tenant: str, evicted: list[BlockKey], may_evict: Callable[[BlockKey], bool] | None
+    ) -> int | None:
         """Return the offset of a block for `tenant`, evicting if need be; None = no room."""
-        if self._eviction.is_full(tenant) and not self._evict(tenant, evicted):
+        if self._eviction.is_full(tenant) and not self._evict(tenant, evicted, may_evict):
             return None
-        if not self.num_free and not self._evict(None, evicted):
+        limit = self.num_blocks if may_evict is None else self._high_blocks
+        is_full = self.num_blocks - self.num_free >= limit
+        if is_full and not self._evict(None, evicted, may_evict):
             return None
         return self._allocator.allocate()
 
-    def _evict(self, tenant: str | None, evicted: list[BlockKey]) -> bool:
+    def _evict(
+        self,
+        tenant: str | None,
+        evicted: list[BlockKey],
+        may_evict: Callable[[BlockKey], bool] | None = None,
+    ) -> bool:
+        if may_evict is not None:
+            first = next(self._eviction.order(tenant), None)
+            if first is None or not may_evict(first):
+                return False
         key = self._eviction.pop(tenant)
         if key is None:
             return False

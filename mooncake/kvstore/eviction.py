@@ -36,6 +36,11 @@ class EvictionPolicy(Protocol):
     def pop(self) -> BlockKey | None:
         """Choose, forget and return the block to evict; None when none may be."""
 
+    def order(self) -> Iterator[BlockKey]:
+        """Yield the blocks that may be evicted, as they would go; to be used up, or left, before
+        the next call. The first costs as much as `pop`, all of them a sort.
+        """
+
     def __len__(self) -> int:
         """Return how many blocks may be evicted."""
 
@@ -89,6 +94,9 @@ class LruPolicy:
             del self._held[key]
             self._aside[key] = None
         return None
+
+    def order(self) -> Iterator[BlockKey]:
+        return (key for key in self._order if key not in self._held)
 
     def __len__(self) -> int:
         return len(self._order) - len(self._held)
@@ -162,13 +170,29 @@ class RankedPolicy:
 
     def pop(self) -> BlockKey | None:
         while self._heap:
-            rank, _, key = heapq.heappop(self._heap)
-            usage = self._usages.get(key)
-            if usage is not None and usage.released and usage.rank == rank:
+            rank, _, key = entry = heapq.heappop(self._heap)
+            if self._counts(entry):
                 self._floor = max(self._floor, rank[0])
                 self.forget(key)
                 return key
         return None
+
+    def order(self) -> Iterator[BlockKey]:
+        while self._heap and not self._counts(self._heap[0]):
+            heapq.heappop(self._heap)
+        if not self._heap:
+            return
+        first = self._heap[0][2]
+        yield first
+        seen = {first}
+        for entry in sorted(self._heap):
+            if entry[2] not in seen and self._counts(entry):
+                seen.add(entry[2])
+                yield entry[2]
+
+    def _counts(self, entry: tuple[Rank, int, BlockKey]) -> bool:
+        usage = self._usages.get(entry[2])
+        return usage is not None and usage.released and usage.rank == entry[0]
 
     def __len__(self) -> int:
         return self._num_released
@@ -191,8 +215,7 @@ class RankedPolicy:
         seen: set[BlockKey] = set()
         kept: list[tuple[Rank, int, BlockKey]] = []
         for entry in self._heap:
-            usage = self._usages.get(entry[2])
-            if usage is not None and usage.released and usage.rank == entry[0]:
+            if self._counts(entry):
                 if entry[2] not in seen:
                     kept.append(entry)
                 seen.add(entry[2])
@@ -290,6 +313,10 @@ class LastPolicy:
             if key is not None:
                 del self._last[key]
         return key
+
+    def order(self) -> Iterator[BlockKey]:
+        yield from self._first.order()
+        yield from self._second.order()
 
     def __len__(self) -> int:
         return len(self._first) + len(self._second)

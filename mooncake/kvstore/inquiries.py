@@ -18,6 +18,7 @@ from mooncake.base.pool_messages import (
     BlocksFound,
     BlocksKept,
     BlocksRemoved,
+    DrainProgress,
     FindBlocks,
     Keep,
     KeepBlocks,
@@ -39,12 +40,12 @@ class Inquiries:
         layout: KvLayout,
         channel: Channel,
         tiers: tuple[DramTier, Tiering, Promotions],
-        figures: Callable[[], tuple[WorkerLoad, bool, bool]],
+        figures: Callable[[], tuple[WorkerLoad, bool, bool, DrainProgress | None]],
         gone: Callable[[list[BlockKey]], None],
         counters: Counter[str],
     ) -> None:
-        """`figures` returns (load, draining, drained); `gone` is told of blocks taken out of
-        DRAM.
+        """`figures` returns (load, draining, drained, how far that is); `gone` is told of blocks
+        taken out of DRAM.
         """
         self._worker = worker
         self._layout = layout
@@ -83,7 +84,7 @@ class Inquiries:
     def state(self, ticket: int) -> PoolState:
         """Return the node as it is now."""
         ssd = self._tiering.ssd
-        load, draining, drained = self._figures()
+        load, draining, drained, drain = self._figures()
         return PoolState(
             ticket=ticket,
             store=self._worker,
@@ -98,6 +99,7 @@ class Inquiries:
             num_soft_pinned=self._dram.num_kept(Keep.SOFT),
             draining=draining,
             drained=drained,
+            drain=drain,
         )
 
     def _prefetch(self, keys: Sequence[BlockKey], now: float) -> None:

@@ -30,11 +30,12 @@ from mooncake.base import (
     packed_places,
 )
 from mooncake.base.messages import Replicate, WhoAreYou
-from mooncake.base.pool_messages import PoolState
+from mooncake.base.pool_messages import DrainProgress, HomesFound, PoolState, TakenOver, TakeOver
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.counters import COUNTERS
 from mooncake.kvstore.disk import DiskDone, Disks, DiskScanned, NoDisks
 from mooncake.kvstore.dram import DramTier
+from mooncake.kvstore.evacuation import Evacuation
 from mooncake.kvstore.hashing import Hashing
 from mooncake.kvstore.inquiries import Inquiries
 from mooncake.kvstore.peers import Grant, Peers, PeerState, peer_of
@@ -97,14 +98,18 @@ class KvNode:
         if disks.num_slots:
             self._membership.add_tier(Tier.SSD, self._tiering.ssd.stored_keys)
         disks.attach(self._region)
+        tiers = (self._tier, self._tiering)
         self._replicator = Replicator(
-            config, layout, self._tier, (channel, transfer, self._region.region_id),
+            config, layout, tiers, (channel, transfer, self._region.region_id),
             hello.worker, self._on_copied, self._counters,
         )  # fmt: skip
         self._inquiries = Inquiries(
-            hello.worker, layout, channel, (self._tier, self._tiering, self._promotions),
-            self._figures, self._gone, self._counters,
+            hello.worker, layout, channel, (*tiers, self._promotions), self._figures, self._gone,
+            self._counters,
         )  # fmt: skip
+        self._evacuation = Evacuation(
+            config, hello.worker, channel, tiers, lambda: self._membership.welcoming
+        )
         self._peers = Peers(config.max_tickets_per_worker, self._counters)
         self._overdue_at: deque[tuple[float, Grant]] = deque()
         self._doubt_s = 0.0
@@ -137,8 +142,8 @@ class KvNode:
 
     @property
     def drained(self) -> bool:
-        """Told to drain, and nothing would be lost by the end of this process but DRAM."""
-        return self._draining and self.quiet and self._tiering.drained
+        """Told to drain, and its end would lose nothing that others, or its disks, could have."""
+        return self._evacuation.over and self.quiet and self._tiering.drained
 
     def state(self) -> PoolState:
         """Return how the node is doing, as `AskPool` is answered."""
@@ -162,18 +167,28 @@ class KvNode:
             self._membership.on_welcome(event)
         elif isinstance(event, WhoAreYou):
             self._membership.on_who(event)
-        elif isinstance(event, Drain):
-            self._drain()
+        elif isinstance(event, Drain | HomesFound | TakenOver):
+            self._drain(event, now)
         else:
             self._move_blocks(event, now)
 
-    def _drain(self) -> None:
-        """Nobody is sent here and nothing is taken any more; what is read stays until then, and
-        what is worth a disk goes there.
+    def _drain(self, event: Drain | HomesFound | TakenOver, now: float) -> None:
+        """Take nothing any more, hand over what only this node holds, send down what is worth a
+        disk. When that is over nobody is sent here; what is read stays until then.
         """
-        self._draining = True
-        self._membership.withdraw()
-        self._tiering.drain()
+        if isinstance(event, HomesFound):
+            self._evacuation.on_homes(event, now)
+        elif isinstance(event, TakenOver):
+            self._evacuation.on_taken(event, now)
+        else:
+            self._draining = True
+            self._tiering.drain()
+            self._evacuation.begin(now)
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        if self._evacuation.over:
+            self._membership.withdraw()
 
     def _move_blocks(self, event: msgspec.Struct, now: float) -> None:
         """Take what disks and transfers have done, and what is wished for beyond puts and pins."""
@@ -189,6 +204,8 @@ class KvNode:
         elif isinstance(event, Replicate):
             if not self._draining:
                 self._replicator.begin(event, now)
+        elif isinstance(event, TakeOver):
+            self._replicator.take_over(event, now, refused=self._draining)
         else:
             self._inquiries.handle(event, now)
 
@@ -202,6 +219,8 @@ class KvNode:
         self._hashing.start()
         self._tiering.start_writes(now)
         self._evicted(self._tier.evict_to_watermark())
+        times.append(self._evacuation.tick(now))
+        self._withdraw()
         times.append(self._doubt_old_peers(now))
         times.append(self._membership.tick(now, self._load))
         return min(time for time in times if time is not None)
@@ -224,6 +243,7 @@ class KvNode:
         self._tiering.check_integrity()
         self._promotions.check_integrity()
         self._replicator.check_integrity()
+        self._evacuation.check_integrity()
         pins += self._tiering.held() + self._promotions.held() + self._hashing.held()
         assert writing.isdisjoint(self._tiering.loading())
         assert self._replicator.filling().isdisjoint(writing | self._tiering.loading())
@@ -331,7 +351,8 @@ class KvNode:
         peer = peer_of(message.reader)
         run = message.keys[:num_blocks]
         self._tier.pin(run)
-        self._tiering.used(run)
+        if not self._evacuation.is_home(message.reader):
+            self._tiering.used(run)
         self._replicator.used(run, now)
         if run:
             self._peers.state_of(message.reader, now).pins[message.ticket] = run
@@ -376,6 +397,8 @@ class KvNode:
         peer = peer_of(worker)
         self._membership.on_peer_lost(worker)
         self._replicator.on_peer_lost(worker)
+        self._evacuation.on_peer_lost(worker, now)
+        self._withdraw()
         state = self._peers.lose(peer)
         if state is None:
             return
@@ -456,8 +479,8 @@ class KvNode:
         self._counters["blocks_granted"] += len(granted)
         self._counters["blocks_refused"] += refused
 
-    def _figures(self) -> tuple[WorkerLoad, bool, bool]:
-        return self._load(), self._draining, self.drained
+    def _figures(self) -> tuple[WorkerLoad, bool, bool, DrainProgress | None]:
+        return self._load(), self._draining, self.drained, self._evacuation.progress()
 
     def _load(self) -> WorkerLoad:
         tier = self._tier

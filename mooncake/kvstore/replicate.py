@@ -1,4 +1,5 @@
-"""Copies of blocks of other pool nodes: pulled when asked to, dropped when nobody uses them.
+"""Copies of blocks of other pool nodes: pulled when asked to, dropped when nobody uses them; and
+blocks taken over from nodes that drain, which are ours from then on.
 
 Pure; owned by the node, which grants memory like for any put. A copy is an ordinary block from the
 moment it is whole; it carries the checksum its owner promised, and is hashed again here.
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+
+import msgspec
 
 from mooncake.base import (
     BlockKey,
@@ -19,8 +22,10 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.messages import Replicate
+from mooncake.base.pool_messages import Keep, TakenOver, TakeOver
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.dram import DramTier
+from mooncake.kvstore.tiering import Tiering
 from mooncake.rpc.channel import Channel
 from mooncake.transfer.engine import Op, Transfer, TransferBatch, TransferDone, TransferOp
 
@@ -32,10 +37,15 @@ Copied = Callable[[list[BlockKey], list[BlockKey]], None]
 
 
 class _Pull:
-    __slots__ = ("batch_id", "checksums", "deadline_s", "keys", "source")
+    __slots__ = ("answer", "batch_id", "checksums", "deadline_s", "keys", "order", "source")
 
-    def __init__(self, source: WorkerRef, keys: list[BlockKey], deadline_s: float) -> None:
-        self.source = source
+    def __init__(
+        self, order: Replicate | TakeOver, keys: list[BlockKey], deadline_s: float
+    ) -> None:
+        self.source = order.source
+        self.order = order
+        self.answer: TakenOver | None = None
+        """To who orders a take-over, should nothing come."""
         self.keys = keys
         self.deadline_s = deadline_s
         self.batch_id: int | None = None
@@ -49,7 +59,7 @@ class Replicator:
         self,
         config: KvStoreConfig,
         layout: KvLayout,
-        dram: DramTier,
+        tiers: tuple[DramTier, Tiering],
         ports: tuple[Channel, Transfer, int],
         worker: WorkerRef,
         copied: Copied,
@@ -58,7 +68,7 @@ class Replicator:
         """`ports`: channel, transfer, and the arena's region."""
         self._config = config
         self._layout = layout
-        self._dram = dram
+        self._dram, self._tiering = tiers
         self._channel, self._transfer, self._region_id = ports
         self._worker = worker
         self._copied = copied
@@ -85,13 +95,47 @@ class Replicator:
         if not granted:
             self._counters["replicas_refused"] += 1
             return
+        self._ask(_Pull(order, list(granted), now + self._config.replicate_timeout_s))
+
+    def take_over(self, order: TakeOver, now: float, *, refused: bool) -> None:
+        """Pull what a node that drains is about to take with it, and answer it; `refused`: this one
+        goes too.
+
+        Blocks that were asked for more than once may push out such as were not; none push out what
+        has been asked for as often.
+        """
+        if refused:
+            answer = TakenOver(ticket=order.ticket, store=self._worker, keys=[], is_full=True)
+            self._channel.send(order.source.address, answer)
+            return
+        ssd, known = self._tiering.ssd, self._dram.is_known
+        here = [key for key in order.keys if self._dram.has(key) or ssd.has(key)]
+        wanted = [key for key in order.keys if not (known(key) or ssd.has(key))]
+        answer = TakenOver(ticket=order.ticket, store=self._worker, keys=here)
+        granted: dict[BlockKey, int] = {}
+        if wanted and len(self._pulls) < MAX_PULLS:
+            granted, evicted = self._dram.reserve(wanted, order.tenant, self._may_evict(order))
+            self._copied([], evicted)
+            is_full = len(granted) < len(wanted)
+            answer = msgspec.structs.replace(answer, is_full=is_full)
+        if not granted:
+            self._channel.send(order.source.address, answer)
+            return
+        pull = _Pull(order, list(granted), now + self._config.replicate_timeout_s)
+        pull.answer = answer
+        self._ask(pull)
+
+    def _may_evict(self, order: TakeOver) -> Callable[[BlockKey], bool]:
+        if order.keep is not Keep.NO:
+            return lambda _key: True
+        return self._tiering.is_one_off if order.reused else lambda _key: False
+
+    def _ask(self, pull: _Pull) -> None:
         self._last_ticket += 1
-        keys = list(granted)
-        deadline_s = now + self._config.replicate_timeout_s
-        self._pulls[self._last_ticket] = _Pull(order.source, keys, deadline_s)
+        self._pulls[self._last_ticket] = pull
         self._channel.send(
-            order.source.address,
-            PinBlocks(reader=self._worker, ticket=self._last_ticket, keys=keys),
+            pull.source.address,
+            PinBlocks(reader=self._worker, ticket=self._last_ticket, keys=list(pull.keys)),
         )
 
     def on_pin_granted(self, message: PinGranted) -> None:
@@ -129,12 +173,30 @@ class Replicator:
             for key, checksum in zip(pull.keys, pull.checksums, strict=False):
                 if checksum:
                     self._dram.learn_checksum(key, checksum)
-            for key in reversed(pull.keys):
-                self._copies[key] = now
-            self._counters["blocks_replicated"] += len(pull.keys)
+            self._own(pull, now)
             self._copied(pull.keys, [])
             pull.keys = []
         self._end(ticket)
+
+    def _own(self, pull: _Pull, now: float) -> None:
+        """The blocks of a pull are whole: copies, or ours for good."""
+        order, keys = pull.order, pull.keys
+        if isinstance(order, Replicate):
+            for key in reversed(keys):
+                self._copies[key] = now
+            self._counters["blocks_replicated"] += len(keys)
+            return
+        if order.reused:
+            self._tiering.adopt(keys)
+        else:
+            self._tiering.used(keys)
+        for key in keys if order.keep is not Keep.NO else []:
+            if not self._dram.keep(key, order.keep):
+                self._dram.keep(key, Keep.SOFT)
+        self._counters["blocks_taken_over"] += len(keys)
+        if pull.answer is not None:
+            whole = [*pull.answer.keys, *keys]
+            pull.answer = msgspec.structs.replace(pull.answer, keys=whole)
 
     def on_peer_lost(self, worker: WorkerRef) -> None:
         """Runs that were not being read yet do not come; a read under way fails by itself."""
@@ -186,6 +248,8 @@ class Replicator:
         self._counters["replicas_failed"] += bool(pull.keys)
         unpin = Unpin(reader=self._worker, ticket=ticket)
         self._channel.send(pull.source.address, unpin)
+        if pull.answer is not None:
+            self._channel.send(pull.source.address, pull.answer)
 
     def _reads(self, places: BlockPlaces, keys: list[BlockKey]) -> list[TransferOp]:
         """Return one copy a block where it lies together there too, else one a slice."""

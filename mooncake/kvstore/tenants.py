@@ -5,7 +5,7 @@ Pure; owned by one tier. Counts blocks, knows no memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mooncake.base import BlockKey
 from mooncake.kvstore.eviction import EvictionPolicy, LastPolicy
@@ -87,6 +87,12 @@ class TenantEviction:
         if key is not None:
             self.forget(key)
         return key
+
+    def order(self, tenant: str | None = None) -> Iterator[BlockKey]:
+        """Yield the blocks that may be evicted as they would go, of all or of one tenant that has a
+        quota; see `EvictionPolicy.order`.
+        """
+        return (self._all if tenant is None else self._own[tenant]).order()
 
     def _policy_of(self, key: BlockKey) -> LastPolicy | None:
         tenant = self._tenants.get(key)

@@ -85,16 +85,31 @@ class Tiering:
 
     def used(self, keys: Sequence[BlockKey]) -> None:
         """A request wrote or asked for this run; of no interest but for blocks in DRAM."""
-        if not self.ssd.num_slots:
-            return
         for key in keys:
-            if not self._dram.has(key):
-                continue
-            uses = self._uses[key] = self._uses.get(key, 0) + 1
-            if uses >= self._config.ssd_min_uses and not self.ssd.is_known(key):
-                self._candidates[key] = None
-                self._candidates.move_to_end(key)
-        self.ssd.touch(keys)
+            if self._dram.has(key):
+                self._used(key, self._uses.get(key, 0) + 1)
+        if self.ssd.num_slots:
+            self.ssd.touch(keys)
+
+    def adopt(self, keys: Sequence[BlockKey]) -> None:
+        """Take these blocks as asked for often enough to go down: they were, elsewhere."""
+        for key in keys:
+            self._used(key, max(self._uses.get(key, 0), self._config.ssd_min_uses))
+
+    def _used(self, key: BlockKey, uses: int) -> None:
+        self._uses[key] = uses
+        is_due = uses >= self._config.ssd_min_uses and self.ssd.num_slots > 0
+        if is_due and not self.ssd.is_known(key):
+            self._candidates[key] = None
+            self._candidates.move_to_end(key)
+
+    def is_reused(self, key: BlockKey) -> bool:
+        """Whether a block has been asked for so often that it is worth keeping, in either tier."""
+        return self._uses.get(key, 0) >= self._config.ssd_min_uses or self.ssd.has(key)
+
+    def is_one_off(self, key: BlockKey) -> bool:
+        """Whether a block has seldom been asked for, and would not be missed for another."""
+        return not self.is_reused(key)
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
         """DRAM has given these up."""

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mooncake.base.pool_messages import PoolState
+from mooncake.base.pool_messages import DrainProgress, PoolState
 from mooncake.kvstore.counters import COUNTERS
 from mooncake.launch.link_metrics import LinkFamilies
 from mooncake.transfer.link_stats import LinkSnapshot
@@ -28,13 +28,17 @@ GAUGES = {
     "puts_open": "puts that peers have open",
     "draining": "1: takes nothing any more",
     "drained": "1: the process may be ended",
+    "drain_blocks_copied": "while it drains: blocks that others have taken over",
+    "drain_blocks_elsewhere": "while it drains: blocks that others hold too",
+    "drain_blocks_left": "while it drains: blocks that only it holds",
+    "drain_blocks_left_on_ssd": "of those, on a disk",
 }
 """Name of a figure of a node -> what it is."""
 
 
 def figures(state: PoolState) -> dict[str, float]:
     """Return the `GAUGES` of a node."""
-    load = state.load
+    load, drain = state.load, state.drain or DrainProgress(over=False)
     return {
         "dram_blocks": load.num_total_blocks,
         "dram_blocks_free": load.num_free_blocks,
@@ -50,6 +54,10 @@ def figures(state: PoolState) -> dict[str, float]:
         "puts_open": load.num_waiting,
         "draining": int(state.draining),
         "drained": int(state.drained),
+        "drain_blocks_copied": drain.num_copied,
+        "drain_blocks_elsewhere": drain.num_elsewhere,
+        "drain_blocks_left": drain.num_left,
+        "drain_blocks_left_on_ssd": drain.num_left_on_ssd,
     }
 
 

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mooncake.base import ConfigError, MooncakeError, format_bytes
+from mooncake.base.pool_messages import DrainProgress
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 DRAIN_POLL_S = 0.1
@@ -39,7 +42,8 @@ PIN_EXAMPLES = """examples:
   mooncake pool unpin notes
 """
 DRAIN_EXAMPLES = """examples:
-  mooncake pool drain                 take nothing more, save what is worth it, return when done
+  mooncake pool drain                 take nothing more, copy to other nodes what only it holds,
+                                      save what is worth it, return when done
   mooncake pool drain --wait 0        begin, do not wait
 """
 
@@ -181,9 +185,24 @@ def _drain(arguments: argparse.Namespace) -> int:
             time.sleep(DRAIN_POLL_S)
             state = session.stat()
     word = "drained: its process may be ended" if state.drained else "draining"
-    _tell(arguments, {"worker": state.store.worker_id, "drained": state.drained},
-          f"{state.store.worker_id}: {word}")  # fmt: skip
+    shown = {"worker": state.store.worker_id, "drained": state.drained}
+    if state.drain is not None:
+        shown["blocks"] = msgspec.to_builtins(state.drain)
+        word += f"; {_fate(state.drain)}"
+    _tell(arguments, shown, f"{state.store.worker_id}: {word}")
     return 0 if state.drained or not arguments.wait else 1
+
+
+def _fate(drain: DrainProgress) -> str:
+    """Say what became of the blocks of a node that drains."""
+    unsaved = drain.num_left - drain.num_left_on_ssd
+    kinds = {
+        "copied to other nodes": drain.num_copied,
+        "there already": drain.num_elsewhere,
+        "left on SSD": drain.num_left_on_ssd,
+        "in its DRAM only": unsaved,
+    }
+    return "blocks " + ", ".join(f"{kind}: {number}" for kind, number in kinds.items())
 
 
 def _session(arguments: argparse.Namespace) -> Any:

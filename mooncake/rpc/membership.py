@@ -97,6 +97,11 @@ class Membership:
         return any(gateway.welcomed for gateway in self._gateways.values())
 
     @property
+    def welcoming(self) -> list[str]:
+        """Where the gateways are that know us."""
+        return [gateway.address for gateway in self._welcoming()]
+
+    @property
     def kvstore(self) -> WorkerRef | None:
         """The pool of this worker's node, once known."""
         named = (gateway.kvstore for gateway in self._gateways.values())

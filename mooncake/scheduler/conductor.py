@@ -131,6 +131,10 @@ class Conductor:
         """Return worker id -> how many of the leading `keys` it is known to hold."""
         return self._index.match(keys)
 
+    def holders_of(self, key: BlockKey) -> list[str]:
+        """Return the workers that hold one block, in whichever tier."""
+        return self._index.holders(key)
+
     def view(self, worker_id: str) -> InstanceView | None:
         """Return what is known of a live worker."""
         return self._views.get(worker_id)

@@ -25,7 +25,7 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.messages import DoubtPeers, GatewayNews
-from mooncake.base.pool_messages import FindHolders
+from mooncake.base.pool_messages import FindHolders, FindHomes
 from mooncake.rpc.channel import Channel
 from mooncake.scheduler.admission import draining
 from mooncake.scheduler.balance import RoleChange
@@ -33,6 +33,7 @@ from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.desk import RequestDesk
 from mooncake.scheduler.peer_gateways import PeerGateways
+from mooncake.scheduler.pool_homes import find_homes
 from mooncake.scheduler.pool_search import find_holders
 from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.record import Sink
@@ -188,6 +189,8 @@ class Gateway:
                 self._on_hello(event, now)
             case FindHolders():
                 self._channel.send(event.asker.address, find_holders(event, self._conductor))
+            case FindHomes():
+                self._channel.send(event.asker.address, find_homes(event, self._conductor))
             case PeerLost() if self._roster.live(event.worker):
                 # A worker's own last word, so that nobody waits for its heartbeat; or another
                 # gateway has given it up.

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from mooncake.base import Drain, Welcome
+from mooncake.base.pool_messages import FindHomes, HomesFound
 from mooncake.sim.disk import SimMedium
 from tests.support.kvstore_world import GATEWAY, NodeWorld, keys, worker
+
+
+def drain(world: NodeWorld) -> None:
+    """Tell the node to go, and that there is no other."""
+    sent = world.handle(Drain())
+    for question in [message for _, message in sent if isinstance(message, FindHomes)]:
+        alone = [False] * len(question.keys)
+        world.handle(HomesFound(ticket=question.ticket, elsewhere=alone, homes=[]))
 
 
 def test_it_tells_that_nothing_is_to_be_had_and_takes_nothing() -> None:
     world = NodeWorld()
     world.put(worker("p"), keys(1, 2))
-    world.handle(Drain())
+    drain(world)
     assert world.inventory == set()
     assert world.load().draining, "for `mooncake status`"
     assert world.put(worker("p"), keys(3)) == []
@@ -21,7 +30,7 @@ def test_it_is_drained_when_nothing_is_open() -> None:
     world = NodeWorld()
     grant = world.start(worker("p"), keys(1))
     assert not world.node.drained
-    world.handle(Drain())
+    drain(world)
     assert not world.node.drained
     world.end(worker("p"), grant)
     assert world.inventory == set(), "nor is what becomes whole now announced"
@@ -34,7 +43,7 @@ def test_it_is_drained_when_nothing_is_open() -> None:
 def test_a_new_gateway_hears_of_nothing_either() -> None:
     world = NodeWorld()
     world.put(worker("p"), keys(1))
-    world.handle(Drain())
+    drain(world)
     world.handle(Welcome(gateway=GATEWAY, kvstore=None, send_snapshot=True))
     assert world.inventory == set()
 
@@ -46,7 +55,7 @@ def test_what_was_used_twice_goes_down_first() -> None:
     world.unpin(worker("d"), world.pin(worker("d"), keys(1, 2)))
     world.tick(2.0)
     assert world.on_ssd == set()
-    world.handle(Drain())
+    drain(world)
     assert not world.node.drained
     world.tick(3.0)
     assert world.node.drained
@@ -62,7 +71,7 @@ def test_a_disk_that_refuses_does_not_hold_it_up() -> None:
     world.put(worker("p"), keys(1))
     world.unpin(worker("d"), world.pin(worker("d"), keys(1)))
     medium.refuses_writes = True
-    world.handle(Drain())
+    drain(world)
     world.tick(2.0)
     assert world.node.drained
     assert world.node.state().draining

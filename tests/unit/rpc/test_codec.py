@@ -79,12 +79,17 @@ EXAMPLES: list[AnyMessage] = [
     p.FindHolders(asker=WORKER, ticket=1, keys=[b"k"]),
     p.HoldersFound(ticket=1, stores=[WORKER], num_blocks=[1]),
     p.AskPool(asker=WORKER, ticket=1),
+    p.FindHomes(asker=WORKER, ticket=1, keys=[b"k"]),
+    p.HomesFound(ticket=1, elsewhere=[True], homes=[p.Home(WORKER, 7)]),
+    p.TakeOver(source=WORKER, ticket=1, keys=[b"k"], keep=p.Keep.SOFT, reused=True),
+    p.TakenOver(ticket=1, store=WORKER, keys=[b"k"], is_full=True),
     p.KeepBlocks(asker=WORKER, ticket=1, keys=[b"k"], keep=p.Keep.HARD, epoch="e"),
     p.BlocksKept(ticket=1, store=WORKER, kept=[True, False]),
     p.BlocksFound(ticket=1, store=WORKER, tiers=[m.Tier.SSD, None]),
     p.BlocksRemoved(ticket=1, store=WORKER, removed=[True]),
     p.PoolState(
-        ticket=1, store=WORKER, load=m.WorkerLoad(), layout_fingerprint="f", block_bytes=4096
+        ticket=1, store=WORKER, load=m.WorkerLoad(), layout_fingerprint="f", block_bytes=4096,
+        drain=p.DrainProgress(over=True, num_copied=3),
     ),
 ]  # fmt: skip
 

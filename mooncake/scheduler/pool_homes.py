@@ -1,0 +1,29 @@
+"""What a pool node that drains asks a gateway: which of its blocks lie elsewhere too, and who could
+take the others. Pure; facts only, all of them hints.
+"""
+
+from __future__ import annotations
+
+from mooncake.base import Role
+from mooncake.base.pool_messages import FindHomes, Home, HomesFound
+from mooncake.scheduler.conductor import Conductor
+
+MAX_HOMES = 16
+"""Nodes named in one answer: those with most free room."""
+
+
+def find_homes(question: FindHomes, conductor: Conductor) -> HomesFound:
+    """Return for each block whether another pool node holds it that stays, and which stay."""
+    stay = {
+        view.worker_id: view
+        for view in conductor.views
+        if view.role is Role.KVSTORE and not view.draining and view.worker != question.asker
+    }
+    elsewhere = [any(name in stay for name in conductor.holders_of(key)) for key in question.keys]
+    free = {name: view.load.num_free_blocks for name, view in stay.items()}
+    most = sorted(stay, key=lambda name: (-free[name], name))[:MAX_HOMES]
+    return HomesFound(
+        ticket=question.ticket,
+        elsewhere=elsewhere,
+        homes=[Home(stay[name].worker, free[name]) for name in most],
+    )
