@@ -11,6 +11,7 @@ from mooncake_kernels.checks import BF16_GATE, FP8_GATE, difference
 from mooncake_kernels.dispatch import TRITON, kernel
 from mooncake_kernels.reference.router import Routing
 from mooncake_kernels.tune import KIMI_K2_RANKS
+from torch.nn import functional
 
 from benchmarks.gpu.work import Bench, Case, Work
 
@@ -106,14 +107,16 @@ def _grouped_peers(
 
     def bf16() -> Any:
         a, b, ends = inputs(torch.bfloat16)
-        return torch._grouped_mm(a, b, offs=ends)  # noqa: SLF001 - it has no other name
+        return functional.grouped_mm(a, b, offs=ends)
 
     def fp8() -> Any:
         a, b, ends = inputs(torch.float8_e4m3fn)
         one_a = made.setdefault("a", torch.ones(a.shape[0], device=a.device))
         one_b = made.setdefault("b", torch.ones(count, n, device=a.device))
-        multiply = torch._scaled_grouped_mm  # noqa: SLF001 - it has no other name
-        return multiply(a, b, one_a, one_b, offs=ends, out_dtype=torch.bfloat16)
+        by_row = functional.ScalingType.RowWise
+        return functional.scaled_grouped_mm(
+            a, b, one_a, by_row, one_b, by_row, offs=ends, output_dtype=torch.bfloat16
+        )
 
     return {"torch bf16": bf16, "torch FP8, a factor a row": fp8}
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 TABLES = Path(__file__).parent / "tuned"
 
@@ -57,11 +58,11 @@ class ExpertsConfig:
     down: ProductTile
 
     @classmethod
-    def from_table(cls, entry: Mapping[str, object]) -> ExpertsConfig:
+    def from_table(cls, entry: Mapping[str, Any]) -> ExpertsConfig:
         """Read what `to_table` wrote. TypeError: keys are missing or unknown."""
-        values = dict(entry)
-        tiles = {name: ProductTile(**values.pop(name)) for name in ("gate_up", "down")}  # type: ignore[arg-type]
-        return cls(**values, **tiles)  # type: ignore[arg-type]
+        tiles = {name: ProductTile(**entry.get(name, {})) for name in ("gate_up", "down")}
+        values: dict[str, Any] = {**entry, **tiles}
+        return cls(**values)
 
     def to_table(self) -> dict[str, object]:
         """Return what JSON can hold."""
