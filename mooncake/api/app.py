@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -78,6 +77,15 @@ _REPLIES: list[type[msgspec.Struct]] = [
 ]  # fmt: skip
 
 
+class _App(FastAPI):
+    """FastAPI whose document also has what routes read and write themselves."""
+
+    def openapi(self) -> dict[str, Any]:
+        if not self.openapi_schema:
+            add_schemas(super().openapi(), _BODIES, _REPLIES)
+        return self.openapi_schema or {}
+
+
 def create_app(
     backend: Backend,
     model: ServedModel,
@@ -95,7 +103,7 @@ def create_app(
     """
     ids = ids or SystemIds()
     door = Door(backend, model, config, ids=ids, recent=recent)
-    app = FastAPI(
+    app = _App(
         title="Mooncake",
         version=__version__,
         docs_url="/docs" if config.docs else None,
@@ -125,19 +133,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    _complete_openapi(app)
     return app
-
-
-def _complete_openapi(app: FastAPI) -> None:
-    def openapi() -> dict[str, Any]:
-        if not app.openapi_schema:
-            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            add_schemas(document, _BODIES, _REPLIES)
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend it
 
 
 async def _on_mooncake_error(request: Request, error: Exception) -> Response:

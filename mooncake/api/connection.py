@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -59,8 +59,9 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     # ------------------------------------------------------------ reading
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports have all the methods and are not of this class.
+        super().connection_made(cast(asyncio.Transport, transport))
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

