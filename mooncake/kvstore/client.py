@@ -74,6 +74,8 @@ class Attempt:
 
     store: WorkerRef
     deadline_s: float
+    answer_by_s: float = float("inf")
+    """The node must have answered by then, if that is sooner; then bytes may move."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,14 @@ class ClientPorts:
 class _Call:
     """What was asked of one pool node and has not ended."""
 
-    store: WorkerRef
-    deadline_s: float
+    at: Attempt
     fail: Callable[[MooncakeError], None]
     batch_id: int | None = None
+
+    @property
+    def answer_by_s(self) -> float:
+        """When it is given up unless something was granted."""
+        return min(self.at.deadline_s, self.at.answer_by_s)
 
 
 @dataclass
@@ -172,7 +178,7 @@ class PoolClient:
         if at is None:
             return
         blocks = dict(zip(keys, offsets, strict=True))
-        call = _Put(at.store, at.deadline_s, done, blocks=blocks, done=done)
+        call = _Put(at, done, blocks=blocks, done=done)
         ticket = self._open(call)
         self._send(
             at.store, PutStart(writer=self._worker, ticket=ticket, keys=list(blocks), tenant=tenant)
@@ -192,9 +198,7 @@ class PoolClient:
         at = at or self._own(done, now)
         if at is None:
             return
-        call = _Get(
-            at.store, at.deadline_s, done, keys=list(keys), offsets=list(offsets), done=done
-        )
+        call = _Get(at, done, keys=list(keys), offsets=list(offsets), done=done)
         ticket = self._open(call)
         self._send(at.store, PinBlocks(reader=self._worker, ticket=ticket, keys=list(keys)))
 
@@ -267,7 +271,7 @@ class PoolClient:
         def answered(answer: _Answer) -> None:
             done(answer if isinstance(answer, HoldersFound) else _odd())
 
-        ticket = self._open(_Ask(gateway, deadline_s, done, done=answered))
+        ticket = self._open(_Ask(Attempt(gateway, deadline_s), done, done=answered))
         question = FindHolders(asker=self._worker, ticket=ticket, keys=list(keys))
         for address in addresses:
             self._ports.channel.send(address, question)
@@ -299,9 +303,10 @@ class PoolClient:
     def tick(self, now: float) -> float | None:
         """Give up calls that are not answered, report; return when to come again."""
         for ticket, call in list(self._calls.items()):
-            if call.batch_id is None and call.deadline_s <= now:
-                self._fail(ticket, TransferError("the pool does not answer"))
-        times = [call.deadline_s for call in self._calls.values() if call.batch_id is None]
+            if call.batch_id is None and call.answer_by_s <= now:
+                where = call.at.store.address
+                self._fail(ticket, TransferError(f"the pool node at {where} does not answer"))
+        times = [call.answer_by_s for call in self._calls.values() if call.batch_id is None]
         times.append(self._membership.tick(now, lambda: WorkerLoad(num_running=self.num_open)))
         return min(times)
 
@@ -314,14 +319,14 @@ class PoolClient:
 
     def _on_put_granted(self, message: PutGranted) -> None:
         call = self._calls.get(message.ticket)
-        if not isinstance(call, _Put) or call.store.address != message.store.address:
+        if not isinstance(call, _Put) or call.at.store.address != message.store.address:
             # Given up before: what was granted is nobody's.
             dropped = PutEnd(writer=self._worker, ticket=message.ticket, dropped=message.keys)
             self._send(message.store, dropped)
             return
         if call.batch_id is not None:
             return
-        call.store, call.granted = message.store, message.keys
+        call.granted = message.keys
         if not message.keys:
             del self._calls[message.ticket]
             call.done([])
@@ -334,7 +339,7 @@ class PoolClient:
         written = call.granted if error is None else []
         dropped = [] if error is None else call.granted
         self._send(
-            call.store,
+            call.at.store,
             PutEnd(
                 writer=self._worker,
                 ticket=ticket,
@@ -349,17 +354,16 @@ class PoolClient:
 
     def _on_pin_granted(self, message: PinGranted) -> None:
         call = self._calls.get(message.ticket)
-        if not isinstance(call, _Get) or call.store.address != message.store.address:
+        if not isinstance(call, _Get) or call.at.store.address != message.store.address:
             self._send(message.store, Unpin(reader=self._worker, ticket=message.ticket))
             return
         if call.batch_id is not None:
             return
-        call.store = message.store
         call.num_blocks = min(message.num_blocks, len(call.keys))
         call.checksums = message.checksums
         if not call.num_blocks:
             del self._calls[message.ticket]
-            self._send(call.store, Unpin(reader=self._worker, ticket=message.ticket))
+            self._send(call.at.store, Unpin(reader=self._worker, ticket=message.ticket))
             call.done(0)
             return
         offsets = call.offsets[: call.num_blocks]
@@ -374,7 +378,7 @@ class PoolClient:
                     whole, corrupt = number, [call.keys[number]]
                     break
         call.done(whole if error is None else TransferError(error))
-        self._send(call.store, Unpin(reader=self._worker, ticket=ticket, corrupt=corrupt))
+        self._send(call.at.store, Unpin(reader=self._worker, ticket=ticket, corrupt=corrupt))
 
     # ------------------------------------------------------------------ both
 
@@ -392,7 +396,7 @@ class PoolClient:
             for n in range(num_pieces)
         ]
         call.batch_id = self._ports.transfer.submit(
-            TransferBatch(op=op, peer=places.segment, ops=ops, deadline_s=call.deadline_s)
+            TransferBatch(op=op, peer=places.segment, ops=ops, deadline_s=call.at.deadline_s)
         )
         self._batches[call.batch_id] = ticket
 
@@ -408,14 +412,14 @@ class PoolClient:
 
     def _on_answer(self, event: _Answer, address: str | None) -> None:
         call = self._calls.get(event.ticket)
-        if isinstance(call, _Ask) and address in (None, call.store.address):
+        if isinstance(call, _Ask) and address in (None, call.at.store.address):
             del self._calls[event.ticket]
             call.done(event)
 
     def _on_peer_lost(self, worker: WorkerRef) -> None:
         """What the lost node had not granted yet fails now; running transfers are called off."""
         for ticket, call in list(self._calls.items()):
-            if call.store.address != worker.address:
+            if call.at.store.address != worker.address:
                 continue
             if call.batch_id is None:
                 self._fail(ticket, Unavailable("the pool node was lost"))
@@ -430,7 +434,7 @@ class PoolClient:
         at: Attempt | None,
     ) -> None:
         if at is not None:
-            ticket = self._open(_Ask(at.store, at.deadline_s, fail, done=done))
+            ticket = self._open(_Ask(at, fail, done=done))
             self._send(at.store, message(ticket))
 
     def _own(self, fail: Callable[[MooncakeError], None], now: float) -> Attempt | None:
@@ -449,10 +453,10 @@ class PoolClient:
         """End a call that was not granted anything; what comes for it later is given back."""
         call = self._calls.pop(ticket)
         if isinstance(call, _Get):
-            self._send(call.store, Unpin(reader=self._worker, ticket=ticket))
+            self._send(call.at.store, Unpin(reader=self._worker, ticket=ticket))
         elif isinstance(call, _Put):
             dropped = list(call.blocks)
-            self._send(call.store, PutEnd(writer=self._worker, ticket=ticket, dropped=dropped))
+            self._send(call.at.store, PutEnd(writer=self._worker, ticket=ticket, dropped=dropped))
         call.fail(error)
 
     def _checksum(self, offset: int) -> int:

@@ -14,14 +14,21 @@ from typing import Any
 
 import msgspec
 
-from mooncake.base import BlockKey, MooncakeError, PeerLost, Unavailable, Welcome, WorkerRef
+from mooncake.base import BlockKey, MooncakeError, PeerLost, Tier, Unavailable, Welcome, WorkerRef
 from mooncake.base.pool_messages import HoldersFound, Keep
 from mooncake.kvstore.client import Attempt, Found, Got, Kept, PoolClient, Removed, Stated, Wrote
 
 MAX_ATTEMPTS = 3
 """Nodes that a call turns to in vain before it fails."""
+PATIENCE_S = 4.0
+"""A node that has not answered by then is left while there are others. It may bring blocks up from
+its disks first.
+"""
 SUSPECT_S = 5.0
-"""A node that failed is asked after all others for so long."""
+"""A node that failed comes after all others until it answers a question, which it is asked after so
+long, and again after twice as long.
+"""
+MAX_SUSPECT_S = 60.0
 GATEWAY_S = 1.0
 """A gateway that has not answered by then is done without."""
 REFRESH_S = 10.0
@@ -59,6 +66,15 @@ class _Run(_Task):
     """Some node said what it has."""
 
 
+@dataclass
+class _Suspect:
+    """A node that failed."""
+
+    store: WorkerRef
+    probe_s: float
+    pause_s: float = SUSPECT_S
+
+
 class FailoverClient:
     """All calls of one client. Each ends once and within `timeout_s`, all its attempts together,
     and what a transfer takes to be called off; with the error of every node when none is left.
@@ -73,9 +89,11 @@ class FailoverClient:
         self._missing: set[str] = set()
         """Of those, the nodes that were not named last time."""
         self._own_id = ""
-        self._suspect_until_s: dict[str, float] = {}
+        self._suspects: dict[str, _Suspect] = {}
+        """By address."""
         self._lost: dict[str, None] = {}
         self._refresh_s = float("-inf")
+        self._gateway_silent = False
         self._used = ""
         self.num_moves = 0
         """How often `put_from` and `exists` went to another node than the time before."""
@@ -84,6 +102,11 @@ class FailoverClient:
     def own_store(self) -> WorkerRef | None:
         """The pool of this client's node, or the one it was told to use, once known."""
         return self._client.store
+
+    @property
+    def nodes(self) -> list[str]:
+        """Addresses of the nodes that can be turned to, in that order."""
+        return [ref.address for ref in self._order()]
 
     @property
     def num_open(self) -> int:
@@ -164,8 +187,12 @@ class FailoverClient:
         if now >= self._refresh_s:
             self._refresh_s = now + (REFRESH_S if self._known else GATEWAY_S)
             self._client.find_holders([], self._learn, now + GATEWAY_S)
-        wake_s = self._client.tick(now)
-        return self._refresh_s if wake_s is None else min(wake_s, self._refresh_s)
+        for suspect in list(self._suspects.values()):
+            if now >= suspect.probe_s:
+                self._probe(suspect)
+        wakes = [self._client.tick(now), self._refresh_s]
+        wakes += [suspect.probe_s for suspect in self._suspects.values()]
+        return min(wake for wake in wakes if wake is not None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a lost node would be turned to."""
@@ -176,6 +203,7 @@ class FailoverClient:
 
     def _learn(self, answer: HoldersFound | MooncakeError) -> None:
         """Know the nodes that a gateway names; while none answers, those of before."""
+        self._gateway_silent = isinstance(answer, MooncakeError)
         if isinstance(answer, MooncakeError):
             self._refresh_s = min(self._refresh_s, self._now + GATEWAY_S)
             return
@@ -211,6 +239,7 @@ class FailoverClient:
             if known.epoch != worker.epoch:
                 return  # an earlier boot of it
             del self._known[worker.worker_id]
+        self._suspects.pop(worker.address, None)
         self._lost[worker.address] = None
         if len(self._lost) > MAX_FORGOTTEN:
             del self._lost[next(iter(self._lost))]
@@ -221,8 +250,22 @@ class FailoverClient:
         own, again = self._client.store, self._known.get(self._own_id)
         stores = [ref for ref in (again or own, *self._known.values()) if ref is not None]
         unique = {ref.address: ref for ref in stores if ref.address not in self._lost}
-        now, until_s = self._now, self._suspect_until_s
-        return sorted(unique.values(), key=lambda ref: until_s.get(ref.address, now) > now)
+        return sorted(unique.values(), key=self._is_suspect)
+
+    def _is_suspect(self, ref: WorkerRef) -> bool:
+        return ref.address in self._suspects
+
+    def _probe(self, suspect: _Suspect) -> None:
+        """See whether a node answers again; no call waits for it."""
+
+        def answered(answer: list[Tier | None] | MooncakeError) -> None:
+            if not isinstance(answer, MooncakeError):
+                self._suspects.pop(suspect.store.address, None)
+
+        suspect.pause_s = min(2 * suspect.pause_s, MAX_SUSPECT_S)
+        suspect.probe_s = self._now + suspect.pause_s
+        at = Attempt(suspect.store, self._now + PATIENCE_S)
+        self._client.exists([], answered, self._now, at)
 
     def _at_home(self, now: float) -> Attempt | None:
         self._now = now
@@ -245,17 +288,19 @@ class FailoverClient:
         left = [ref for ref in stores if ref.address not in task.tried]
         if not left or len(task.tried) >= MAX_ATTEMPTS or self._now >= task.deadline_s:
             return False
-        # Half of the time is kept for the others, if there are any.
-        is_last = len(left) == 1 or len(task.tried) == MAX_ATTEMPTS - 1
-        share = (task.deadline_s - self._now) / (1 if is_last else 2)
-        task.start(Attempt(left[0], self._now + share), partial(then, left[0]))
+        now, at = self._now, Attempt(left[0], task.deadline_s)
+        if len(left) > 1 and len(task.tried) < MAX_ATTEMPTS - 1:
+            # Others are left to turn to: half of the time is theirs.
+            share = (task.deadline_s - now) / 2
+            at = Attempt(left[0], now + share, now + min(share, PATIENCE_S))
+        task.start(at, partial(then, left[0]))
         return True
 
     def _failed(self, task: _Task, store: WorkerRef, error: MooncakeError) -> None:
         task.tried[store.address] = error
-        self._suspect_until_s[store.address] = self._now + SUSPECT_S
-        if len(self._suspect_until_s) > MAX_FORGOTTEN:
-            del self._suspect_until_s[next(iter(self._suspect_until_s))]
+        self._suspects.setdefault(store.address, _Suspect(store, self._now + SUSPECT_S))
+        if len(self._suspects) > MAX_FORGOTTEN:
+            del self._suspects[next(iter(self._suspects))]
 
     def _next(self, task: _Task) -> None:
         if self._attempt(task, self._order(), partial(self._on_answer, task)):
@@ -277,7 +322,7 @@ class FailoverClient:
             self._failed(task, store, answer)
             self._next(task)
         else:
-            self._suspect_until_s.pop(store.address, None)
+            self._suspects.pop(store.address, None)
             self.num_moves += self._used not in ("", store.address)
             self._used = store.address
             task.done(answer)
@@ -288,7 +333,17 @@ class FailoverClient:
         keys: Sequence[BlockKey],
         found: Callable[[HoldersFound | MooncakeError], None],
     ) -> None:
-        self._client.find_holders(keys, found, min(self._now + GATEWAY_S, task.deadline_s))
+        """Ask a gateway who could help; one that has just been silent is not waited for."""
+
+        def answered(answer: HoldersFound | MooncakeError) -> None:
+            self._gateway_silent = isinstance(answer, MooncakeError)
+            found(answer)
+
+        if self._gateway_silent:
+            found(Unavailable("no gateway answers"))
+        else:
+            share = (task.deadline_s - self._now) / 4
+            self._client.find_holders(keys, answered, self._now + min(share, GATEWAY_S))
 
     # ------------------------------------------------------------------ gets
 
@@ -308,23 +363,25 @@ class FailoverClient:
         return any(ref.address not in run.tried for ref in self._known.values())
 
     def _on_found(self, run: _Run, answer: HoldersFound | MooncakeError) -> None:
-        """Go on with those that hold the next block; while nobody knows, or nobody has answered
-        yet, with any.
+        """Go on with those that hold the next block; while nobody knows with those that are well,
+        and while nobody has answered with any.
         """
         stores: list[WorkerRef] = []
         if isinstance(answer, HoldersFound):
             self._meet(answer)
             pairs = zip(answer.stores, answer.num_blocks, strict=True)
             stores = [ref for ref, count in pairs if count]
-        if isinstance(answer, MooncakeError) or not run.answered:
+        if not run.answered:
             stores += self._order()
+        elif isinstance(answer, MooncakeError):
+            stores += [ref for ref in self._order() if not self._is_suspect(ref)]
         self._fetch(run, stores)
 
     def _on_fetched(self, run: _Run, store: WorkerRef, answer: int | MooncakeError) -> None:
         if isinstance(answer, MooncakeError):
             self._failed(run, store, answer)
         else:
-            self._suspect_until_s.pop(store.address, None)
+            self._suspects.pop(store.address, None)
             run.answered = True
             if answer:  # further on, others may have something
                 run.tried = {at: error for at, error in run.tried.items() if error is not None}

@@ -158,6 +158,13 @@ class PoolSession:
         )
 
     @property
+    def nodes(self) -> list[str]:
+        """Addresses of the nodes that calls turn to, the first one first."""
+        asked = self._driver.call(lambda client, _: client.nodes)
+        known: list[str] = asked.result()
+        return known
+
+    @property
     def memory(self) -> memoryview:
         """The registered memory that blocks go from and come to: `num_places` blocks. `put` and
         `get` use all of it; who uses `put_from` and `get_into` must not call them meanwhile.

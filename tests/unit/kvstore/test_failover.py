@@ -279,6 +279,12 @@ def test_without_a_gateway_the_nodes_known_are_turned_to(scene: Scene) -> None:
     scene.kill("kv0")
     assert scene.end(ended) in (0, 5), "kv1 may be asked first, and has none of it"
     assert scene.call("put_from", keys(8, 9), scene.fill(8, 9)) == keys(8, 9)
+    for _ in range(10):  # nobody says that kv0 is lost, but no call waits for it again
+        ended = scene.begin("get_into", keys(77), [0])
+        scene.run(1.7)
+        [(answer, took_s)] = ended
+        assert answer == 0
+        assert took_s < 0.1
 
 
 def test_a_front_that_dies_with_its_node_and_comes_back(scene: Scene) -> None:
