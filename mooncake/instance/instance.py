@@ -106,12 +106,12 @@ class Instance:
         self.counters: dict[str, float] = {}
 
     def _page_checksums(self) -> PageChecksums | None:
-        """Return what hashes our pages; None where they are not host memory."""
+        """Return what hashes our pages; None in a world that moves no bytes."""
         try:
-            memory = self._pages.buffer
+            list(self._pages.read([(0, 1)]))
         except ValueError:
             return None
-        return PageChecksums(self.layout, memory, self._num_pages)
+        return PageChecksums(self.layout, self._pages, self._num_pages)
 
     # ---------------------------------------- events that both roles treat alike
 
@@ -259,9 +259,12 @@ class Instance:
         digests = []
         for offset in places.offsets:
             digest = blake2b(digest_size=16)
-            for layer in range(self.layout.num_layers):
-                start = offset + layer * places.layer_stride
-                digest.update(self._pages.buffer[start : start + size])
+            slices = [
+                (offset + layer * places.layer_stride, size)
+                for layer in range(self.layout.num_layers)
+            ]
+            for part in self._pages.read(slices):
+                digest.update(part)
             digests.append(digest.hexdigest())
         return digests
 

@@ -202,17 +202,20 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
 
 
 def _options(config: ServeConfig) -> ModelOptions:
-    """Return how engines run the model. ConfigError: a GPU for workers whose KV has to move."""
-    device = config.device
+    """Return how engines run the model. ConfigError: more engines than the GPUs here can take."""
+    device, num_gpus = config.device, machine_facts.num_gpus()
     if device == "auto":
-        device = "cuda" if machine_facts.has_gpu() else "cpu"
-    moves = not config.colocated or bool(config.kvstore)
-    if device == "cuda" and moves:
-        raise ConfigError(
-            "device=cuda: KV in a GPU's memory cannot move between workers yet; use --colocated "
-            "without kvstore workers, or --device cpu"
-        )
+        device = "cuda" if num_gpus else "cpu"
     sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
+    num_engines = sum(_counts(config)[:2])
+    if device == "cuda" and num_engines > 1 and not num_gpus:
+        raise ConfigError("device=cuda: this machine shows no NVIDIA GPU; use --device cpu")
+    if device == "cuda" and num_engines > 1 and num_engines > num_gpus and sized is None:
+        raise ConfigError(
+            f"device=cuda: {num_engines} engines and {num_gpus} GPU: each takes all its memory. "
+            "Engines that share one need pages of a given size: --kv-cache-memory-bytes or "
+            "--num-gpu-blocks-override; else use fewer, --colocated, or --device cpu"
+        )
     return ModelOptions(
         device=device,
         attention_backend=config.attention_backend,

@@ -51,6 +51,7 @@ from mooncake.rpc.channel import PolledChannel
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.backends.rdma import RdmaSettings
 from mooncake.transfer.backends.tcp import TcpSettings
+from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import PolledTransfer, Region
 from mooncake.transfer.factory import TransferConfig, open_transfer
 
@@ -77,8 +78,14 @@ class Model(Protocol):
 
     def num_pages(self, layout: KvLayout, config: EngineConfig) -> int: ...
 
+    def device_pages(self, layout: KvLayout, num_pages: int) -> DeviceMemory: ...
+
     def runner(
-        self, layout: KvLayout, config: EngineConfig, buffer: memoryview, num_threads: int | None
+        self,
+        layout: KvLayout,
+        config: EngineConfig,
+        pages: memoryview | DeviceMemory,
+        num_threads: int | None,
     ) -> PolledRunner: ...
 
 
@@ -258,10 +265,14 @@ def _build_engine(
     model.load(lambda done, whole: progress("loading weights", done, whole))
     progress("allocating KV pages", 0, 0)
     config = dataclasses.replace(config, num_blocks=model.num_pages(layout, config))
-    # Pages a device keeps to itself have no host memory; the region only gives them an address.
-    in_host = 1 if model.owns_pages else config.num_blocks
-    region = transfer.allocate(in_host * layout.block_bytes, "kv-pages")
-    runner = model.runner(layout, config, region.buffer, settings.num_threads)
+    region: Region
+    if model.owns_pages:
+        memory = model.device_pages(layout, config.num_blocks)
+        region = transfer.register_device(memory, "kv-pages")
+        runner = model.runner(layout, config, memory, settings.num_threads)
+    else:
+        region = transfer.allocate(config.num_blocks * layout.block_bytes, "kv-pages")
+        runner = model.runner(layout, config, region.buffer, settings.num_threads)
     samples = []
     if settings.self_profile:
         progress("timing a few steps", 0, 0)

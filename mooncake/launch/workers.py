@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import msgspec
 
 from mooncake.base import Role
 from mooncake.kvstore.config import KvStoreConfig
+from mooncake.launch import machine_facts
 from mooncake.launch.plan import ServePlan
 from mooncake.launch.pool_admin import AdminSettings
 from mooncake.launch.process import WorkerSettings
 from mooncake.launch.settings import ServeConfig
+from mooncake.model.options import ModelOptions
 from mooncake.transfer.backends.rdma import RdmaSettings
 from mooncake.transfer.factory import choose_protocols
 
@@ -35,6 +38,7 @@ def cluster_workers(
     }
     node = config.node_id or host
     num_nodes = max(1, plan.num_kvstores)
+    gpus = itertools.cycle(range(max(1, machine_facts.num_gpus())))
     return [
         WorkerSettings(
             role=role,
@@ -55,12 +59,19 @@ def cluster_workers(
             num_threads=plan.num_threads,
             self_profile=config.self_profile,
             log_level=config.log_level,
-            options=plan.options,
+            options=_on_gpu(plan.options, 0 if role is Role.KVSTORE else next(gpus)),
             admin=admin_settings(config, cluster_secret, index) if role is Role.KVSTORE else None,
         )
         for role, number in counts.items()
         for index in range(number)
     ]
+
+
+def _on_gpu(options: ModelOptions, number: int) -> ModelOptions:
+    """Return the options of an engine, each of which has its own GPU while there are enough."""
+    if options.device != "cuda":
+        return options
+    return msgspec.structs.replace(options, device=f"cuda:{number}")
 
 
 def _own_pool(plan: ServePlan, worker_id: str) -> KvStoreConfig:

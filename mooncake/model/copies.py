@@ -17,6 +17,13 @@ class Arriving(Protocol):
         """Return it once it is there; this alone may block."""
 
 
+class Mark(Protocol):
+    """A point in the order of the device's work."""
+
+    def reached(self) -> None:
+        """Return when all work before it has ended."""
+
+
 class Copies(Protocol):
     """Moves small tensors; what the host hands over it must not change any more."""
 
@@ -25,6 +32,9 @@ class Copies(Protocol):
 
     def fetch(self, values: torch.Tensor) -> Arriving:
         """Begin to bring a device tensor, as it is now in the order of its work, to the host."""
+
+    def mark(self) -> Mark | None:
+        """Return the point behind all work begun so far; None: it has ended already."""
 
 
 class Here:
@@ -48,3 +58,6 @@ class HostCopies:
     def fetch(self, values: torch.Tensor) -> Arriving:
         """Return `values`, arrived."""
         return Here(values)
+
+    def mark(self) -> None:
+        """Return None: work on the host has ended when its call returns."""

@@ -71,6 +71,23 @@ class CudaCopies:
         done.record()
         return _Marked(there, done)
 
+    def mark(self) -> CudaMark:
+        """Return an event on the current stream."""
+        done = self._cuda.Event(blocking=True)
+        done.record(self._cuda.current_stream(self._device))
+        return CudaMark(done)
+
+
+class CudaMark:
+    """A `copies.Mark`."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def reached(self) -> None:
+        """Sleep until the GPU has got there."""
+        self._event.synchronize()
+
 
 class _Marked:
     def __init__(self, values: torch.Tensor, done: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from mooncake_kernels.reference.paged_batch import PagedBatch
 
 from mooncake.engine.plan import StepSlot
-from mooncake.model.copies import Copies, HostCopies
+from mooncake.model.copies import Copies, HostCopies, Mark
 from mooncake.model.inputs import Queries, StepInputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -120,6 +120,9 @@ class DecodeGraphs:
         self._sizes = ladder(most_rows)
         self._replays: dict[int, Replay] = {}
         self._ahead: _Ahead | None = None
+        self.last_guess: Mark | None = None
+        """Behind the last step that ran ahead. Transfers wait for it before they write to pages:
+        nothing but the order of the device's work keeps a wrong guess off them."""
         self._last: Sequence[StepSlot] = ()
         self._num_alike = 0
         self._fill([], most_rows)
@@ -160,6 +163,7 @@ class DecodeGraphs:
             return False
         entries = [self._entry(slot, 1) for slot in slots]
         self._ahead = _Ahead(slots, self._replay(entries, slots, tokens))
+        self.last_guess = self._copies.mark()
         return True
 
     def confirm(self, tokens: Sequence[int]) -> None:

@@ -18,6 +18,8 @@ from mooncake.engine.config import EngineConfig
 from mooncake.model.backends import settle
 from mooncake.model.copies import Copies
 from mooncake.model.cuda import CudaCopies, CudaGraphs, measure_memory
+from mooncake.model.cuda_device import CudaDevice
+from mooncake.model.device_pages import PageDevice, PageMemory
 from mooncake.model.grammar import Grammars
 from mooncake.model.grammar_tokens import load_grammar_tokens
 from mooncake.model.graphs import DecodeGraphs
@@ -29,6 +31,7 @@ from mooncake.model.memory import pages_that_fit
 from mooncake.model.options import ModelOptions
 from mooncake.model.runner import ModelRunner
 from mooncake.model.weights import SPEC_DTYPES, Checkpoint
+from mooncake.transfer.device import DeviceMemory
 
 
 class ModelSource:
@@ -58,6 +61,7 @@ class ModelSource:
         )
         self._lock = threading.Lock()
         self._model: KimiK2 | None = None
+        self._page_device: PageDevice | None = None
 
     @property
     def revision(self) -> str:
@@ -82,8 +86,18 @@ class ModelSource:
 
     @property
     def owns_pages(self) -> bool:
-        """Whether KV pages lie in the device's own memory, where no transfer reaches them yet."""
+        """Whether KV pages lie in the device's own memory, which the host cannot address."""
         return self._device.type != "cpu"
+
+    def device_pages(self, layout: KvLayout, num_pages: int) -> PageMemory:
+        """Return pages in the device's own memory, for a transfer engine and for `runner`."""
+        if self._page_device is None:
+            self._page_device = self._open_page_device()
+        kv = KvTensors.allocate(layout, num_pages, self._device)
+        return PageMemory(kv, self._page_device)
+
+    def _open_page_device(self) -> PageDevice:
+        return CudaDevice(self._device)
 
     def num_pages(self, layout: KvLayout, config: EngineConfig) -> int:
         """Return how many KV pages there are: as configured, or what a GPU has room for.
@@ -109,20 +123,30 @@ class ModelSource:
         )
 
     def runner(
-        self, layout: KvLayout, config: EngineConfig, buffer: memoryview, num_threads: int | None
+        self,
+        layout: KvLayout,
+        config: EngineConfig,
+        pages: memoryview | DeviceMemory,
+        num_threads: int | None,
     ) -> ModelRunner:
         """Return a runner of `config.num_blocks` pages, loading the weights first if need be.
 
-        The pages are `buffer`, or of the device where it owns them.
+        pages: host memory, or what `device_pages` returned. Where the device owns its pages and
+        none are given they are the runner's own, out of any transfer's reach.
         """
         self.load()
         model = self._model
         assert model is not None
-        if self.owns_pages:
+        if isinstance(pages, PageMemory):
+            kv = pages.kv
+        elif self.owns_pages or not isinstance(pages, memoryview):
             kv = KvTensors.allocate(layout, config.num_blocks, self._device)
         else:
-            kv = KvTensors.view(layout, config.num_blocks, buffer)
+            kv = KvTensors.view(layout, config.num_blocks, pages)
         copies = CudaCopies(self._device) if self._device.type == "cuda" else None
+        decoder = self._decoder(model, kv, config, copies)
+        if isinstance(pages, PageMemory) and decoder is not None:
+            pages.last_guess = lambda: decoder.last_guess
         return ModelRunner(
             model,
             kv,
@@ -133,7 +157,7 @@ class ModelSource:
                 draw_tokens=kernel("draw", TRITON) if self._backends.draws_on_device else None,
             ),
             num_threads=num_threads,
-            decoder=self._decoder(model, kv, config, copies),
+            decoder=decoder,
             copies=copies,
             # The one form whose results do not depend on how a prompt was cut.
             prefers_absorbed=(lambda *_: True) if self._backends.deterministic else None,
@@ -159,6 +183,6 @@ class ModelSource:
 
 
 def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
+    if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("device=cuda: torch sees no CUDA GPU here")
     return torch.device(name)

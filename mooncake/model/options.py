@@ -15,7 +15,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where a model is and what computes it."""
 
     device: str = "cpu"
-    """"cpu" or "cuda"."""
+    """"cpu", "cuda" or one GPU, as "cuda:1"."""
     attention_backend: str = "auto"
     moe_backend: str = "auto"
     deterministic: bool = False

@@ -32,6 +32,7 @@ from mooncake.model.graphs import DecodeGraphs
 from mooncake.model.inputs import OutputRows, PrefersAbsorbed, StepInputs, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layer_reports import LayerReports
 from mooncake.model.layers.mla import absorbed_is_cheaper
 from mooncake.model.layers.sampler import Drawn
 
@@ -104,6 +105,7 @@ class ModelRunner:
         self._starts: dict[int, SequenceStart] = {}
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._events: deque[RunnerEvent] = deque()
+        self._layers = LayerReports(self._emit)
         self._lock = threading.Lock()
         self._closed = False
         self._readable, self._signal = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -139,6 +141,7 @@ class ModelRunner:
         self._closed = True
         self._plans.put(None)
         self._thread.join()
+        self._layers.close()
         os.close(self._readable)
         os.close(self._signal)
 
@@ -161,7 +164,10 @@ class ModelRunner:
     def _step(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
         try:
-            outcome = self._execute(plan)
+            try:
+                outcome = self._execute(plan)
+            finally:
+                self._layers.drain()  # nothing is heard of a step after its result
         except Exception as error:  # whatever it was, the engine must hear that the step ended
             return StepResult(
                 step_id=plan.step_id,
@@ -199,7 +205,7 @@ class ModelRunner:
         inputs = inputs.to(self._model.device)
 
         def after_write(layer: int) -> None:
-            self._emit(LayerDone(step_id=plan.step_id, layer=layer))
+            self._layers.add(LayerDone(step_id=plan.step_id, layer=layer), self._copies.mark())
 
         hidden = self._model.forward(inputs, self._kv, after_write if plan.report_layers else None)
         logprobs = {
@@ -209,7 +215,11 @@ class ModelRunner:
         }
         asked = [rows.slot.sequence_id for rows in inputs.output_rows if rows.slot.sample]
         failures = self._sampler.broken(asked)
-        return _Outcome(self._sample(inputs, hidden, failures), logprobs, failures)
+        samples = self._sample(inputs, hidden, failures)
+        end = self._copies.mark()
+        if end is not None and not samples:  # what samples has waited for the device already
+            end.reached()
+        return _Outcome(samples, logprobs, failures)
 
     def _sample(
         self, inputs: StepInputs, hidden: torch.Tensor, failures: Mapping[int, str]

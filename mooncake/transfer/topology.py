@@ -143,6 +143,11 @@ def has_rdma_devices() -> bool:
     return bool(list_rdma_devices())
 
 
+def has_peer_memory(sysfs: Path = SYSFS) -> bool:
+    """Whether NICs can register the memory of NVIDIA GPUs by its address."""
+    return (sysfs / "module/nvidia_peermem").exists()
+
+
 def read_gpu_places(sysfs: Path = SYSFS) -> list[Place]:
     """Return where NVIDIA GPUs sit, named "gpu:<PCI address>"."""
     return [

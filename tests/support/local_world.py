@@ -26,6 +26,7 @@ from mooncake.launch.plan import ServePlan, make_plan
 from mooncake.launch.process import WorkerSettings
 from mooncake.launch.workers import cluster_workers
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
+from mooncake.transfer.device import DeviceMemory
 from tests.support.fake_runner import FakeRunner
 
 POLL_S = 0.002
@@ -72,10 +73,18 @@ class HashModel:
     def num_pages(self, layout: KvLayout, config: EngineConfig) -> int:
         return config.num_blocks
 
+    def device_pages(self, layout: KvLayout, num_pages: int) -> DeviceMemory:
+        raise AssertionError("pages of this model lie in host memory")
+
     def runner(
-        self, layout: KvLayout, config: EngineConfig, buffer: memoryview, num_threads: int | None
+        self,
+        layout: KvLayout,
+        config: EngineConfig,
+        pages: memoryview | DeviceMemory,
+        num_threads: int | None,
     ) -> PolledFakeRunner:
-        return PolledFakeRunner(FakeRunner(layout, config.num_blocks, memory=buffer))
+        assert isinstance(pages, memoryview)
+        return PolledFakeRunner(FakeRunner(layout, config.num_blocks, memory=pages))
 
 
 class LocalWorld:

@@ -27,6 +27,7 @@ from mooncake.launch.plan import ServePlan, make_plan
 from mooncake.launch.process import open_model
 from mooncake.launch.settings import ServeConfig
 from mooncake.launch.workers import cluster_workers
+from mooncake.model.opening import ModelSource
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.gateway import Gateway
@@ -70,11 +71,12 @@ class ModelCluster:
         *,
         change_plan: Callable[[ServePlan], ServePlan] = lambda plan: plan,
         protocols: Sequence[str] = ("inproc",),
+        source: ModelSource | None = None,
     ) -> None:
         plan = change_plan(make_plan(config, cores=1))
         network = InprocNetwork()
         channel = InprocChannel(network, "gateway", encode=True)
-        model = open_model(str(plan.model.path), plan.model.dtype)
+        model = source or open_model(str(plan.model.path), plan.model.dtype)
         self.layout = plan.layout
         ids = SeededIds(7)
         self.events = EventList()
@@ -150,9 +152,13 @@ def model_cluster(
     kvstore: int = 1,
     change_plan: Callable[[ServePlan], ServePlan] = lambda plan: plan,
     protocols: Sequence[str] = ("inproc",),
+    source: ModelSource | None = None,
     **settings: Any,
 ) -> Iterator[ModelCluster]:
-    """Serve `model` from so many workers for the body; integrity is checked at the end."""
+    """Serve `model` from so many workers for the body; integrity is checked at the end.
+
+    source: the model, where it is not to be opened plainly.
+    """
     config = ServeConfig(
         model=str(model),
         prefill=prefill,
@@ -164,7 +170,7 @@ def model_cluster(
         kvstore_dram_bytes=2**24,
         **({"kv_cache_memory_bytes": 2**24} | settings),
     )
-    cluster = ModelCluster(config, change_plan=change_plan, protocols=protocols)
+    cluster = ModelCluster(config, change_plan=change_plan, protocols=protocols, source=source)
     try:
         yield cluster
     finally:

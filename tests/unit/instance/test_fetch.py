@@ -116,7 +116,7 @@ class Verifying(Scene):
     def __init__(self) -> None:
         super().__init__()
         duo = self.duo
-        pages = PageChecksums(LAYOUT, duo.pages.buffer, NUM_PAGES)
+        pages = PageChecksums(LAYOUT, duo.pages, NUM_PAGES)
         self.fetcher = Fetcher(HERE, duo.channel, duo.mover, timeout_s=5.0, pages=pages)
         self.blocks = [duo.fill_pool(block, block + 1) for block in range(3)]
 

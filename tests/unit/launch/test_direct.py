@@ -105,8 +105,7 @@ def test_what_does_not_fit_is_said(plain: Path) -> None:
     [
         ("serve {} --gpu-memory-utilization 0", "gpu-memory-utilization: '0' is not a number"),
         ("serve {} --device tpu", "device: 'tpu' is not one of auto, cpu, cuda"),
-        ("serve {} --device cuda", "KV in a GPU's memory cannot move between workers yet"),
-        ("serve {} --device cuda --colocated --kvstore 1", "--colocated without kvstore workers"),
+        ("serve {} --device cuda", "device=cuda: this machine shows no NVIDIA GPU"),
         ("serve {} --moe-backend marlin", "moe-backend: 'marlin' is not one of auto, reference"),
         ("serve {} --attention-backend onednn", "attention-backend: 'onednn' is not one of auto"),
         ("serve {} --kv-cache-dtype fp4", "kv-cache-dtype: 'fp4' is not one of auto, fp8"),
@@ -121,6 +120,7 @@ def test_mistakes_are_one_line(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(environment, "restart_with", lambda environ: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("mooncake.launch.machine_facts.num_gpus", lambda: 0)
     assert cli.run(words.format(plain).split()) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert message in last

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import CheckpointError, ConfigError
+from mooncake.base import CheckpointError, ConfigError, Role
+from mooncake.launch import machine_facts
 from mooncake.launch.config import resolve
 from mooncake.launch.plan import LIBRARY_BYTES, ServePlan, check_memory, make_plan
 from mooncake.launch.workers import cluster_workers
@@ -49,6 +50,39 @@ def test_colocated_is_one_engine_and_no_pool(model: Path) -> None:
 def test_a_joining_worker_is_alone(model: Path, role: str, counts: tuple[int, int, int]) -> None:
     plan = plan_for(model, role=role, join="h:1")
     assert (plan.num_prefills, plan.num_decodes, plan.num_kvstores) == counts
+
+
+def test_each_engine_has_a_gpu_while_there_are_enough(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def devices(num_gpus: int, **settings: Any) -> list[str]:
+        monkeypatch.setattr("mooncake.launch.machine_facts.num_gpus", lambda: num_gpus)
+        roles = {} if "colocated" in settings else {"prefill": 2, "decode": 1}
+        config = resolve({"model": str(model), **roles, **settings}, None, {})
+        workers = cluster_workers(config, make_plan(config, 8), "tcp://g:1", "secret", "host")
+        return [each.options.device for each in workers if each.role is not Role.KVSTORE]
+
+    assert devices(3) == ["cuda:0", "cuda:1", "cuda:2"]
+    assert devices(0) == devices(3, device="cpu") == ["cpu"] * 3
+    with pytest.raises(ConfigError, match="3 engines and 2 GPU: each takes all its memory"):
+        devices(2)
+    assert devices(2, num_gpu_blocks_override=8) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert devices(1, colocated=True, kvstore=1) == ["cuda:0"]
+    with pytest.raises(ConfigError, match="shows no NVIDIA GPU"):
+        devices(0, device="cuda")
+
+
+def test_gpus_are_counted_as_processes_will_see_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(machine_facts, "Path", lambda _dev: tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine_facts.num_gpus() == 2
+    for visible, count in (("1", 1), ("", 0), ("0,1,2", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert machine_facts.num_gpus() == count
 
 
 def test_each_pool_has_directories_of_its_own(model: Path) -> None:

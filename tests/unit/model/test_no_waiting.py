@@ -85,6 +85,9 @@ class FakeCopies:
         self.num_fetched += 1
         return Here(torch.zeros(values.shape, dtype=values.dtype))
 
+    def mark(self) -> None:
+        """Nobody transfers pages here."""
+
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -160,6 +163,9 @@ class LateCopies:
     def fetch(self, values: torch.Tensor) -> Late:
         self._log.append("fetch")
         return Late(values.clone(), self._log)
+
+    def mark(self) -> None:
+        """Nobody transfers pages here."""
 
 
 class Late:
