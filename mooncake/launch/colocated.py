@@ -58,6 +58,9 @@ class ColocatedWorkers:
         if self._cluster is not None and not self._starting:
             self._cluster.stop()
 
+    def are_gone(self) -> bool:
+        return False  # they end with us
+
     @property
     def join_address(self) -> str | None:
         return None

@@ -29,6 +29,7 @@ from mooncake.launch.settings import ServeConfig
 from mooncake.rpc.channel import PolledChannel
 from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.gateway import Gateway
+from mooncake.scheduler.status import ClusterStatus
 from mooncake.telemetry.events import Recorders, WorkerJoined
 from mooncake.telemetry.metrics import Metrics
 from mooncake.telemetry.recent import Recent
@@ -83,8 +84,11 @@ class Front:
 
     def knows(self, worker_ids: Collection[str]) -> bool:
         """Whether all these workers have joined; in the loop's thread."""
-        members = self.gateway.status(self._clock.now()).workers
-        return {member.id for member in members} >= set(worker_ids)
+        return {member.id for member in self.status().workers} >= set(worker_ids)
+
+    def status(self) -> ClusterStatus:
+        """Return the cluster as it is seen now; in the loop's thread."""
+        return self.gateway.status(self._clock.now())
 
     def end_calls(self) -> None:
         """End what runs with an error now, rather than let it finish; in the loop's thread."""

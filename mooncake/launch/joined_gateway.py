@@ -15,6 +15,9 @@ from mooncake.launch.plan import make_plan
 from mooncake.launch.settings import ServeConfig
 from mooncake.rpc.zmq_channel import ZmqChannel
 
+MAX_ALONE = 30
+"""Looks in a row that find nobody else."""
+
 
 class JoinedCluster:
     """The cluster behind a gateway that joins it (see `serve.Workers`)."""
@@ -46,6 +49,7 @@ class JoinedCluster:
         self.plan = dataclasses.replace(plan, scheduler=facts.scheduler)
         self.gateway_id = f"{GATEWAY_ID}-{machine_facts.host_name()}-{SystemIds().hex(3)}"
         self._front: Front | None = None
+        self._num_alone = 0
 
     def open(self) -> Front:
         """Return the gateway, which meets workers and other gateways once it is driven."""
@@ -64,6 +68,16 @@ class JoinedCluster:
         """Say goodbye: workers let go of what is left, the other gateways do not wait for us."""
         if self._front is not None:
             self._front.gateway.say_goodbye()
+
+    def are_gone(self) -> bool:
+        """Whether neither a worker nor another gateway has been there for long: one that looks
+        after us can then start us again, and we join what has come in its place.
+        """
+        assert self._front is not None
+        status = self._front.status()
+        others = any(gateway.state == "up" for gateway in status.gateways[1:])
+        self._num_alone = 0 if status.workers or others else self._num_alone + 1
+        return self._num_alone >= MAX_ALONE
 
     @property
     def join_address(self) -> str | None:

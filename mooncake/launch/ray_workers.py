@@ -100,6 +100,9 @@ class RayWorkers:
             for each in settings
         ]
 
+    def are_gone(self) -> bool:
+        return False  # they end with us
+
     @property
     def join_address(self) -> str | None:
         return self._join_address

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from mooncake.api import ServedModel, load_served_model
 from mooncake.api.event_loop import run_in_loop
-from mooncake.base import IdSource, Role, SystemIds
+from mooncake.base import IdSource, Role, SystemIds, Unavailable
 from mooncake.launch import environment, machine_facts, report
 from mooncake.launch.front import Front, listen
 from mooncake.launch.plan import ServePlan, check_memory, make_plan
@@ -44,12 +44,16 @@ class Workers(Protocol):
     def stop(self) -> None:
         """End all workers, also those only half started. Called once, after `start` was."""
 
+    def are_gone(self) -> bool:
+        """Whether the cluster has ended without us. Asked every `WATCH_S`, in the loop's thread."""
+
     @property
     def join_address(self) -> str | None:
         """What `--join` takes, once started; None where nobody can join."""
 
 
 JOIN_POLL_S = 0.02
+WATCH_S = 1.0
 
 
 def dry_run(config: ServeConfig) -> int:
@@ -160,16 +164,29 @@ class _Serving:
         starting.add_done_callback(lambda future: future.exception())
         door = asyncio.create_task(self._open_door())
         serving = asyncio.create_task(self._until_stopped(starting))
+        watching = asyncio.create_task(self._until_gone())
         try:
-            await asyncio.wait({serving, door}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving, door, watching}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._stop.set()
             try:
                 await door
                 await serving
+                await watching
             finally:
                 await _in_thread(loop, self._workers.stop)
         return 0
+
+    async def _until_gone(self) -> None:
+        """Return when told to stop; raises Unavailable when the cluster has ended meanwhile."""
+        while not self._stop.is_set():
+            if self._workers.are_gone():
+                raise Unavailable(
+                    f"the cluster of {self._config.join} is gone; start again to join another"
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_S):
+                    await self._stop.wait()
 
     async def _open_door(self) -> None:
         if self._door is None:

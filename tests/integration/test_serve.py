@@ -9,7 +9,9 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 import mooncake
@@ -134,6 +136,19 @@ def test_a_killed_worker_comes_back_and_the_stream_goes_on(
     assert server.complete(PROMPT, 40) == expected[:40]
 
 
+def test_one_more_gateway_joins_and_leaves(server: ServerProcess) -> None:
+    address = server.wait_for(r"--join (\S+)").group(1)
+    words = ("--role", "gateway", "--join", address, "--port", "0", "--served-model-name", "mine")
+    with ServerProcess(*words) as joiner:
+        joiner.wait_until_serving()
+        assert joiner.complete(PROMPT, 24) == server.complete(PROMPT, 24)
+        assert joiner.get("/v1/models")["data"][0]["id"] == "mine"
+        assert server.get("/v1/models")["data"][0]["id"] == "k2-nano"
+        code, left = joiner.stop()
+        assert (code, left) == (0, []), joiner.output
+    assert server.complete("x", 4)
+
+
 def test_one_more_worker_joins_and_leaves(server: ServerProcess) -> None:
     address = server.wait_for(r"--join (\S+)").group(1)
     with ServerProcess("--role", "prefill", "--join", address) as joiner:
@@ -176,14 +191,79 @@ def alive(pid: int) -> bool:
 
 
 def test_colocated_needs_no_second_process(checkpoint: Path) -> None:
-    with ServerProcess(str(checkpoint), *SMALL, "--colocated") as server:
+    words = (*SMALL, "--colocated", "--shutdown-timeout", "120")
+    with ServerProcess(str(checkpoint), *words) as server:
         server.wait_until_serving()
         assert set(server.worker_pids().values()) == {server.process.pid}
         assert len(server.complete("hello", 5)) == 5
         with Descendants(server.process.pid) as descendants:
             assert descendants.pids == []
-        code, _ = server.stop(signal.SIGTERM)
-        assert code == 0, server.output
+        check_drain(server)
+
+
+def check_drain(server: ServerProcess) -> None:
+    """SIGTERM in the middle of an answer: it is finished, who comes now is told when to come back,
+    and the server ends.
+    """
+    body = {"prompt": PROMPT, "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
+    ask = {"json": body | {"stream": True, "return_token_ids": True}, "timeout": 120}
+    events: list[dict[str, Any]] = []
+    refused: list[httpx.Response] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", **ask) as reply:
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            events.append(json.loads(line.removeprefix("data: ")))
+            if len(events) == 1:
+                server.process.send_signal(signal.SIGTERM)
+                server.wait_for("stopping; running requests may finish")
+                for path in ("/v1/completions", "/v1/chat/completions"):
+                    refused.append(httpx.post(server.url + path, json=DRAINED[path], timeout=60))
+                refused.append(httpx.get(f"{server.url}/health", timeout=60))
+    assert [event for event in events if "error" in event] == []
+    choices = [choice for event in events for choice in event["choices"]]
+    assert sum(len(choice.get("token_ids") or []) for choice in choices) == 3000
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+    assert [late.status_code for late in refused] == [503] * 3
+    assert all(int(late.headers["retry-after"]) > 0 for late in refused)
+    assert server.process.wait(60) == 0, server.output
+    assert "Traceback" not in server.output
+
+
+DRAINED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+}
+
+
+def test_keys_change_while_it_runs(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+
+    def write(*names: str) -> None:
+        fresh = tmp_path / "fresh"
+        fresh.write_text("keys:\n" + "".join(f"  - {{name: {n}, key: sk-{n}}}\n" for n in names))
+        fresh.replace(path)
+
+    def status_of(name: str) -> int:
+        headers = {"Authorization": f"Bearer sk-{name}"}
+        return httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60).status_code
+
+    write("alice")
+    words = (*SMALL, "--colocated", "--api-keys-file", str(path))
+    with ServerProcess(str(checkpoint), *words) as server:
+        server.wait_until_serving()
+        assert (status_of("alice"), status_of("bob")) == (200, 401)
+        write("alice", "bob")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_for("api-keys-file: 2 keys read", 60)
+        assert (status_of("alice"), status_of("bob")) == (200, 200)
+        path.write_text("keys: 7")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_for("the keys stay as they were: api-keys-file: .*must hold `keys:`", 60)
+        assert (status_of("alice"), status_of("bob")) == (200, 200)
+        write("bob")  # and nobody says so
+        server.wait_for("api-keys-file: 1 keys read", 60)
+        assert (status_of("alice"), status_of("bob")) == (401, 200)
 
 
 def test_weights_that_are_missing_end_the_start_with_one_line(
