@@ -6,7 +6,6 @@ returns seconds; a batch has ended at both ends before the next begins.
 from __future__ import annotations
 
 import multiprocessing
-import select
 import socket
 import struct
 import threading
@@ -93,14 +92,14 @@ def timed_threads(work: Callable[[int], None], num_threads: int) -> float:
     return time.perf_counter() - begun
 
 
-def receive_blocks(listener: socket.socket, lane: int, target: memoryview) -> None:
-    """The other end of one connection of `RawSockets`."""
+def receive_blocks(listener: socket.socket, lane: int, width: int, target: memoryview) -> None:
+    """The other end of one connection of `RawSockets`, one of `width`."""
     sock, _ = listener.accept()
     head = bytearray(32)
     while sock.recv_into(head, 32, socket.MSG_WAITALL) == 32:
         share, batch, times, first = struct.unpack("<4Q", head)
         for index in range(first, first + batch * times):
-            start = ((index * STREAMS + lane) * share) % (BUFFER_BYTES - share + 1)
+            start = (index * width + lane) * share % BUFFER_BYTES
             done = 0
             while done < share:
                 done += sock.recv_into(target[start + done : start + share])
@@ -124,8 +123,7 @@ class Ours:
         for starts in plan:
             ops = [TransferOp(self._region, at, self._remote, at, size) for at in starts]
             self._transfer.submit(TransferBatch(op=self._op, peer=self._segment, ops=ops))
-            select.select([self._transfer], [], [])
-            [done] = self._transfer.poll()
+            [done] = self._transfer.wait()
             if done.error is not None:
                 raise RuntimeError(done.error)
         return time.perf_counter() - begun
@@ -157,8 +155,9 @@ def serve(pipe: Connection) -> None:
     target = plain_buffer()
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(1 + STREAMS)]
     for index, listener in enumerate(listeners):
-        lane = max(0, index - 1)
-        threading.Thread(target=receive_blocks, args=(listener, lane, target), daemon=True).start()
+        place = (0, 1) if index == 0 else (index - 1, STREAMS)
+        work = (listener, *place, target)
+        threading.Thread(target=receive_blocks, args=work, daemon=True).start()
     peers = [
         (engine.segment, region.region_id) for engine, region in zip(engines, regions, strict=True)
     ]

@@ -265,7 +265,7 @@ class BatchBook:
         with self._lock:
             done = list(self._done)
             self._done.clear()
-            if not (self._closed or self._notices):
+            if done and not (self._closed or self._notices):
                 os.eventfd_read(self._wake_fd)
             return done
 
@@ -276,7 +276,7 @@ class BatchBook:
         with self._lock:
             notices = list(self._notices)
             self._notices.clear()
-            if not (self._closed or self._done):
+            if notices and not (self._closed or self._done):
                 os.eventfd_read(self._wake_fd)
             return notices
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from mooncake.transfer.engine import TransferOp
 
 _ALIGN = 4096
@@ -28,8 +30,7 @@ class SliceLimits:
     """Ranges one slice may scatter and gather."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(msgspec.Struct, frozen=True):
     """Part of a batch that travels as one request."""
 
     pieces: tuple[TransferOp, ...]
@@ -113,7 +114,7 @@ def _part(op: TransferOp, start: int, length: int) -> TransferOp:
 
 def plan_slices(ops: Sequence[TransferOp], num_lanes: int, limits: SliceLimits) -> list[Slice]:
     """Return merged `ops` cut for `num_lanes` parallel streams: about equal slices, in order."""
-    num_bytes = sum(op.num_bytes for op in ops)
+    num_bytes = ops[0].num_bytes if len(ops) == 1 else sum(op.num_bytes for op in ops)
     if num_bytes == 0:
         return []
     is_small = num_bytes <= limits.target_bytes and num_bytes < 2 * limits.min_bytes

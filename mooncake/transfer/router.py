@@ -8,6 +8,8 @@ registered memory. What a protocol cannot reach it declines, and the next one is
 from __future__ import annotations
 
 import logging
+import select
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mooncake.base.clock import Clock
@@ -136,7 +138,7 @@ class RoutedTransfer:
     def unregister(self, region: Region) -> None:
         """Withdraw a region: peers are refused, and on return none of our threads touches it.
 
-        A peer that copies by shared memory may still finish the step of at most 1 MiB it is in.
+        A peer that copies by shared memory may still finish the step of at most 4 MiB it is in.
         """
         self._regions.withdraw(region)
 
@@ -268,6 +270,27 @@ class RoutedTransfer:
             backend.pump()
         self.expire()
         return self._book.poll()
+
+    def wait(self, timeout_s: float | None = None) -> Sequence[TransferDone]:
+        """Return the batches that ended since the last call as soon as there is one; none after
+        `timeout_s`, and when a peer's notice waits to be taken.
+
+        For callers who have nothing else to do: bytes are moved in their thread where that spares
+        waking another.
+        """
+        done = self.poll()
+        if not done:
+            until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+            for backend in self._backends:
+                backend.assist(self._book.fileno(), until_s)
+            done = self.poll()
+        if not done:
+            poller = select.poll()
+            poller.register(self._book.fileno(), select.POLLIN)
+            left_s = until_s - time.monotonic()
+            poller.poll(None if timeout_s is None else max(0.0, 1000 * left_s))
+            done = self.poll()
+        return done
 
     def take_notices(self) -> Sequence[Notice]:
         """Return what peers have said since the last call, without waiting."""

@@ -9,9 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,13 +21,14 @@ from mooncake.transfer.plan import Slice, SliceLimits
 from mooncake.transfer.regions import Gates, HostRegion, RegionTable
 
 Bytes = npt.NDArray[np.uint8]
-STEP_BYTES = 2**20
-"""Longest copy between two looks at whether the job goes on."""
+STEP_BYTES = 4 * 2**20
+"""Longest copy between two looks at whether the job goes on (some 200 us). What is done between
+copies finds the caches full of their bytes: each look costs 7 us."""
 
 COPY_LIMITS = SliceLimits(target_bytes=16 * 2**20, min_bytes=512 * 2**10, max_pieces=1024)
-INLINE_BYTES = 2**20
-"""A job up to this size is copied by the thread that submits it (some 50 us, without the
-interpreter lock): waking another would take as long."""
+INLINE_BYTES = 4 * 2**20
+"""A job up to this size is copied by the thread that submits it (some 200 us, without the
+interpreter lock): another that is woken for half of it saves nothing."""
 
 
 class Guard(Protocol):
@@ -43,8 +44,7 @@ class Guard(Protocol):
         """Count a part that has arrived whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopyPart:
+class CopyPart(msgspec.Struct, frozen=True, eq=False):
     """Copies of one job that one thread does in a row: (target, source) pairs of equal length."""
 
     job: Job
@@ -79,28 +79,34 @@ def copy_part(part: CopyPart, gate: threading.Lock) -> None:
 
 
 def copy_parts(
-    job: Job, slices: Sequence[Slice], local: RegionTable, remote: Mapping[int, Bytes], guard: Guard
+    job: Job,
+    slices: Sequence[Slice],
+    local: Mapping[int, HostRegion],
+    remote: Mapping[int, Bytes],
+    guard: Guard,
 ) -> list[CopyPart]:
-    """Return the parts that do `slices` of `job`; `remote` holds the peer's checked regions.
-
-    Raises RangeRefused when a local region has gone.
-    """
+    """Return the parts that do `slices` of `job`; the regions are found and checked."""
     parts = []
+    posted_s = time.monotonic()
     for part in slices:
         pairs = []
         for op in part.pieces:
-            region = local.find(op.local_region, op.local_offset, op.num_bytes)
-            here = region.array[op.local_offset : op.local_offset + op.num_bytes]
+            start = op.local_offset
+            here = local[op.local_region].array[start : start + op.num_bytes]
             start = op.remote_offset
             there = remote[op.remote_region][start : start + op.num_bytes]
             pairs.append((here, there) if job.op is Op.READ else (there, here))
-        parts.append(CopyPart(job, pairs, guard, time.monotonic()))
+        parts.append(CopyPart(job, pairs, guard, posted_s))
     return parts
 
 
-def local_regions(job: Job, table: RegionTable) -> list[HostRegion]:
-    """Return the regions of ours that `job` names. Raises RangeRefused when one has gone."""
-    return [table.find(region_id, 0, 0) for region_id in {op.local_region for op in job.ops}]
+def local_regions(job: Job, table: RegionTable) -> dict[int, HostRegion]:
+    """Return the regions of ours that `job` names, by id. Raises RangeRefused when one has gone."""
+    regions: dict[int, HostRegion] = {}
+    for op in job.ops:
+        if op.local_region not in regions:
+            regions[op.local_region] = table.find(op.local_region, 0, 0)
+    return regions
 
 
 class CopyPool:
@@ -135,10 +141,17 @@ class CopyPool:
 
     def pump(self) -> None:
         """Without threads: copy all parts queued so far, in the caller's thread."""
-        if self._threads:
-            return
+        if not self._threads:
+            self.help()
+
+    def help(self) -> None:
+        """Copy parts queued so far, in the caller's thread, as long as no other has taken them."""
         for _ in range(len(self._parts)):
-            copy_part(self._parts.popleft(), self._own_gate)
+            with self._ready:
+                if not self._parts:
+                    return
+                part = self._parts.popleft()
+            copy_part(part, self._own_gate)
 
     @property
     def num_lanes(self) -> int:

@@ -108,9 +108,10 @@ class InprocBackend:
         }
         slices = plan_slices(job.ops, self._pool.num_lanes, COPY_LIMITS)
         try:
-            held = [*regions.values(), *local_regions(job, self._table)]
+            local = local_regions(job, self._table)
+            held = [*regions.values(), *local.values()]
             guard = RegionGuard(held, self.stats, job.peer.engine_id)
-            parts = copy_parts(job, slices, self._table, arrays, guard)
+            parts = copy_parts(job, slices, local, arrays, guard)
         except RangeRefused as error:
             job.stop(error.message)
             return
@@ -121,6 +122,9 @@ class InprocBackend:
 
     def pump(self) -> None:
         self._pool.pump()
+
+    def assist(self, _wake_fd: int, _until_s: float) -> None:
+        self._pool.help()
 
     def close(self) -> None:
         self._fabric.detach(self._engine_id)

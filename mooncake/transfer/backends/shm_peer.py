@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -78,6 +79,7 @@ class ShmPeer:
         self._router = router
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
+        self._poller = select.poll()
         self._handshake: ConnectingSide | None = None
         self._state: memoryview | None = None
         self._regions: dict[int, MappedRegion] = {}
@@ -97,6 +99,7 @@ class ShmPeer:
         try:
             sock.setblocking(False)
             sock.connect("\0" + endpoint.removeprefix("@"))
+            self._poller.register(sock, READABLE)
             self._loop.add(sock.fileno(), READABLE, self._on_event)
             sock.send(self._handshake.first_message)
         except OSError as error:
@@ -235,14 +238,14 @@ class ShmPeer:
                     return False
                 region.check(self.engine_id, op.remote_offset, op.num_bytes)
                 regions[op.remote_region] = region
-            guard = _ShmGuard(self, state, list(regions.values()), local_regions(job, self._table))
-            arrays = {region_id: region.array for region_id, region in regions.items()}
-            slices = plan_slices(job.ops, self._pool.num_lanes, COPY_LIMITS)
-            parts = copy_parts(job, slices, self._table, arrays, guard)
+            local = local_regions(job, self._table)
         except RangeRefused as error:
             job.stop(error.message)
             return True
-        self._pool.run(job, parts)
+        guard = _ShmGuard(self, state, list(regions.values()), list(local.values()))
+        arrays = {region_id: region.array for region_id, region in regions.items()}
+        slices = plan_slices(job.ops, self._pool.num_lanes, COPY_LIMITS)
+        self._pool.run(job, copy_parts(job, slices, local, arrays, guard))
         return True
 
     # ---------------------------------------------------------------- ending
@@ -252,6 +255,8 @@ class ShmPeer:
         with self._lock:
             if self.gone is not None or self._sock is None:
                 return self.gone or "not connected"
+            if not self._poller.poll(0):
+                return None
             try:
                 if self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                     return None

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol
 
 from mooncake.base.errors import ProtocolError
 from mooncake.transfer.backends import tcp_wire as wire
 from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
-from mooncake.transfer.backends.tcp_server import receive_into, tune_socket, withdrawn
+from mooncake.transfer.backends.tcp_request import LaneFailure, LaneLimits, LaneState, Request
+from mooncake.transfer.backends.tcp_server import (
+    receive_into,
+    tune_connected,
+    tune_socket,
+    withdrawn,
+)
 from mooncake.transfer.batches import Job, Part
 from mooncake.transfer.engine import Op
 from mooncake.transfer.handshake import MAX_HANDSHAKE_BYTES, ConnectingSide, HandshakeRefused
@@ -30,57 +35,8 @@ from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
 
 _ANSWERS = frozenset((wire.DONE, wire.DATA, wire.REFUSED))
 _MAX_IOVECS = 1024
+_LOOK_MS = 20
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaneLimits:
-    """Bounds of one stream."""
-
-    num_requests: int = 16
-    """Requests sent and not yet answered."""
-    window_bytes: int = 16 * 2**20
-    """Their bytes; one request is always allowed."""
-    connect_s: float = 5.0
-    """To connect and shake hands."""
-    stall_s: float = 30.0
-    """Without any progress for this long a stream with work on it counts as broken."""
-    idle_s: float = 60.0
-    """A stream without work for this long is closed."""
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """A part on a stream: sent, or being sent, and not yet answered."""
-
-    request_id: int
-    part: Part
-    regions: list[HostRegion]
-    views: list[memoryview]
-    """READ: where the answer goes. WRITE: unused after sending."""
-    outgoing: list[memoryview]
-    posted_s: float
-    given_up: bool = False
-    """The job has ended: what still comes goes nowhere."""
-    num_left: int = 0
-    reason: bytearray = field(default_factory=bytearray)
-
-
-class LaneState(Enum):
-    IDLE = "idle"
-    CONNECTING = "connecting"
-    READY = "ready"
-
-
-@dataclass(frozen=True, slots=True)
-class LaneFailure:
-    """How a stream ended that had not been closed on purpose."""
-
-    reason: str
-    parts: list[Part]
-    """What it had in hand."""
-    connection_id: str | None
-    """None: it never was ready."""
 
 
 class LaneOwner(Protocol):
@@ -128,6 +84,8 @@ class Lane:
         self._limits = limits
         self._sock: socket.socket | None = None
         self._events = 0
+        self._attendant: int | None = None
+        """The thread that waits for the socket now instead of the loop."""
         self._handshake: ConnectingSide | None = None
         self._connection_id = ""
         self._timer: Timer | None = None
@@ -159,18 +117,68 @@ class Lane:
         if self.state is not LaneState.READY or not self._lock.acquire(blocking=False):
             return False
         try:
-            if self.state is not LaneState.READY or self._requests:
+            sock = self._sock
+            if sock is None or self.state is not LaneState.READY or self._requests:
                 return False
+            # The answer may come before all is sent: the loop need not wake for it.
+            self._take_over(sock)
             try:
                 self._pump()
-            except (OSError, RangeRefused) as error:
-                self.loop.post(functools.partial(self._abort_if, self._connection_id, str(error)))
+                if self._requests and self._requests[0].part.job.op is Op.WRITE:
+                    self._receive(sock)
+            except (OSError, ProtocolError, RangeRefused) as error:
+                self.loop.post(functools.partial(self._abort_if, sock, str(error)))
+            finally:
+                self._hand_back(sock)
             return True
         finally:
             self._lock.release()
 
-    def _abort_if(self, connection_id: str, reason: str) -> None:
-        if self._connection_id == connection_id:
+    def attend(self, wake_fd: int, until_s: float) -> None:
+        """Do the loop's work for what is in hand in the caller's thread, until it is done,
+        `wake_fd` is readable or time is up: whoever waits for it anyway need not be woken.
+        """
+        with self._lock:
+            sock = self._sock
+            if self._attendant is not None or not self._requests or sock is None:
+                return
+            fd = sock.fileno()
+            self._take_over(sock)
+        poller = select.poll()
+        poller.register(wake_fd, READABLE)
+        try:
+            while self._attend_once(sock):
+                poller.register(fd, self._events)
+                # Should the stream break meanwhile, it is not held on to for longer.
+                found = poller.poll(_LOOK_MS)
+                if any(ready == wake_fd for ready, _ in found) or time.monotonic() > until_s:
+                    return
+        except (OSError, ProtocolError, RangeRefused) as error:
+            self.loop.post(functools.partial(self._abort_if, sock, str(error)))
+        finally:
+            with self._lock:
+                self._hand_back(sock)
+
+    def _take_over(self, sock: socket.socket) -> None:
+        """The loop is to leave the socket alone, but for its end."""
+        self._attendant = threading.get_ident()
+        self.loop.modify(sock.fileno(), 0)
+
+    def _hand_back(self, sock: socket.socket) -> None:
+        if self._sock is sock:
+            self._attendant = None
+            self.loop.modify(sock.fileno(), self._events)
+
+    def _attend_once(self, sock: socket.socket) -> bool:
+        """Send and receive what can be; return whether there is more to wait for."""
+        with self._lock:
+            if self._sock is sock and self._requests:
+                self._flush()
+                self._receive(sock)
+            return self._sock is sock and bool(self._requests)
+
+    def _abort_if(self, sock: socket.socket, reason: str) -> None:
+        if self._sock is sock:  # else the loop has found out by itself
             self.abort(reason)
 
     def connect(self) -> None:
@@ -197,6 +205,7 @@ class Lane:
         if error:
             raise OSError(error, "cannot connect")
         assert self._handshake is not None
+        tune_connected(sock)
         self.nic = sock.getsockname()[0]
         self._expect(wire.LENGTH_BYTES, self._on_handshake_length)
         self._watch(READABLE)
@@ -265,6 +274,7 @@ class Lane:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
             self._sock.close()
             self._sock = None
+            self._attendant = None
         self._requests.clear()
         self._unsent.clear()
         self._num_bytes = 0
@@ -289,22 +299,26 @@ class Lane:
 
     def _pump(self) -> None:
         limits = self._limits
-        while len(self._requests) < limits.num_requests and (
-            not self._requests or self._num_bytes < limits.window_bytes
+        # None is taken while one waits to be sent: another stream may be quicker.
+        while (
+            not self._unsent
+            and len(self._requests) < limits.num_requests
+            and (not self._requests or self._num_bytes < limits.window_bytes)
         ):
             part = self._owner.take()
             if part is None:
-                break
+                return
             self._queue(part)
-        self._flush()
+            self._flush()
 
     def _queue(self, part: Part) -> None:
         views: list[memoryview] = []
-        regions: dict[int, HostRegion] = {}
+        regions: list[HostRegion] = []
         try:
             for op in part.slice.pieces:
                 region = self._table.find(op.local_region, op.local_offset, op.num_bytes)
-                regions[op.local_region] = region
+                if not regions or regions[-1] is not region:
+                    regions.append(region)
                 views.append(region.buffer[op.local_offset : op.local_offset + op.num_bytes])
         except RangeRefused as error:
             part.job.finish(error.message)
@@ -316,7 +330,7 @@ class Lane:
         request = Request(
             request_id=self._next_id,
             part=part,
-            regions=list(regions.values()),
+            regions=regions,
             views=views if is_read else [],
             outgoing=[head] if is_read else [head, *views],
             posted_s=time.monotonic(),
@@ -353,7 +367,10 @@ class Lane:
     def _watch(self, events: int) -> None:
         if events != self._events and self._sock is not None:
             self._events = events
-            self.loop.modify(self._sock.fileno(), events)
+            if self._attendant is None:
+                self.loop.modify(self._sock.fileno(), events)
+            elif self._attendant != threading.get_ident():  # it does not know what it waits for
+                self.loop.modify(self._sock.fileno(), events & WRITABLE)
 
     # ------------------------------------------------------------- receiving
 
@@ -372,12 +389,18 @@ class Lane:
                 self._flush()
             if events & (READABLE | HUNG_UP):
                 if not self._requests and self.state is LaneState.READY:
-                    raise ConnectionResetError("the peer hung up")  # or speaks unasked
+                    self._check_quiet(sock)
                 self._receive(sock)
         except HandshakeRefused as error:
             self.abort(error.message)
         except (OSError, ProtocolError, RangeRefused) as error:
             self.abort(str(error))
+
+    def _check_quiet(self, sock: socket.socket) -> None:
+        """Nothing is due: raise OSError unless another thread has taken what there was."""
+        with contextlib.suppress(BlockingIOError):
+            sock.recv(1, socket.MSG_PEEK)
+            raise ConnectionResetError("the peer hung up")  # or speaks unasked
 
     def _expect(self, num_bytes: int, then: Callable[[memoryview], None]) -> None:
         if len(self._want) != num_bytes:

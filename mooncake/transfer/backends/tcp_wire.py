@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from mooncake.base.errors import ProtocolError
 from mooncake.transfer.engine import TransferOp
@@ -23,6 +24,7 @@ WRITE, READ, DONE, DATA, REFUSED = 1, 2, 3, 4, 5
 _KINDS = frozenset((WRITE, READ, DONE, DATA, REFUSED))
 _HEADER = struct.Struct("<BBHQQ")
 HEADER_BYTES = _HEADER.size
+_HEAD = struct.Struct("<BBHQQQQQ")
 RANGE_BYTES = 24
 HEAD_BYTES = HEADER_BYTES + RANGE_BYTES
 """No request is shorter: header and first range are read in one go."""
@@ -32,8 +34,7 @@ MAX_REASON_BYTES = 1024
 LENGTH_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(msgspec.Struct, frozen=True):
     """What a frame is and how much follows."""
 
     kind: int
@@ -80,6 +81,10 @@ def parse_ranges(data: memoryview) -> list[tuple[int, int, int]]:
 
 def pack_request(kind: int, request_id: int, pieces: Sequence[TransferOp], num_bytes: int) -> bytes:
     """Return header and ranges of a READ or WRITE; a WRITE's payload follows."""
+    if len(pieces) == 1:
+        op = pieces[0]
+        place = op.remote_region, op.remote_offset, op.num_bytes
+        return _HEAD.pack(kind, WIRE_VERSION, 1, request_id, num_bytes, *place)
     return pack_header(Header(kind, len(pieces), request_id, num_bytes)) + pack_ranges(pieces)
 
 

@@ -17,8 +17,8 @@ from mooncake.base.ids import SystemIds
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backends import tcp_wire as wire
 from mooncake.transfer.backends.tcp import TcpSettings, parse_endpoint
-from mooncake.transfer.backends.tcp_lane import LaneLimits
 from mooncake.transfer.backends.tcp_peer import PeerLimits
+from mooncake.transfer.backends.tcp_request import LaneLimits
 from mooncake.transfer.backends.tcp_server import ServerLimits
 from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
