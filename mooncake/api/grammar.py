@@ -18,7 +18,7 @@ import llguidance.gbnf_to_lark
 import msgspec
 
 from mooncake.api.message_parser import Marker
-from mooncake.api.schema_graph import MAPS_OF_SCHEMAS, PLAIN_VALUES, check_schema
+from mooncake.api.schema_graph import MAPS_OF_SCHEMAS, MAX_PARTS, PLAIN_VALUES, check_schema
 from mooncake.base import InvalidRequest
 
 MAX_GRAMMAR_CHARS = 1_000_000
@@ -63,16 +63,21 @@ def json_rule(schema: Any, param: str) -> str:
     Raises:
         InvalidRequest: part of the schema cannot be followed; it says which, `param` says where.
     """
+    rule, _ = _measured_rule(schema, param)
+    return rule
+
+
+def _measured_rule(schema: Any, param: str) -> tuple[str, int]:
+    """Return what `json_rule` does, and how many objects and lists are in the schema."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param}: a JSON schema is an object", param=param)
-    check_schema(schema, param)
-    cleaned = _cleaned(schema)
+    num_parts = check_schema(schema, param)
     options = {"whitespace_pattern": _WHITESPACE}
-    rule = f"%json {json.dumps(cleaned | {'x-guidance': options})}"
+    rule = f"%json {json.dumps(_cleaned(schema) | {'x-guidance': options})}"
     _check(f"start: answer\nanswer: {rule}", param)
-    return rule
+    return rule, num_parts
 
 
 def regex_rule(pattern: str, param: str) -> str:
@@ -156,8 +161,10 @@ def tool_rules(
     model does that leaves out the section's own marker.
 
     Raises:
-        InvalidRequest: a tool's parameters cannot be followed; names the tool.
+        InvalidRequest: a tool's parameters cannot be followed, which names the tool, or those of
+            all together are too many.
     """
+    num_parts = 0
     token = {marker: f"<[{token_id}]>" for marker, token_id in ids.items()}
     names = " | ".join(f"tool_{number}" for number in range(len(tools)))
     begin = token[Marker.SECTION_BEGIN] + ("?" if opened else "")
@@ -166,7 +173,13 @@ def tool_rules(
         f"call: {token[Marker.CALL_BEGIN]} ({names}) {token[Marker.CALL_END]}",
     ]
     for number, tool in enumerate(tools):
-        schema = json_rule(tool.schema, f"tools: {tool.name}: parameters")
+        schema, more = _measured_rule(tool.schema, f"tools: {tool.name}: parameters")
+        num_parts += more
+        if num_parts > MAX_PARTS:
+            raise InvalidRequest(
+                f"tools: their parameters have more than {MAX_PARTS} objects and lists together",
+                param="tools",
+            )
         name = json.dumps(f"functions.{tool.name}:", ensure_ascii=False)
         rules += [
             f"tool_{number}: NAME_{number} {token[Marker.ARGUMENT_BEGIN]} arguments_{number}",

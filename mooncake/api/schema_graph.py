@@ -18,8 +18,9 @@ MAX_NESTING = 100
 MAX_DEPTH = 800
 """Objects and lists on the longest way down, references followed. The library needs a stack of
 8 MiB for 2,400."""
-MAX_PARTS = 100_000
-"""Objects and lists in one schema."""
+MAX_PARTS = 10_000
+"""Objects and lists in the schemas of one grammar. Sequences that share a step wait while it is
+compiled: so many take half a second."""
 
 MAPS_OF_SCHEMAS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -31,8 +32,8 @@ PLAIN_VALUES = frozenset({"const", "default", "enum", "examples", "required"})
 _Part = dict[str, Any] | list[Any]
 
 
-def check_schema(schema: dict[str, Any], param: str) -> None:
-    """See that `schema` can be read in bounded depth.
+def check_schema(schema: dict[str, Any], param: str) -> int:
+    """See that `schema` can be read in bounded depth; return how many objects and lists it has.
 
     Raises:
         InvalidRequest: it is too large or too deep, or a reference leads to nothing, or to nothing
@@ -46,6 +47,7 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
             "objects lie within each other",
             param=param,
         )
+    return graph.num_parts
 
 
 class _Graph:
@@ -59,6 +61,10 @@ class _Graph:
         self._targets: dict[int, int] = {}
         self._walk()
         self._resolve()
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._parts)
 
     def _refusal(self, problem: str) -> InvalidRequest:
         return InvalidRequest(f"{self._param}: {problem}", param=self._param)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mooncake.api.grammar import json_rule, lark_text
+from mooncake.api.grammar import ToolRule, json_rule, lark_text, tool_rules
+from mooncake.api.message_parser import Marker
 from mooncake.api.schema_graph import MAX_DEPTH, MAX_NESTING, MAX_PARTS, check_schema
 from mooncake.base import InvalidRequest
 
@@ -29,9 +30,9 @@ def chain(length: int, wrap: Wrap, defs: str = "$defs") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("length", [3_000, 20_000])
+@pytest.mark.parametrize("length", [1_000, 2_400])
 def test_a_way_down_that_would_overflow_the_stack_is_refused(wrap: Wrap, length: int) -> None:
-    """Without the check the process ends with a segmentation fault here."""
+    """Without the check the process ends with a segmentation fault: at 900 to 2,400."""
     with pytest.raises(InvalidRequest, match="x: the schema is too deep"):
         json_rule(chain(length, wrap), "x")
 
@@ -94,8 +95,20 @@ def test_nesting_has_a_limit() -> None:
 
 
 def test_size_has_a_limit() -> None:
+    most = {"anyOf": [{} for _ in range(MAX_PARTS - 2)]}
+    assert check_schema(most, "x") == MAX_PARTS
     with pytest.raises(InvalidRequest, match="objects and lists"):
-        check_schema({"anyOf": [{} for _ in range(MAX_PARTS)]}, "x")
+        check_schema({"anyOf": [*most["anyOf"], {}]}, "x")
+
+
+def test_the_schemas_of_all_tools_share_the_limit() -> None:
+    ids = {marker: number for number, marker in enumerate(Marker)}
+    names = {f"a{number}": {"type": "string"} for number in range(498)}
+    tools = [ToolRule(f"t{number}", {"properties": names}) for number in range(21)]
+    assert tool_rules(tools[:20], ids, many=True, opened=False)
+    with pytest.raises(InvalidRequest, match="together") as refused:
+        tool_rules(tools, ids, many=True, opened=False)
+    assert refused.value.param == "tools"
 
 
 @pytest.mark.parametrize(
