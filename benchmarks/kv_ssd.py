@@ -64,10 +64,8 @@ class Tier:
                 if isinstance(event, DiskDone) and set(event.outcomes) != {Outcome.OK}:
                     raise SystemExit(f"the disk failed: {set(event.outcomes)}")
 
-    def move(
-        self, call: Callable[[int, list[DiskBlock]], int], per_op: int, *, hashed: bool = False
-    ) -> None:
-        """Move all blocks, `per_op` neighbours an operation; `hashed`: their checksums are known,
+    def groups(self, per_op: int, *, hashed: bool = False) -> list[list[DiskBlock]]:
+        """Return all blocks, `per_op` neighbours an operation; `hashed`: their checksums are known,
         as those of blocks are that have been in the pool for a moment.
         """
         size = self.layout.block_bytes
@@ -76,7 +74,12 @@ class Tier:
             DiskBlock(n.to_bytes(16, "big"), n, n * size, "", known[n])
             for n in range(self.num_blocks)
         ]
-        groups = [blocks[n : n + per_op] for n in range(0, len(blocks), per_op)]
+        return [blocks[n : n + per_op] for n in range(0, len(blocks), per_op)]
+
+    def move(
+        self, call: Callable[[int, list[DiskBlock]], int], groups: list[list[DiskBlock]]
+    ) -> None:
+        """Move all blocks, an operation a group."""
         for group in groups:
             call(0, group)
         self._wait(len(groups))
@@ -127,12 +130,13 @@ def compare(
     per_op = max(1, (16 << 20) // layout.block_bytes)
     request = per_op * layout.block_bytes
     total = num_blocks * layout.block_bytes
+    hashed, bare = tier.groups(per_op, hashed=True), tier.groups(per_op)
     ways: dict[str, Callable[[], None]] = {
         "plain write": lambda: plain.move(os.pwritev, request),
-        "tier write": lambda: tier.move(tier.disks.write, per_op, hashed=True),
-        "tier write+hash": lambda: tier.move(tier.disks.write, per_op),
+        "tier write": lambda: tier.move(tier.disks.write, hashed),
+        "tier write+hash": lambda: tier.move(tier.disks.write, bare),
         "plain read": lambda: plain.move(os.preadv, request),
-        "tier read": lambda: tier.move(tier.disks.read, per_op),
+        "tier read": lambda: tier.move(tier.disks.read, bare),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(args.rounds + 1):

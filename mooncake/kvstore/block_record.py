@@ -25,6 +25,7 @@ _BLOCK = struct.Struct(f"<8s{KEY_BYTES}sQQQI")
 _FILE = struct.Struct("<8sQQI")
 """magic, bytes of a block, slots, bytes of the fingerprint"""
 _DIGEST = struct.Struct("<Q")
+_BLANK = bytes(PAGE_BYTES)
 
 
 class BlockHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -58,26 +59,26 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def pack_block_header(header: BlockHeader) -> bytes:
-    """Return the page that stands before a block. The tenant's name must not be too long."""
-    tenant = header.tenant.encode()
+def pack_block_header(page: memoryview, header: BlockHeader) -> None:
+    """Fill the page that stands before a block. The tenant's name must not be too long."""
+    key, checksum, num_bytes, sequence_no, name = msgspec.structs.astuple(header)
+    tenant = name.encode()
     if len(tenant) > MAX_TENANT_BYTES:
         raise ValueError(f"a tenant's name of {len(tenant)} bytes does not fit a block header")
-    fields = _BLOCK.pack(
-        _BLOCK_MAGIC, header.key, header.checksum, header.num_bytes, header.sequence_no, len(tenant)
-    )
-    return _sealed(fields + tenant)
+    end = _BLOCK.size + len(tenant)
+    page[:] = _BLANK
+    _BLOCK.pack_into(page, 0, _BLOCK_MAGIC, key, checksum, num_bytes, sequence_no, len(tenant))
+    page[_BLOCK.size : end] = tenant
+    _DIGEST.pack_into(page, end, xxhash.xxh3_64_intdigest(page[:end]))
 
 
-def unpack_block_header(page: bytes | memoryview) -> BlockHeader | None:
+def unpack_block_header(page: memoryview) -> BlockHeader | None:
     """Return what a page says, or None when it is not the header of a block."""
-    if bytes(page[:8]) != _BLOCK_MAGIC:
-        return None
-    _, key, checksum, num_bytes, sequence_no, tenant_bytes = _BLOCK.unpack_from(page)
+    magic, key, checksum, num_bytes, sequence_no, tenant_bytes = _BLOCK.unpack_from(page)
     end = _BLOCK.size + tenant_bytes
-    if tenant_bytes > MAX_TENANT_BYTES or not _is_sealed(page, end):
+    if magic != _BLOCK_MAGIC or tenant_bytes > MAX_TENANT_BYTES or not _is_sealed(page, end):
         return None
-    tenant = bytes(page[_BLOCK.size : end]).decode()
+    tenant = str(page[_BLOCK.size : end], "utf-8") if tenant_bytes else ""
     return BlockHeader(key, checksum, num_bytes, sequence_no, tenant)
 
 
@@ -109,4 +110,4 @@ def _sealed(fields: bytes) -> bytes:
 
 def _is_sealed(page: bytes | memoryview, end: int) -> bool:
     (digest,) = _DIGEST.unpack_from(page, end)
-    return bool(xxhash.xxh3_64_intdigest(bytes(page[:end])) == digest)
+    return bool(xxhash.xxh3_64_intdigest(page[:end]) == digest)

@@ -36,7 +36,9 @@ from mooncake.kvstore.disk import DiskBlock, DiskDone, DiskScanned, FoundBlock, 
 from mooncake.kvstore.segment_files import SegmentFiles
 from mooncake.transfer.engine import Region
 
-MAX_VECTORS = 512
+MAX_RUN_BLOCKS = 512
+"""Of one call, which takes two pieces of memory a block and at most 1,024."""
+MAX_RUN_BYTES = 16 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -294,126 +296,136 @@ class _FileDisk:
 
     def write(self, blocks: list[DiskBlock]) -> Ended:
         """Write each run of neighbouring slots with one call."""
-        checksums = [self._known_checksum(block) for block in blocks]
-        outcomes: list[Outcome] = []
-        for first, stop in self._runs(blocks):
-            group = blocks[first:stop]
-            outcome = self._guarded(partial(self._write_run, group, checksums[first:stop]))
-            outcomes += [outcome] * len(group)
-        return outcomes, checksums
+        return self._by_runs(blocks, self._write_run)
 
     def read(self, blocks: list[DiskBlock]) -> Ended:
         """Read each run of neighbouring slots with one call, and verify every block."""
-        outcomes: list[Outcome] = []
-        checksums: list[int] = []
-        for first, stop in self._runs(blocks):
-            group = blocks[first:stop]
-            headers = [memoryview(bytearray(0))] * len(group)
-            outcome = self._guarded(partial(self._read_run, group, headers))
-            for block, header in zip(group, headers, strict=True):
-                checksum = None if outcome is not Outcome.OK else self._verified(block, header)
-                if outcome is Outcome.OK and checksum is None:
-                    outcomes.append(Outcome.CORRUPT)
-                else:
-                    outcomes.append(outcome)
-                checksums.append(checksum or 0)
-        return outcomes, checksums
+        return self._by_runs(blocks, self._read_run)
 
     def erase(self, blocks: list[DiskBlock]) -> Ended:
         """Overwrite the headers."""
-        page = self._bounce()[:PAGE_BYTES]
+        page, _ = self._places()[0]
         page[:] = bytes(PAGE_BYTES)
 
-        def blank(slot: int) -> Outcome:
-            return self._guarded(lambda: self.files.transfer(os.pwritev, slot, [page]))
+        def blank(run: list[DiskBlock]) -> list[int | None]:
+            self.files.transfer(os.pwritev, run[0].slot, [page])
+            return [0]
 
-        return [blank(block.slot) for block in blocks], [0] * len(blocks)
+        return [self._guarded(blank, [block])[0] for block in blocks], [0] * len(blocks)
 
     # ------------------------------------------------------------------ bytes
 
-    def _runs(self, blocks: list[DiskBlock]) -> list[tuple[int, int]]:
-        """Return (first, stop) of the runs of blocks whose slots are neighbours in one file."""
-        limit = max(1, min(MAX_VECTORS // 2, self._bounce_blocks))
-        runs: list[tuple[int, int]] = []
-        for index, block in enumerate(blocks):
-            if runs:
-                first, stop = runs[-1]
-                joined = block.slot == blocks[index - 1].slot + 1
-                if joined and stop - first < limit and not self.files.begins_file(block.slot):
-                    runs[-1] = (first, index + 1)
+    def _by_runs(
+        self, blocks: list[DiskBlock], work: Callable[[list[DiskBlock]], list[int | None]]
+    ) -> Ended:
+        """Do `work` on runs of blocks whose slots are neighbours in one file, however they are
+        ordered here. It returns checksums; None: the block is not what it should be.
+        """
+        order = sorted(range(len(blocks)), key=lambda index: blocks[index].slot)
+        outcomes, checksums = [Outcome.FAILED] * len(blocks), [0] * len(blocks)
+        first, limit = 0, min(MAX_RUN_BLOCKS, self._bounce_blocks)
+        for stop in range(1, len(order) + 1):
+            if stop < len(order) and stop - first < limit:
+                slot = blocks[order[stop]].slot
+                if slot == blocks[order[stop - 1]].slot + 1 and not self.files.begins_file(slot):
                     continue
-            runs.append((index, index + 1))
-        return runs
+            run, first = order[first:stop], stop
+            outcome, found = self._guarded(work, [blocks[index] for index in run])
+            for index, checksum in zip(run, found, strict=True):
+                outcomes[index] = Outcome.CORRUPT if checksum is None else outcome
+                checksums[index] = checksum or 0
+        return outcomes, checksums
 
-    def _write_run(self, blocks: list[DiskBlock], checksums: list[int]) -> None:
+    def _write_run(self, blocks: list[DiskBlock]) -> list[int | None]:
         vectors: list[memoryview] = []
-        slot_bytes = self.files.slot_bytes
-        for index, (block, checksum) in enumerate(zip(blocks, checksums, strict=True)):
-            place = self._bounce()[index * slot_bytes : (index + 1) * slot_bytes]
-            place[:PAGE_BYTES] = pack_block_header(
-                BlockHeader(
-                    block.key, checksum, self._block_bytes, self._next_sequence_no(), block.tenant
-                )
-            )
+        checksums: list[int | None] = []
+        num_bytes, last = self._block_bytes, self._next_sequence_no(len(blocks))
+        for index, (block, (page, place)) in enumerate(zip(blocks, self._places(), strict=False)):
+            data, checksum = self._data(block), block.checksum
+            if checksum is None:
+                checksum = checksum_of(data)
+            checksums.append(checksum)
+            sequence_no = last - len(blocks) + 1 + index
+            header = BlockHeader(block.key, checksum, num_bytes, sequence_no, block.tenant)
+            pack_block_header(page, header)
             if self._straight:
-                vectors += [place[:PAGE_BYTES], self._data(block)]
+                vectors += (page, data)
             else:
-                place[PAGE_BYTES : PAGE_BYTES + self._block_bytes] = self._data(block)
-                vectors.append(place)
+                place[:num_bytes] = data
         self.files.make_room(blocks[0].slot)
-        self.files.transfer(os.pwritev, blocks[0].slot, vectors)
+        self.files.transfer(os.pwritev, blocks[0].slot, vectors or [self._bounced(len(blocks))])
+        return checksums
 
-    def _read_run(self, blocks: list[DiskBlock], headers: list[memoryview]) -> None:
+    def _read_run(self, blocks: list[DiskBlock]) -> list[int | None]:
         vectors: list[memoryview] = []
-        slot_bytes = self.files.slot_bytes
-        for index, block in enumerate(blocks):
-            place = self._bounce()[index * slot_bytes : (index + 1) * slot_bytes]
-            headers[index] = place[:PAGE_BYTES]
-            vectors += [headers[index], self._data(block)] if self._straight else [place]
-        self.files.transfer(os.preadv, blocks[0].slot, vectors)
-        if not self._straight:
-            for block, place in zip(blocks, vectors, strict=True):
-                self._data(block)[:] = place[PAGE_BYTES : PAGE_BYTES + self._block_bytes]
+        if self._straight:
+            for block, (page, _) in zip(blocks, self._places(), strict=False):
+                vectors += (page, self._data(block))
+        self.files.transfer(os.preadv, blocks[0].slot, vectors or [self._bounced(len(blocks))])
+        return [
+            self._verified(block, page, place)
+            for block, (page, place) in zip(blocks, self._places(), strict=False)
+        ]
 
-    def _verified(self, block: DiskBlock, page: memoryview) -> int | None:
-        """Return the checksum of a block that was read, or None when it is not that block."""
+    def _verified(self, block: DiskBlock, page: memoryview, place: memoryview) -> int | None:
+        """Bring a block that was read to the arena, if it is not there; return its checksum, or
+        None when it is not that block.
+        """
+        data = self._data(block)
+        if not self._straight:
+            data[:] = place[: self._block_bytes]
         header = unpack_block_header(page)
         if header is None or (header.key, header.num_bytes) != (block.key, self._block_bytes):
             return None
-        return header.checksum if checksum_of(self._data(block)) == header.checksum else None
-
-    def _known_checksum(self, block: DiskBlock) -> int:
-        return checksum_of(self._data(block)) if block.checksum is None else block.checksum
+        return header.checksum if checksum_of(data) == header.checksum else None
 
     def _data(self, block: DiskBlock) -> memoryview:
         return self._arena[block.offset : block.offset + self._block_bytes]
 
     @property
     def _bounce_blocks(self) -> int:
-        return max(1, (16 << 20) // self.files.slot_bytes)
+        return max(1, MAX_RUN_BYTES // self._block_bytes)
 
     def _bounce(self) -> memoryview:
         """Return this thread's aligned memory for headers, and for blocks that are not aligned."""
         memory: memoryview | None = getattr(self._local, "memory", None)
         if memory is None:
-            memory = memoryview(mmap.mmap(-1, self._bounce_blocks * self.files.slot_bytes))
+            step = self.files.slot_bytes
+            memory = memoryview(mmap.mmap(-1, self._bounce_blocks * step))
             self._local.memory = memory
+            self._local.places = [
+                (memory[start : start + PAGE_BYTES], memory[start + PAGE_BYTES : start + step])
+                for start in range(0, len(memory), step)
+            ]
         return memory
 
-    def _next_sequence_no(self) -> int:
+    def _bounced(self, count: int) -> memoryview:
+        """Return the first slots of this thread's memory."""
+        return self._bounce()[: count * self.files.slot_bytes]
+
+    def _places(self) -> list[tuple[memoryview, memoryview]]:
+        """Return (header, block) of each slot of this thread's memory."""
+        self._bounce()
+        places: list[tuple[memoryview, memoryview]] = self._local.places
+        return places
+
+    def _next_sequence_no(self, count: int) -> int:
+        """Take so many numbers; return the last of them."""
         with self._sequence_lock:
-            self._sequence_no += 1
+            self._sequence_no += count
             return self._sequence_no
 
-    def _guarded(self, work: Callable[[], None]) -> Outcome:
+    def _guarded(
+        self, work: Callable[[list[DiskBlock]], list[int | None]], blocks: list[DiskBlock]
+    ) -> tuple[Outcome, list[int | None]]:
+        nothing: list[int | None] = [0] * len(blocks)
         try:
-            work()
+            return Outcome.OK, work(blocks)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return Outcome.FULL
+                return Outcome.FULL, nothing
             _log.warning("%s: %s", self.files.directory, error)
-            return Outcome.FAILED
-        return Outcome.OK
+            return Outcome.FAILED, nothing
 
 
 def _lock_directory(directory: Path) -> int:

@@ -86,7 +86,7 @@ class SegmentFiles:
         """Read or write from the beginning of a slot on. Raises OSError, also when cut short."""
         number, index = divmod(slot, self._header.num_slots)
         offset = PAGE_BYTES + index * self.slot_bytes
-        wanted = sum(len(vector) for vector in vectors)
+        wanted = sum(map(len, vectors))
         fd = self._fds.get(number)
         if fd is None:
             raise OSError(errno.ENOENT, f"no file holds slot {slot}")

@@ -113,6 +113,44 @@ def test_blocks_come_back_as_they_went(benches, layout: KvLayout, direct: bool) 
 
 
 @LAYOUTS
+def test_neighbours_go_in_one_call_however_they_are_ordered(
+    benches, layout: KvLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = benches(layout)
+    files, calls = bench.disks._disks[0].files, []
+    transfer = files.transfer
+
+    def counted(call, slot: int, vectors: list[memoryview]) -> None:
+        calls.append((call.__name__, slot, sum(map(len, vectors)) // files.slot_bytes))
+        transfer(call, slot, vectors)
+
+    monkeypatch.setattr(files, "transfer", counted)
+    slots = [5, 3, 9, 4, 2]
+    wanted = [bench.fill(place, seed=place) for place in range(3)]
+    # Two places are written twice: what goes to neighbouring slots may lie anywhere.
+    done = bench.write(*(bench.block(n, slot, n % 3) for n, slot in enumerate(slots)))
+    assert calls == [("pwritev", 2, 4), ("pwritev", 9, 1)]
+    calls.clear()
+    again = bench.read(*(bench.block(n, slot, n + 3) for n, slot in enumerate(slots)))
+    assert calls == [("preadv", 2, 4), ("preadv", 9, 1)]
+    assert again.outcomes == done.outcomes == [Outcome.OK] * 5
+    assert again.checksums == done.checksums
+    assert [bytes(bench.data(n + 3)) for n in range(5)] == [wanted[n % 3] for n in range(5)]
+
+
+def test_of_a_run_each_block_has_an_outcome_of_its_own(benches, tmp_path: Path) -> None:
+    bench = benches(ALIGNED)
+    slots = [4, 2, 3, 1]
+    done = bench.write(*(bench.block(n, slot, n) for n, slot in enumerate(slots)))
+    step = bench.disks._disks[0].files.slot_bytes
+    overwrite(tmp_path, PAGE_BYTES + 2 * step + PAGE_BYTES + 7, b"\xff\xff")
+    blocks = [bench.block(n, slot, n + 4) for n, slot in enumerate(slots)]
+    again = bench.read(*blocks)
+    assert again.outcomes == [Outcome.OK, Outcome.CORRUPT, Outcome.OK, Outcome.OK]
+    assert again.checksums == [done.checksums[0], 0, *done.checksums[2:]]
+
+
+@LAYOUTS
 def test_a_restart_finds_what_was_written(benches, layout: KvLayout) -> None:
     bench = benches(layout)
     first, second = bench.fill(0, 1), bench.fill(1, 2)
