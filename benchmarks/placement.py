@@ -23,10 +23,12 @@ import numpy as np
 from benchmarks.kv_index import fresh_keys, resident_bytes
 from benchmarks.servers import load, machine
 from mooncake.base import (
+    KEY_BYTES,
     BlockEvents,
     BlockKey,
     CostSample,
     GenerateRequest,
+    KeyChain,
     LoadReport,
     Role,
     SamplingParams,
@@ -89,9 +91,9 @@ class World:
         assert refusal is None, refusal
         return worker
 
-    def _chain(self) -> list[BlockKey]:
+    def _chain(self) -> KeyChain:
         """Return a conversation's keys, most of them somewhere in the cluster."""
-        chain = [self.random.randbytes(16) for _ in range(self.num_blocks)]
+        chain = KeyChain(self.random.randbytes(KEY_BYTES * self.num_blocks))
         for _ in range(self.random.choice([0, 1, 2, 3])):
             self.report(Role.KVSTORE, chain[: self.random.randrange(self.num_blocks)])
         for role in (Role.PREFILL, Role.DECODE):
@@ -99,16 +101,14 @@ class World:
                 self.report(role, chain[: self.random.randrange(self.num_blocks)])
         return chain
 
-    def report(self, role: Role, stored: list[BlockKey], removed: Sequence[BlockKey] = ()) -> None:
+    def report(self, role: Role, stored: Sequence[BlockKey]) -> None:
         """Have some worker of a role report blocks."""
         worker = self.random.choice(self.workers[role])
         number = self._numbers[worker.worker_id]
         self._numbers[worker.worker_id] = number + 1
         tier = Tier.DRAM if role is Role.KVSTORE else Tier.HBM
         self.conductor.on_blocks(
-            BlockEvents(
-                worker=worker, tier=tier, sequence_no=number, stored=stored, removed=list(removed)
-            )
+            BlockEvents(worker=worker, tier=tier, sequence_no=number, stored=list(stored))
         )
 
     def heartbeat(self, role: Role, number: int) -> None:
@@ -118,24 +118,23 @@ class World:
         report = WorkerLoad(num_running=4, num_free_blocks=150_000, num_total_blocks=200_000)
         self.conductor.on_load(LoadReport(worker=worker, load=report), self.now)
 
-    def ask(self) -> tuple[GenerateRequest, list[BlockKey]]:
+    def ask(self) -> tuple[GenerateRequest, KeyChain]:
         """Return the next request: a turn of some conversation, its last blocks new."""
         self._count += 1
         chain = self.random.choice(self.chains)
         known = self.random.randrange(self.num_blocks // 2, self.num_blocks)
-        hashed = (bytes(memoryview(key)) for key in chain[:known])  # as a door makes them: anew
-        fresh = (self.random.randbytes(16) for _ in range(self.num_blocks - known))
+        fresh = self.random.randbytes(KEY_BYTES * (self.num_blocks - known))
         request = GenerateRequest(
             request_id=f"r{self._count}",
             prompt_tokens=self.prompt,
             sampling=SamplingParams(max_tokens=512),
         )
-        return request, [*hashed, *fresh]
+        return request, KeyChain(chain[:known].packed + fresh)
 
 
 def run(world: World, args: argparse.Namespace) -> dict[str, float]:
     """Place requests and return the figures."""
-    under_way: deque[tuple[GenerateRequest, list[BlockKey]]] = deque()
+    under_way: deque[tuple[GenerateRequest, KeyChain]] = deque()
     place_s: list[float] = []
     whole_s = 0.0
     beats = 0.0

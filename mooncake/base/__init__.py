@@ -4,6 +4,7 @@ from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import (
     KEY_BYTES,
     BlockKey,
+    KeyChain,
     block_keys,
     chain_root,
     extend_chain,
@@ -136,6 +137,7 @@ __all__ = [
     "InternalError",
     "InvalidRequest",
     "KVReady",
+    "KeyChain",
     "KvLayout",
     "LoadReport",
     "Machine",

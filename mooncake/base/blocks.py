@@ -13,13 +13,59 @@ prompt: 3 ms, once).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import overload
 
 BlockKey = bytes
 """16 bytes."""
 
 KEY_BYTES = 16
+
+
+class KeyChain(Sequence[BlockKey]):
+    """The keys of a prompt's blocks in one piece of memory: thousands of them are one object, to
+    the garbage collector as well.
+    """
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes = b"") -> None:
+        """`packed`: the keys, one after another."""
+        assert len(packed) % KEY_BYTES == 0, "half a key"
+        self.packed = packed
+
+    @classmethod
+    def of(cls, keys: Iterable[BlockKey]) -> KeyChain:
+        """Return the chain of these keys."""
+        return keys if isinstance(keys, cls) else cls(b"".join(keys))
+
+    def __len__(self) -> int:
+        return len(self.packed) // KEY_BYTES
+
+    @overload
+    def __getitem__(self, at: int) -> BlockKey: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> KeyChain: ...
+
+    def __getitem__(self, at: int | slice) -> BlockKey | KeyChain:
+        if isinstance(at, slice):
+            start, stop, step = at.indices(len(self))
+            if step != 1:
+                raise ValueError("chains are cut, not thinned out")
+            return KeyChain(self.packed[start * KEY_BYTES : stop * KEY_BYTES])
+        start = range(len(self))[at] * KEY_BYTES
+        return self.packed[start : start + KEY_BYTES]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeyChain) and self.packed == other.packed
+
+    def __hash__(self) -> int:
+        return hash(self.packed)
+
+    def __repr__(self) -> str:
+        return f"KeyChain of {len(self)}"
 
 
 def chain_root(layout_fingerprint: str, tenant: str = "", cache_salt: str = "") -> BlockKey:

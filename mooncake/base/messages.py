@@ -185,8 +185,10 @@ class Booking(_Value, frozen=True, tag="booking"):
     computing: WorkerRef
     """Computes the prompt: a prefill worker, or `decode` itself."""
     decode: WorkerRef
-    keys: tuple[BlockKey, ...]
-    """All full blocks of the prompt: siblings find its prefix before it is stored."""
+    keys: bytes
+    """Of all full blocks of the prompt, one after another: siblings find its prefix before it is
+    stored.
+    """
     sources: tuple[BlockSource, ...]
     num_tokens: int
     num_new_tokens: int

@@ -7,21 +7,27 @@ blocks. No messages are sent from here and no policy lives here.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+
+import numpy as np
 
 from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
+from mooncake.kvstore.holder_sets import HolderSets
+from mooncake.kvstore.key_buckets import Ints, Numbers
+from mooncake.kvstore.key_table import KeyTable, words_of
+from mooncake.kvstore.recent_changes import RecentChanges
 
-NUM_SHARDS = 256
-"""Keys are spread by their first byte: no dict grows so big that one resize or sweep is felt."""
+MOST_RECENT = 4_096
+"""Keys with changes that are not in the table yet: entering them takes about a millisecond."""
+MANY_CHANGED = 256
+"""Of the keys looked up; from so many on it is quicker to enter the changes first."""
 
-SWEEP_KEYS = 4_096
-"""Keys looked at in one `apply` while there are lost workers to clear away: under a millisecond."""
-
-WALK_KEYS = 16, 128
-"""Looked up at a time when a chain is walked, which may end early: at first, and at most."""
-_MAX_INTERNED = 1 << 16
+SWEEP_SETS = 2_048
+"""Sets of holders looked at in one `apply` while there are lost workers to clear away: under a
+millisecond.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +54,21 @@ class _Stream:
 class Directory:
     """Holders of every key as one bitmask a key; bit `slot` stands for one tier of one worker.
 
-    Losing a worker costs O(1): its bit counts no more from that moment, and the keys are swept of
-    it bit by bit with each later `apply`. A slot is used again only after that. Equal masks are one
-    object, so a key costs its own bytes and a dict entry.
+    Losing a worker costs O(1): its bit counts no more from that moment, and is taken out of the
+    sets of holders bit by bit with each later `apply`. A slot is used again only after that.
     """
 
     def __init__(self) -> None:
-        self._shards: list[dict[BlockKey, int]] = [{} for _ in range(NUM_SHARDS)]
+        self._sets = HolderSets()
+        self._table = KeyTable(self._sets)
+        """Keys -> numbers of their sets of holders, but for recent changes."""
+        self._recent = RecentChanges()
         self._streams: dict[str, dict[Tier, _Stream]] = {}
         self._slots: list[_Stream | None] = []
         self._free_slots: list[int] = []
         self._live = 0
         self._dead = 0
         self._sweeping = 0
-        self._next_shard = 0
-        self._unswept: list[BlockKey] = []
-        self._interned: dict[int, int] = {}
         self.generation = 0
         """Changes whenever slots change hands: what was derived from slots is stale then."""
 
@@ -124,33 +129,23 @@ class Directory:
             stream.needs_snapshot = False
         elif not whole:
             stream.needs_snapshot = True
-        self._discard(events.removed, stream.slot)
-        self._insert(events.stored, stream.slot)
+        bit = 1 << stream.slot
+        self._recent.add(events.removed, 0, bit)
+        self._recent.add(events.stored, bit, 0)
+        if len(self._recent) > MOST_RECENT:
+            self._enter()
         return whole
 
-    def _insert(self, keys: Sequence[BlockKey], slot: int) -> None:
-        shards, interned = self._shards, self._interned
-        bit = interned.setdefault(1 << slot, 1 << slot)
-        for key in keys:
-            shard = shards[key[0]]
-            old = shard.setdefault(key, bit)
-            if not old & bit:
-                new = old | bit
-                shard[key] = interned.setdefault(new, new)
-        if len(interned) > _MAX_INTERNED:
-            interned.clear()
+    def _enter(self) -> None:
+        """Enter recent changes into the table."""
+        words, changes = self._recent.take()
+        meaning = self._recent.changes
 
-    def _discard(self, keys: Sequence[BlockKey], slot: int) -> None:
-        shards, interned = self._shards, self._interned
-        bit = 1 << slot
-        for key in keys:
-            shard = shards[key[0]]
-            old = shard.get(key, 0)
-            if old == bit:
-                del shard[key]
-            elif old & bit:
-                new = old & ~bit
-                shard[key] = interned.setdefault(new, new)
+        def change(which: Ints, numbers: Numbers) -> Numbers:
+            return self._sets.change(numbers, changes[which], meaning)
+
+        self._table.update(words, change)
+        self._recent.forget()
 
     # ------------------------------------------------------------------ slots
 
@@ -171,39 +166,26 @@ class Directory:
         self.generation += 1
 
     def _sweep_some(self) -> None:
-        """Clear bits of lost workers out of some more keys, if there are any.
-
-        Keys stored meanwhile cannot have such bits, so a list of the shard as it was will do.
-        """
+        """Clear bits of lost workers out of some more sets, if there are any."""
         if not self._dead:
             return
-        if not self._unswept:
-            if self._next_shard == 0:
-                self._sweeping = self._dead
-            self._unswept = list(self._shards[self._next_shard])
-            self._next_shard += 1
-        dead, shard = self._sweeping, self._shards[self._next_shard - 1]
-        for key in self._unswept[-SWEEP_KEYS:]:
-            old = shard.get(key, 0)
-            if old & dead:
-                new = old & ~dead
-                if new:
-                    shard[key] = self._interned.setdefault(new, new)
-                else:
-                    del shard[key]
-        del self._unswept[-SWEEP_KEYS:]
-        if not self._unswept and self._next_shard == NUM_SHARDS:
-            self._next_shard = self._sweeping = 0
-            self._dead &= ~dead
-            for slot in slots_of(dead):
+        if not self._sweeping:
+            self._enter()  # a lost worker's reports, too
+            self._sweeping = self._dead
+            self._sets.begin_strip(self._dead)
+        if self._sets.strip_some(SWEEP_SETS):
+            self._dead &= ~self._sweeping
+            for slot in slots_of(self._sweeping):
                 heapq.heappush(self._free_slots, slot)
+            self._sweeping = 0
 
     # ------------------------------------------------------------------ questions
 
     @property
     def num_keys(self) -> int:
         """Keys known, those of workers lost a moment ago included until they are swept."""
-        return sum(map(len, self._shards))
+        self._enter()
+        return len(self._table) - self._sets.num_idle
 
     @property
     def num_slots(self) -> int:
@@ -219,19 +201,28 @@ class Directory:
         """Return the slots that hold `key`, as bits; slots of lost workers may still be among them:
         cut with `live_mask`.
         """
-        return self._shards[key[0]].get(key, 0)
+        ((_, mask),) = self.runs([key])
+        return mask
 
-    def masks(self, keys: Sequence[BlockKey], first: int = 0) -> Iterator[int]:
-        """Return `mask(key)` of each key from the `first` on; the fast way to walk a chain."""
-        return chain.from_iterable(self._chunks(keys, first))
-
-    def _chunks(self, keys: Sequence[BlockKey], first: int) -> Iterator[list[int]]:
-        shards = self._shards
-        at, (count, most) = first, WALK_KEYS
-        while at < len(keys):
-            yield [shards[key[0]].get(key, 0) for key in keys[at : at + count]]
-            at += count
-            count = min(2 * count, most)
+    def runs(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+        """Return (stop, mask) for runs of `keys` with one set of holders: the fast way to walk a
+        chain.
+        """
+        words = words_of(keys)
+        changed = self._recent.may_have(words)
+        if len(changed) > MANY_CHANGED:
+            self._enter()
+            changed = changed[:0]
+        codes = self._table.get(words).astype(np.int64)
+        if len(changed):
+            codes[changed] |= np.array(self._recent.get(words[changed])) << 32
+        stops = np.append((codes[1:] != codes[:-1]).nonzero()[0] + 1, len(codes))
+        masks, meaning = self._sets.masks, self._recent.changes
+        found = []
+        for stop, code in zip(stops.tolist(), codes[stops - 1].tolist(), strict=True):
+            came, went = meaning[code >> 32]
+            found.append((stop, (masks[code & 0xFFFFFFFF] | came) & ~went))
+        return found
 
     def primary_slot(self, slot: int) -> int:
         """Return the slot that stands for the worker of a live `slot`: that of its first tier."""
@@ -269,11 +260,13 @@ class Directory:
                 dead |= 1 << slot
         assert (live, dead) == (self._live, self._dead)
         assert live.bit_count() == sum(map(len, self._streams.values()))
-        for number, shard in enumerate(self._shards):
-            for key, mask in shard.items():
-                assert key[0] == number
-                assert mask > 0
-                assert not mask & ~(live | dead), "a bit of a slot that is free"
+        assert not self._sweeping & ~self._dead
+        self._table.check_integrity()
+        numbers = Counter(number for _, number in self._table.items())
+        self._sets.check_integrity(numbers)
+        for number in numbers:
+            mask = self._sets.masks[number]
+            assert not mask & ~(live | dead), "a bit of a slot that is free"
 
 
 def slots_of(mask: int) -> list[int]:

@@ -5,7 +5,7 @@ Pure; owned by the Conductor. It holds no state but a `Directory` and a cache of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
 from mooncake.kvstore.directory import Directory, Replica, slots_of
@@ -15,12 +15,7 @@ _MAX_FOLDED = 1 << 16
 
 
 class PrefixIndex:
-    """Longest-prefix look-up over a `Directory`.
-
-    A chain is walked once for all workers together: the mask of workers that held every key so far
-    is cut by the holders of the next key, and a worker's length is written down when its bit drops
-    out.
-    """
+    """Longest-prefix look-up over a `Directory`."""
 
     def __init__(self) -> None:
         self._directory = Directory()
@@ -53,32 +48,9 @@ class PrefixIndex:
 
         Tiers of one worker count together. Longest first, then in slot order.
         """
-        lengths: list[tuple[int, int]] = []
-        directory = self._directory
-        if not directory.has_tiered_workers:
-            running, masks = directory.live_mask, directory.masks(keys)
-        else:
-            running, masks = (
-                self._fold(directory.live_mask),
-                map(self._fold_live, directory.masks(keys)),
-            )
-        if not running:
-            return {}
-        count = 0
-        for mask in masks:
-            held = mask & running
-            if held != running:
-                if count:
-                    lengths.append((count, running ^ held))
-                running = held
-                if not held:
-                    break
-            count += 1
-        if running and count:
-            lengths.append((count, running))
         return {
-            directory.worker_at(slot).worker_id: length
-            for length, mask in reversed(lengths)
+            self._directory.worker_at(slot).worker_id: length
+            for length, mask in self.survey(keys).runs(0, -1)
             for slot in slots_of(mask)
         }
 
@@ -86,21 +58,12 @@ class PrefixIndex:
         """Return who holds which stretch of a chain; good until the next event."""
         return Survey(self, keys)
 
-    def live_runs(self, keys: Sequence[BlockKey], first: int) -> Iterator[tuple[int, int]]:
-        """Yield (stop, workers) for runs of `keys` from the `first` on that the same workers hold,
-        one bit each; 0 for blocks that nobody holds.
+    def live_runs(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+        """Return (stop, workers) for runs of `keys` that the same workers hold, one bit each; 0 for
+        blocks that nobody holds.
         """
         cut = self._fold_live if self._directory.has_tiered_workers else self._cut_live
-        last, mask, position = -1, -1, first
-        for position, held in enumerate(self._directory.masks(keys, first), start=first):
-            if held is last:
-                continue
-            workers = cut(held)
-            if workers != mask and mask >= 0:
-                yield position, mask
-            last, mask = held, workers
-        if mask >= 0:
-            yield position + 1, mask
+        return [(stop, cut(mask)) for stop, mask in self._directory.runs(keys)]
 
     @property
     def generation(self) -> int:

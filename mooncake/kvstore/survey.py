@@ -1,4 +1,4 @@
-"""Who holds which stretch of one chain, found in one walk over its keys.
+"""Who holds which stretch of one chain, found by looking up all its keys at once.
 
 Made by `PrefixIndex.survey` for one placement; true only until the next block event, so it is asked
 and thrown away. Masks here are cut to live workers, with all tiers of a worker in one bit.
@@ -13,12 +13,15 @@ from typing import Protocol
 
 from mooncake.base import BlockKey
 
+LOOK_FIRST = 128
+"""Keys looked up before the rest: of most prompts that are new nobody has even these."""
+
 
 class Masks(Protocol):
     """Where a survey looks keys up."""
 
-    def live_runs(self, keys: Sequence[BlockKey], first: int) -> Iterator[tuple[int, int]]:
-        """Yield (stop, workers) for runs of keys from the `first` on that the same workers hold."""
+    def live_runs(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+        """Return (stop, workers) for runs of keys that the same workers hold, 0 for nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,11 @@ class Survey:
     """The holders of a chain; regions are looked up when they are first asked for."""
 
     def __init__(self, masks: Masks, keys: Sequence[BlockKey]) -> None:
-        self._masks = masks
+        self._source = masks
         self._keys = keys
+        self._stops: list[int] = []
+        self._masks: list[int] = []
+        """Who holds the keys up to each stop, of those that were looked up."""
         self._regions: list[Region] = []
 
     def region(self, first: int) -> Region:
@@ -92,12 +98,38 @@ class Survey:
                 stop = region.stops[number]
         return stop
 
+    def holders(self, count: int) -> Iterator[tuple[int, int]]:
+        """Yield (stop, workers) for runs of keys that the same workers hold, up to the one with the
+        key number `count`; 0 for blocks that nobody holds.
+        """
+        self._look_up(count)
+        for stop, mask in zip(self._stops, self._masks, strict=True):
+            yield stop, mask
+            if stop >= count:
+                return
+
     def _walk(self, first: int) -> Region:
         stops: list[int] = []
         masks: list[int] = []
-        for stop, mask in self._masks.live_runs(self._keys, first):
-            if not mask:
-                break
-            stops.append(stop)
-            masks.append(mask)
+        self._look_up(first + 1)
+        number = bisect_right(self._stops, first)
+        while number < len(self._stops) and (mask := self._masks[number]):
+            stop = self._stops[number]
+            if masks and masks[-1] == mask:
+                stops[-1] = stop
+            else:
+                stops.append(stop)
+                masks.append(mask)
+            self._look_up(stop + 1)
+            number += 1
         return Region(first, tuple(stops), tuple(masks))
+
+    def _look_up(self, count: int) -> None:
+        """Know the holders of so many leading keys, if there are."""
+        known = self._stops[-1] if self._stops else 0
+        if known >= min(count, len(self._keys)):
+            return
+        stop = LOOK_FIRST if count <= LOOK_FIRST else len(self._keys)
+        for end, mask in self._source.live_runs(self._keys[known:stop]):
+            self._stops.append(known + end)
+            self._masks.append(mask)

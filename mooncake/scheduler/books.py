@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from mooncake.base import WorkerRef
+from mooncake.base import KeyChain, WorkerRef
 from mooncake.base.messages import Booking, BookingOver
 from mooncake.scheduler.fetch_costs import FetchCosts
 from mooncake.scheduler.forecast import DecodeForecast
@@ -177,7 +177,7 @@ class Books:
                 )
             )
         self.forecast.expect(name, decoding.worker_id, booking.num_tokens, now + booking.ttft_s)
-        self.inflight.add(computing.worker_id, booking.keys)
+        self.inflight.add(computing.worker_id, KeyChain(booking.keys))
         self._fetch.started(booking.sources)
 
     def _prefilled(self, name: str, entry: Entry) -> None:
@@ -185,7 +185,7 @@ class Books:
             return
         entry.prefilled = True
         booking = entry.booking
-        self.inflight.remove(booking.computing.worker_id, booking.keys)
+        self.inflight.remove(booking.computing.worker_id, KeyChain(booking.keys))
         self._fetch.ended(booking.sources)
         view = self._view(booking.computing)
         if view is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from mooncake.base import (
     BlockEvents,
@@ -17,6 +16,7 @@ from mooncake.base import (
     BlockSource,
     GenerateRequest,
     IdSource,
+    KeyChain,
     LoadReport,
     Priority,
     Role,
@@ -326,14 +326,8 @@ class Conductor:
         """Return how many leading blocks should get one more copy."""
         watched = keys[:HOT_BLOCKS]
         copies: list[int] = []
-        known = survey.region(0)
-        runs = chain(
-            zip(known.stops, known.masks, strict=True), self._index.live_runs(watched, known.end)
-        )
-        for stop, mask in runs:
+        for stop, mask in survey.holders(len(watched)):
             copies += [(mask & self._pools.mask).bit_count()] * (stop - len(copies))
-            if stop >= len(watched):
-                break
         return self._replication.use(watched, copies, len(self._pools), now)
 
     def _decode_query(
@@ -385,7 +379,7 @@ class Conductor:
                 request_id=request_id,
                 computing=prefill.view.worker,
                 decode=decode.view.worker,
-                keys=tuple(keys),
+                keys=KeyChain.of(keys).packed,
                 sources=prefill.sources,
                 num_tokens=wanted.num_tokens,
                 num_new_tokens=prefill.num_new_tokens,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.base import BlockEvents, Tier, WorkerRef
+from mooncake.base import BlockEvents, Tier, WorkerRef, block_keys
 from mooncake.kvstore import Directory, PrefixIndex, Replica
-from mooncake.kvstore.directory import NUM_SHARDS, SWEEP_KEYS, slots_of
+from mooncake.kvstore.directory import SWEEP_SETS, slots_of
 from tests.support.kvstore_world import key, keys, worker
 
 A, B, C = worker("kv-a"), worker("kv-b"), worker("kv-c")
@@ -71,8 +71,7 @@ def test_folded_tiers_follow_workers_that_change() -> None:
     index.apply(events(A, 1, keys(2), tier=Tier.SSD))
     assert index.match(keys(1, 2)) == {"kv-a": 2}
     index.remove_worker("kv-a")
-    for _ in range(NUM_SHARDS):
-        index.apply(events(A, 1))
+    index.apply(events(A, 1))
     for each in (B, C):
         index.add_worker(each, Tier.DRAM)
     index.apply(events(B, 1, keys(1)))
@@ -135,19 +134,40 @@ def test_adding_a_known_worker_again_keeps_what_it_holds() -> None:
 
 def test_a_lost_worker_counts_no_more_and_is_swept_away_by_later_reports() -> None:
     index = index_of(A, B)
-    shared = [bytes([n % 256]) + n.to_bytes(15, "big") for n in range(3 * SWEEP_KEYS)]
-    own = [bytes([7]) + n.to_bytes(15, "little") for n in range(1, 2 * SWEEP_KEYS)]
+    shared = block_keys("shared", range(3_000), 1)
+    own = block_keys("own", range(2_000), 1)
     index.apply(events(A, 1, shared + own))
     index.apply(events(B, 1, shared))
     index.remove_worker("kv-a")
     assert index.match(own) == {}
     assert index.num_replicas(shared[0]) == 1
     index.apply(events(B, 2, own[:1]))
-    for number in range(3, 3 + NUM_SHARDS + 4):
-        index.apply(events(B, number))
-        index.check_integrity()
+    index.check_integrity()
     assert index.num_keys == len(shared) + 1
     assert index.match(own) == {"kv-b": 1}
+
+
+def test_sets_of_holders_are_swept_bit_by_bit() -> None:
+    """More sets than are looked at in one go: a slot is nobody's until the last is done."""
+    index = index_of(A, B, *(worker(f"kv-{number}") for number in range(12)))
+    chain = block_keys("chain", range(2 * SWEEP_SETS), 1)
+    index.apply(events(A, 1, chain))
+    for bit in range(12):
+        reporter = worker(f"kv-{bit}")
+        index.apply(events(reporter, 1, [key for n, key in enumerate(chain) if n >> bit & 1]))
+    slot = index.slot_of("kv-a")
+    index.remove_worker("kv-a")
+    index.apply(events(B, 1, chain[:3]))
+    index.check_integrity()
+    index.add_worker(C, Tier.DRAM)
+    assert index.slot_of("kv-c") != slot, "not swept yet"
+    index.apply(events(B, 2))
+    index.check_integrity()
+    index.add_worker(A, Tier.DRAM)
+    assert index.slot_of("kv-a") == slot
+    assert index.num_keys == len(chain)
+    assert index.holders(chain[0]) == ["kv-b"]
+    assert index.holders(chain[2]) == ["kv-b", "kv-1"]
 
 
 def test_slots_are_used_again_only_when_no_key_knows_their_last_owner() -> None:
@@ -156,7 +176,7 @@ def test_slots_are_used_again_only_when_no_key_knows_their_last_owner() -> None:
         directory.add_worker(worker("kv-a", f"e{boot}"), Tier.DRAM)
         directory.apply(events(worker("kv-a", f"e{boot}"), 1, keys(1, 2)))
         directory.check_integrity()
-        assert directory.mask(key(1)).bit_length() < 300 + NUM_SHARDS, "masks do not grow for ever"
+        assert directory.mask(key(1)).bit_length() < 3, "masks do not grow for ever"
     assert len(directory.replicas(key(1))) == 1
 
 

@@ -64,7 +64,7 @@ EXAMPLES: list[AnyMessage] = [
         gateway=WORKER, gateways=[WORKER],
         news=[
             m.Booking(
-                request_id="r1", computing=WORKER, decode=WORKER, keys=(b"\x00k",),
+                request_id="r1", computing=WORKER, decode=WORKER, keys=bytes(range(32)),
                 sources=(SOURCE,), num_tokens=9, num_new_tokens=1, prefill_s=0.1, ttft_s=0.2,
                 num_blocks=3,
             ),

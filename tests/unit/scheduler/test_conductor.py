@@ -291,16 +291,16 @@ def test_a_release_after_the_loss_leaves_nothing() -> None:
 def test_missed_events_are_noticed_until_a_snapshot_comes() -> None:
     made = conductor([P0])
     events = [
-        BlockEvents(worker=P0.worker, tier=Tier.HBM, sequence_no=number, stored=[bytes([number])])
+        BlockEvents(
+            worker=P0.worker, tier=Tier.HBM, sequence_no=number, stored=[bytes([number] * 16)]
+        )
         for number in (1, 3)
     ]
     made.on_blocks(events[0])
     assert not made.needs_snapshot("p0")
     made.on_blocks(events[1])
     assert made.needs_snapshot("p0")
-    made.on_blocks(
-        BlockEvents(worker=P0.worker, tier=Tier.HBM, sequence_no=4, stored=[b"x"], snapshot=True)
-    )
+    made.on_blocks(BlockEvents(worker=P0.worker, tier=Tier.HBM, sequence_no=4, snapshot=True))
     assert not made.needs_snapshot("p0")
     assert not made.needs_snapshot("unknown")
 
@@ -310,7 +310,7 @@ def test_reports_of_strangers_and_old_epochs_are_ignored() -> None:
     load = WorkerLoad(num_queued_tokens=10**6)
     for worker in (ref("p0", "e9"), ref("p7")):
         made.on_load(LoadReport(worker=worker, load=load), 1.0)
-        made.on_blocks(snapshot(worker, [b"k"]))
+        made.on_blocks(snapshot(worker, [b"k" * 16]))
     view = made.view("p0")
     assert view is not None
     assert view.queued_s() == 0
