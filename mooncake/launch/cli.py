@@ -31,6 +31,7 @@ SERVE_EXAMPLES = """examples:
   mooncake serve checkpoints/k2-small --colocated            one process, no Ray
   mooncake serve --config cluster.yaml --port 9000           keys are the flags' names
   mooncake serve --role prefill --join 10.0.0.7:6379         one more worker for a running cluster
+  mooncake serve --role gateway --join 10.0.0.7:6379         one more door to it
   mooncake serve checkpoints/k2-small --role kvstore --dram 100GiB --ssd /mnt/nvme0:2TiB
   mooncake serve checkpoints/k2-small --dry-run              what would be started, and its memory
   mooncake serve --check                                     each kernel against its reference here

@@ -23,6 +23,9 @@ QUIET = {
 EARLY = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 """What still helps when a process has started, if torch was not imported yet."""
 
+OWN_SIGNALS = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
+"""For processes that signals end in good order: Ray would print stacks on SIGTERM."""
+
 LOOPBACK_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray's own sockets on 127.0.0.1, as on systems where it only ever runs on one machine. To be
 set before ray is imported."""
@@ -43,7 +46,7 @@ def missing(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, 
 
 def prepare_ray(bind_host: str) -> None:
     """Set what must stand in this process before ray is imported."""
-    wanted = {**QUIET, **(LOOPBACK_RAY if is_loopback(bind_host) else {})}
+    wanted = {**QUIET, **OWN_SIGNALS, **(LOOPBACK_RAY if is_loopback(bind_host) else {})}
     os.environ.update(missing(wanted, os.environ))
 
 

@@ -184,7 +184,8 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
             tbt_slo_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1000,
             max_inflight=config.max_waiting_requests,
             role_switching=config.role_switching,
-            needs_prefill=num_prefills > 0,
+            # Where all workers are to join, both kinds are expected.
+            needs_prefill=num_prefills > 0 or (config.headless and num_decodes == 0),
         ),
         num_prefills=num_prefills,
         num_decodes=num_decodes,

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SMALL = (
     "--dtype", "float32", "--kv-cache-memory-bytes", "32MiB", "--kvstore-dram-bytes", "32MiB",
 )  # fmt: skip
-WORKERS = {"prefill-0", "decode-0", "kvstore-0"}
+WORKERS = {"prefill-0", "decode-0", "decode-1", "kvstore-0"}
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 WAIT_S = 90.0
 ENDLESS = 20_000
@@ -52,11 +52,12 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     checkpoint = nano_checkpoint(tmp_path_factory.mktemp("model"))
-    with ServerProcess(str(checkpoint), *SMALL, "--headless") as head:
+    with ServerProcess(str(checkpoint), *SMALL, "--headless", "--decode", "2") as head:
         yield Cluster(head)
-        code, left = head.stop()
+        code, left = head.stop(signal.SIGTERM)
         assert (code, left) == (0, []), head.output
         assert "Traceback" not in head.output
+        assert "SIGTERM received" not in head.output, "Ray took the signal"
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

@@ -183,3 +183,15 @@ def test_layouts_differ_by_weights(tmp_path: Path, model: Path) -> None:
     assert plan_for(model).layout == same
     other = write_config_only(tmp_path / "other", vocab_size=301)
     assert plan_for(other).layout.fingerprint != same.fingerprint
+
+
+def test_a_cluster_is_ready_with_what_it_was_planned_with(model: Path) -> None:
+    def needs_prefill(**settings: Any) -> bool:
+        return plan_for(model, **settings).scheduler.needs_prefill
+
+    assert needs_prefill()
+    assert not needs_prefill(prefill=0)
+    assert not needs_prefill(colocated=True)
+    assert needs_prefill(headless=True)
+    assert not needs_prefill(headless=True, prefill=0)
+    assert needs_prefill(headless=True, prefill=0, decode=0), "all of them join"

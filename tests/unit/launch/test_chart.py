@@ -1,0 +1,200 @@
+"""The Helm chart: its values keep their schema, its commands are ones that `mooncake serve` takes.
+
+Rendering needs `helm` (3 or newer) on the PATH; what can be checked without it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from mooncake.launch import options
+from mooncake.launch.cli import _parser
+from mooncake.launch.config import resolve
+from mooncake.launch.settings import ServeConfig
+from tests.support.door import ScriptedBackend, says, tiny_model
+
+CHART = Path(__file__).parents[3] / "charts" / "mooncake"
+SETTINGS = (
+    "image.repository=registry/mooncake", "model.volume.hostPath.path=/mnt/models",
+    "kvstore.ssd[0].size=900GiB", "kvstore.ssd[0].storage=1Ti", "kvstore.ssd[1].size=5GiB",
+    "kvstore.ssd[1].storage=6Gi", "prefill.replicas=3", "prefill.rdma=true",
+    "prefill.resources.limits.nvidia\\.com/gpu=1", "gateway.replicas=4", "secret.apiKeys=true",
+    "secret.existing=mine", "head.args={--slo-ttft-s,5}", "decode.args={--max-num-seqs,16}",
+)  # fmt: skip
+needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
+
+
+def values() -> Any:
+    return yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def schema() -> Any:
+    return json.loads((CHART / "values.schema.json").read_text())
+
+
+def test_the_values_keep_their_schema_and_all_are_in_it() -> None:
+    jsonschema.Draft7Validator.check_schema(schema())
+    jsonschema.validate(values(), schema())
+    for name in schema()["required"]:
+        assert name in values()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("gateway.replica", 3),
+        ("gateway.replicas", -1),
+        ("prefill.replicas", 0),
+        ("prefill.args", "--max-num-seqs 4"),
+        ("kvstore.dram", "16"),
+        ("kvstore.ssd", [{"size": "900GiB"}]),
+        ("model.path", "models/k2"),
+        ("image.pullPolicy", "Sometimes"),
+    ],
+)
+def test_wrong_values_are_refused(path: str, value: object) -> None:
+    changed = copy.deepcopy(values())
+    *parents, last = path.split(".")
+    place = changed
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(changed, schema())
+
+
+def test_templates_use_flags_that_exist() -> None:
+    known = {f"--{options.flag(name)}" for name in options.options_of(ServeConfig)} | {"--dram"}
+    of_ray = {
+        "--head", "--address", "--node-ip-address", "--num-cpus", "--include-dashboard",
+        "--disable-usage-stats", "--object-store-memory",
+    }  # fmt: skip
+    for template in (CHART / "templates").glob("*.yaml"):
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", template.read_text()):
+            assert flag in known | of_ray, f"{template.name}: {flag}"
+
+
+def rendered(*settings: str) -> list[dict[str, Any]]:
+    """Return the documents that helm makes of the chart."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = subprocess.run(
+        ["helm", "template", "one", str(CHART), "--kube-version", "1.28.0", *words],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise ValueError(done.stderr)
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def pods(documents: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the (workload, container) of each role."""
+    found = {}
+    for document in documents:
+        if document["kind"] in ("Deployment", "StatefulSet"):
+            [container] = document["spec"]["template"]["spec"]["containers"]
+            found[container["name"]] = (document, container)
+    return found
+
+
+def served(container: dict[str, Any]) -> ServeConfig:
+    """Return the settings of a container's `mooncake serve`, as the command itself reads them."""
+    [script] = container["args"]
+    script = script.replace("\\\n", " ").replace("$POD_IP", "10.1.2.3")
+    if head := re.search(r"^head=(\S+)$", script, re.MULTILINE):
+        script = script.replace("$head", head.group(1))
+    [command] = re.findall(r"exec mooncake (serve .*)", script)
+    arguments = vars(_parser().parse_args(shlex.split(command)))
+    known = options.options_of(ServeConfig)
+    return resolve({name: value for name, value in arguments.items() if name in known}, None, {})
+
+
+@needs_helm
+def test_every_pod_runs_a_command_that_the_program_takes() -> None:
+    documents = rendered(*SETTINGS)
+    found = pods(documents)
+    assert set(found) == {"head", "gateway", "prefill", "decode", "kvstore"}
+    configs = {role: served(container) for role, (_, container) in found.items()}
+    head = configs.pop("head")
+    assert (head.headless, head.prefill, head.decode, head.kvstore) == (True, 0, 0, 0)
+    assert (head.ray_address, head.bind_host, head.slo_ttft_s) == ("10.1.2.3:6379", "10.1.2.3", 5)
+    [ray] = [d for d in documents if d["kind"] == "Service" and "head" in d["metadata"]["name"]]
+    for role, config in configs.items():
+        assert config.role == role
+        assert config.join == f"{ray['metadata']['name']}:6379"
+        assert config.bind_host == "10.1.2.3"
+    assert configs["gateway"].api_keys_file == "/etc/mooncake/keys.yaml"
+    assert configs["decode"].max_num_seqs == 16
+    sizes = {"/ssd/0": 900 * 2**30, "/ssd/1": 5 * 2**30}
+    assert dict(configs["kvstore"].ssd) == sizes
+    mounts = {mount["mountPath"] for mount in found["kvstore"][1]["volumeMounts"]}
+    assert mounts >= sizes.keys()
+    claims = found["kvstore"][0]["spec"]["volumeClaimTemplates"]
+    assert [claim["spec"]["resources"]["requests"]["storage"] for claim in claims] == ["1Ti", "6Gi"]
+    assert {d["spec"].get("replicas") for d, _ in found.values()} == {1, 3, 4}
+
+
+@needs_helm
+def test_what_is_mounted_named_and_selected_is_there() -> None:
+    for document, container in pods(rendered(*SETTINGS)).values():
+        spec = document["spec"]["template"]["spec"]
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        claims = document["spec"].get("volumeClaimTemplates", [])
+        volumes |= {claim["metadata"]["name"] for claim in claims}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        labels = document["spec"]["template"]["metadata"]["labels"]
+        assert document["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        for variable in container["env"]:
+            source = variable.get("valueFrom", {}).get("secretKeyRef", {})
+            assert source.get("name", "mine") == "mine"
+    services = [d for d in rendered(*SETTINGS) if d["kind"] == "Service"]
+    selectors = [service["spec"]["selector"] for service in services]
+    assert len({json.dumps(each) for each in selectors}) == len(selectors) == 5
+    assert not [d for d in rendered(*SETTINGS) if d["kind"] == "Secret"]
+
+
+@needs_helm
+def test_probes_ask_what_the_program_answers_and_there_is_time_to_drain() -> None:
+    from mooncake.api.app import create_app
+    from mooncake.api.config import ApiConfig
+
+    app = create_app(ScriptedBackend(says("x")), tiny_model(), ApiConfig())
+    routes = set(app.openapi()["paths"])
+    document, container = pods(rendered(*SETTINGS))["gateway"]
+    paths = {
+        kind: container[f"{kind}Probe"]["httpGet"]["path"]
+        for kind in ("startup", "liveness", "readiness")
+    }
+    assert paths == {"startup": "/ping", "liveness": "/ping", "readiness": "/health"}
+    assert set(paths.values()) <= routes
+    config = served(container)
+    assert container["ports"] == [{"name": "http", "containerPort": config.port}]
+    grace_s = document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s > config.shutdown_timeout
+    _, kvstore = pods(rendered(*SETTINGS))["kvstore"]
+    assert kvstore["readinessProbe"]["httpGet"]["path"] == "/health"
+    assert kvstore["ports"] == [{"name": "admin", "containerPort": served(kvstore).admin_port}]
+
+
+@needs_helm
+def test_what_nobody_else_can_know_must_be_given() -> None:
+    with pytest.raises(ValueError, match=r"image\.repository: an image with mooncake"):
+        rendered("model.volume.hostPath.path=/m")
+    with pytest.raises(ValueError, match=r"model\.volume: where the checkpoint is"):
+        rendered("image.repository=r")
+    with pytest.raises(ValueError, match="gateway"):
+        rendered("image.repository=r", "model.volume.hostPath.path=/m", "gateway.replica=2")
+    documents = rendered("image.repository=r", "model.volume.hostPath.path=/m")
+    [secret] = [document for document in documents if document["kind"] == "Secret"]
+    assert set(secret["data"]) == {"cluster-secret", "ray-token"}
+    assert len(set(secret["data"].values())) == 2
