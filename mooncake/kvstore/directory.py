@@ -201,8 +201,8 @@ class Directory:
         """Return the slots that hold `key`, as bits; slots of lost workers may still be among them:
         cut with `live_mask`.
         """
-        ((_, mask),) = self.runs([key])
-        return mask
+        came, went = self._recent.changes[self._recent.get_one(key)]
+        return (self._sets.masks[self._table.get_one(key)] | came) & ~went
 
     def runs(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
         """Return (stop, mask) for runs of `keys` with one set of holders: the fast way to walk a

@@ -9,6 +9,7 @@ another one go to its other bucket).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from struct import unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +77,24 @@ class Buckets:
             rest = words[away]
             places[away], _ = self._find_in(self._other(buckets[away], rest[:, 1]), rest)
         return places
+
+    def get_one(self, key: BlockKey) -> int:
+        """Return the number of a key, 0 where there is none."""
+        low, high = unpack("=QQ", key)
+        bucket = low >> 64 - self.bits
+        number, left = self._get_in(bucket, low, high)
+        if number or not left:
+            return number
+        return self._get_in(bucket ^ (high & int(self._in_group) | 1), low, high)[0]
+
+    def _get_in(self, bucket: int, low: int, high: int) -> tuple[int, int]:
+        """Return the number of a key in one bucket, and whether keys have left the bucket."""
+        words = self._rows[bucket].tolist()
+        numbers = self._numbers[bucket * ROW_NUMBERS + FIRST_NUMBER :][: SLOTS + 1].tolist()
+        for slot in range(SLOTS):
+            if words[slot] == low and words[SLOTS + slot] == high and numbers[slot]:
+                return numbers[slot], 0
+        return 0, numbers[SLOTS]
 
     def read(self, places: Ints) -> Numbers:
         """Return the numbers at these places, 0 for -1."""

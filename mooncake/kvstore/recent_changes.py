@@ -59,6 +59,10 @@ class RecentChanges:
         keys = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
         return [self._of_keys.get(key, 0) for key in keys]
 
+    def get_one(self, key: BlockKey) -> int:
+        """Return the number of the change of a key."""
+        return self._of_keys.get(key, 0)
+
     def take(self) -> tuple[Words, Numbers]:
         """Return all keys with the numbers of their changes; nothing has changed any more, but the
         numbers mean what they did until the next `add`.

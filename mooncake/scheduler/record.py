@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooncake.base import (
-    BlockKey,
     DecodeTask,
     Failure,
     FinalEvent,
     FinishReason,
     GenerateRequest,
+    KeyChain,
     OutputEvent,
     PrefillTask,
     RequestState,
@@ -59,7 +59,7 @@ class RequestRecord:
     last_progress_s: float = 0.0
     gap_since_s: float | None = None
     """Since when later tokens wait for earlier ones."""
-    keys: list[BlockKey] = field(default_factory=list)
+    keys: KeyChain = field(default_factory=KeyChain)
     keys_layout: Layout | None = None
 
     @property
@@ -154,14 +154,14 @@ class RequestRecord:
             return FinishInfo(reason=FinishReason.LENGTH)
         return None
 
-    def block_keys(self, layout: Layout | None) -> list[BlockKey]:
+    def block_keys(self, layout: Layout | None) -> KeyChain:
         """Return the keys of all full blocks of prompt and output so far, under `layout`; hashes
         only what is new since the last call.
         """
         if layout is None:
-            return []
+            return KeyChain()
         if layout != self.keys_layout:
-            self.keys, self.keys_layout = [], layout
+            self.keys, self.keys_layout = KeyChain(), layout
         request = self.request
         done = len(self.keys) * layout.block_tokens
         num_prompt = len(request.prompt_tokens)
@@ -174,5 +174,7 @@ class RequestRecord:
             if self.keys
             else chain_root(layout.fingerprint, request.tenant, request.cache_salt)
         )
-        self.keys.extend(extend_chain(parent, tail, layout.block_tokens))
+        new = extend_chain(parent, tail, layout.block_tokens)
+        if new:
+            self.keys = KeyChain(self.keys.packed + b"".join(new))
         return self.keys

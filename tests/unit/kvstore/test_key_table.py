@@ -41,7 +41,9 @@ def check(table: KeyTable, model: dict[bytes, int], others: list[bytes]) -> None
     assert dict(table.items()) == model
     assert len(table) == len(model)
     asked = [*model, *others]
-    assert table.get(words_of(asked)).tolist() == [model.get(key, 0) for key in asked]
+    expected = [model.get(key, 0) for key in asked]
+    assert table.get(words_of(asked)).tolist() == expected
+    assert [table.get_one(key) for key in asked] == expected
 
 
 @given(
