@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -25,10 +25,17 @@ STEP_BYTES = 4 * 2**20
 """Longest copy between two looks at whether the job goes on (some 200 us). What is done between
 copies finds the caches full of their bytes: each look costs 7 us."""
 
-COPY_LIMITS = SliceLimits(target_bytes=16 * 2**20, min_bytes=512 * 2**10, max_pieces=1024)
+COPY_LIMITS = SliceLimits(target_bytes=16 * 2**20, min_bytes=4 * 2**20, max_pieces=1024)
 INLINE_BYTES = 4 * 2**20
 """A job up to this size is copied by the thread that submits it (some 200 us, without the
 interpreter lock): another that is woken for half of it saves nothing."""
+
+
+class Mapped(Protocol):
+    """A region whose memory can be touched here."""
+
+    @property
+    def array(self) -> Bytes: ...
 
 
 class Guard(Protocol):
@@ -49,6 +56,7 @@ class CopyPart(msgspec.Struct, frozen=True, eq=False):
 
     job: Job
     pairs: Sequence[tuple[Bytes, Bytes]]
+    num_bytes: int
     guard: Guard
     posted_s: float
 
@@ -58,31 +66,47 @@ def copy_part(part: CopyPart, gate: threading.Lock) -> None:
     job, guard = part.job, part.guard
     if not job.begin():
         return
-    for target, source in part.pairs:
-        for start in range(0, target.size, STEP_BYTES):
-            stop = start + STEP_BYTES
-            with gate:
-                refusal = guard.refusal()
-                if refusal is None and not job.stopped:
-                    np.copyto(target[start:stop], source[start:stop])
-                    continue
-            if refusal is not None:
-                job.finish(refusal)
-            else:
-                job.give_back()
-            return
+    for step in [part.pairs] if part.num_bytes <= STEP_BYTES else steps(part.pairs):
+        with gate:
+            refusal = guard.refusal()
+            if refusal is None and not job.stopped:
+                for target, source in step:
+                    np.copyto(target, source)
+                continue
+        if refusal is not None:
+            job.finish(refusal)
+        else:
+            job.give_back()
+        return
     error = guard.confirm()
     if error is None:
-        num_bytes = sum(target.size for target, _ in part.pairs)
-        guard.arrived(num_bytes, part.posted_s, time.monotonic())
+        guard.arrived(part.num_bytes, part.posted_s, time.monotonic())
     job.finish(error)
+
+
+def steps(pairs: Sequence[tuple[Bytes, Bytes]]) -> Iterator[list[tuple[Bytes, Bytes]]]:
+    """Yield the copies in order, `STEP_BYTES` at a time."""
+    step: list[tuple[Bytes, Bytes]] = []
+    room = STEP_BYTES
+    for target, source in pairs:
+        done = 0
+        while done < target.size:
+            stop = min(target.size, done + room)
+            step.append((target[done:stop], source[done:stop]))
+            room -= stop - done
+            done = stop
+            if room == 0:
+                yield step
+                step, room = [], STEP_BYTES
+    if step:
+        yield step
 
 
 def copy_parts(
     job: Job,
     slices: Sequence[Slice],
     local: Mapping[int, HostRegion],
-    remote: Mapping[int, Bytes],
+    remote: Mapping[int, Mapped],
     guard: Guard,
 ) -> list[CopyPart]:
     """Return the parts that do `slices` of `job`; the regions are found and checked."""
@@ -94,9 +118,9 @@ def copy_parts(
             start = op.local_offset
             here = local[op.local_region].array[start : start + op.num_bytes]
             start = op.remote_offset
-            there = remote[op.remote_region][start : start + op.num_bytes]
+            there = remote[op.remote_region].array[start : start + op.num_bytes]
             pairs.append((here, there) if job.op is Op.READ else (there, here))
-        parts.append(CopyPart(job, pairs, guard, posted_s))
+        parts.append(CopyPart(job, pairs, part.num_bytes, guard, posted_s))
     return parts
 
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backends.copying import COPY_LIMITS, CopyPool, copy_parts, local_regions
 from mooncake.transfer.backends.port import Router
@@ -103,15 +100,12 @@ class InprocBackend:
         except RangeRefused as error:
             job.stop(f"{job.peer.engine_id} refused: {error.message}")
             return
-        arrays: dict[int, npt.NDArray[np.uint8]] = {
-            region_id: region.array for region_id, region in regions.items()
-        }
         slices = plan_slices(job.ops, self._pool.num_lanes, COPY_LIMITS)
         try:
             local = local_regions(job, self._table)
             held = [*regions.values(), *local.values()]
             guard = RegionGuard(held, self.stats, job.peer.engine_id)
-            parts = copy_parts(job, slices, local, arrays, guard)
+            parts = copy_parts(job, slices, local, regions, guard)
         except RangeRefused as error:
             job.stop(error.message)
             return

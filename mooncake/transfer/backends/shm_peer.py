@@ -12,7 +12,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -242,10 +242,9 @@ class ShmPeer:
         except RangeRefused as error:
             job.stop(error.message)
             return True
-        guard = _ShmGuard(self, state, list(regions.values()), list(local.values()))
-        arrays = {region_id: region.array for region_id, region in regions.items()}
+        guard = _ShmGuard(self, state, regions.values(), local.values())
         slices = plan_slices(job.ops, self._pool.num_lanes, COPY_LIMITS)
-        self._pool.run(job, copy_parts(job, slices, local, arrays, guard))
+        self._pool.run(job, copy_parts(job, slices, local, regions, guard))
         return True
 
     # ---------------------------------------------------------------- ending
@@ -295,8 +294,8 @@ class _ShmGuard(Guard):
         self,
         peer: ShmPeer,
         state: memoryview,
-        theirs: list[MappedRegion],
-        ours: list[HostRegion],
+        theirs: Collection[MappedRegion],
+        ours: Collection[HostRegion],
     ) -> None:
         self._peer = peer
         self._state = state

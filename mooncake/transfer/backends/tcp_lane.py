@@ -147,12 +147,12 @@ class Lane:
         poller = select.poll()
         poller.register(wake_fd, READABLE)
         try:
-            while self._attend_once(sock):
+            is_over = False
+            while not is_over and time.monotonic() < until_s:
                 poller.register(fd, self._events)
                 # Should the stream break meanwhile, it is not held on to for longer.
-                found = poller.poll(_LOOK_MS)
-                if any(ready == wake_fd for ready, _ in found) or time.monotonic() > until_s:
-                    return
+                found = dict(poller.poll(_LOOK_MS))
+                is_over = wake_fd in found or self._attend_once(sock, found.get(fd, 0))
         except (OSError, ProtocolError, RangeRefused) as error:
             self.loop.post(functools.partial(self._abort_if, sock, str(error)))
         finally:
@@ -169,13 +169,15 @@ class Lane:
             self._attendant = None
             self.loop.modify(sock.fileno(), self._events)
 
-    def _attend_once(self, sock: socket.socket) -> bool:
-        """Send and receive what can be; return whether there is more to wait for."""
+    def _attend_once(self, sock: socket.socket, events: int) -> bool:
+        """Send and receive what can be; return whether there is nothing more to wait for."""
         with self._lock:
             if self._sock is sock and self._requests:
-                self._flush()
-                self._receive(sock)
-            return self._sock is sock and bool(self._requests)
+                if events & WRITABLE:
+                    self._flush()
+                if events & ~WRITABLE:
+                    self._receive(sock)
+            return self._sock is not sock or not self._requests
 
     def _abort_if(self, sock: socket.socket, reason: str) -> None:
         if self._sock is sock:  # else the loop has found out by itself

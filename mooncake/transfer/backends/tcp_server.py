@@ -30,7 +30,7 @@ _REQUESTS = frozenset((wire.WRITE, wire.READ))
 _MAX_IOVECS = 1024
 _HELPINGS = 64
 """Of payload taken in a row, before the loop's other connections get their turn."""
-_LOCAL_SEND_BYTES = 512 * 2**10
+_LOCAL_SEND_BYTES = 1024 * 2**10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,7 +412,7 @@ def tune_socket(sock: socket.socket, dead_host_s: float) -> None:
 
 def tune_connected(sock: socket.socket) -> None:
     """Between two sockets of one host there is no path to probe and none to share: no pacing, and
-    no more in flight than stays in the caches (4 MiB took 560 us instead of 730).
+    no more in flight than stays in the caches (4 MiB took 590 us instead of 730).
     """
     with contextlib.suppress(OSError):
         if sock.getsockname()[0] == sock.getpeername()[0]:
