@@ -1,4 +1,4 @@
-"""Tenants and classes of service on made traces, simulated: `python -m benchmarks balance`.
+"""Tenants, classes of service and roles on made traces, simulated: `python -m benchmarks balance`.
 
 Every cluster is LLaMA3-70B on A800 nodes as `configs/` describes them; the same seed gives the
 same table.
@@ -24,6 +24,27 @@ from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine, Workload
 
 TTFT_S = 10.0
 TBT_S = 0.1
+ROLES_TBT_S = 0.03
+"""Of the loads for which roles may change: gaps are 25 ms at least."""
+NUM_SEEDS = 3
+
+Load = tuple[float, tuple[float, float], tuple[int, int], tuple[int, int]]
+"""As `_Trace.add` takes it."""
+PROMPTS, OUTPUTS = (6000, 12000), (100, 400)
+ROLE_LOADS: dict[str, tuple[Load, ...]] = {
+    "prompts, then outputs": (
+        (3.6, (0.0, 60.0), PROMPTS, (20, 60)),
+        (30.0, (60.0, 120.0), OUTPUTS, (400, 1200)),
+    ),
+    "outputs, then prompts, no gap to spare": (
+        (22.0, (0.0, 40.0), OUTPUTS, (300, 800)),
+        (5.0, (40.0, 120.0), PROMPTS, (150, 300)),
+    ),
+    "both at once, no gap to spare": (
+        (4.4, (0.0, 80.0), PROMPTS, (150, 300)),
+        (22.0, (0.0, 80.0), OUTPUTS, (300, 900)),
+    ),
+}
 
 Kind = Callable[[TraceLine], str]
 
@@ -67,7 +88,7 @@ class _Trace:
 
 
 def _play(
-    trace: Sequence[TraceLine], nodes: tuple[int, int], **scheduler: float
+    trace: Sequence[TraceLine], nodes: tuple[int, int], tbt_s: float = TBT_S, **scheduler: float
 ) -> list[RequestMeasure]:
     """Return all requests, in order."""
     simulation = Simulation(
@@ -78,7 +99,8 @@ def _play(
             num_decode=nodes[1],
             scheduler=msgspec.convert(scheduler, SchedulerConfig),
             ttft_slo_s=TTFT_S,
-            tbt_slo_s=TBT_S,
+            tbt_slo_s=tbt_s,
+            decode_pools=nodes[1] > 2,
         ),
         Workload.replay(trace),
     )
@@ -131,14 +153,32 @@ def _classes(table: Table, seed: int) -> None:
     _rows(table, "too much of three classes, limits", overload.sorted(), kind, **limits)
 
 
-def _row(table: Table, what: str, kind: str, requests: Sequence[RequestMeasure]) -> None:
+def _roles(table: Table, seed: int) -> None:
+    limits = {"ttft_slo_s": TTFT_S, "tbt_slo_s": ROLES_TBT_S}
+    for name, loads in ROLE_LOADS.items():
+        for number in range(seed, seed + NUM_SEEDS):
+            trace = _Trace(number)
+            for load in loads:
+                trace.add(*load)
+            for switching in (False, True):
+                requests = _play(
+                    trace.sorted(), (4, 4), ROLES_TBT_S,
+                    role_switching=switching, role_switch_after_s=15.0, **limits,
+                )  # fmt: skip
+                kind = "roles change" if switching else "fixed roles"
+                _row(table, f"{name}, seed {number}", kind, requests, ROLES_TBT_S)
+
+
+def _row(
+    table: Table, what: str, kind: str, requests: Sequence[RequestMeasure], tbt_s: float = TBT_S
+) -> None:
     ttfts = [one.ttft_s for one in requests if one.ttft_s is not None]
     served = sum(one.final is FinishReason.STOP for one in requests)
     inside = sum(
         one.final is FinishReason.STOP
         and one.ttft_s is not None
         and one.ttft_s <= TTFT_S
-        and one.slow_gap_s <= TBT_S
+        and one.slow_gap_s <= tbt_s
         for one in requests
     )
     mean_s = sum(ttfts) / len(ttfts) if ttfts else 0.0
@@ -149,12 +189,12 @@ def main(argv: list[str]) -> int:
     """Run all and print one table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks balance", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=("tenants", "classes"))
+    parser.add_argument("--only", choices=("tenants", "classes", "roles"))
     arguments = parser.parse_args(argv)
     table = Table(title=f"LLaMA3-70B on A800 nodes, simulated; limits {TTFT_S:g} s to the first")
     for name in ("load", "of", "requests", "served", "inside limits", "mean TTFT s"):
         table.add_column(name, justify="left" if name in ("load", "of") else "right")
-    for name, part in (("tenants", _tenants), ("classes", _classes)):
+    for name, part in (("tenants", _tenants), ("classes", _classes), ("roles", _roles)):
         if arguments.only in (None, name):
             part(table, arguments.seed)
     Console(width=120).print(table)

@@ -1,10 +1,12 @@
 """Whether prefill and decode have the workers they need: which worker is to change its role.
 
-Pure; values and `now` in, at most one change out. A pool that is pressed gets a worker from the
-other one when that can spare it, and when both have been so for long: what comes and goes in a
-minute is no reason, since a worker that changes serves nobody meanwhile and comes back with an
-empty cache. Apart bounds (pressed at 0.85, to spare at 0.7 *after* the change)
-keep a worker from being sent back and forth.
+Pure; values and `now` in, at most one change out. What was seen of late tells how many workers each
+role needs, and that what share of the requests would keep their limits with one worker more here
+and one fewer there. A change is due when that share would clearly grow, for long, and when the
+requests gained outweigh those that the change itself costs: a worker that changes serves nobody
+meanwhile, and what it has not finished goes on elsewhere after a pause. Prefill for whose sake
+nobody is refused needs no more workers, however busy it is; a pool that is to give keeps a margin,
+as gaps between tokens near their limit are over it for a tenth of the time.
 """
 
 from __future__ import annotations
@@ -18,39 +20,88 @@ from mooncake.base import Role
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.views import InstanceView
 
-PRESSED = 0.85
-"""A pool with this load or more needs help."""
+FULL = 0.85
+"""Decode with this load or more is short of workers: what joins next takes the rest."""
 SPARE = 0.7
-"""A pool that would have this load or less with a worker fewer can give one."""
-QUEUE_SHARE = 0.5
-"""Of the limit on the first token: prompts that queue for so long press the prefill pool."""
-QUEUE_S = 5.0
-"""The same where there is no limit."""
-REFUSING = 0.25
-"""A pool for whose sake requests were refused in so many of the last looks needs help as well:
-early rejection keeps its load down.
+"""A pool can be brought to this load: above it queues and gaps run away with every burst."""
+GAIN = 0.3
+"""Of what a worker more can add to a pool, so much must come of it. Of the opposite change as much
+would have to, so no worker is sent back for the loads it came for.
 """
-MOST = 1.5
+HORIZON = 10.0
+"""A change is taken to be of use for so many times as long as it was due."""
+QUEUE_S = 5.0
+"""Prompts that queue for so long are too many for the prefill pool, where no limit on the first
+token says so by refusals.
+"""
+SLOWEST = 1.05
+"""The slowest tenth of gaps, which the limit is on, for a mean one."""
+IDLE_SHARE = 0.95
+"""Of the limit on gaps: an idle worker's own gap counts as no more."""
+MOST = 2.0
 """Loads count up to this: a burst, however large, is soon forgotten."""
+REFUSING = 0.05
+"""A pool for whose sake this share is refused is full, however low early rejection keeps its load.
+"""
+MOST_REFUSED = 0.9
+"""Of those who came: more tells no better how many workers are missing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """Requests refused since the start: for want of prefill, of decode."""
+class Traffic:
+    """Requests since the start."""
 
-    prefill: int
-    decode: int
+    offered: int
+    """Who came, refused or not."""
+    refused_prefill: int
+    """For want of prefill; then of decode."""
+    refused_decode: int
 
 
-class _Loads(NamedTuple):
+class _Seen(NamedTuple):
+    """Averages over the last looks."""
+
     queue: float
-    """Prompts queued, in shares of how long they may queue."""
+    """Prompts queued, in shares of how long they may queue; 0 where a limit bounds that."""
     busy: float
     """Share of prefill workers that have something to compute."""
     decode: float
-    refused_prefill: float
-    """Share of looks since which somebody was refused."""
-    refused_decode: float
+    offered_per_s: float
+    refused_prefill_per_s: float
+    refused_decode_per_s: float
+
+    @property
+    def refused(self) -> tuple[float, float]:
+        """Share of the requests refused for want of prefill, and of decode."""
+        offered = max(self.offered_per_s, 1e-9)
+        prefill, decode = self.refused_prefill_per_s, self.refused_decode_per_s
+        most = MOST_REFUSED / max(MOST_REFUSED, (prefill + decode) / offered)
+        return most * prefill / offered, most * decode / offered
+
+    def needs(self, num_prefills: int, num_decodes: int) -> tuple[float, float]:
+        """Return how many workers of each role all requests would need, when so many have had to do
+        with those that were let in.
+        """
+        prefill, decode = self.refused
+        let_in = 1 - prefill - decode
+
+        def need(count: int, load: float, refused: float) -> float:
+            enough = min(1.0, load / SPARE) / let_in
+            full = min(1.0, refused / REFUSING) / (1 - refused)
+            return count * max(enough, full)
+
+        prefills = need(num_prefills, self.busy, prefill)
+        decodes = need(num_decodes, self.decode, decode)
+        if self.queue >= 1:  # how long it is tells not how many are missing
+            prefills = max(prefills, num_prefills + 1.0)
+        return prefills, max(decodes, num_decodes * self.decode / FULL)
+
+    def served(self, num_prefills: int, num_decodes: int, needs: tuple[float, float]) -> float:
+        """Return the share of all requests that keep their limits with so many workers."""
+        if not num_prefills or not num_decodes:
+            return 0.0
+        have = num_prefills, num_decodes
+        return min(1.0, *(n / max(need, 1e-9) for n, need in zip(have, needs, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,69 +117,89 @@ class RoleBalance:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._loads = _Loads(0.0, 0.0, 0.0, 0.0, 0.0)
-        self._refused = Refused(0, 0)
+        self._seen: _Seen | None = None
+        self._weight = 0.0
+        self._traffic = Traffic(0, 0, 0)
         self._looked_s: float | None = None
         self._wanted: Role | None = None
         self._wanted_since_s = 0.0
 
     def look(
-        self, views: Sequence[InstanceView], refused: Refused, now: float
+        self, views: Sequence[InstanceView], traffic: Traffic, now: float
     ) -> RoleChange | None:
-        """Take a look at all workers, and at who was refused so far; return what is to change, when
-        it has been due for long.
+        """Take a look at all workers, and at who came and was refused so far; return what is to
+        change, when it has been due for long.
         """
         prefills = [view for view in views if view.role is Role.PREFILL and not view.draining]
         decodes = [view for view in views if view.role is Role.DECODE and not view.draining]
-        before, self._refused = self._refused, refused
         if not prefills or not decodes:
+            self._traffic = traffic
             self.rest()
             return None
-        seen = _Loads(
-            queue=min(MOST, _mean([self._queue_load(view) for view in prefills])),
-            busy=_mean([float(view.num_queued_tokens() > 0) for view in prefills]),
-            decode=min(MOST, _mean([self._decode_load(view) for view in decodes])),
-            refused_prefill=float(refused.prefill > before.prefill),
-            refused_decode=float(refused.decode > before.decode),
-        )
-        self._average(seen, now)
-        wanted = self._needs(len(prefills), len(decodes))
+        self._average(prefills, decodes, traffic, now)
+        wanted = self._due(prefills, decodes)
         if wanted is not self._wanted:
             self._wanted, self._wanted_since_s = wanted, now
         if wanted is None or now - self._wanted_since_s < self._config.role_switch_after_s:
             return None
-        givers = decodes if wanted is Role.PREFILL else prefills
-        return RoleChange(min(givers, key=_in_use).worker_id, wanted)
+        return RoleChange(_giver(prefills, decodes, wanted).worker_id, wanted)
 
     def rest(self) -> None:
         """Forget what was seen: the pools are about to be others, or have just become so."""
-        self._wanted = self._looked_s = None
-        self._loads = _Loads(0.0, 0.0, 0.0, 0.0, 0.0)
+        self._wanted = self._looked_s = self._seen = None
+        self._weight = 0.0
 
-    def _needs(self, num_prefills: int, num_decodes: int) -> Role | None:
-        """Return the role that needs a worker and can have one."""
-        loads = self._loads
-        prefill_pressed = loads.queue >= PRESSED or loads.refused_prefill >= REFUSING
-        decode_pressed = loads.decode >= PRESSED or loads.refused_decode >= REFUSING
-        if prefill_pressed == decode_pressed:
+    def _due(
+        self, prefills: Sequence[InstanceView], decodes: Sequence[InstanceView]
+    ) -> Role | None:
+        """Return the role that should have a worker more."""
+        seen, num_prefills, num_decodes = self._seen, len(prefills), len(decodes)
+        if seen is None:
             return None
-        if prefill_pressed:
-            return Role.PREFILL if _without_one(loads.decode, num_decodes) <= SPARE else None
-        load = max(loads.busy, loads.queue)
-        return Role.DECODE if _without_one(load, num_prefills) <= SPARE else None
+        needs = seen.needs(num_prefills, num_decodes)
+        served = seen.served(num_prefills, num_decodes, needs)
+        for role, more in ((Role.PREFILL, 1), (Role.DECODE, -1)):
+            then = seen.served(num_prefills + more, num_decodes - more, needs)
+            receivers = num_prefills if more > 0 else num_decodes
+            if then < served * (1 + GAIN / receivers):
+                continue
+            fewer = (num_prefills, num_decodes - 1) if more > 0 else (num_prefills - 1, num_decodes)
+            meanwhile = seen.served(*fewer, needs)
+            gained = (
+                (then - served) * seen.offered_per_s * HORIZON * self._config.role_switch_after_s
+            )
+            lost = (served - meanwhile) * seen.offered_per_s * self._config.role_switch_drain_s
+            if gained >= lost + _giver(prefills, decodes, role).load.num_running:
+                return role
+        return None
 
-    def _average(self, seen: _Loads, now: float) -> None:
-        window_s = self._config.role_switch_after_s
-        if self._looked_s is not None:
-            share = 1 - math.exp((self._looked_s - now) / window_s) if window_s else 1.0
-            old = self._loads
-            self._loads = _Loads(*(a + share * (b - a) for a, b in zip(old, seen, strict=True)))
+    def _average(
+        self,
+        prefills: Sequence[InstanceView],
+        decodes: Sequence[InstanceView],
+        traffic: Traffic,
+        now: float,
+    ) -> None:
+        before, self._traffic = self._traffic, traffic
+        if self._looked_s is not None and now > self._looked_s:
+            passed_s, window_s = now - self._looked_s, self._config.role_switch_after_s
+            seen = _Seen(
+                queue=min(MOST, _mean([self._queue_load(view) for view in prefills])),
+                busy=_mean([float(view.num_queued_tokens() > 0) for view in prefills]),
+                decode=min(MOST, _mean([self._decode_load(view) for view in decodes])),
+                offered_per_s=(traffic.offered - before.offered) / passed_s,
+                refused_prefill_per_s=(traffic.refused_prefill - before.refused_prefill) / passed_s,
+                refused_decode_per_s=(traffic.refused_decode - before.refused_decode) / passed_s,
+            )
+            self._weight = self._weight * math.exp(-passed_s / max(window_s, 1e-9)) + passed_s
+            share = passed_s / self._weight  # all of it at first: nothing is averaged with nothing
+            pairs = zip(self._seen or seen, seen, strict=True)
+            self._seen = _Seen(*(a + share * (b - a) for a, b in pairs))
         self._looked_s = now
 
     def _queue_load(self, view: InstanceView) -> float:
         """Return how long prompts queue here, in shares of how long they may."""
-        limit_s = self._config.ttft_slo_s
-        return view.queued_s() / (QUEUE_S if limit_s is None else QUEUE_SHARE * limit_s)
+        return view.queued_s() / QUEUE_S if self._config.ttft_slo_s is None else 0.0
 
     def _decode_load(self, view: InstanceView) -> float:
         """Return how full a decode worker's batch is: in memory, seats, or gaps between tokens, of
@@ -141,15 +212,17 @@ class RoleBalance:
             share = max(share, load.num_running / hello.max_num_seqs)
         limit_s = self._config.tbt_slo_s
         if limit_s is not None and load.num_running:
-            idle_s = min(view.cost.tbt_s(1, 0), SPARE * limit_s)
-            gap_s = view.cost.tbt_s(load.num_running, load.num_context_tokens)
+            idle_s = min(SLOWEST * view.cost.tbt_s(1, 0), IDLE_SHARE * limit_s)
+            gap_s = SLOWEST * view.cost.tbt_s(load.num_running, load.num_context_tokens)
             share = max(share, (gap_s - idle_s) / (limit_s - idle_s))
         return share
 
 
-def _without_one(load: float, count: int) -> float:
-    """Return a pool's load with one worker fewer."""
-    return load * count / (count - 1) if count > 1 else math.inf
+def _giver(
+    prefills: Sequence[InstanceView], decodes: Sequence[InstanceView], wanted: Role
+) -> InstanceView:
+    """Return the worker that a change to this role would disturb least."""
+    return min(decodes if wanted is Role.PREFILL else prefills, key=_in_use)
 
 
 def _in_use(view: InstanceView) -> tuple[int, int, str]:

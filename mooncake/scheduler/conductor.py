@@ -295,7 +295,7 @@ class Conductor:
             booking = entry.booking
             view = self._views.get(booking.decode.worker_id)
             if view is not None and booking.computing != booking.decode:
-                tbt_s = self.books.forecast.tbt_now_s(view, len(request.prompt_tokens))
+                tbt_s = self.books.forecast.tbt_now_s(view, len(request.prompt_tokens), now)
                 rejection = check_limits(self._config, request, 0.0, tbt_s)
         self.books.prefilled(request.request_id, now)
         self._lines.remove(request.request_id)
@@ -356,12 +356,12 @@ class Conductor:
             case "late":
                 return 0.0
             case "early":
-                return self.books.forecast.tbt_now_s(decode.view, wanted.num_tokens)
+                return self.books.forecast.tbt_now_s(decode.view, wanted.num_tokens, now)
             case _:
                 stay_s = max(1.0, self._output_tokens.value) * decode.tbt_s
                 at_s = now + prefill.ttft_s
                 return max(
-                    self.books.forecast.tbt_now_s(decode.view, wanted.num_tokens),
+                    self.books.forecast.tbt_now_s(decode.view, wanted.num_tokens, now),
                     self.books.forecast.tbt_at_s(decode.view, wanted.num_tokens, now, at_s, stay_s),
                 )
 

@@ -7,6 +7,9 @@ arrived by then are added, and those that will have ended are taken off, each by
 are taken to be of any length up to twice the mean. Who has not even been asked for yet, but will
 overtake a long prompt on the way to decode, is expected at the rate of late: without that the
 forecast of a far moment is always an empty house, and long prompts are let in for it.
+
+Every sequence grows by a token a step, so a house that is full of young ones will be slower than it
+is: the limit is held against the worst of a request's stay, not its first step alone.
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ from mooncake.scheduler.cost import RunningMean
 from mooncake.scheduler.views import InstanceView
 
 MIN_REMAINING = 0.05
+AHEAD = (0.0, 0.25, 0.5)
+"""Moments of a request's stay (1 = the mean) that are looked at; later ones are lighter: of a house
+full at once half have left at 1.
+"""
 LATELY = 256
 """Placements over which the usual load of a decode worker is averaged."""
 
@@ -27,6 +34,7 @@ class _Stay:
 
     worker_id: str
     num_tokens: int
+    """When it was placed; it grows as it decodes."""
     ready_s: float
     """When it starts to decode: predicted, then seen."""
     joined: bool = False
@@ -64,37 +72,56 @@ class DecodeForecast:
             if not stays:
                 del self._stays[worker_id]
 
-    def tbt_now_s(self, view: InstanceView, num_tokens: int) -> float:
+    def tbt_now_s(self, view: InstanceView, num_tokens: int, now: float) -> float:
         """Return the gap between tokens with one more request of `num_tokens` tokens in the batch
         that decodes at this moment.
         """
-        joined = [stay.num_tokens for stay in self._of(view) if stay.joined]
-        return _tbt_s(view, len(joined) + 1, sum(joined) + num_tokens)
+        sequences, tokens = self._joined(view, now)
+        return _tbt_s(view, sequences + 1, tokens + num_tokens)
 
     def tbt_at_s(
         self, view: InstanceView, num_tokens: int, now: float, at_s: float, stay_s: float
     ) -> float:
-        """Return the same for the batch expected at `at_s`, when a request decodes for `stay_s` on
-        the whole.
+        """Return the longest gap of a request that joins the batch at `at_s` and decodes for
+        `stay_s`, the mean, on the whole.
         """
-        stays = self._of(view)
-        here = [stay for stay in stays if stay.joined]
-        self._note(len(here), sum(stay.num_tokens for stay in here))
-        sequences, tokens, new_sequences, new_tokens = 1.0, float(num_tokens), 0.0, 0.0
-        for stay in stays:
+        self._note(*self._joined(view, now))
+        return max(
+            self._tbt_of_s(view, num_tokens, (now, at_s, at_s + share * stay_s), stay_s)
+            for share in AHEAD
+        )
+
+    def _tbt_of_s(
+        self, view: InstanceView, num_tokens: int, times: tuple[float, float, float], stay_s: float
+    ) -> float:
+        """Return the gap that one who joins at the second of `times` (now, then, later) meets at
+        the third.
+        """
+        now, at_s, then_s = times
+        pace = _tokens_per_s(view)
+        sequences, tokens = 1.0, num_tokens + pace * (then_s - at_s)
+        new_sequences = new_tokens = 0.0
+        for stay in self._of(view):
             if stay.joined:
                 age_s = now - stay.ready_s
-                chance = _remains((age_s + at_s - now) / stay_s) / _remains(age_s / stay_s)
+                chance = _remains((age_s + then_s - now) / stay_s) / _remains(age_s / stay_s)
                 sequences += chance
-                tokens += chance * stay.num_tokens
+                tokens += chance * (stay.num_tokens + pace * (age_s + then_s - now))
             elif (start_s := max(stay.ready_s, now)) <= at_s:  # overdue: now at the earliest
-                chance = _remains((at_s - start_s) / stay_s)
+                chance = _remains((then_s - start_s) / stay_s)
                 new_sequences += chance
-                new_tokens += chance * stay.num_tokens
+                new_tokens += chance * (stay.num_tokens + pace * (then_s - start_s))
         renewed = 1 - _remains((at_s - now) / stay_s)
         sequences += max(new_sequences, renewed * self._sequences.value)
         tokens += max(new_tokens, renewed * self._tokens.value)
         return _tbt_s(view, max(1, round(sequences)), round(tokens))
+
+    def _joined(self, view: InstanceView, now: float) -> tuple[int, int]:
+        """Return the sequences that decode now, and their tokens."""
+        pace = _tokens_per_s(view)
+        joined = [stay for stay in self._of(view) if stay.joined]
+        tokens = sum(stay.num_tokens + pace * (now - stay.ready_s) for stay in joined)
+        return len(joined), round(tokens)
 
     def _note(self, num_sequences: int, num_tokens: int) -> None:
         """Remember how full decode workers have been lately."""
@@ -115,6 +142,12 @@ def _remains(age: float) -> float:
     and on.
     """
     return max(1.0 - age / 2, MIN_REMAINING)
+
+
+def _tokens_per_s(view: InstanceView) -> float:
+    """Return how fast each sequence grows here now, at most: who was held up grew less."""
+    load = view.load
+    return 1 / view.cost.tbt_s(max(1, load.num_running), load.num_context_tokens)
 
 
 def _tbt_s(view: InstanceView, num_sequences: int, num_tokens: int) -> float:

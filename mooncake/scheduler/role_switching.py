@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mooncake.base import Drain, Role, WorkerRef
 from mooncake.rpc.channel import Channel
 from mooncake.scheduler.admission import NO_ROOM_REASONS
-from mooncake.scheduler.balance import Refused, RoleBalance, RoleChange
+from mooncake.scheduler.balance import RoleBalance, RoleChange, Traffic
 from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.desk import RequestDesk
@@ -66,15 +66,18 @@ class RoleSwitching:
             if self._under_way is not None:
                 self._pursue(self._under_way, now)
             else:
-                counts = self._desk.counters
-                refused = Refused(
-                    prefill=counts["refused_ttft_limit"],
-                    decode=sum(counts[f"refused_{reason}"] for reason in NO_ROOM_REASONS),
-                )
-                change = self._balance.look(self._conductor.views, refused, now)
+                change = self._balance.look(self._conductor.views, self._traffic(), now)
                 if change is not None:
                     self.begin(change, now)
         return self._next_s
+
+    def _traffic(self) -> Traffic:
+        counts = self._desk.counters
+        return Traffic(
+            offered=counts["requests_accepted"] + counts["requests_refused"],
+            refused_prefill=counts["refused_ttft_limit"],
+            refused_decode=sum(counts[f"refused_{reason}"] for reason in NO_ROOM_REASONS),
+        )
 
     def begin(self, change: RoleChange, now: float) -> bool:
         """Have a worker change its role; False when another does, or there is no such worker."""

@@ -17,11 +17,15 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan
 from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
+from mooncake.launch.simulation_runs import figures
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.checkers import check_ended, check_index, check_machine, check_quiet, check_stream
 from mooncake.sim.clock import EventHeap
+from mooncake.sim.cost_model import HardwareFigures, ModelFigures
 from mooncake.sim.network import NetworkConfig
 from mooncake.sim.runner import SimRunner
+from mooncake.sim.simulation import Simulation, SimulationConfig
+from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine, Workload
 from mooncake.sim.world import Stream, SupervisorConfig, WorkerSpec, World, WorldConfig
 from mooncake.telemetry.events import Recorders
 from mooncake.transfer.engine import Region
@@ -29,6 +33,8 @@ from mooncake.transfer.engine import Region
 FIXED_S, TOKEN_S = 0.02, 5e-3
 TTFT_S, TBT_S = 2.0, 0.04
 PHASE_S = 60.0
+TTFT_LIMIT_S, GAP_S = 10.0, 0.03
+"""Of the larger cluster."""
 LAYOUT = KvLayout(
     num_layers=2, block_tokens=16, kv_width=8, dtype="float8_e4m3fn", fingerprint="flip"
 )
@@ -156,6 +162,55 @@ def test_switching_keeps_more_requests_inside_their_limits() -> None:
         changes = world.gateway.status(world.heap.now()).counters.get("roles_switched", 0)
         assert changes == 0 if not on else 2 <= changes <= 4, "there and back, not to and fro"
     assert inside[True] > 1.15 * inside[False], inside
+
+
+def at_the_limit(seed: int, switching: bool) -> tuple[int, int]:
+    """Return how many long prompts keep their limits, and the roles changed, on a cluster that is
+    short of prefill and whose gaps between tokens lie just under their limit.
+    """
+    random, at_s, lines = Random(seed), 0.0, list[TraceLine]()
+    while (at_s := at_s + random.expovariate(5.0)) < 45.0:
+        length, first_id = random.randrange(6000, 12000), 100 * len(lines)
+        ids = list(range(first_id, first_id - (-length // TRACE_BLOCK_TOKENS)))
+        lines.append(
+            TraceLine(
+                timestamp=1e3 * at_s,
+                input_length=length,
+                output_length=random.randrange(150, 300),
+                hash_ids=ids,
+            )
+        )
+    scheduler = SchedulerConfig(
+        role_switching=switching, role_switch_after_s=10.0, ttft_slo_s=TTFT_LIMIT_S, tbt_slo_s=GAP_S
+    )
+    simulation = Simulation(
+        SimulationConfig(
+            model=figures("models", "llama3-70b", ModelFigures),
+            hardware=figures("hardware", "a800x8", HardwareFigures),
+            num_prefill=4,
+            num_decode=4,
+            decode_pools=True,
+            scheduler=scheduler,
+            ttft_slo_s=TTFT_LIMIT_S,
+            tbt_slo_s=GAP_S,
+        ),
+        Workload.replay(lines),
+    )
+    simulation.run()
+    inside = sum(
+        one.final in WELL and (one.ttft_s or 0.0) <= TTFT_LIMIT_S and one.slow_gap_s <= GAP_S
+        for one in simulation.measures.requests
+    )
+    counters = simulation.world.gateway.status(simulation.world.heap.now()).counters
+    return inside, int(counters.get("roles_switched", 0))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_gaps_at_their_limit_have_no_worker_to_spare(seed: int) -> None:
+    """More prompts would be computed, and all of them would decode too slowly."""
+    without, _ = at_the_limit(seed, switching=False)
+    inside, _ = at_the_limit(seed, switching=True)
+    assert inside >= without
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,15 +1,17 @@
 """A worker changes its role when one pool has been pressed for long and the other can spare one."""
 
 from mooncake.base import Role, WorkerLoad
-from mooncake.scheduler.balance import Refused, RoleBalance, RoleChange
+from mooncake.scheduler.balance import RoleBalance, RoleChange, Traffic
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.views import InstanceView
 from tests.support.scheduling import hello
 
-NOBODY = Refused(0, 0)
+NOBODY = Traffic(0, 0, 0)
 BUSY = WorkerLoad(num_queued_tokens=20_000, num_free_blocks=1000, num_total_blocks=1000)
 IDLE = WorkerLoad(num_free_blocks=1000, num_total_blocks=1000)
-FULL = WorkerLoad(num_running=60, num_context_tokens=3900, num_total_blocks=1000)
+FULL = WorkerLoad(num_running=64, num_context_tokens=3900, num_total_blocks=1000)
+OFFERED = 10
+"""Requests that come in every second."""
 
 
 class Cluster:
@@ -24,15 +26,28 @@ class Cluster:
             for index in range(count)
         ]
         self.now = 0.0
-        self.refused = NOBODY
+        self.traffic = NOBODY
 
-    def look(self, prefill: WorkerLoad, decode: WorkerLoad, seconds: int) -> RoleChange | None:
-        """Return the first change within so many seconds of these loads."""
+    def look(
+        self,
+        prefill: WorkerLoad,
+        decode: WorkerLoad,
+        seconds: int,
+        refused: tuple[int, int] = (0, 0),
+    ) -> RoleChange | None:
+        """Return the first change within so many seconds of these loads, when every second so many
+        are refused for want of prefill and of decode.
+        """
         for _ in range(seconds):
             self.now += 1.0
+            self.traffic = Traffic(
+                self.traffic.offered + OFFERED,
+                self.traffic.refused_prefill + refused[0],
+                self.traffic.refused_decode + refused[1],
+            )
             for view in self.views:
                 view.observe(prefill if view.role is Role.PREFILL else decode, self.now)
-            change = self.balance.look(self.views, self.refused, self.now)
+            change = self.balance.look(self.views, self.traffic, self.now)
             if change is not None:
                 return change
         return None
@@ -72,14 +87,38 @@ def test_who_could_not_spare_one_gives_none() -> None:
     assert Cluster(2, 4).look(BUSY, half, 300) is not None
 
 
-def test_refusals_press_a_pool_whose_load_they_keep_down() -> None:
-    cluster = Cluster(2, 2)
-    change = None
-    for number in range(1, 120):
-        cluster.refused = Refused(0, number)
-        change = change or cluster.look(IDLE, IDLE, 1)
-    assert change is not None
-    assert change.role is Role.DECODE
+def test_refusals_tell_how_many_a_pool_is_short_of() -> None:
+    """They keep its load down, so that tells nothing."""
+    assert Cluster(2, 2).look(IDLE, IDLE, 120, refused=(0, 3)) == RoleChange(
+        "prefill0", Role.DECODE
+    )
+    assert Cluster(2, 2).look(IDLE, IDLE, 120, refused=(3, 0)) == RoleChange(
+        "decode0", Role.PREFILL
+    )
+    assert Cluster(2, 2).look(IDLE, IDLE, 300, refused=(3, 3)) is None, "both are short"
+
+
+def test_a_limit_on_the_first_token_speaks_by_refusals_not_by_queues() -> None:
+    """Whoever was let in keeps it: a long queue alone is worth no worker."""
+    cluster = Cluster(4, 4, ttft_slo_s=30.0)
+    assert cluster.look(BUSY, IDLE, 300) is None
+    assert cluster.look(BUSY, IDLE, 120, refused=(2, 0)) is not None
+
+
+def test_a_few_refusals_are_not_worth_a_decode_worker_that_is_needed() -> None:
+    """Half the gaps' margin is used; with a worker fewer, gaps would be over their limit."""
+    half = WorkerLoad(num_running=20, num_total_blocks=1000)
+    limits = {"ttft_slo_s": 30.0, "tbt_slo_s": 0.030}
+    assert Cluster(4, 4, **limits).look(BUSY, half, 300, refused=(1, 0)) is None
+    assert Cluster(4, 4, **limits).look(BUSY, IDLE, 300, refused=(2, 0)) is not None
+
+
+def test_what_the_change_interrupts_is_weighed() -> None:
+    """Few come, many would have to move."""
+    some = WorkerLoad(num_running=30, num_total_blocks=1000)
+    assert Cluster(4, 4).look(BUSY, some, 300) is not None
+    quick = Cluster(4, 4, role_switch_after_s=0.2)
+    assert quick.look(BUSY, some, 300) is None
 
 
 def test_gaps_between_tokens_count_against_their_limit() -> None:

@@ -31,9 +31,9 @@ def test_now_counts_only_what_decodes() -> None:
     forecast.expect("a", "d0", 100, ready_s=1.0)
     forecast.expect("b", "d0", 100, ready_s=1.0)
     forecast.expect("elsewhere", "d1", 100, ready_s=1.0)
-    assert sequences(forecast.tbt_now_s(worker, 100)) == 1
+    assert sequences(forecast.tbt_now_s(worker, 100, 1.0)) == 1
     forecast.joined("a", 1.0)
-    assert sequences(forecast.tbt_now_s(worker, 100)) == 2
+    assert sequences(forecast.tbt_now_s(worker, 100, 1.0)) == 2
 
 
 def test_arrivals_before_that_time_are_added() -> None:
@@ -74,12 +74,40 @@ def test_a_house_that_is_always_full_is_expected_to_be_full() -> None:
     assert at == [8, 8, 8]
 
 
+def growing_view() -> InstanceView:
+    """A worker whose gap is 10 ms and 10 us for each token in its KV."""
+    profile = [
+        CostSample(batch, batch * context, batch, 0.01 + 1e-5 * batch * context)
+        for batch in (1, 4, 16)
+        for context in (10, 1000, 10_000)
+    ]
+    return InstanceView.of(hello("d0", Role.DECODE, profile=profile))
+
+
+def test_what_decodes_has_grown_since_it_joined() -> None:
+    forecast, worker = DecodeForecast(), growing_view()
+    forecast.expect("a", "d0", 1000, ready_s=0.0)
+    forecast.joined("a", 0.0)
+    young, old = (forecast.tbt_now_s(worker, 100, now) for now in (0.0, 5.0))
+    assert young == pytest.approx(0.01 + 1e-5 * 1100, rel=0.1)
+    assert old == pytest.approx(young + 1e-5 * 5.0 / 0.01, rel=0.1)
+
+
+def test_a_house_full_of_young_ones_will_be_slower_than_it_is() -> None:
+    forecast, worker = DecodeForecast(), growing_view()
+    for index in range(20):
+        forecast.expect(f"r{index}", "d0", 100, ready_s=0.0)
+        forecast.joined(f"r{index}", 0.0)
+    now_s = forecast.tbt_now_s(worker, 100, 0.0)
+    assert forecast.tbt_at_s(worker, 100, 0.0, 0.0, STAY_S) > 1.5 * now_s
+
+
 def test_the_batch_ends_at_the_workers_seats() -> None:
     forecast, worker = DecodeForecast(), view(max_num_seqs=2)
     for index in range(6):
         forecast.expect(f"r{index}", "d0", 100, ready_s=0.0)
         forecast.joined(f"r{index}", 0.0)
-    assert sequences(forecast.tbt_now_s(worker, 100)) == 2
+    assert sequences(forecast.tbt_now_s(worker, 100, 1.0)) == 2
 
 
 def test_who_has_left_is_forgotten_once() -> None:
@@ -90,4 +118,4 @@ def test_who_has_left_is_forgotten_once() -> None:
     forecast.ended("a")
     forecast.joined("a", 1.0)
     assert forecast.num_expected == 0
-    assert forecast.tbt_now_s(view(), 1) == pytest.approx(0.01, rel=0.2)
+    assert forecast.tbt_now_s(view(), 1, 1.0) == pytest.approx(0.01, rel=0.2)
