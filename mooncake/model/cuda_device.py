@@ -61,7 +61,7 @@ class CudaDevice:
                 work()
                 ended = self._cuda.Event(blocking=True)
                 ended.record(stream)
-        except RuntimeError as error:  # torch's own, and all of CUDA's
+        except Exception as error:  # whatever it was, somebody waits to hear of the end
             done(f"{self.name}: {error}")
             return
         self._ends[out].tell(ended.synchronize, done)

@@ -33,7 +33,9 @@ class DmaBuf:
 
 
 class DeviceMemory(Protocol):
-    """Part of a device's memory. A copy is in hand until its `done`, which may come at once."""
+    """Part of a device's memory. A copy is in hand until its `done`, which may come at once; what
+    goes wrong is told there, never raised.
+    """
 
     @property
     def device(self) -> str:

@@ -116,3 +116,14 @@ def batch(
 ) -> TransferBatch:
     """Return a batch with `side` as the peer."""
     return TransferBatch(op=op, peer=side.transfer.segment, ops=list(ops), deadline_s=deadline_s)
+
+
+def until(condition: Callable[[], bool], act: Callable[[], object] = lambda: None) -> None:
+    """Do `act` now and then until the condition holds."""
+    pause = threading.Event()
+    for _ in range(int(WAIT_S / 0.002)):
+        if condition():
+            return
+        act()
+        pause.wait(0.002)
+    raise AssertionError("never came true")

@@ -83,6 +83,8 @@ class FakeFabric:
 class FakeRegistration:
     def __init__(self, fabric: FakeFabric, address: int, num_bytes: int) -> None:
         self._fabric = fabric
+        self.mapped: mmap.mmap | None = None
+        """What it keeps alive."""
         self.local_key = self.remote_key = fabric.number()
         fabric.keys[self.local_key] = (address, num_bytes)
 
@@ -211,6 +213,7 @@ class FakeNic:
         base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         registration = FakeRegistration(self.fabric, offset, num_bytes)
         self.fabric.behind[registration.local_key] = base
+        registration.mapped = mapped
         return registration
 
     def new_pair(self) -> FakePair:

@@ -99,6 +99,8 @@ class StagingPeer:
     # ------------------------------------------------------------ the stream
 
     def _connect(self, fenced: Sequence[str]) -> None:
+        if self.state is PeerState.GONE:  # closed before it began
+            return
         try:
             self._session = self._hub.new_session(self, fenced)
         except TransferError as error:

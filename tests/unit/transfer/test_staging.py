@@ -15,7 +15,7 @@ from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.regions import AnyRegion
 from mooncake.transfer.staging.arena import StagingLimits
 from mooncake.transfer.staging.reference import move_whole
-from tests.support.device_pair import LIMITS, WAIT_S, Side, batch, content
+from tests.support.device_pair import LIMITS, WAIT_S, Side, batch, content, until
 from tests.support.fake_device import UnpinnableMemory
 from tests.unit.transfer.driving import WIRED, move, wait_for
 
@@ -53,17 +53,6 @@ def scattered(ours: AnyRegion, theirs: AnyRegion, seed: int) -> list[TransferOp]
         ops.append(TransferOp(ours.region_id, here, theirs.region_id, there, size))
         here += size + rng.randrange(20)
         there += size + rng.randrange(20)
-
-
-def until(condition: Callable[[], bool], act: Callable[[], object] = lambda: None) -> None:
-    """Do `act` now and then until the condition holds."""
-    pause = threading.Event()
-    for _ in range(int(WAIT_S / 0.002)):
-        if condition():
-            return
-        act()
-        pause.wait(0.002)
-    raise AssertionError("never came true")
 
 
 def all_free(*sides: Side) -> bool:
