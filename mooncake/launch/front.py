@@ -147,6 +147,7 @@ class Front:
         if config.api_keys_file is None:
             return None
         asked = asyncio.Event()
+        asked.set()  # it may have changed since it was read for the door
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
         keyring = self._app.state.keyring
         return asyncio.create_task(follow(KeyFile(config.api_keys_file), asked, keyring.replace))
