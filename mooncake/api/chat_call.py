@@ -21,7 +21,7 @@ from mooncake.api.sampling import (
     text_options,
 )
 from mooncake.api.schema.chat import ChatRequest
-from mooncake.base import InvalidRequest
+from mooncake.base import InvalidRequest, SamplingParams
 
 
 async def new_chat_call(door: Door, body: ChatRequest, name: str) -> Call:
@@ -34,23 +34,27 @@ async def new_chat_call(door: Door, body: ChatRequest, name: str) -> Call:
     calls = bool(body.tools) and body.tool_choice != "none"
     if calls and not door.tool_markers:
         raise InvalidRequest("tools: this model has no tool-call format we know", param="tools")
-    wanted = _wanted(body)
-    sampling = sampling_params(body, wanted, door.model, door.config)
-    tokens = await chat_prompt(door, body)
-    tokens = fit_prompt(tokens, body, sampling, door.model)
-    sampling = fit_output(len(tokens), sampling, wanted, door.model)
-    ids, thinking = _marker_ids(door) if calls else {}, _thinking(door, body, tokens)
-    # Checking a large schema takes milliseconds, in which no stream may stutter.
-    grammar = await asyncio.to_thread(chat_grammar, body, door.model, ids, thinking)
-    sampling = msgspec.structs.replace(sampling, grammar=grammar)
+    # A long conversation or a large schema takes seconds, in which no stream may stutter.
+    prompt = await asyncio.to_thread(_prompt, door, body, calls=calls)
     markers = door.think_markers | (door.tool_markers if calls else {})
     max_calls = 1 if body.parallel_tool_calls is False else None
     options = text_options(body, markers=markers, max_calls=max_calls)
-    return door.new_call(name, [(tokens, sampling)], body, options)
+    return door.new_call(name, [prompt], body, options)
 
 
-async def chat_prompt(door: Door, body: ChatRequest) -> list[int]:
-    """Return the tokens of the conversation, as the model reads it.
+def _prompt(door: Door, body: ChatRequest, *, calls: bool) -> tuple[list[int], SamplingParams]:
+    """Return the conversation's tokens and how the answer to them is sampled."""
+    wanted = _wanted(body)
+    sampling = sampling_params(body, wanted, door.model, door.config)
+    tokens = fit_prompt(chat_prompt(door, body), body, sampling, door.model)
+    sampling = fit_output(len(tokens), sampling, wanted, door.model)
+    ids, thinking = _marker_ids(door) if calls else {}, _thinking(door, body, tokens)
+    grammar = chat_grammar(body, door.model, ids, thinking)
+    return tokens, msgspec.structs.replace(sampling, grammar=grammar)
+
+
+def chat_prompt(door: Door, body: ChatRequest) -> list[int]:
+    """Return the tokens of the conversation, as the model reads it. Work for a thread.
 
     Raises:
         InvalidRequest: the chat template refused it.
@@ -67,7 +71,7 @@ async def chat_prompt(door: Door, body: ChatRequest) -> list[int]:
         kwargs=kwargs,
         guard=door.guard,
     )
-    return await door.encode_chat(text, add_special=bool(body.add_special_tokens))
+    return door.encode_chat(text, add_special=bool(body.add_special_tokens))
 
 
 def _marker_ids(door: Door) -> dict[Marker, int]:

@@ -5,6 +5,7 @@ the grammar its tokens are held to. Pure.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,8 +133,8 @@ def chosen_tools(body: ChatRequest) -> list[ToolRule]:
     """
     tools = body.tools or []
     names = [tool.function.name for tool in tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    [(twice, count)] = Counter(names).most_common(1) or [("", 0)]
+    if count > 1:
         raise InvalidRequest(f"tools: {twice[:100]!r} is declared twice", param="tools")
     if isinstance(body.tool_choice, NamedToolChoice):
         wanted = body.tool_choice.function.name

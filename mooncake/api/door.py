@@ -127,15 +127,12 @@ class Door:
             return encode(text, add_special=add_special)
         return await asyncio.to_thread(encode, text, add_special=add_special)
 
-    async def encode_chat(self, text: str, *, add_special: bool) -> list[int]:
+    def encode_chat(self, text: str, *, add_special: bool) -> list[int]:
         """Tokenize a rendered conversation: only the template's control tokens are control tokens,
         unless the settings allow them to everybody.
         """
-        if self.guard is None:
-            return await self.encode(text, add_special=add_special)
-        if len(text) <= THREAD_CHARS:
-            return self.guard.encode(text, add_special=add_special)
-        return await asyncio.to_thread(self.guard.encode, text, add_special=add_special)
+        encode = self.model.tokenizer.encode if self.guard is None else self.guard.encode
+        return encode(text, add_special=add_special)
 
     def new_id(self) -> str:
         """Return a fresh random id."""

@@ -112,6 +112,8 @@ def failure_error(failure: Failure) -> ApiError:
 def validation_error(error: ValidationError, body: bytes) -> InvalidRequest:
     """Turn pydantic's findings about `body` into one error that names the first wrong field."""
     findings = error.errors(include_url=False, include_context=False)
+    # A list that is too long is just that, whatever else it might have been.
+    findings = [each for each in findings if each["type"] == "too_long"] or findings
     first = findings[0]
     if first["type"] == "json_invalid":
         problem = first["msg"].removeprefix("Invalid JSON: ")

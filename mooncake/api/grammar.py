@@ -22,7 +22,11 @@ from mooncake.api.schema_graph import MAPS_OF_SCHEMAS, MAX_PARTS, PLAIN_VALUES, 
 from mooncake.base import InvalidRequest
 
 MAX_GRAMMAR_CHARS = 1_000_000
-"""Of one schema, pattern or grammar."""
+"""Of one schema."""
+MAX_OWN_CHARS = 100_000
+"""Of a pattern or grammar that a client wrote."""
+MAX_CHOICES = 1_000
+"""The library follows at most 2,000 ways at a time."""
 MAX_RULES = 500
 """Of a client's own grammar. Rules may lie within each other: the library that compiles them goes
 down by recursion, and a stack of 8 MiB ends at 1,600."""
@@ -86,6 +90,7 @@ def regex_rule(pattern: str, param: str) -> str:
     Raises:
         InvalidRequest: the pattern cannot be followed.
     """
+    _check_length(pattern, param, MAX_OWN_CHARS)
     # Anchors at the ends say what holds anyway.
     bare = pattern.removeprefix("^")
     if bare.endswith("$") and not bare.endswith("\\$"):
@@ -100,10 +105,14 @@ def choice_rule(choices: Sequence[str], param: str) -> str:
     """Return the Lark expression for exactly one of `choices`.
 
     Raises:
-        InvalidRequest: there are none, or an empty one.
+        InvalidRequest: there are none, an empty one, or too many.
     """
     if not choices or not all(choices):
         raise InvalidRequest(f"{param}: at least one choice, none of them empty", param=param)
+    if len(choices) > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{param}: at most {MAX_CHOICES} choices; a JSON schema's enum takes more", param=param
+        )
     rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
     _check(f"start: answer\nanswer: {rule}", param)
     return f"({rule})"
@@ -115,7 +124,7 @@ def lark_text(grammar: str, param: str) -> str:
     Raises:
         InvalidRequest: it cannot be followed, has too many rules, or names special tokens.
     """
-    _check_length(grammar, param)
+    _check_length(grammar, param, MAX_OWN_CHARS)
     try:
         text: str = llguidance.gbnf_to_lark.any_to_lark(grammar)
     except Exception as error:  # the converter raises whatever it stumbles on
@@ -211,15 +220,13 @@ def _cleaned(schema: Any) -> Any:
     return cleaned
 
 
-def _check_length(text: str, param: str) -> None:
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(
-            f"{param}: longer than the limit of {MAX_GRAMMAR_CHARS} characters", param=param
-        )
+def _check_length(text: str, param: str, limit: int) -> None:
+    if len(text) > limit:
+        raise InvalidRequest(f"{param}: longer than the limit of {limit} characters", param=param)
 
 
 def _check(text: str, param: str) -> None:
-    _check_length(text, param)
+    _check_length(text, param, MAX_GRAMMAR_CHARS)
     fault = _fault(text)
     if fault:
         raise InvalidRequest(f"{param}: {fault}", param=param)

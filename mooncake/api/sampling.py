@@ -4,7 +4,7 @@ the model. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -73,7 +73,7 @@ def sampling_params(
         allowed_token_ids=allowed,
         stop_token_ids=list(dict.fromkeys(stop_ids)),
         ignore_eos=bool(fields.ignore_eos),
-        bad_words=_bad_words(fields, model),
+        bad_words=_bad_words(fields, model, config),
         num_logprobs=_num_logprobs(fields, wanted),
         num_prompt_logprobs=wanted.num_prompt_logprobs,
     )
@@ -147,10 +147,10 @@ def check_sequences(num_prompts: int, fields: GenerationFields, config: ApiConfi
         )
 
 
-def check_ids(name: str, tokens: Iterable[int], model: ServedModel) -> None:
+def check_ids(name: str, tokens: Collection[int], model: ServedModel) -> None:
     """Refuse ids that the model does not know; `name` is the field they came in."""
     size = model.spec.vocab_size
-    for token in tokens:
+    for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < size:
             raise InvalidRequest(
                 f"{name}: token id {token} is out of range, the vocabulary has {size} ids",
@@ -232,12 +232,16 @@ def _num_logprobs(fields: GenerationFields, wanted: Wanted) -> int | None:
     )
 
 
-def _bad_words(fields: GenerationFields, model: ServedModel) -> list[list[int]]:
+def _bad_words(fields: GenerationFields, model: ServedModel, config: ApiConfig) -> list[list[int]]:
     """Return the tokens of each bad word, at the beginning of a text and inside one."""
     words = fields.bad_words or []
     if len(words) > MAX_BAD_WORDS or any(not word.strip() for word in words):
         raise InvalidRequest(
             f"bad_words: at most {MAX_BAD_WORDS} words, none of them blank", param="bad_words"
+        )
+    if any(len(word) > config.max_stop_chars for word in words):
+        raise InvalidRequest(
+            f"bad_words: a word has at most {config.max_stop_chars} characters", param="bad_words"
         )
     encode = model.tokenizer.encode
     spelled = (f"{space}{word.strip()}" for word in words for space in ("", " "))

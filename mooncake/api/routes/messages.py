@@ -4,6 +4,8 @@ request. Errors have Anthropic's shape (`mooncake.api.errors`).
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -51,7 +53,7 @@ def messages_routes(door: Door) -> APIRouter:
         door.check_model(body.model)
         door.check_fields(body)
         with named_as(PARAMS):
-            tokens = await chat_prompt(door, messages_chat(body))
+            tokens = await asyncio.to_thread(chat_prompt, door, messages_chat(body))
         return json_response(encode(TokenCount(len(tokens))))
 
     return router

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,31 +21,14 @@ from mooncake.api.schema.tokens import DetokenizeRequest, TokenizeRequest
 def token_routes(door: Door) -> APIRouter:
     """Return the tokenizer routes over `door`."""
     router = APIRouter()
-    tokenizer = door.model.tokenizer
 
     @router.post("/tokenize", openapi_extra=operation(TokenizeRequest, TokenizeReply, ErrorReply))
     async def tokenize(request: Request) -> Response:
         """Return the ids of a prompt, or of a conversation after the chat template."""
         body = await read_body(request, TokenizeRequest, door.config.max_body_bytes)
         door.check_model(body.model)
-        if body.messages is not None:
-            text = render_conversation(
-                door.model.template,
-                body.messages,
-                body.tools,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                kwargs=body.chat_template_kwargs,
-                guard=door.guard,
-            )
-            tokens = await door.encode_chat(text, add_special=bool(body.add_special_tokens))
-        else:
-            add_special = body.add_special_tokens is not False
-            tokens = await door.encode(body.prompt or "", add_special=add_special)
-        reply = TokenizeReply(len(tokens), door.model.max_model_len, tokens)
-        if body.return_token_strs:
-            reply.token_strs = [tokenizer.decode([token]) for token in tokens]
-        return json_response(encode(reply))
+        # A long text takes seconds, in which no stream may stutter.
+        return json_response(await asyncio.to_thread(_tokenized, door, body))
 
     @router.post(
         "/detokenize", openapi_extra=operation(DetokenizeRequest, DetokenizeReply, ErrorReply)
@@ -53,6 +38,30 @@ def token_routes(door: Door) -> APIRouter:
         body = await read_body(request, DetokenizeRequest, door.config.max_body_bytes)
         door.check_model(body.model)
         check_ids("tokens", body.tokens, door.model)
-        return json_response(encode(DetokenizeReply(tokenizer.decode(body.tokens))))
+        text = await asyncio.to_thread(door.model.tokenizer.decode, body.tokens)
+        return json_response(encode(DetokenizeReply(text)))
 
     return router
+
+
+def _tokenized(door: Door, body: TokenizeRequest) -> bytes:
+    """Return the reply to `body`."""
+    tokenizer = door.model.tokenizer
+    if body.messages is not None:
+        text = render_conversation(
+            door.model.template,
+            body.messages,
+            body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            kwargs=body.chat_template_kwargs,
+            guard=door.guard,
+        )
+        tokens = door.encode_chat(text, add_special=bool(body.add_special_tokens))
+    else:
+        add_special = body.add_special_tokens is not False
+        tokens = tokenizer.encode(body.prompt or "", add_special=add_special)
+    reply = TokenizeReply(len(tokens), door.model.max_model_len, tokens)
+    if body.return_token_strs:
+        reply.token_strs = [tokenizer.decode([token]) for token in tokens]
+    return encode(reply)

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from mooncake.api.schema.fields import Count, GenerationFields, Positive
+from mooncake.api.schema.fields import MAX_ITEMS, Count, GenerationFields, Positive
 
 
 class FunctionCall(BaseModel):
@@ -58,9 +58,11 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: (
+        str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_ITEMS)] | None
+    ) = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_ITEMS)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -122,6 +124,12 @@ class Tool(OfFunction):
         return self._raw
 
 
+MAX_TOOLS = 1024
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_ITEMS)]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
 class NamedFunction(BaseModel):
     """The function in a named `tool_choice`."""
 
@@ -139,12 +147,12 @@ class NamedToolChoice(OfFunction):
 class ChatRequest(GenerationFields):
     """Answer a conversation."""
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: Positive | None = None
     """Wins over `max_tokens`, its older name."""
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None

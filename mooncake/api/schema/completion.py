@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mooncake.api.schema.fields import Count, GenerationFields, Texts, TokenIds
+from mooncake.api.schema.fields import MAX_ITEMS, Count, GenerationFields, Texts, TokenIds
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -14,7 +14,12 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(GenerationFields):
     """Go on with one or more prompts, given as text or token ids."""
 
-    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
+    prompt: (
+        str
+        | TokenIds
+        | Texts
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_ITEMS)]
+    )
     logprobs: Count | None = None
     """Also of so many most likely tokens."""
 

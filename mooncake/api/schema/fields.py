@@ -27,11 +27,15 @@ Count = Annotated[int, Field(ge=0, le=INT64_MAX)]
 """Bounded as all numbers are: one of thousands of digits cannot even be repeated in an error."""
 Positive = Annotated[int, Field(ge=1, le=INT64_MAX)]
 
-TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-"""Lists are checked to the first wrong item only: many wrong ones must not cost seconds."""
+MAX_ITEMS = 65_536
+"""Of a list: more turns than any context holds."""
 
-Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**21)]
+"""Lists are bounded, and checked to the first wrong item only: neither many items nor many wrong
+ones must cost seconds, in which no stream moves."""
+
+Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
 
 def _check_bias(bias: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mooncake.api.schema.chat import MAX_TOOLS
 from mooncake.api.schema.fields import (
+    MAX_ITEMS,
     UNSUPPORTED_FIELDS,
     Positive,
     SharedFields,
@@ -35,7 +37,7 @@ class Block(BaseModel):
     name: str | None = Field(None, min_length=1)
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[Block], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_ITEMS)] | None = None
     is_error: bool | None = None
 
     @model_validator(mode="after")
@@ -50,7 +52,7 @@ class Block(BaseModel):
         return self
 
 
-Blocks = str | Annotated[list[Block], Field(fail_fast=True)]
+Blocks = str | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
 
 class Turn(BaseModel):
@@ -135,9 +137,9 @@ class PromptFields(SharedFields):
         "stop": (([],), "use stop_sequences"),
     }
 
-    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1)]
+    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
     system: Blocks | None = None
-    tools: Annotated[list[MessagesTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingSettings | None = None
     output_config: OutputSettings | None = None

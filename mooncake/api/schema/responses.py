@@ -8,8 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from mooncake.api.schema.chat import FunctionSpec, OfFunction
+from mooncake.api.schema.chat import MAX_TOOLS, FunctionSpec, OfFunction
 from mooncake.api.schema.fields import (
+    MAX_ITEMS,
     UNSUPPORTED_FIELDS,
     Count,
     Positive,
@@ -39,7 +40,8 @@ class ItemPart(BaseModel):
         return value
 
 
-ItemContent = str | Annotated[list[ItemPart], Field(fail_fast=True)] | None
+Parts = Annotated[list[ItemPart], Field(fail_fast=True, max_length=MAX_ITEMS)]
+ItemContent = str | Parts | None
 
 _NEEDED = {
     "message": ("role", "content"),
@@ -61,7 +63,7 @@ class InputItem(BaseModel):
     name: str | None = Field(None, min_length=1)
     arguments: str | None = None
     output: ItemContent = None
-    summary: Annotated[list[ItemPart], Field(fail_fast=True)] | None = None
+    summary: Parts | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> InputItem:
@@ -91,7 +93,7 @@ class AllowedTools(BaseModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolName], Field(fail_fast=True)]
+    tools: Annotated[list[ToolName], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
 class TextFormat(BaseModel):
@@ -146,10 +148,12 @@ class ResponsesRequest(SharedFields):
         "stop": (([],), "it is there in /v1/chat/completions"),
     }
 
-    input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
+    input: (
+        str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
+    )
     instructions: str | None = None
     max_output_tokens: Positive | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolName | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None

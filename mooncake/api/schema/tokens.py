@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mooncake.api.schema.chat import ChatMessage, Tool
+from mooncake.api.schema.chat import Messages, Tools
 from mooncake.api.schema.fields import TokenIds
 
 
@@ -17,8 +17,8 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Messages | None = Field(None, min_length=1)
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import httpx
 import openai
 import pytest
 
 from mooncake.api.app import create_app
+from mooncake.api.chat_template import ChatTemplate
 from mooncake.api.config import ApiConfig
 from mooncake.base import SeededIds
 from tests.support.door import (
@@ -41,6 +44,41 @@ def run(
         ):
             await test(client, backend)
         assert backend.num_running == 0
+
+    asyncio.run(main())
+
+
+class WatchedTemplate(ChatTemplate):
+    """Remembers in which threads it was rendered."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
+        self.threads.add(threading.get_ident())
+        return super().render(messages, **settings)
+
+
+def test_conversations_become_tokens_beside_the_loop() -> None:
+    """A long one takes seconds, in which no other stream may stand still."""
+    model = tiny_model(max_model_len=1024)
+    watched = WatchedTemplate(model.template.source, TOKENIZER.special_tokens)
+    bodies = {
+        "/v1/chat/completions": {"messages": ASK},
+        "/v1/responses": {"input": "hi"},
+        "/v1/messages": {"messages": ASK, "max_tokens": 4},
+        "/v1/messages/count_tokens": {"messages": ASK},
+        "/tokenize": {"messages": ASK},
+    }
+
+    async def main() -> None:
+        backend = ScriptedBackend(says(TEXT))
+        door = live_door(backend, model=replace(model, template=watched))
+        async with door as url, httpx.AsyncClient(base_url=url) as client:
+            for path, body in bodies.items():
+                watched.threads.clear()
+                assert (await client.post(path, json=body)).status_code == 200
+                assert watched.threads
+                assert threading.get_ident() not in watched.threads, path
 
     asyncio.run(main())
 

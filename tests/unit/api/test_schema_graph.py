@@ -140,8 +140,8 @@ def test_values_are_no_schemas() -> None:
 
 def test_names_of_schemas_do_not_move_references() -> None:
     """With `$id` a reference would be taken from there, past the check."""
-    inner = {"$id": "http://x/y", **chain(3_000, WRAPS[0])}
-    decoys = {f"a{i}": {} for i in range(3_001)}
+    inner = {"$id": "http://x/y", **chain(1_000, WRAPS[0])}
+    decoys = {f"a{i}": {} for i in range(1_001)}
     schema = {"$defs": {**decoys, "inner": inner}, "$ref": "#/$defs/inner"}
     assert "$id" not in json_rule(schema, "x")
     text = lark_text(f"start: %json {json_rule(schema, 'x').removeprefix('%json ')}", "x")
@@ -150,7 +150,7 @@ def test_names_of_schemas_do_not_move_references() -> None:
 
 def test_schemas_in_a_grammar_are_checked_as_others_are() -> None:
     with pytest.raises(InvalidRequest, match="too deep"):
-        lark_text(f'start: "<" %json {json.dumps(chain(3_000, WRAPS[0]))} ">"', "x")
+        lark_text(f'start: "<" %json {json.dumps(chain(1_000, WRAPS[0]))} ">"', "x")
     with pytest.raises(InvalidRequest, match="not valid JSON"):
         lark_text('start: %json {"type": }', "x")
     named = {"$id": "http://x/y", "type": "string", "x-guidance": {"whitespace_flexible": False}}
