@@ -216,9 +216,8 @@ class ModelRunner:
         asked = [rows.slot.sequence_id for rows in inputs.output_rows if rows.slot.sample]
         failures = self._sampler.broken(asked)
         samples = self._sample(inputs, hidden, failures)
-        end = self._copies.mark()
-        if end is not None and not samples:  # what samples has waited for the device already
-            end.reached()
+        if not samples:  # they would have come behind all else
+            self._wait()
         return _Outcome(samples, logprobs, failures)
 
     def _sample(
@@ -248,6 +247,7 @@ class ModelRunner:
             if slot.sample and slot.sequence_id not in failures
         ]
         if not rows:
+            self._wait()
             return _Outcome([], {}, failures)
         every = len(rows) == len(slots)
         if not every:
@@ -258,6 +258,12 @@ class ModelRunner:
         samples = self._sampler.finish(drawn)
         decoder.confirm([sample.token for sample in samples])
         return _Outcome(samples, {}, failures)
+
+    def _wait(self) -> None:
+        """Return when the device has done all of the step: its pages may be others' after that."""
+        end = self._copies.mark()
+        if end is not None:
+            end.reached()
 
     def _logprobs_wanted(self, sequence_id: int) -> bool:
         return self._starts[sequence_id].sampling.num_prompt_logprobs is not None
