@@ -136,7 +136,7 @@ def compare(
         "tier write": lambda: tier.move(tier.disks.write, hashed),
         "tier write+hash": lambda: tier.move(tier.disks.write, bare),
         "plain read": lambda: plain.move(os.preadv, request),
-        "tier read": lambda: tier.move(tier.disks.read, bare),
+        "tier read": lambda: tier.move(tier.disks.read, hashed),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(args.rounds + 1):

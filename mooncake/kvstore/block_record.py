@@ -1,4 +1,4 @@
-"""How a block lies in a file: a header page before its bytes, and one before all slots of a file.
+"""How blocks lie in a file: a page about the file, a header page for each slot, then the blocks.
 
 Pure bytes in, values out; no I/O. Integers are little-endian. A header names what follows and how
 it must hash, and hashes itself: what is torn, damaged or somebody else's cannot pass for a block.
@@ -16,16 +16,18 @@ from mooncake.base import KEY_BYTES, BlockKey
 PAGE_BYTES = 4096
 """Unit of direct I/O; headers take one page each."""
 
+BLANK_PAGE = bytes(PAGE_BYTES)
+"""The header of a slot that was never written, or erased."""
+
 MAX_TENANT_BYTES = 1024
 
 _BLOCK_MAGIC = b"MCKVBLK1"
-_FILE_MAGIC = b"MCKVSEG1"
+_FILE_MAGIC = b"MCKVSEG2"
 _BLOCK = struct.Struct(f"<8s{KEY_BYTES}sQQQI")
 """magic, key, checksum, bytes, sequence number, bytes of the tenant's name"""
 _FILE = struct.Struct("<8sQQI")
 """magic, bytes of a block, slots, bytes of the fingerprint"""
 _DIGEST = struct.Struct("<Q")
-_BLANK = bytes(PAGE_BYTES)
 
 
 class BlockHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -60,13 +62,13 @@ def aligned(num_bytes: int) -> int:
 
 
 def pack_block_header(page: memoryview, header: BlockHeader) -> None:
-    """Fill the page that stands before a block. The tenant's name must not be too long."""
+    """Fill the page that tells of a block. The tenant's name must not be too long."""
     key, checksum, num_bytes, sequence_no, name = msgspec.structs.astuple(header)
     tenant = name.encode()
     if len(tenant) > MAX_TENANT_BYTES:
         raise ValueError(f"a tenant's name of {len(tenant)} bytes does not fit a block header")
     end = _BLOCK.size + len(tenant)
-    page[:] = _BLANK
+    page[:] = BLANK_PAGE
     _BLOCK.pack_into(page, 0, _BLOCK_MAGIC, key, checksum, num_bytes, sequence_no, len(tenant))
     page[_BLOCK.size : end] = tenant
     _DIGEST.pack_into(page, end, xxhash.xxh3_64_intdigest(page[:end]))

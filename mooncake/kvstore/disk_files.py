@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from mooncake.base import ConfigError, KvLayout, format_bytes
 from mooncake.kvstore.block_record import (
+    BLANK_PAGE,
     PAGE_BYTES,
     BlockHeader,
     aligned,
@@ -37,8 +38,10 @@ from mooncake.kvstore.segment_files import SegmentFiles
 from mooncake.transfer.engine import Region
 
 MAX_RUN_BLOCKS = 512
-"""Of one call, which takes two pieces of memory a block and at most 1,024."""
+"""Moved by one call, which takes no more than 1,024 pieces of memory."""
 MAX_RUN_BYTES = 16 << 20
+SCAN_PAGES = 256
+"""Headers read by one call at the start."""
 
 _log = logging.getLogger(__name__)
 
@@ -233,6 +236,7 @@ class _FileDisk:
         self.crew = crew
         self._block_bytes = layout.block_bytes
         self._padded_bytes = aligned(layout.block_bytes)
+        self._run_blocks = max(1, min(MAX_RUN_BLOCKS, MAX_RUN_BYTES // layout.block_bytes))
         self._lock_fd = _lock_directory(Path(config.directory))
         self._sequence_lock = threading.Lock()
         self._sequence_no = 0
@@ -274,16 +278,10 @@ class _FileDisk:
         """Read the header of every slot of every file."""
         newest: dict[bytes, tuple[int, int, BlockHeader]] = {}
         num_dropped = self.files.num_foreign
-        page = self._bounce()[:PAGE_BYTES]
-        for slot in self.files.existing_slots():
-            try:
-                self.files.transfer(os.preadv, slot, [page])
-            except OSError:
-                num_dropped += 1
-                continue
-            header = unpack_block_header(page)
+        for slot, page in self._existing_headers():
+            header = unpack_block_header(page) if page is not None else None
             if header is None or header.num_bytes != self._block_bytes:
-                num_dropped += any(page)
+                num_dropped += page is None or bytes(page) != BLANK_PAGE
                 continue
             known = newest.get(header.key)
             num_dropped += known is not None
@@ -293,6 +291,26 @@ class _FileDisk:
         self._sequence_no = order[-1][0] if order else 0
         found = [FoundBlock(h.key, slot, h.tenant, h.checksum) for _, slot, h in order]
         return DiskScanned(disk=number, found=found, num_dropped=num_dropped)
+
+    def _existing_headers(self) -> Iterator[tuple[int, memoryview | None]]:
+        """Yield (slot, its header) of every file; None: it cannot be read."""
+        for slots in self.files.existing_slots():
+            for first in slots[::SCAN_PAGES]:
+                run = range(first, min(first + SCAN_PAGES, slots.stop))
+                pages = self._headers(len(run))
+                try:
+                    self.files.headers(os.preadv, first, pages)
+                    unread = range(0)
+                except OSError:  # one by one then
+                    unread, run = run, range(0)
+                for index, slot in enumerate(run):
+                    yield slot, pages[PAGE_BYTES * index : PAGE_BYTES * (index + 1)]
+                for slot in unread:
+                    try:
+                        self.files.headers(os.preadv, slot, pages[:PAGE_BYTES])
+                        yield slot, pages[:PAGE_BYTES]
+                    except OSError:
+                        yield slot, None
 
     def write(self, blocks: list[DiskBlock]) -> Ended:
         """Write each run of neighbouring slots with one call."""
@@ -304,11 +322,11 @@ class _FileDisk:
 
     def erase(self, blocks: list[DiskBlock]) -> Ended:
         """Overwrite the headers."""
-        page, _ = self._places()[0]
+        page = self._headers(1)
         page[:] = bytes(PAGE_BYTES)
 
         def blank(run: list[DiskBlock]) -> list[int | None]:
-            self.files.transfer(os.pwritev, run[0].slot, [page])
+            self.files.headers(os.pwritev, run[0].slot, page)
             return [0]
 
         return [self._guarded(blank, [block])[0] for block in blocks], [0] * len(blocks)
@@ -323,7 +341,7 @@ class _FileDisk:
         """
         order = sorted(range(len(blocks)), key=lambda index: blocks[index].slot)
         outcomes, checksums = [Outcome.FAILED] * len(blocks), [0] * len(blocks)
-        first, limit = 0, min(MAX_RUN_BLOCKS, self._bounce_blocks)
+        first, limit = 0, self._run_blocks
         for stop in range(1, len(order) + 1):
             if stop < len(order) and stop - first < limit:
                 slot = blocks[order[stop]].slot
@@ -337,77 +355,77 @@ class _FileDisk:
         return outcomes, checksums
 
     def _write_run(self, blocks: list[DiskBlock]) -> list[int | None]:
-        vectors: list[memoryview] = []
-        checksums: list[int | None] = []
-        num_bytes, last = self._block_bytes, self._next_sequence_no(len(blocks))
-        for index, (block, (page, place)) in enumerate(zip(blocks, self._places(), strict=False)):
-            data, checksum = self._data(block), block.checksum
+        """Blocks first: until their headers are there too, nothing tells of them."""
+        first, last = blocks[0].slot, self._next_sequence_no(len(blocks))
+        headers, checksums = self._headers(len(blocks)), []
+        for index, block in enumerate(blocks):
+            checksum = block.checksum
             if checksum is None:
-                checksum = checksum_of(data)
+                checksum = checksum_of(self._data(block))
             checksums.append(checksum)
-            sequence_no = last - len(blocks) + 1 + index
-            header = BlockHeader(block.key, checksum, num_bytes, sequence_no, block.tenant)
-            pack_block_header(page, header)
-            if self._straight:
-                vectors += (page, data)
-            else:
-                place[:num_bytes] = data
-        self.files.make_room(blocks[0].slot)
-        self.files.transfer(os.pwritev, blocks[0].slot, vectors or [self._bounced(len(blocks))])
-        return checksums
+            number = last - len(blocks) + 1 + index
+            header = BlockHeader(block.key, checksum, self._block_bytes, number, block.tenant)
+            pack_block_header(headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)], header)
+        self.files.make_room(first)
+        self.files.blocks(os.pwritev, first, self._vectors(blocks, outward=True))
+        self.files.headers(os.pwritev, first, headers)
+        return list(checksums)
 
     def _read_run(self, blocks: list[DiskBlock]) -> list[int | None]:
-        vectors: list[memoryview] = []
-        if self._straight:
-            for block, (page, _) in zip(blocks, self._places(), strict=False):
-                vectors += (page, self._data(block))
-        self.files.transfer(os.preadv, blocks[0].slot, vectors or [self._bounced(len(blocks))])
+        """Headers are looked at where it is not known what a block must be."""
+        first, headers = blocks[0].slot, self._headers(len(blocks))
+        if any(block.checksum is None for block in blocks):
+            self.files.headers(os.preadv, first, headers)
+        vectors = self._vectors(blocks)
+        self.files.blocks(os.preadv, first, vectors)
+        if not self._straight:
+            for block, vector in zip(blocks, vectors, strict=True):
+                self._data(block)[:] = vector[: self._block_bytes]
         return [
-            self._verified(block, page, place)
-            for block, (page, place) in zip(blocks, self._places(), strict=False)
+            self._verified(block, headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)])
+            for index, block in enumerate(blocks)
         ]
 
-    def _verified(self, block: DiskBlock, page: memoryview, place: memoryview) -> int | None:
-        """Bring a block that was read to the arena, if it is not there; return its checksum, or
-        None when it is not that block.
+    def _vectors(self, blocks: list[DiskBlock], *, outward: bool = False) -> list[memoryview]:
+        """Return the memory that blocks go from and come to: their own, or copies of whole pages
+        (filled where they go `outward`).
         """
-        data = self._data(block)
-        if not self._straight:
-            data[:] = place[: self._block_bytes]
-        header = unpack_block_header(page)
-        if header is None or (header.key, header.num_bytes) != (block.key, self._block_bytes):
-            return None
-        return header.checksum if checksum_of(data) == header.checksum else None
+        if self._straight:
+            return [self._data(block) for block in blocks]
+        step, bounce = self._padded_bytes, self._bounce()
+        places = [bounce[step * index : step * (index + 1)] for index in range(len(blocks))]
+        for block, place in zip(blocks, places, strict=True) if outward else ():
+            place[: self._block_bytes] = self._data(block)
+        return places
+
+    def _verified(self, block: DiskBlock, page: memoryview) -> int | None:
+        """Return the checksum of a block that was read, or None when it is not that block."""
+        checksum = block.checksum
+        if checksum is None:
+            header = unpack_block_header(page)
+            if header is None or (header.key, header.num_bytes) != (block.key, self._block_bytes):
+                return None
+            checksum = header.checksum
+        return checksum if checksum_of(self._data(block)) == checksum else None
 
     def _data(self, block: DiskBlock) -> memoryview:
         return self._arena[block.offset : block.offset + self._block_bytes]
 
-    @property
-    def _bounce_blocks(self) -> int:
-        return max(1, MAX_RUN_BYTES // self._block_bytes)
-
     def _bounce(self) -> memoryview:
-        """Return this thread's aligned memory for headers, and for blocks that are not aligned."""
+        """Return this thread's aligned memory for a run of blocks that are not aligned."""
         memory: memoryview | None = getattr(self._local, "memory", None)
         if memory is None:
-            step = self.files.slot_bytes
-            memory = memoryview(mmap.mmap(-1, self._bounce_blocks * step))
+            memory = memoryview(mmap.mmap(-1, self._run_blocks * self._padded_bytes))
             self._local.memory = memory
-            self._local.places = [
-                (memory[start : start + PAGE_BYTES], memory[start + PAGE_BYTES : start + step])
-                for start in range(0, len(memory), step)
-            ]
         return memory
 
-    def _bounced(self, count: int) -> memoryview:
-        """Return the first slots of this thread's memory."""
-        return self._bounce()[: count * self.files.slot_bytes]
-
-    def _places(self) -> list[tuple[memoryview, memoryview]]:
-        """Return (header, block) of each slot of this thread's memory."""
-        self._bounce()
-        places: list[tuple[memoryview, memoryview]] = self._local.places
-        return places
+    def _headers(self, count: int) -> memoryview:
+        """Return this thread's aligned memory for so many headers of a run."""
+        memory: memoryview | None = getattr(self._local, "headers", None)
+        if memory is None:
+            memory = memoryview(mmap.mmap(-1, max(self._run_blocks, SCAN_PAGES) * PAGE_BYTES))
+            self._local.headers = memory
+        return memory[: count * PAGE_BYTES]
 
     def _next_sequence_no(self, count: int) -> int:
         """Take so many numbers; return the last of them."""

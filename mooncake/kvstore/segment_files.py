@@ -1,5 +1,8 @@
 """Adapter: slots of one size in a few large files of one directory. Knows offsets and files, not
 what is in a slot. Called from the threads of one `FileDisks`.
+
+The headers of a file lie together before its blocks: a page between two blocks of 64 KiB made
+writing and reading runs of them a sixth slower.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ class SegmentFiles:
 
     def __init__(self, directory: Path, layout: KvLayout, num_bytes: int, *, direct: bool) -> None:
         self.directory = directory
-        self.slot_bytes = PAGE_BYTES + aligned(layout.block_bytes)
+        self._padded_bytes = aligned(layout.block_bytes)
+        self.slot_bytes = PAGE_BYTES + self._padded_bytes
+        """What a slot takes of the disk."""
         per_file = max(1, (min(SEGMENT_BYTES, num_bytes) - PAGE_BYTES) // self.slot_bytes)
         self._header = FileHeader(layout.fingerprint, layout.block_bytes, per_file)
         self._file_bytes = PAGE_BYTES + per_file * self.slot_bytes
@@ -55,11 +60,20 @@ class SegmentFiles:
         """Whether the file system allows direct I/O (known once a file is open)."""
         return self._direct
 
-    def existing_slots(self) -> Iterator[int]:
-        """Yield the slots of the files that are there."""
+    def existing_slots(self) -> Iterator[range]:
+        """Yield the slots of each file that is there."""
         for number in sorted(self._fds):
             per_file = self._header.num_slots
-            yield from range(number * per_file, (number + 1) * per_file)
+            yield range(number * per_file, (number + 1) * per_file)
+
+    def header_offset(self, slot: int) -> int:
+        """Return where in its file the header of a slot begins."""
+        return PAGE_BYTES * (1 + slot % self._header.num_slots)
+
+    def block_offset(self, slot: int) -> int:
+        """Return where in its file the block of a slot begins."""
+        per_file = self._header.num_slots
+        return PAGE_BYTES * (1 + per_file) + slot % per_file * self._padded_bytes
 
     def begins_file(self, slot: int) -> bool:
         """Whether a slot is the first of its file."""
@@ -82,12 +96,19 @@ class SegmentFiles:
                 raise
             self._fds[number] = fd
 
-    def transfer(self, call: Vectored, slot: int, vectors: list[memoryview]) -> None:
-        """Read or write from the beginning of a slot on. Raises OSError, also when cut short."""
-        number, index = divmod(slot, self._header.num_slots)
-        offset = PAGE_BYTES + index * self.slot_bytes
+    def headers(self, call: Vectored, slot: int, pages: memoryview) -> None:
+        """Read or write the headers from that of a slot on. Raises OSError, also when cut short."""
+        self._transfer(call, slot, self.header_offset(slot), [pages])
+
+    def blocks(self, call: Vectored, slot: int, vectors: list[memoryview]) -> None:
+        """Read or write the blocks from that of a slot on, each padded to whole pages. Raises
+        OSError, also when cut short.
+        """
+        self._transfer(call, slot, self.block_offset(slot), vectors)
+
+    def _transfer(self, call: Vectored, slot: int, offset: int, vectors: list[memoryview]) -> None:
         wanted = sum(map(len, vectors))
-        fd = self._fds.get(number)
+        fd = self._fds.get(slot // self._header.num_slots)
         if fd is None:
             raise OSError(errno.ENOENT, f"no file holds slot {slot}")
         moved = call(fd, vectors, offset)

@@ -170,13 +170,13 @@ def test_rot_on_disk_is_never_served(model: Path, tmp_path: Path) -> None:
         node.stop(signal.SIGKILL)
     [path] = (tmp_path / "ssd").glob("segment-*.kv")
     data = bytearray(path.read_bytes())
-    step = PAGE_BYTES + aligned(size)
-    slots = range(PAGE_BYTES, PAGE_BYTES + count * step, step)
-    in_header, in_data = slots[:4], slots[4:10]
+    # A page about the file, a page for each of its slots, then the blocks.
+    blocks_begin = PAGE_BYTES * (1 + (len(data) - PAGE_BYTES) // (PAGE_BYTES + aligned(size)))
+    in_header, in_data = range(4), range(4, 10)
     for slot in in_header:
-        data[slot + 20] ^= 1
+        data[PAGE_BYTES * (1 + slot) + 20] ^= 1
     for slot in in_data:
-        data[slot + PAGE_BYTES + random.Random(slot).randrange(size)] ^= 0x40
+        data[blocks_begin + slot * aligned(size) + random.Random(slot).randrange(size)] ^= 0x40
     path.write_bytes(data)
     with ForkedNode(model, tmp_path / "log2", *words) as node, node.session() as session:
         until(lambda: session.stat().num_ssd_stored == count - len(in_header), "the rest is found")
