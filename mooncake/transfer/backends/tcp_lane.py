@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import select
 import socket
 import struct
@@ -336,6 +337,7 @@ class Lane:
             views=views if is_read else [],
             outgoing=[head] if is_read else [head, *views],
             posted_s=time.monotonic(),
+            is_ahead=not is_read and wire.is_long(num_bytes),
         )
         if not self._requests:
             self._progress_s = request.posted_s
@@ -352,8 +354,11 @@ class Lane:
             with self.loop.gate:
                 gone = withdrawn(request.regions) if is_write else None
                 if gone is None:
+                    views = request.outgoing[:_MAX_IOVECS]
+                    if request.is_ahead:
+                        views = wire.ahead(views)
                     try:
-                        count = self._sock.sendmsg(request.outgoing[:_MAX_IOVECS])
+                        count = self._sock.sendmsg(views)
                     except BlockingIOError:
                         self._watch(READABLE | WRITABLE)
                         return
@@ -362,6 +367,9 @@ class Lane:
                 raise RangeRefused(gone)
             self._progress_s = time.monotonic()
             wire.advance(request.outgoing, count)
+            if request.is_ahead:
+                request.is_ahead = False
+                os.sched_yield()
             if not request.outgoing:
                 self._unsent.popleft()
         self._watch(READABLE)

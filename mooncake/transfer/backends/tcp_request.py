@@ -44,6 +44,8 @@ class Request(msgspec.Struct, eq=False):
     given_up: bool = False
     """The job has ended: what still comes goes nowhere."""
     num_left: int = 0
+    is_ahead: bool = False
+    """The first bytes of a long WRITE are to go alone."""
 
 
 class LaneState(Enum):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import select
 import socket
 import threading
@@ -143,6 +144,7 @@ class ServerConnection:
         self._incoming: list[memoryview] = []
         self._num_incoming = 0
         self._outgoing: list[memoryview] = []
+        self._is_ahead = False
 
     def start(self) -> None:
         """Begin to listen to the peer."""
@@ -359,6 +361,7 @@ class ServerConnection:
 
     def _reply(self, views: list[memoryview]) -> None:
         self._outgoing = views
+        self._is_ahead = len(views) > 1 and wire.is_long(sum(map(len, views)))
         self._flush()
 
     def _flush(self) -> None:
@@ -368,12 +371,18 @@ class ServerConnection:
                 gone = withdrawn(self._regions)
                 if gone is not None:
                     raise RangeRefused(gone)  # in mid-answer: the peer asks again and is refused
+                views = self._outgoing[:_MAX_IOVECS]
+                if self._is_ahead:
+                    views = wire.ahead(views)
                 try:
-                    count = self._sock.sendmsg(self._outgoing[:_MAX_IOVECS])
+                    count = self._sock.sendmsg(views)
                 except BlockingIOError:
                     self._watch(WRITABLE)
                     return
             wire.advance(self._outgoing, count)
+            if self._is_ahead:
+                self._is_ahead = False
+                os.sched_yield()
         if self._regions:  # an answer to a READ has gone
             self._count()
         self._regions = []

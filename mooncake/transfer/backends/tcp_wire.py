@@ -99,6 +99,20 @@ def pack_handshake(body: bytes) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
+AHEAD_BYTES = 2**16
+"""Of a long payload, sent ahead of the rest with its header: the receiver is up when that comes."""
+
+
+def is_long(num_bytes: int) -> bool:
+    """Whether some of a payload goes ahead, after which the sender gives way once."""
+    return num_bytes >= 4 * AHEAD_BYTES
+
+
+def ahead(views: list[memoryview]) -> list[memoryview]:
+    """Return what goes ahead of a header and a long payload."""
+    return [views[0], views[1][:AHEAD_BYTES]]
+
+
 def advance(views: list[memoryview], num_bytes: int) -> None:
     """Drop the first `num_bytes` of scattered memory, in place."""
     index = 0
