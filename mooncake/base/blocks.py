@@ -13,7 +13,7 @@ prompt: 3 ms, once).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import overload
 
@@ -50,13 +50,22 @@ class KeyChain(Sequence[BlockKey]):
     def __getitem__(self, at: slice) -> KeyChain: ...
 
     def __getitem__(self, at: int | slice) -> BlockKey | KeyChain:
+        packed = self.packed
         if isinstance(at, slice):
             start, stop, step = at.indices(len(self))
             if step != 1:
                 raise ValueError("chains are cut, not thinned out")
-            return KeyChain(self.packed[start * KEY_BYTES : stop * KEY_BYTES])
-        start = range(len(self))[at] * KEY_BYTES
-        return self.packed[start : start + KEY_BYTES]
+            return KeyChain(packed[start * KEY_BYTES : stop * KEY_BYTES])
+        if at < 0:
+            at += len(self)
+        key = packed[at * KEY_BYTES : (at + 1) * KEY_BYTES] if at >= 0 else b""
+        if not key:
+            raise IndexError("beyond the ends of the chain")
+        return key
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        packed = self.packed
+        return (packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KeyChain) and self.packed == other.packed

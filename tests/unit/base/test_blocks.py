@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.base import KEY_BYTES, block_keys, chain_root, extend_chain
+from mooncake.base import KEY_BYTES, KeyChain, block_keys, chain_root, extend_chain
 
 KNOWN_KEYS = [
     "383207ce7d7674d0f7253a8825f97c48",
@@ -80,3 +80,23 @@ def test_equal_keys_mean_equal_tokens(left: list[int], right: list[int], step: i
 def test_tokens_beyond_32_bits_are_refused() -> None:
     with pytest.raises(OverflowError):
         block_keys("m", [2**32], 1)
+
+
+def test_a_chain_of_keys_is_a_sequence_in_one_piece() -> None:
+    keys = block_keys("model", range(40), 8)
+    chain = KeyChain.of(keys)
+    assert chain.packed == b"".join(keys)
+    assert (list(chain), len(chain)) == (keys, 5)
+    assert [chain[at] for at in range(-5, 5)] == keys + keys
+    assert list(chain[1:3]) == keys[1:3]
+    assert list(chain[3:1]) == []
+    assert list(chain[-2:99]) == keys[-2:]
+    assert KeyChain.of(chain) is chain
+    assert chain == KeyChain(chain.packed) != KeyChain()
+    assert len({chain, KeyChain(chain.packed)}) == 1
+    assert not KeyChain()
+    for beyond in (5, -6):
+        with pytest.raises(IndexError):
+            chain[beyond]
+    with pytest.raises(ValueError, match="cut"):
+        chain[::2]
