@@ -23,6 +23,7 @@ from mooncake.base.messages import (
     Replicate,
     Reserved,
     StepOutputs,
+    StopPrefetch,
     Unpin,
     Welcome,
     WhoAreYou,
@@ -52,5 +53,6 @@ AnyMessage = (
     | Replicate | Prefetch | GatewayNews | FindBlocks | RemoveBlocks | KeepBlocks | AskPool
     | BlocksFound | BlocksRemoved | BlocksKept | PoolState
     | FindHolders | HoldersFound | FindHomes | HomesFound | TakeOver | TakenOver
+    | StopPrefetch
 )  # fmt: skip
 """The tagged union that travels on a channel."""

@@ -421,6 +421,15 @@ class Replicate(Message, frozen=True, tag="replicate"):
 
 
 class Prefetch(Message, frozen=True, tag="prefetch"):
-    """Bring this run up from SSD: its reader comes soon. Answered to nobody."""
+    """Bring this run up from SSD if there is room: its reader comes soon. Answered to nobody."""
 
+    reader: WorkerRef
+    ticket: int
     keys: list[BlockKey]
+
+
+class StopPrefetch(Message, frozen=True, tag="stop_prefetch"):
+    """Nobody comes to read that run; what of it is not on its way stays on SSD."""
+
+    reader: WorkerRef
+    ticket: int

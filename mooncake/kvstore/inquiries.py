@@ -7,12 +7,12 @@ Pure; owned by the node.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
 from mooncake.base import BlockKey, KvLayout, Tier, WorkerLoad, WorkerRef
-from mooncake.base.messages import Prefetch
+from mooncake.base.messages import Prefetch, StopPrefetch
 from mooncake.base.pool_messages import (
     AskPool,
     BlocksFound,
@@ -26,6 +26,7 @@ from mooncake.base.pool_messages import (
     RemoveBlocks,
 )
 from mooncake.kvstore.dram import DramTier
+from mooncake.kvstore.prefetch import Prefetcher
 from mooncake.kvstore.promotion import Promotions
 from mooncake.kvstore.tiering import Tiering
 from mooncake.rpc.channel import Channel
@@ -50,11 +51,11 @@ class Inquiries:
         self._worker = worker
         self._layout = layout
         self._channel = channel
-        self._dram, self._tiering, self._promotions = tiers
+        self._dram, self._tiering, promotions = tiers
         self._figures = figures
         self._gone = gone
         self._counters = counters
-        self._num_prefetches = 0
+        self._prefetcher = Prefetcher((self._dram, self._tiering), promotions, counters)
 
     def handle(self, event: msgspec.Struct, now: float) -> None:
         """Answer, if it is for us."""
@@ -79,7 +80,9 @@ class Inquiries:
         elif isinstance(event, AskPool):
             self._channel.send(event.asker.address, self.state(event.ticket))
         elif isinstance(event, Prefetch):
-            self._prefetch(event.keys, now)
+            self._prefetcher.begin(event, now)
+        elif isinstance(event, StopPrefetch):
+            self._prefetcher.stop(event)
 
     def state(self, ticket: int) -> PoolState:
         """Return the node as it is now."""
@@ -100,13 +103,6 @@ class Inquiries:
             draining=draining,
             drained=drained,
             drain=drain,
-        )
-
-    def _prefetch(self, keys: Sequence[BlockKey], now: float) -> None:
-        """Bring up a run for a reader to come; it counts as a use of the run."""
-        self._num_prefetches += 1
-        self._promotions.begin(
-            ("prefetch", self._num_prefetches), keys, now, lambda _at: self._dram.use(keys)
         )
 
     def _tier_of(self, key: BlockKey) -> Tier | None:
@@ -130,3 +126,7 @@ class Inquiries:
                     self._tiering.drop(key)
         self._counters["blocks_removed"] += found
         return found
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a run waits to be brought up for ever."""
+        self._prefetcher.check_integrity()

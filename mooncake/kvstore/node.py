@@ -244,6 +244,7 @@ class KvNode:
         self._promotions.check_integrity()
         self._replicator.check_integrity()
         self._evacuation.check_integrity()
+        self._inquiries.check_integrity()
         pins += self._tiering.held() + self._promotions.held() + self._hashing.held()
         assert writing.isdisjoint(self._tiering.loading())
         assert self._replicator.filling().isdisjoint(writing | self._tiering.loading())

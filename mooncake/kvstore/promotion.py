@@ -54,8 +54,17 @@ class Promotions:
     def __contains__(self, name: Hashable) -> bool:
         return name in self._waits
 
-    def begin(self, name: Hashable, keys: Sequence[BlockKey], now: float, settled: Settled) -> bool:
-        """Bring up what a run lacks, as far as it goes from its first block on.
+    def begin(
+        self,
+        name: Hashable,
+        keys: Sequence[BlockKey],
+        now: float,
+        settled: Settled,
+        *,
+        gently: bool = False,
+    ) -> bool:
+        """Bring up what a run lacks, as far as it goes from its first block on; `gently`: see
+        `Tiering.load`.
 
         False: there is nothing to wait for, and `settled` is not called.
         """
@@ -74,7 +83,7 @@ class Promotions:
             return False
         here = [key for key in run if self._dram.has(key)]
         self._dram.hold(here)
-        coming, evicted = self._tiering.load(wanted)
+        coming, evicted = self._tiering.load(wanted, gently=gently)
         self._evicted(evicted)
         if len(coming) < len(wanted):
             run = run[: run.index(wanted[len(coming)])]

@@ -20,6 +20,9 @@ from mooncake.kvstore.ssd import SsdTier
 MAX_OP_BYTES = 16 << 20
 """Blocks that lie together on a disk are moved together, up to this."""
 
+REUSED = 2
+"""Uses, that of the writer included, that make a block worth more than one without."""
+
 MAX_TENANT_CHARACTERS = 256
 """Blocks of tenants with longer names stay in DRAM."""
 
@@ -78,7 +81,8 @@ class Tiering:
         self._write_above = math.floor(dram.num_blocks * config.ssd_write_at)
         queue_blocks = config.ssd_queue_bytes // dram.block_bytes
         self._max_writing = max(1, min(queue_blocks, dram.num_blocks // 8))
-        self._max_loading = max(1, queue_blocks)
+        self.max_loading = max(1, queue_blocks)
+        """Blocks that may be on their way up."""
         self._op_blocks = max(1, MAX_OP_BYTES // dram.block_bytes)
 
     # ------------------------------------------------------------------ what DRAM does
@@ -94,7 +98,7 @@ class Tiering:
     def adopt(self, keys: Sequence[BlockKey]) -> None:
         """Take these blocks as asked for often enough to go down: they were, elsewhere."""
         for key in keys:
-            self._used(key, max(self._uses.get(key, 0), self._config.ssd_min_uses))
+            self._used(key, max(self._uses.get(key, 0), self._config.ssd_min_uses, REUSED))
 
     def _used(self, key: BlockKey, uses: int) -> None:
         self._uses[key] = uses
@@ -104,11 +108,12 @@ class Tiering:
             self._candidates.move_to_end(key)
 
     def is_reused(self, key: BlockKey) -> bool:
-        """Whether a block has been asked for so often that it is worth keeping, in either tier."""
-        return self._uses.get(key, 0) >= self._config.ssd_min_uses or self.ssd.has(key)
+        """Whether a block has been asked for again since it was written, as far as is known."""
+        went_down_for_it = self._config.ssd_min_uses >= REUSED and self.ssd.has(key)
+        return self._uses.get(key, 0) >= REUSED or went_down_for_it
 
     def is_one_off(self, key: BlockKey) -> bool:
-        """Whether a block has seldom been asked for, and would not be missed for another."""
+        """Whether nobody has asked for a block again: it may go for one that somebody has."""
         return not self.is_reused(key)
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
@@ -198,15 +203,19 @@ class Tiering:
         """Whether a block can be brought up: on a disk, and DRAM knows nothing of it."""
         return self.ssd.has(key) and not self._dram.is_known(key)
 
-    def load(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Bring up blocks of one run that `can_load`; how it ends is told through `Loaded`.
+    def load(
+        self, keys: Sequence[BlockKey], *, gently: bool = False
+    ) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Bring up blocks of one run that `can_load`; how it ends is told through `Loaded`. Gently:
+        into room that is free, or held by blocks that nobody asked for a second time.
 
         Returns (blocks that are on their way now, from the first on; keys evicted for them).
         """
-        keys = keys[: max(0, self._max_loading - len(self._loading))]
+        keys = keys[: max(0, self.max_loading - len(self._loading))]
         if not keys:
             return [], []
-        granted, evicted = self._dram.reserve(keys, self.ssd.block(keys[0]).tenant)
+        tenant, may_evict = self.ssd.block(keys[0]).tenant, self.is_one_off if gently else None
+        granted, evicted = self._dram.reserve(keys, tenant, may_evict)
         for group in self._together(list(granted)):
             for key in group:
                 self.ssd.hold(key)

@@ -25,6 +25,7 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.messages import Booking
+from mooncake.kvstore.directory import Replica
 from mooncake.kvstore.index import PrefixIndex
 from mooncake.kvstore.survey import Survey
 from mooncake.scheduler.admission import (
@@ -131,9 +132,9 @@ class Conductor:
         """Return worker id -> how many of the leading `keys` it is known to hold."""
         return self._index.match(keys)
 
-    def holders_of(self, key: BlockKey) -> list[str]:
-        """Return the workers that hold one block, in whichever tier."""
-        return self._index.holders(key)
+    def replicas(self, key: BlockKey) -> list[Replica]:
+        """Return who holds one block, and in which tier."""
+        return self._index.replicas(key)
 
     def view(self, worker_id: str) -> InstanceView | None:
         """Return what is known of a live worker."""

@@ -49,6 +49,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Of these, requests that may wait for a worker to come back."""
     max_attempts: int = 3
     """Placements of one request before it fails."""
+    read_ahead_bytes: int = 2 << 30
+    """While requests wait, so many bytes of their prefixes may be on their way up from SSD. 0 =
+    they come up when a worker fetches them.
+    """
     replace_wait_s: float = 30.0
     """How long a request whose worker was lost waits for one to take it over."""
     heartbeat_timeout_s: float = 10.0
@@ -121,5 +125,5 @@ _POSITIVE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "replace_wait_s", "whole_on_decode_max_tokens", "fetch_latency_s", "expected_output_tokens",
-    "uses_per_s_per_copy", "role_switch_after_s", "role_switch_drain_s",
+    "uses_per_s_per_copy", "role_switch_after_s", "role_switch_drain_s", "read_ahead_bytes",
 )  # fmt: skip

@@ -52,9 +52,10 @@ from mooncake.scheduler.fairness import Standing
 from mooncake.scheduler.outputs import OutputOrder
 from mooncake.scheduler.patience import Deadlines, is_overdue, why_stalled
 from mooncake.scheduler.ports import GatewayPorts
+from mooncake.scheduler.read_ahead import ReadAhead
 from mooncake.scheduler.record import RequestRecord, Sink
 from mooncake.scheduler.roster import Roster
-from mooncake.scheduler.waiting import RETRY_WAITING_S, WaitingRoom
+from mooncake.scheduler.waiting import WaitingRoom
 from mooncake.telemetry.events import (
     Accepted,
     Finished,
@@ -87,7 +88,8 @@ class RequestDesk:
         self._entrance = Entrance(config.max_inflight)
         self._requests: dict[str, RequestRecord] = {}
         self._dispatch = Dispatch(ports, roster)
-        self._waiting = WaitingRoom(config.max_queue)
+        read_ahead = ReadAhead(config, ports.worker, ports.channel, conductor)
+        self._waiting = WaitingRoom(config.max_queue, read_ahead)
         self._deadlines = Deadlines()
         self._next_scan_s = 0.0
         self.counters: Counter[str] = Counter()
@@ -316,7 +318,7 @@ class RequestDesk:
 
     def _place_waiting(self, now: float) -> None:
         """Try those who wait once, in order of their turns; of batch work as much as fits."""
-        self._waiting.next_call_s = now + RETRY_WAITING_S
+        self._waiting.called(now)
         for request_id in list(self._waiting):
             record = self._requests.get(request_id)
             if record is None:
@@ -325,7 +327,7 @@ class RequestDesk:
                 continue
             result = self._place(record, now)
             if isinstance(result, Placement):
-                self._waiting.remove(request_id)
+                self._waiting.remove(request_id, gone=False)
                 self._dispatch.begin(record, result, now)
             elif result.permanent:
                 self._finish(record, FinishReason.ERROR, now, failure=result.failure())

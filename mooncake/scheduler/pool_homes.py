@@ -19,7 +19,10 @@ def find_homes(question: FindHomes, conductor: Conductor) -> HomesFound:
         for view in conductor.views
         if view.role is Role.KVSTORE and not view.draining and view.worker != question.asker
     }
-    elsewhere = [any(name in stay for name in conductor.holders_of(key)) for key in question.keys]
+    elsewhere = [
+        any(replica.worker.worker_id in stay for replica in conductor.replicas(key))
+        for key in question.keys
+    ]
     free = {name: view.load.num_free_blocks for name, view in stay.items()}
     most = sorted(stay, key=lambda name: (-free[name], name))[:MAX_HOMES]
     return HomesFound(

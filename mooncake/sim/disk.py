@@ -130,8 +130,9 @@ class SimDisks:
 
     def read(self, disk: int, blocks: list[DiskBlock]) -> int:
         """The memory holds junk until the read ends, and where it fails."""
+        junk = b"\xee" * self._block_bytes if self._arena is not None else b""
         for block in blocks:
-            self._fill(block, b"\xee" * self._block_bytes)
+            self._fill(block, junk)
         medium = self._media[disk]
 
         def end() -> tuple[list[Outcome], list[int]]:

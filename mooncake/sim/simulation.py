@@ -16,10 +16,11 @@ from mooncake.base.request import OutputEvent
 from mooncake.base.sampling import SamplingParams
 from mooncake.engine.config import EngineConfig
 from mooncake.instance.config import InstanceConfig
-from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.clock import EventHeap
 from mooncake.sim.cost_model import HardwareFigures, InstanceCost, ModelFigures, sim_layout
+from mooncake.sim.disk import SimDiskConfig
 from mooncake.sim.measure import Measures
 from mooncake.sim.network import NetworkConfig
 from mooncake.sim.process import AfterEvent
@@ -60,6 +61,14 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """DRAM pool of each prefill instance (Mooncake, FAST'25: about 1 TB a node of LLaMA3-70B);
     0 = none, what is cached is cached in HBM.
     """
+    hbm_tokens: int | None = None
+    """Of KVCache in each instance, instead of what the model leaves."""
+    ssd_tokens: int = 0
+    """SSD behind each of those pools."""
+    ssd_min_uses: int = 2
+    """Blocks asked for so often go down to it; 1: all."""
+    ssd_bytes_per_s: float = 3e9
+    """Of each of those disks."""
     decode_pools: bool = False
     """Pools beside decode instances as well. A trace names no output, so nothing in them is used
     again.
@@ -204,7 +213,10 @@ class Simulation:
                 dram_bytes=max(1, config.pool_tokens // TRACE_BLOCK_TOKENS)
                 * self.layout.block_bytes,
                 report_interval_s=REPORT_INTERVAL_S,
+                ssd=self._ssd(),
+                ssd_min_uses=config.ssd_min_uses,
             ),
+            disk=SimDiskConfig(bytes_per_s=config.ssd_bytes_per_s),
             instance=InstanceConfig(
                 report_interval_s=REPORT_INTERVAL_S,
                 fetch_timeout_s=60.0,
@@ -226,9 +238,13 @@ class Simulation:
             seed=config.seed,
         )
 
+    def _ssd(self) -> list[SsdConfig]:
+        num_bytes = self.config.ssd_tokens // TRACE_BLOCK_TOKENS * self.layout.block_bytes
+        return [SsdConfig(directory="/ssd", num_bytes=num_bytes)] if num_bytes else []
+
     def _engines(self) -> dict[Role, EngineConfig]:
         config = self.config
-        num_blocks = self.cost.kv_tokens // TRACE_BLOCK_TOKENS
+        num_blocks = (config.hbm_tokens or self.cost.kv_tokens) // TRACE_BLOCK_TOKENS
         make = partial(
             EngineConfig,
             num_blocks=num_blocks,

@@ -88,7 +88,7 @@ def test_a_run_is_brought_up_before_its_reader_comes() -> None:
     put(world, 1, 2)
     put(world, 3, 4)
     assert find(world, 1, 2) == [Tier.SSD, Tier.SSD]
-    world.handle(Prefetch(keys=keys(1, 2, 8)))
+    world.handle(Prefetch(reader=READER, ticket=1, keys=keys(1, 2, 8)))
     world.tick(world.now + 1)
     assert find(world, 1, 2) == [Tier.DRAM, Tier.DRAM]
     assert world.node.num_open == 0

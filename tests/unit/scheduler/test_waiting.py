@@ -1,11 +1,21 @@
 """Who waits is called in order, and only lost requests are counted against the bound."""
 
-from mooncake.base import Priority
+from mooncake.base import Priority, SeededIds
+from mooncake.scheduler.conductor import Conductor
+from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import Standing
 from mooncake.scheduler.outputs import OutputOrder
+from mooncake.scheduler.read_ahead import ReadAhead
 from mooncake.scheduler.record import RequestRecord
 from mooncake.scheduler.waiting import RETRY_WAITING_S, WaitingRoom
-from tests.support.scheduling import Client, request
+from tests.support.scheduling import GATEWAY, Client, Inbox, request
+
+
+def room_for(bound: int) -> WaitingRoom:
+    """Return a room of a gateway that knows no worker."""
+    config = SchedulerConfig()
+    known = Conductor(config, SeededIds(1))
+    return WaitingRoom(bound, ReadAhead(config, GATEWAY, Inbox(), known))
 
 
 def record(name: str, priority: Priority, turn: float) -> RequestRecord:
@@ -19,7 +29,7 @@ def record(name: str, priority: Priority, turn: float) -> RequestRecord:
 
 
 def test_the_line_is_in_order_of_class_turn_and_coming() -> None:
-    room = WaitingRoom(8)
+    room = room_for(8)
     for name, priority, turn in [
         ("batch", Priority.BATCH, 0.0),
         ("late", Priority.INTERACTIVE, 9.0),
@@ -39,7 +49,7 @@ def test_the_line_is_in_order_of_class_turn_and_coming() -> None:
 
 
 def test_batch_takes_no_room_from_others() -> None:
-    room = WaitingRoom(1)
+    room = room_for(1)
     for number in range(5):
         assert room.offer(record(f"b{number}", Priority.BATCH, number), 0.0)
     assert room.offer(record("lost", Priority.INTERACTIVE, 0.0), 0.0)

@@ -1,0 +1,94 @@
+"""Prefixes that lie on SSD while their requests wait in the gateway: brought up meanwhile, they
+cost less time; the same trace and seed with and without.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake.base import Priority
+from mooncake.kvstore.node import KvNode
+from mooncake.sim.simulation import Simulation
+from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine
+from tests.support.traces import simulation
+
+NUM_DOCUMENTS = 8
+DOCUMENT_BLOCKS = 30
+
+
+def trace() -> list[TraceLine]:
+    """Documents are read, fall out of HBM and DRAM, and are asked about while others compute."""
+    lines = []
+
+    def ask(at_s: float, ids: list[int], priority: Priority | None = None) -> None:
+        more = {"priority": priority} if priority is not None else {}
+        lines.append(
+            TraceLine(
+                timestamp=1e3 * at_s, input_length=len(ids) * TRACE_BLOCK_TOKENS, output_length=5,
+                hash_ids=ids, **more,
+            )
+        )  # fmt: skip
+
+    documents = [
+        list(range(1000 * (number + 1), 1000 * (number + 1) + DOCUMENT_BLOCKS))
+        for number in range(NUM_DOCUMENTS)
+    ]
+    for number, document in enumerate(documents):
+        ask(10.0 * number, [*document, 10_000 + number])
+    busy_s = 10.0 * NUM_DOCUMENTS
+    for number in range(4):
+        ask(busy_s + 0.1 * number, list(range(500_000 + 100 * number, 500_030 + 100 * number)))
+    for number, document in enumerate(documents):
+        ask(busy_s + 1.0, [*document, 700_000 + number], Priority.BATCH)
+    return lines
+
+
+def play(read_ahead_bytes: int) -> Simulation:
+    """Return the run; every request has ended once."""
+    lines = trace()
+    played = simulation(
+        lines, 1, 1, scheduler={"read_ahead_bytes": read_ahead_bytes},
+        hbm_tokens=3 * DOCUMENT_BLOCKS * TRACE_BLOCK_TOKENS // 2,
+        pool_tokens=4 * DOCUMENT_BLOCKS * TRACE_BLOCK_TOKENS, ssd_tokens=1_000_000,
+        ssd_min_uses=1,
+    )  # fmt: skip
+    played.run()
+    for _, machine in played.world.machines():
+        machine.check_integrity()
+    assert [one.num_finals for one in played.measures.requests] == [1] * len(lines)
+    return played
+
+
+def counted(played: Simulation, name: str) -> float:
+    return sum(
+        machine.counters[name] for _, machine in played.world.machines()
+        if isinstance(machine, KvNode)
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[Simulation, Simulation]:
+    """The same trace and seed without and with."""
+    return play(0), play(2 << 30)
+
+
+def batch_ttfts(played: Simulation) -> list[float]:
+    """Return the times to the first token of those that waited in the gateway."""
+    found = [one.ttft_s for one in played.measures.requests[-NUM_DOCUMENTS:]]
+    return [ttft for ttft in found if ttft is not None]
+
+
+def test_requests_that_waited_start_sooner(both: tuple[Simulation, Simulation]) -> None:
+    without, ahead = both
+    late, early = batch_ttfts(without), batch_ttfts(ahead)
+    assert len(late) == len(early) == NUM_DOCUMENTS
+    assert counted(without, "blocks_prefetched") == 0
+    assert counted(ahead, "blocks_prefetched") > 2 * DOCUMENT_BLOCKS
+    assert sum(early) < 0.85 * sum(late)
+    assert max(early) < 0.75 * max(late)
+
+
+def test_who_does_not_wait_loses_nothing_by_it(both: tuple[Simulation, Simulation]) -> None:
+    num = len(trace()) - NUM_DOCUMENTS
+    without, ahead = ([one.ttft_s for one in played.measures.requests[:num]] for played in both)
+    assert ahead == without
