@@ -49,19 +49,26 @@ class Guard:
         if MARK not in text:
             return self._tokenizer.encode(text, add_special=add_special)
         ids = self._tokenizer.encode("", add_special=add_special)
-        for number, part in enumerate(self._all.split(text)):
-            token = self._tokenizer.special_id(part) if number % 2 else None
-            if token is not None:
-                ids.append(token)
-            else:
-                ids += self._tokenizer.encode(part.replace(MARK, ""), allow_special=False)
-        return ids
+        plain: list[str] = []
+        # No control token holds a mark, so those between marks are found piece by piece: one search
+        # of a text that is full of broken ones would stop all other threads for seconds.
+        for piece in text.split(MARK):
+            end = 0
+            for found in self._all.finditer(piece):
+                token = self._tokenizer.special_id(found[0])
+                if token is not None:
+                    plain.append(piece[end : found.start()])
+                    ids += self._tokenizer.encode("".join(plain), allow_special=False)
+                    ids.append(token)
+                    plain, end = [], found.end()
+            plain.append(piece[end:])
+        return ids + self._tokenizer.encode("".join(plain), allow_special=False)
 
 
 def _any_of(names: Collection[str]) -> re.Pattern[str]:
-    """Match any of `names`, longest first; the group makes `split` keep them."""
+    """Match any of `names`, longest first."""
     ordered = sorted(names, key=lambda name: (-len(name), name))
-    return re.compile("(" + ("|".join(map(re.escape, ordered)) or r"(?!)") + ")")
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
 
 def _broken(value: Any, pattern: re.Pattern[str]) -> Any:
