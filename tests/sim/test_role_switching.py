@@ -169,7 +169,7 @@ def at_the_limit(seed: int, switching: bool) -> tuple[int, int]:
     short of prefill and whose gaps between tokens lie just under their limit.
     """
     random, at_s, lines = Random(seed), 0.0, list[TraceLine]()
-    while (at_s := at_s + random.expovariate(5.0)) < 45.0:
+    while (at_s := at_s + random.expovariate(5.6)) < 60.0:
         length, first_id = random.randrange(6000, 12000), 100 * len(lines)
         ids = list(range(first_id, first_id - (-length // TRACE_BLOCK_TOKENS)))
         lines.append(
