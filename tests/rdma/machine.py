@@ -146,9 +146,7 @@ def run(command: Sequence[str], *, memory_mb: int, timeout_s: float) -> int:
             "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max",
             "-m", str(memory_mb), "-smp", str(min(4, os.cpu_count() or 1)), "-nodefaults",
             "-no-reboot", "-display", "none", "-serial", "stdio", "-kernel", str(kernel.image),
-            # A busy host emulates the timer too late for the kernel's test of it.
-            "-initrd", str(ram_disk), "-append",
-            "console=ttyS0 quiet loglevel=3 panic=-1 no_timer_check",
+            "-initrd", str(ram_disk), "-append", "console=ttyS0 quiet loglevel=3 panic=-1",
             "-virtfs",
             "local,path=/,mount_tag=hostroot,security_model=none,readonly=on,multidevs=remap",
         ]  # fmt: skip
