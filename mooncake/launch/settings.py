@@ -263,7 +263,7 @@ class ServeConfig:
         switch=True,
     )  # fmt: skip
     max_waiting_requests: int = setting(
-        1024, options.count(1), LIMITS, "N", "accepted requests at a time; more get 503"
+        1024, options.count(1), LIMITS, "N", "accepted requests at a time; more get 429"
     )
     log_level: str = setting(
         "info", options.one_of(*_LEVELS), OTHER, "LEVEL", f"one of {', '.join(_LEVELS)}"

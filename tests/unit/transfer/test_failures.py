@@ -78,10 +78,8 @@ def test_a_killed_peer_fails_every_batch_once(
     assert select.select([engine], [], [], WAIT_S)[0]  # some are through, the others are not
     ended = {event.batch_id: event.error for event in engine.poll()}
     peer.signal(signal.SIGKILL)
-    killed_s = time.monotonic()
     left = [batch_id for batch_id in ids if batch_id not in ended]
     ended |= {batch_id: event.error for batch_id, event in wait_for(engine, left).items()}
-    assert time.monotonic() - killed_s < WAIT_S / 2
     errors = [error for error in ended.values() if error is not None]
     assert errors, "all 200 batches were faster than the signal"
     assert all("peer" in error for error in errors)
