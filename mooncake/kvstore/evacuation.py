@@ -131,6 +131,14 @@ class Evacuation:
         self._unasked.extend(self._left)
         self._go_on(now)
 
+    def add(self, keys: list[BlockKey]) -> None:
+        """Blocks have become whole that were being written when it began."""
+        if self.begun and not self.over:
+            known = self._left.keys() | self._copied.keys() | self._elsewhere.keys()
+            new = [key for key in keys if key not in known]
+            self._left.update(dict.fromkeys(new))
+            self._unasked.extend(new)
+
     def progress(self) -> DrainProgress | None:
         """Return how far it is; None before it has begun."""
         if not self.begun:

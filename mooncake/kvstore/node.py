@@ -317,6 +317,7 @@ class KvNode:
         self._counters["blocks_put"] += len(written)
         self._counters["bytes_put"] += len(written) * self._layout.block_bytes
         self._membership.send_blocks(written, [])
+        self._evacuation.add(written)
         if not grant.pending:
             self._use(grant.run)
             grant.run = []

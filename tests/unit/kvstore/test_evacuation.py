@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.base import BlockKey
+from mooncake.base import BlockKey, PutEnd, PutGranted, PutStart
 from mooncake.base.pool_messages import DrainProgress, Keep
 from tests.support.kvstore_world import BLOCK, keys
-from tests.support.pool_world import PoolWorld
+from tests.support.pool_world import CLIENT, PoolWorld, bytes_of
 
 
 def progress(world: PoolWorld, name: str) -> DrainProgress:
@@ -201,6 +201,21 @@ def test_the_time_for_it_is_bounded() -> None:
     assert end.over
     assert 0 < end.num_left < 8
     assert end.num_copied + end.num_left == 8
+
+
+def test_what_becomes_whole_meanwhile_goes_too() -> None:
+    world = PoolWorld()
+    world.start("a", 16, drain_bytes_per_s=10 * BLOCK, drain_queue_bytes=BLOCK)
+    world.start("b", 16)
+    world.put("a", keys(*range(1, 9)))
+    start = PutStart(writer=CLIENT, ticket=1000, keys=keys(20))
+    offset = world.ask("a", start, PutGranted).places.offsets[0]
+    world.drain("a")
+    world.run(0.1)
+    world.nodes["a"].region.buffer[offset : offset + BLOCK] = bytes_of(keys(20)[0])
+    world.send("a", PutEnd(writer=CLIENT, ticket=1000, written=keys(20)))
+    assert run_to_end(world, "a") == DrainProgress(over=True, num_copied=9)
+    assert world.read("b", keys(20)) == 1
 
 
 def test_new_homes_in_mid_drain_are_found() -> None:
