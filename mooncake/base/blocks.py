@@ -15,12 +15,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import overload
+from typing import Annotated, overload
 
-BlockKey = bytes
-"""16 bytes."""
+import msgspec
 
 KEY_BYTES = 16
+BlockKey = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+"""Messages with keys of another length are refused."""
 
 
 class KeyChain(Sequence[BlockKey]):

@@ -21,6 +21,7 @@ PLACES = BlockPlaces(SegmentRef("eng", {"tcp": "127.0.0.1:2"}, "h"), 3, 4096, [0
 REQUEST = GenerateRequest(
     request_id="r1", prompt_tokens=[1, 2, 163839], sampling=SamplingParams(max_tokens=5), tenant="t"
 )
+KEY = b"\x00\xffa block's key."
 SOURCE = m.BlockSource(store=WORKER, first=0, stop=2)
 EXAMPLES: list[AnyMessage] = [
     m.WorkerHello(
@@ -29,7 +30,7 @@ EXAMPLES: list[AnyMessage] = [
     ),
     m.LoadReport(worker=WORKER, load=m.WorkerLoad(num_running=2, counters={"x": 1.5})),
     m.BlockEvents(
-        worker=WORKER, tier=m.Tier.DRAM, sequence_no=9, stored=[b"\x00\xffkey"], snapshot=True
+        worker=WORKER, tier=m.Tier.DRAM, sequence_no=9, stored=[KEY], snapshot=True
     ),
     m.StepOutputs(
         worker=WORKER,
@@ -52,11 +53,11 @@ EXAMPLES: list[AnyMessage] = [
     m.KVReady(request_id="r1", attempt=1, prefill=WORKER, token=3, num_cached_tokens=64),
     m.PushEnded(request_id="r1", attempt=1, prefill=WORKER),
     m.AbortTask(request_id="r1", attempt=1),
-    m.PutGranted(ticket=1, store=WORKER, keys=[b"k"], places=PLACES),
+    m.PutGranted(ticket=1, store=WORKER, keys=[KEY], places=PLACES),
     m.PinGranted(ticket=1, store=WORKER, num_blocks=2, places=PLACES),
-    m.PutStart(writer=WORKER, ticket=1, keys=[b"k"]),
-    m.PutEnd(writer=WORKER, ticket=1, written=[b"k"]),
-    m.PinBlocks(reader=WORKER, ticket=1, keys=[b"k"]),
+    m.PutStart(writer=WORKER, ticket=1, keys=[KEY]),
+    m.PutEnd(writer=WORKER, ticket=1, written=[KEY]),
+    m.PinBlocks(reader=WORKER, ticket=1, keys=[KEY]),
     m.Unpin(reader=WORKER, ticket=1),
     m.DoubtPeers(worker=WORKER, peers=[WORKER]),
     m.WhoAreYou(gateway=WORKER),
@@ -72,19 +73,19 @@ EXAMPLES: list[AnyMessage] = [
         ],
         open=["r1"],
     ),
-    m.Replicate(source=WORKER, keys=[b"k"]),
-    m.Prefetch(reader=WORKER, ticket=1, keys=[b"k"]),
+    m.Replicate(source=WORKER, keys=[KEY]),
+    m.Prefetch(reader=WORKER, ticket=1, keys=[KEY]),
     m.StopPrefetch(reader=WORKER, ticket=1),
-    p.FindBlocks(asker=WORKER, ticket=1, keys=[b"k"]),
-    p.RemoveBlocks(asker=WORKER, ticket=1, keys=[b"k"]),
-    p.FindHolders(asker=WORKER, ticket=1, keys=[b"k"]),
+    p.FindBlocks(asker=WORKER, ticket=1, keys=[KEY]),
+    p.RemoveBlocks(asker=WORKER, ticket=1, keys=[KEY]),
+    p.FindHolders(asker=WORKER, ticket=1, keys=[KEY]),
     p.HoldersFound(ticket=1, stores=[WORKER], num_blocks=[1]),
     p.AskPool(asker=WORKER, ticket=1),
-    p.FindHomes(asker=WORKER, ticket=1, keys=[b"k"]),
+    p.FindHomes(asker=WORKER, ticket=1, keys=[KEY]),
     p.HomesFound(ticket=1, elsewhere=[True], homes=[p.Home(WORKER, 7)]),
-    p.TakeOver(source=WORKER, ticket=1, keys=[b"k"], keep=p.Keep.SOFT, reused=True),
-    p.TakenOver(ticket=1, store=WORKER, keys=[b"k"], is_full=True),
-    p.KeepBlocks(asker=WORKER, ticket=1, keys=[b"k"], keep=p.Keep.HARD, epoch="e"),
+    p.TakeOver(source=WORKER, ticket=1, keys=[KEY], keep=p.Keep.SOFT, reused=True),
+    p.TakenOver(ticket=1, store=WORKER, keys=[KEY], is_full=True),
+    p.KeepBlocks(asker=WORKER, ticket=1, keys=[KEY], keep=p.Keep.HARD, epoch="e"),
     p.BlocksKept(ticket=1, store=WORKER, kept=[True, False]),
     p.BlocksFound(ticket=1, store=WORKER, tiers=[m.Tier.SSD, None]),
     p.BlocksRemoved(ticket=1, store=WORKER, removed=[True]),
@@ -134,6 +135,8 @@ def test_another_version_is_named() -> None:
         encode(EXAMPLES[0])[:2] + msgspec.msgpack.encode([1, 2, 3]),
         encode(EXAMPLES[0])[:2] + b"\x91" * 5000,
         encode(EXAMPLES[0])[:2] + msgspec.msgpack.encode({"type": "abort", "request_id": 5}),
+        encode(p.FindBlocks(asker=WORKER, ticket=1, keys=[b"too short"])),
+        encode(p.FindBlocks(asker=WORKER, ticket=1, keys=[KEY, KEY + b"."])),
     ],
 )
 def test_garbage_is_a_protocol_error(data: bytes) -> None:
