@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -203,6 +204,9 @@ class _Serving:
             while not (stopped.done() or self._has_met(rows)):
                 await asyncio.sleep(JOIN_POLL_S)
             self._announce(rows)
+            # What was made so far stays: full collections hold up all streams, and skip it now.
+            gc.collect()
+            gc.freeze()
             await stopped
         if self._num_signals and self._door is not None:
             self._console.print("stopping; running requests may finish, Ctrl-C again ends them")
