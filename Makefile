@@ -65,7 +65,7 @@ test-browser: $(STAMP)
 test-rdma: $(STAMP)
 	$(BIN)/python -m tests.rdma.machine --timeout-s 900 -- $(abspath $(BIN))/python -m pytest -q --color=no \
 	  -p no:cacheprovider -k rdma tests/rdma tests/unit/transfer/test_processes.py tests/unit/transfer/test_failures.py \
-	  tests/unit/transfer/test_notices.py
+	  tests/unit/transfer/test_notices.py tests/unit/transfer/test_staging.py
 
 CASES ?= 2000
 api-cases: $(STAMP)
