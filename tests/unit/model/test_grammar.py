@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import NoReturn
 
 import pytest
 import torch
@@ -263,10 +264,10 @@ class TestInTheSampler:
         assert sample.token == encode("a")[0]
 
     def test_a_model_without_tokenizer_files_fails_alone(self) -> None:
-        def load() -> None:
+        def load() -> NoReturn:
             raise CheckpointError("no tokenizer there")
 
-        grammars = Grammars(TOKENIZER.vocab_size, load)  # type: ignore[arg-type]
+        grammars = Grammars(TOKENIZER.vocab_size, load)
         sampler = Sampler(TOKENIZER.vocab_size, grammars)
         sampler.start(start(grammar_of('"a"')))
         assert "no tokenizer there" in sampler.broken([0])[0]
@@ -275,10 +276,10 @@ class TestInTheSampler:
     def test_what_the_library_raises_ends_one_sequence(self, error: BaseException) -> None:
         """A panic in the library is not even an `Exception`; the runner lives on."""
 
-        def load() -> None:
+        def load() -> NoReturn:
             raise error
 
-        sampler = Sampler(TOKENIZER.vocab_size, Grammars(TOKENIZER.vocab_size, load))  # type: ignore[arg-type]
+        sampler = Sampler(TOKENIZER.vocab_size, Grammars(TOKENIZER.vocab_size, load))
         sampler.start(start(grammar_of('"a"')))
         [reason] = sampler.broken([0]).values()
         assert reason.startswith("the grammar cannot be followed: ")
