@@ -127,6 +127,7 @@ class CallResponse(Response):
     """Runs a call and sends its reply; the call ends with the connection.
 
     A streaming reply's headers wait for the first token, so a refusal still has its own status.
+    Prompts are charged before they run; who gets an error instead of an answer is given them back.
     """
 
     def __init__(self, door: Door, call: Call, renderer: Renderer, *, stream: bool) -> None:
@@ -146,19 +147,27 @@ class CallResponse(Response):
         self._door.opened(call)
         watcher = asyncio.create_task(_watch_disconnect(receive, call))
         try:
-            async with call:
-                await self._reply(scope, receive, send)
-        except ClientGone:
-            _log.debug("a client disconnected")
-        except MooncakeError as error:  # before anything was sent; a stream keeps its own errors
-            await error_response(error)(scope, receive, send)
-        except Exception:
-            _log.exception("a call failed")
-            await error_response(InternalError(_FAILED))(scope, receive, send)
+            refused = await self._run(scope, receive, send)
+            charge(call.num_output_tokens if refused is None else -call.num_prompt_tokens)
+            if refused is not None:
+                await error_response(refused)(scope, receive, send)
         finally:
             watcher.cancel()
             self._door.closed(call)
-            charge(call.num_output_tokens)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> MooncakeError | None:
+        """Answer, or return what is to be said instead: nothing has been sent then."""
+        try:
+            async with self._call:
+                await self._reply(scope, receive, send)
+        except ClientGone:
+            _log.debug("a client disconnected")
+        except MooncakeError as error:  # a stream that has begun keeps its own
+            return error
+        except Exception:
+            _log.exception("a call failed")
+            return InternalError(_FAILED)
+        return None
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._stream:

@@ -38,8 +38,8 @@ class Budget:
         return self._level
 
     def spend(self, amount: float, now: float) -> None:
-        """Take `amount`, whether it is there or not."""
-        self._level = self.level(now) - amount
+        """Take `amount`, whether it is there or not; what is below zero is given back."""
+        self._level = min(float(self.per_min), self.level(now) - amount)
 
     def wait_s(self, amount: float, now: float) -> float:
         """Return in how many seconds `amount` (at most a minute's worth) will be there."""
@@ -102,7 +102,7 @@ class Account:
         self.num_running -= 1
 
     def charge(self, num_tokens: int, now: float) -> None:
-        """Count tokens of prompts or answers."""
+        """Count tokens of prompts or answers; below zero: give them back."""
         if self._tokens is not None:
             self._tokens.spend(num_tokens, now)
 

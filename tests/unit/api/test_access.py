@@ -9,13 +9,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.server import serve
-from mooncake.base import GenerateRequest
+from mooncake.base import Failure, FinishReason, GenerateRequest
 from mooncake.telemetry.events import EventList, Refused
-from tests.support.door import ScriptedBackend, answer, says, tiny_model
+from tests.support.door import Script, ScriptedBackend, answer, refusal, says, tiny_model
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -130,6 +133,58 @@ def test_prompt_and_answer_are_charged_streamed_or_not() -> None:
                 clock.now_s += wait_s
                 reply = await client.post(CHAT, json=streamed, headers=bearer("alice"))
                 assert reply.status_code == 200
+
+    asyncio.run(main())
+
+
+def shed(request: GenerateRequest) -> list[Any]:
+    """Its prompt was computed, and then it would have missed its limits."""
+    (refused,) = refusal(request, Failure.unavailable("late"))
+    return [msgspec.structs.replace(refused, reason=FinishReason.ERROR)]
+
+
+def breaks(request: GenerateRequest) -> list[Any]:
+    return [answer(request, [97, 98])[0], *shed(request)]
+
+
+def refuses(status: int) -> Script:
+    failure = Failure(status=status, error_type="RefusedError", message="not now")
+    return lambda request: refusal(request, failure)
+
+
+ENDS: dict[str, tuple[Script, int]] = {
+    "answered": (lambda request: answer(request, [97, 98, 99], reason=FinishReason.STOP), 3),
+    "busy": (refuses(429), 0),
+    "no worker": (refuses(503), 0),
+    "too large": (refuses(400), 0),
+    "computed and shed": (shed, 0),
+    "broken off": (breaks, 1),
+}
+"""How a call may end, and how many tokens each of its answers has had by then."""
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(ENDS)), st.booleans(), st.integers(1, 3)), max_size=8)
+)
+@settings(max_examples=25, deadline=None)
+def test_prompts_of_refused_calls_are_given_back_once(calls: list[tuple[str, bool, int]]) -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        config = ApiConfig(keys=(key("alice", tokens_per_min=1 << 20),))
+        app = create_app(backend, tiny_model(), config, clock=Hand())
+        account = app.state.keyring.find(b"alice")
+        spent = 0
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            for name, streams, n in calls:
+                backend.script, num_tokens = ENDS[name]
+                body = ASK | {"n": n, "stream": streams}
+                reply = await client.post(CHAT, json=body, headers=bearer("alice"))
+                if name == "answered":
+                    assert reply.status_code == 200
+                if reply.status_code == 200:  # a stream that breaks off has been an answer
+                    spent += len(backend.requests[-1].prompt_tokens) + n * num_tokens
+                assert account._tokens.level(1000.0) == (1 << 20) - spent
 
     asyncio.run(main())
 
