@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from time import perf_counter
 
+from benchmarks.cores import Ends
 from mooncake.transfer.memory import allocate_shared
 
 _HEAD = struct.Struct("<B2Q")
@@ -23,12 +24,13 @@ _PUT, _GET = 0, 1
 class PlainValues:
     """Values over `num_sockets` connections, each its share. Leaving the context ends the peer."""
 
-    def __init__(self, num_sockets: int, num_bytes: int) -> None:
+    def __init__(self, num_sockets: int, num_bytes: int, ends: Ends) -> None:
         self._opened = ExitStack()
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, num_sockets, num_bytes), daemon=True)
-        process.start()
+        with ends.other():
+            process.start()
         self._opened.callback(process.join)
         self._opened.callback(pipe.send, "done")
         port = pipe.recv()

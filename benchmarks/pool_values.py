@@ -27,6 +27,7 @@ from pathlib import Path
 
 from benchmarks import upstream
 from benchmarks.bars import bars, write_page
+from benchmarks.cores import Ends
 from benchmarks.plain_values import PlainValues
 from benchmarks.servers import load, machine
 from mooncake.base import KvLayout, MonotonicClock, Role, WorkerHello, WorkerRef
@@ -115,12 +116,13 @@ class Ours:
 
 
 @contextmanager
-def our_pool(protocol: str) -> Iterator[Ours]:
+def our_pool(protocol: str, ends: Ends) -> Iterator[Ours]:
     """A node in a process of its own, and a client of it here."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=serve_node, args=(theirs,), daemon=True)
-    process.start()
+    with ends.other():
+        process.start()
     store, gateway = pipe.recv()
     settings = PoolSessionConfig(
         gateway_address=gateway, cluster_secret=SECRET, layout=LAYOUT, store_address=store,
@@ -154,25 +156,26 @@ class Theirs:
 
 
 @contextmanager
-def upstream_store() -> Iterator[Theirs]:
+def upstream_store(ends: Ends) -> Iterator[Theirs]:
     """Upstream's master, a process that lends memory to the store, and a client."""
     ports = [free_port() for _ in range(2)]
     with ExitStack() as opened:
         words = [f"--rpc_port={ports[0]}", f"--metrics_port={ports[1]}"]
         options = ["--rpc_address=127.0.0.1", "--default_kv_lease_ttl=200"]
-        master = subprocess.Popen(
-            [str(upstream.ENVIRONMENT / "bin" / "mooncake_master"), *words, *options],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        opened.callback(master.wait)
-        opened.callback(master.kill)
-        wait_for_listener(ports[0])
         address = f"127.0.0.1:{ports[0]}"
-        for segment in (NODE_BYTES, 0):
-            member = upstream.UpstreamProcess("store", address, segment, CLIENT_BYTES)
-            client = opened.enter_context(member)
-        yield Theirs(client)
+        with ends.other():
+            master = subprocess.Popen(
+                [str(upstream.ENVIRONMENT / "bin" / "mooncake_master"), *words, *options],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            opened.callback(master.wait)
+            opened.callback(master.kill)
+            wait_for_listener(ports[0])
+            member = upstream.UpstreamProcess("store", address, NODE_BYTES, CLIENT_BYTES)
+            opened.enter_context(member)
+        client = upstream.UpstreamProcess("store", address, 0, CLIENT_BYTES)
+        yield Theirs(opened.enter_context(client))
 
 
 def free_port() -> int:
@@ -261,14 +264,15 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     reason = "not asked for" if args.no_upstream else upstream.prepare("pool-values", list(argv))
     sizes = [parse_bytes(text) for text in args.sizes.split(",")]
+    ends = Ends(apart=args.apart)
     with ExitStack() as opened:
         pools: dict[str, Pool] = {
-            protocol: opened.enter_context(our_pool(protocol)) for protocol in ("tcp", "shm")
+            protocol: opened.enter_context(our_pool(protocol, ends)) for protocol in ("tcp", "shm")
         }
         for number, name in ((1, "plain"), (2, "plain, two")):
-            pools[name] = opened.enter_context(PlainValues(number, CLIENT_BYTES))
+            pools[name] = opened.enter_context(PlainValues(number, CLIENT_BYTES, ends))
         if reason is None:
-            pools["upstream"] = opened.enter_context(upstream_store())
+            pools["upstream"] = opened.enter_context(upstream_store(ends))
         figures = measure(pools, sizes, args.rounds)
     peer = f"upstream {upstream.VERSION}" if reason is None else f"without upstream ({reason})"
     said = f"{machine()}; {args.rounds} rounds, load {load()}; {peer}\n\n{table(figures)}"
@@ -290,5 +294,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", default="1MiB,2MiB,4MiB,8MiB,16MiB,32MiB")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-upstream", action="store_true")
+    parser.add_argument(
+        "--apart", action="store_true", help="each end has cores of its own, as on two machines"
+    )
     parser.add_argument("--page", type=Path, default=Path("build/benchmarks/pool_values.html"))
     return parser.parse_args(argv)

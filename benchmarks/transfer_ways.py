@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from benchmarks.cores import Ends
 from benchmarks.upstream import UpstreamProcess
 from benchmarks.upstream_peer import batches
 from mooncake.base.clock import MonotonicClock
@@ -179,12 +180,20 @@ def serve(pipe: Connection) -> None:
 class World:
     """All ways, and the processes at their other ends. Leaving the context ends them."""
 
-    def __init__(self, *, with_upstream: bool, polls: bool) -> None:
-        """Raises RuntimeError when upstream does not start."""
+    def __init__(self, *, with_upstream: bool, polls: bool, apart: bool) -> None:
+        """`apart`: each end has cores of its own.
+
+        Raises RuntimeError when upstream does not start.
+        """
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs,), daemon=True)
-        self._process.start()
+        self._upstream: list[UpstreamProcess] = []
+        ends = Ends(apart=apart)
+        with ends.other():
+            self._process.start()
+            if with_upstream:
+                self._upstream.append(UpstreamProcess("engine", BUFFER_BYTES))
         (tcp_peer, shm_peer), ports = self._pipe.recv()
         self._engines = [open_for(protocol, f"visitor-{protocol}") for protocol in ("tcp", "shm")]
         tcp, shm = self._engines
@@ -198,10 +207,9 @@ class World:
             "shm write": Ours(shm, shm_peer, Op.WRITE, polls=polls),
             "shm read": Ours(shm, shm_peer, Op.READ, polls=polls),
         }
-        self._upstream: list[UpstreamProcess] = []
         if with_upstream:
-            self._upstream = [UpstreamProcess("engine", BUFFER_BYTES) for _ in range(2)]
             place = self._upstream[0].call("place")
+            self._upstream.append(UpstreamProcess("engine", BUFFER_BYTES))
             for op in ("write", "read"):
                 self.ways[f"upstream {op}"] = Upstream(self._upstream[1], place, op)
 
