@@ -23,6 +23,10 @@ _TOKENS = (
 )  # fmt: skip
 _BURST = (1, 2, 4, 8, 16, 32)
 
+MAX_GONE_WORKERS = 64
+"""Of so many workers that are gone the counters stay: long enough for a last scrape, and one that
+comes back goes on from there."""
+
 
 class RequestSeries:
     """Series about requests, bound to one `model_name`."""
@@ -145,6 +149,8 @@ class WorkerSeries:
         self._counts = Counter(
             "mooncake:worker_events", "Counts a worker reports.", labels, registry=registry
         )
+        self._gone: dict[str, None] = {}
+        """Workers whose counters are still here, the one that left first first."""
         self._named = {
             (from_pool, name): Counter(
                 f"mooncake:{series}", text, ["model_name"], registry=registry
@@ -154,16 +160,22 @@ class WorkerSeries:
 
     def joined(self, worker_id: str, role: Role, num_blocks: int) -> None:
         """A worker is up."""
+        self._gone.pop(worker_id, None)
         self._up.labels(self._model_name, role.value).inc()
         self._lost.labels(self._model_name, role.value)
         self._total.labels(self._model_name, worker_id, role.value).set(num_blocks)
 
     def left(self, worker_id: str, role: Role) -> None:
-        """A worker is gone: its gauges go with it."""
+        """A worker is gone: its gauges go with it, its counters when many more have gone."""
         self._up.labels(self._model_name, role.value).dec()
         self._lost.labels(self._model_name, role.value).inc()
         for gauge in self._gauges:
             gauge.remove(self._model_name, worker_id, role.value)
+        self._gone[worker_id] = None
+        if len(self._gone) > MAX_GONE_WORKERS:
+            first = next(iter(self._gone))
+            del self._gone[first]
+            self._counts.remove_by_labels({"worker": first})
 
     def reported(
         self, worker_id: str, role: Role, load: WorkerLoad, cost_error_ratio: float | None

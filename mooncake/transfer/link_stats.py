@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ LATENCY_BOUNDS_S = (
 MEMORY = "memory"
 """Stands for the NIC where bytes are copied from memory to memory."""
 _MANY_LINKS = 4096
+_QUIET_S = 3600.0
+"""A link over which nothing went for so long is thought to be gone."""
 
 
 class LinkSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +55,7 @@ class _Link:
     num_slices: int = 0
     busy_s: float = 0.0
     idle_since_s: float = 0.0
+    used_s: float = 0.0
     num_retries: int = 0
     num_failures: int = 0
     latency_s: float = 0.0
@@ -76,20 +80,32 @@ class LinkStats:
     def __init__(self, protocol: str) -> None:
         self._protocol = protocol
         self._lock = threading.Lock()
-        self._links: dict[tuple[str, str], _Link] = {}
+        self._links: OrderedDict[tuple[str, str], _Link] = OrderedDict()
+        """The one used last last."""
         self._forgotten = _Link()
+        self._now_s = 0.0
 
     def _link(self, nic: str, peer: str) -> _Link:
         link = self._links.get((nic, peer))
         if link is None:
-            while len(self._links) >= _MANY_LINKS:  # peers come and go for ever: forget the oldest
-                self._forgotten.add(self._links.pop(next(iter(self._links))))
+            self._make_room()
             link = self._links[nic, peer] = _Link()
+        self._links.move_to_end((nic, peer))
+        link.used_s = self._now_s
         return link
+
+    def _make_room(self) -> None:
+        """Peers come and go for ever: forget those that are gone, and what is too much."""
+        while self._links:
+            quiet_s = self._now_s - next(iter(self._links.values())).used_s
+            if len(self._links) < _MANY_LINKS and quiet_s < _QUIET_S:
+                break
+            self._forgotten.add(self._links.popitem(last=False)[1])
 
     def arrived(self, nic: str, peer: str, num_bytes: int, posted_s: float, now_s: float) -> None:
         """A slice has arrived."""
         with self._lock:
+            self._now_s = max(self._now_s, now_s)
             link = self._link(nic, peer)
             link.num_bytes += num_bytes
             link.num_slices += 1

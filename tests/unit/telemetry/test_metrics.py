@@ -20,6 +20,7 @@ from mooncake.telemetry.events import (
     WorkerReported,
 )
 from mooncake.telemetry.metrics import Metrics
+from mooncake.telemetry.series import MAX_GONE_WORKERS
 
 
 def families(metrics: Metrics) -> Iterator[Metric]:
@@ -91,7 +92,13 @@ def accept(metrics: Metrics, name: str, at_s: float, ttft: float = 9.0, tbt: flo
     )
 
 
-def report(metrics: Metrics, at_s: float, role: Role = Role.DECODE, **counters: float) -> None:
+def report(
+    metrics: Metrics,
+    at_s: float,
+    role: Role = Role.DECODE,
+    worker_id: str | None = None,
+    **counters: float,
+) -> None:
     load = WorkerLoad(
         num_running=3,
         num_waiting=2,
@@ -104,7 +111,7 @@ def report(metrics: Metrics, at_s: float, role: Role = Role.DECODE, **counters: 
     )
     metrics.record(
         WorkerReported(
-            worker_id="kv0" if role is Role.KVSTORE else "d0",
+            worker_id=worker_id or ("kv0" if role is Role.KVSTORE else "d0"),
             at_s=at_s,
             role=role,
             load=load,
@@ -248,6 +255,28 @@ def test_gauges_of_a_lost_worker_go_with_it(busy: Metrics) -> None:
     assert value(busy, "kv_cache_usage_perc", **labels) == 0.75
     busy.record(WorkerLeft(worker_id="d0", at_s=7.0, role=Role.DECODE, reason="died"))
     assert value(busy, "kv_cache_usage_perc", **labels) is None
+
+
+def test_counters_of_workers_long_gone_go(busy: Metrics) -> None:
+    """Gateways live longer than the names of workers that came and went."""
+
+    def left(number: int) -> float | None:
+        return value(busy, "worker_events_total", worker=f"d{number}", name="steps")
+
+    for number in range(1, 201):
+        name = f"d{number}"
+        busy.record(WorkerJoined(worker_id=name, at_s=8.0, role=Role.DECODE, num_blocks=100))
+        report(busy, 9.0, worker_id=name, steps=3)
+        busy.record(WorkerLeft(worker_id=name, at_s=9.0, role=Role.DECODE, reason="scaled down"))
+        if number > 1:  # comes and goes all the time
+            busy.record(WorkerJoined(worker_id="d1", at_s=9.0, role=Role.DECODE, num_blocks=1))
+            report(busy, 9.0, worker_id="d1", steps=2)
+            busy.record(WorkerLeft(worker_id="d1", at_s=9.0, role=Role.DECODE, reason="died"))
+    there = [number for number in range(2, 201) if left(number) is not None]
+    assert there == list(range(201 - (MAX_GONE_WORKERS - 1), 201))
+    assert left(1) == 3 + 199 * 2, "its count goes on"
+    assert value(busy, "worker_events_total", worker="d0", name="steps") == 9, "it is up"
+    assert value(busy, "worker_events_total", worker="kv0", name="blocks_evicted") == 2
 
 
 def test_two_metrics_do_not_share_anything(busy: Metrics) -> None:
