@@ -7,6 +7,7 @@ call ends through its callback exactly once, and only when nothing touches its m
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -47,7 +48,7 @@ from mooncake.base.pool_messages import (
     PoolState,
     RemoveBlocks,
 )
-from mooncake.kvstore.block_record import checksum_of
+from mooncake.kvstore.block_memory import BlockMemory, Places, Where
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
 from mooncake.transfer.engine import Op, Region, Transfer, TransferBatch, TransferDone, TransferOp
@@ -103,22 +104,34 @@ class _Call:
         return min(self.at.deadline_s, self.at.answer_by_s)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Put(_Call):
+    memory: BlockMemory
     blocks: dict[BlockKey, int] = field(default_factory=dict)
-    """Key -> byte offset in our memory."""
+    """Key -> byte offset in that memory."""
     granted: list[BlockKey] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
     done: Wrote = lambda _written: None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Get(_Call):
+    places: Places
     keys: list[BlockKey] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
     num_blocks: int = 0
     checksums: list[int] = field(default_factory=list)
     done: Got = lambda _count: None
+
+    def looked_at(self) -> tuple[int | MooncakeError, list[BlockKey]]:
+        """Return how many blocks, from the first on, are what was promised, and one that is not."""
+        memory, offsets = self.places.memory, self.places.offsets
+        try:
+            for number, checksum in enumerate(self.checksums[: self.num_blocks]):
+                if checksum and memory.checksum(offsets[number]) != checksum:
+                    return number, [self.keys[number]]
+        except TransferError as error:  # of a device
+            return error, []
+        return self.num_blocks, []
 
 
 @dataclass
@@ -127,7 +140,9 @@ class _Ask(_Call):
 
 
 class PoolClient:
-    """All calls of one client. Blocks lie packed in its memory, as in the pool's."""
+    """All calls of one client. Blocks lie packed in its own memory, as in the pool's, and in memory
+    that was registered besides in the shape it has.
+    """
 
     def __init__(
         self,
@@ -139,8 +154,8 @@ class PoolClient:
         timeout_s: float = 10.0,
     ) -> None:
         """Calls go to `store`, or to the pool of this client's node once the gateway names it."""
-        self._layout = layout
         self._ports = ports
+        self._memory = BlockMemory.packed(ports.region, layout)
         self._store = store
         self._timeout_s = timeout_s
         self._membership = Membership(
@@ -165,20 +180,21 @@ class PoolClient:
     def put_from(
         self,
         keys: Sequence[BlockKey],
-        offsets: Sequence[int],
+        offsets: Where,
         done: Wrote,
         now: float,
         tenant: str = "",
         at: Attempt | None = None,
     ) -> None:
-        """Write blocks, a run of one chain, that lie at byte `offsets` of our memory. They must not
-        change before `done`.
+        """Write blocks, a run of one chain, that lie at byte `offsets` of our memory, or elsewhere.
+        They must not change before `done`. Raises ValueError for places that there are not.
         """
+        places = self._places(keys, offsets)
         at = at or self._own(done, now)
         if at is None:
             return
-        blocks = dict(zip(keys, offsets, strict=True))
-        call = _Put(at, done, blocks=blocks, done=done)
+        blocks = dict(zip(keys, places.offsets, strict=True))
+        call = _Put(at, done, memory=places.memory, blocks=blocks, done=done)
         ticket = self._open(call)
         self._send(
             at.store, PutStart(writer=self._worker, ticket=ticket, keys=list(blocks), tenant=tenant)
@@ -187,18 +203,19 @@ class PoolClient:
     def get_into(
         self,
         keys: Sequence[BlockKey],
-        offsets: Sequence[int],
+        offsets: Where,
         done: Got,
         now: float,
         at: Attempt | None = None,
     ) -> None:
-        """Read a run of blocks to byte `offsets` of our memory, whose content is lost even when
-        less comes.
+        """Read a run of blocks to byte `offsets` of our memory, or elsewhere, whose content is lost
+        even when less comes. Raises ValueError for places that there are not.
         """
+        places = self._places(keys, offsets)
         at = at or self._own(done, now)
         if at is None:
             return
-        call = _Get(at, done, keys=list(keys), offsets=list(offsets), done=done)
+        call = _Get(at, done, places=places, keys=list(keys), done=done)
         ticket = self._open(call)
         self._send(at.store, PinBlocks(reader=self._worker, ticket=ticket, keys=list(keys)))
 
@@ -332,8 +349,10 @@ class PoolClient:
             call.done([])
             return
         offsets = [call.blocks[key] for key in message.keys]
-        self._move(message.ticket, call, Op.WRITE, message.places, offsets)
-        call.checksums = [self._checksum(offset) for offset in offsets]  # while they travel
+        ops = call.memory.ops(offsets, message.places)
+        self._move(message.ticket, call, Op.WRITE, ops, message.places)
+        with contextlib.suppress(TransferError):  # of a device: the node hashes them itself
+            call.checksums = [call.memory.checksum(offset) for offset in offsets]  # as they travel
 
     def _put_ended(self, ticket: int, call: _Put, error: str | None) -> None:
         written = call.granted if error is None else []
@@ -366,35 +385,20 @@ class PoolClient:
             self._send(call.at.store, Unpin(reader=self._worker, ticket=message.ticket))
             call.done(0)
             return
-        offsets = call.offsets[: call.num_blocks]
-        self._move(message.ticket, call, Op.READ, message.places, offsets)
+        places = call.places[: call.num_blocks]
+        ops = places.memory.ops(places.offsets, message.places)
+        self._move(message.ticket, call, Op.READ, ops, message.places)
 
     def _get_ended(self, ticket: int, call: _Get, error: str | None) -> None:
-        corrupt: list[BlockKey] = []
-        whole = call.num_blocks
-        if error is None:
-            for number, checksum in enumerate(call.checksums[: call.num_blocks]):
-                if checksum and self._checksum(call.offsets[number]) != checksum:
-                    whole, corrupt = number, [call.keys[number]]
-                    break
-        call.done(whole if error is None else TransferError(error))
+        answer, corrupt = call.looked_at() if error is None else (TransferError(error), [])
+        call.done(answer)
         self._send(call.at.store, Unpin(reader=self._worker, ticket=ticket, corrupt=corrupt))
 
     # ------------------------------------------------------------------ both
 
     def _move(
-        self, ticket: int, call: _Call, op: Op, places: BlockPlaces, offsets: list[int]
+        self, ticket: int, call: _Call, op: Op, ops: list[TransferOp], places: BlockPlaces
     ) -> None:
-        size, stride = self._layout.slice_bytes, places.layer_stride
-        num_pieces = self._layout.num_layers
-        if stride == size:  # packed there too: the block is one piece
-            size, num_pieces = self._layout.block_bytes, 1
-        region = self._ports.region.region_id
-        ops = [
-            TransferOp(region, here + n * size, places.region, there + n * stride, size)
-            for here, there in zip(offsets, places.offsets, strict=False)
-            for n in range(num_pieces)
-        ]
         call.batch_id = self._ports.transfer.submit(
             TransferBatch(op=op, peer=places.segment, ops=ops, deadline_s=call.at.deadline_s)
         )
@@ -459,8 +463,11 @@ class PoolClient:
             self._send(call.at.store, PutEnd(writer=self._worker, ticket=ticket, dropped=dropped))
         call.fail(error)
 
-    def _checksum(self, offset: int) -> int:
-        return checksum_of(self._ports.region.buffer[offset : offset + self._layout.block_bytes])
+    def _places(self, keys: Sequence[BlockKey], where: Where) -> Places:
+        """Return where blocks of ours lie. Raises ValueError."""
+        if len(keys) != len(where):
+            raise ValueError(f"{len(where)} places for {len(keys)} blocks")
+        return where if isinstance(where, Places) else self._memory.at(where)
 
     def _send(
         self,

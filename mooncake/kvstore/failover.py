@@ -16,6 +16,7 @@ import msgspec
 
 from mooncake.base import BlockKey, MooncakeError, PeerLost, Tier, Unavailable, Welcome, WorkerRef
 from mooncake.base.pool_messages import HoldersFound, Keep
+from mooncake.kvstore.block_memory import Where
 from mooncake.kvstore.client import Attempt, Found, Got, Kept, PoolClient, Removed, Stated, Wrote
 
 MAX_ATTEMPTS = 3
@@ -117,7 +118,7 @@ class FailoverClient:
     def put_from(
         self,
         keys: Sequence[BlockKey],
-        offsets: Sequence[int],
+        offsets: Where,
         done: Wrote,
         now: float,
         tenant: str = "",
@@ -129,9 +130,7 @@ class FailoverClient:
 
         self._begin(start, done, now)
 
-    def get_into(
-        self, keys: Sequence[BlockKey], offsets: Sequence[int], done: Got, now: float
-    ) -> None:
+    def get_into(self, keys: Sequence[BlockKey], offsets: Where, done: Got, now: float) -> None:
         """As `PoolClient.get_into`; what one node does not give, others that hold it are asked
         for.
         """

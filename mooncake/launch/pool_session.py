@@ -25,12 +25,14 @@ from mooncake.base import (
     Role,
     SystemIds,
     Tier,
+    TransferError,
     Unavailable,
     WorkerHello,
     WorkerRef,
 )
 from mooncake.base.pool_messages import BlocksKept, Keep, PoolState
 from mooncake.kvstore import values
+from mooncake.kvstore.block_memory import BlockMemory, Where
 from mooncake.kvstore.client import ClientPorts, PoolClient
 from mooncake.kvstore.failover import MAX_ATTEMPTS, FailoverClient
 from mooncake.launch import machine_facts
@@ -38,6 +40,8 @@ from mooncake.launch.client import Client
 from mooncake.launch.driver import Driver
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.backends.tcp import TcpSettings
+from mooncake.transfer.device import DeviceMemory
+from mooncake.transfer.engine import Region
 from mooncake.transfer.factory import TransferConfig, open_transfer, usable_protocols
 
 CONNECT_POLL_S = 0.02
@@ -171,19 +175,58 @@ class PoolSession:
         """
         return self._region.buffer
 
+    def register(
+        self, *pieces: memoryview | DeviceMemory, layer_stride: int | None = None
+    ) -> BlockMemory:
+        """Have blocks go from and come to memory of the caller's own, which stays where it is until
+        `unregister`; `at` of what is returned names places in it.
+
+        Args:
+            pieces: writable host memory (of a tensor: `memoryview(t.view(torch.uint8).numpy())`)
+                or a device's, one piece for all layers or one for each.
+            layer_stride: bytes between the slices of a block in one piece; None: blocks lie packed.
+
+        Raises:
+            ValueError: another number of layers, or slices that overlap.
+            TransferError: memory that cannot be registered.
+        """
+        layout, regions = self._config.layout, list[Region]()
+        try:
+            for piece in pieces:
+                regions.append(self._register(piece))
+            if len(regions) != 1:
+                return BlockMemory.layered(regions, layout)
+            return BlockMemory.strided(regions[0], layout, layer_stride or layout.slice_bytes)
+        except (ValueError, TransferError):
+            for region in regions:
+                self._transfer.unregister(region)
+            raise
+
+    def unregister(self, memory: BlockMemory) -> None:
+        """Withdraw memory that was registered: calls that still use it fail, and when this returns
+        nothing touches it any more.
+        """
+        for region in memory.regions:
+            self._transfer.unregister(region)
+
+    def _register(self, piece: memoryview | DeviceMemory) -> Region:
+        if isinstance(piece, memoryview):
+            return self._transfer.register(piece, "pool-session")
+        return self._transfer.register_device(piece, "pool-session")
+
     def put_from(
-        self, keys: Sequence[BlockKey], offsets: Sequence[int], tenant: str = ""
+        self, keys: Sequence[BlockKey], offsets: Where, tenant: str = ""
     ) -> list[BlockKey]:
-        """Store blocks, a run of one chain, that lie at `offsets` in `memory`; return those that
-        were written. Nothing is copied on the way.
+        """Store blocks, a run of one chain, that lie at `offsets` in `memory` or at places in what
+        was registered; return those that were written. Nothing is copied on the way.
         """
         start = partial(FailoverClient.put_from, keys=keys, offsets=offsets, tenant=tenant)
         written: list[BlockKey] = self._call(start)
         return written
 
-    def get_into(self, keys: Sequence[BlockKey], offsets: Sequence[int]) -> int:
-        """Bring a run of blocks to `offsets` in `memory`; return how many came, from the first on.
-        Nothing is copied on the way.
+    def get_into(self, keys: Sequence[BlockKey], offsets: Where) -> int:
+        """Bring a run of blocks to `offsets` in `memory` or to places in what was registered;
+        return how many came, from the first on. Nothing is copied on the way.
         """
         count: int = self._call(partial(FailoverClient.get_into, keys=keys, offsets=offsets))
         return count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import pytest
 from mooncake.base import (
     KvLayout,
     MonotonicClock,
+    MooncakeError,
     Role,
     Tier,
     TransferError,
@@ -21,7 +23,9 @@ from mooncake.launch import machine_facts
 from mooncake.launch.driver import Driver
 from mooncake.launch.pool_session import PoolSession, PoolSessionConfig
 from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.transfer.device import read_now, write_now
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from tests.support.fake_device import FakeDeviceMemory
 
 LAYOUT = KvLayout(num_layers=3, block_tokens=8, kv_width=40, dtype="float16", fingerprint="test")
 SECRET = "a secret of this test"
@@ -89,6 +93,60 @@ def test_blocks_go_straight_from_and_to_registered_memory(session: PoolSession) 
     assert session.get_into([key(1), key(2), key(3)], [3 * size, 0, size]) == 2
     assert bytes(session.memory[3 * size :]) == data(1)
     assert bytes(session.memory[:size]) == data(2)
+
+
+@pytest.mark.parametrize("shape", ["pages of one tensor", "a tensor for each layer"])
+def test_blocks_of_another_engine_go_straight_from_and_to_its_pages(
+    session: PoolSession, shape: str
+) -> None:
+    size, num_pages = LAYOUT.slice_bytes, 6
+    tensors = [random.Random(n).randbytes(num_pages * size) for n in range(LAYOUT.num_layers)]
+    joined = [b"".join(tensors)] if shape.startswith("pages") else tensors
+    mine, theirs = ([memoryview(bytearray(one)) for one in joined] for _ in range(2))
+    for one in theirs:
+        one[:] = bytes(len(one))
+    stride = num_pages * size if len(joined) == 1 else None
+    source, target = (session.register(*each, layer_stride=stride) for each in (mine, theirs))
+    pages, blocks = [4, 0, 3], [key(n) for n in range(3)]
+    assert session.put_from(blocks, source.at([page * size for page in pages])) == blocks
+    packed = [b"".join(t[p * size : (p + 1) * size] for t in tensors) for p in pages]
+    assert session.get(blocks) == packed, "in the pool the layers of a block lie together"
+    assert session.get_into([*blocks, key(9)], target.at([n * size for n in (5, 2, 1, 0)])) == 3
+    layers = b"".join(theirs)
+    for page, block in zip((5, 2, 1), packed, strict=True):
+        starts = [(layer * num_pages + page) * size for layer in range(LAYOUT.num_layers)]
+        assert b"".join(layers[at : at + size] for at in starts) == block
+    session.unregister(source)
+    with pytest.raises(MooncakeError, match="not registered"):
+        session.put_from([key(7)], source.at([0]))
+
+
+def test_blocks_go_from_and_to_the_memory_of_a_device(session: PoolSession) -> None:
+    device = FakeDeviceMemory(4 * LAYOUT.block_bytes)
+    device.is_strict = False
+    write_now(device, [(0, LAYOUT.block_bytes)], memoryview(bytearray(data(5))))
+    memory = session.register(device)
+    assert session.put_from([key(5)], memory.at([0])) == [key(5)]
+    assert session.get_into([key(5)], memory.at([2 * LAYOUT.block_bytes])) == 1
+    assert read_now(device, [(2 * LAYOUT.block_bytes, LAYOUT.block_bytes)]) == data(5)
+    device.fails = lambda kind: "broken" if kind == "out" else None
+    with pytest.raises(TransferError, match="broken"):
+        session.get_into([key(5)], memory.at([0]))
+    device.fails = lambda _kind: None
+    assert session.stat().num_pinned == 0
+
+
+def test_places_that_there_are_not_are_refused_before_anybody_is_asked(
+    session: PoolSession,
+) -> None:
+    with pytest.raises(ValueError, match="the last may begin at"):
+        session.get_into([key(1)], [4 * session.block_bytes])
+    with pytest.raises(ValueError, match="2 places for 1 blocks"):
+        session.put_from([key(1)], [0, session.block_bytes])
+    with pytest.raises(TransferError, match="writable"):
+        session.register(memoryview(bytes(session.block_bytes)))
+    with pytest.raises(ValueError, match="2 regions for 3 layers"):
+        session.register(*(memoryview(bytearray(9)) for _ in range(2)))
 
 
 def test_data_of_the_wrong_size_is_refused(session: PoolSession) -> None:
