@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
     reason = "not asked for" if args.no_upstream else upstream.prepare("transfer", list(argv))
     sizes = [parse_bytes(text) for text in args.sizes.split(",")]
     cases = [(size, int(batch)) for batch in args.batches.split(",") for size in sizes]
-    world = World(with_upstream=reason is None, polls=args.poll, apart=args.apart)
+    world = World(with_upstream=reason is None, apart=args.apart)
     try:
         speeds = measure(world.ways, cases, args.rounds)
     finally:
@@ -147,9 +147,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batches", default="1,16", help="blocks of a batch")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-upstream", action="store_true")
-    parser.add_argument(
-        "--poll", action="store_true", help="our batches end by descriptor, as workers' do"
-    )
     parser.add_argument(
         "--apart", action="store_true", help="each end has cores of its own, as on two machines"
     )

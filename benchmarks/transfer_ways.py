@@ -6,7 +6,6 @@ returns seconds; a batch has ended at both ends before the next begins.
 from __future__ import annotations
 
 import multiprocessing
-import select
 import socket
 import struct
 import threading
@@ -113,12 +112,8 @@ def receive_blocks(listener: socket.socket, lane: int, width: int, target: memor
 class Ours:
     """Our transfer engine, one batch after the other."""
 
-    def __init__(
-        self, transfer: RoutedTransfer, peer: tuple[SegmentRef, int], op: Op, *, polls: bool
-    ) -> None:
-        """`polls`: learn of ends as a worker does, by the descriptor, instead of waiting."""
+    def __init__(self, transfer: RoutedTransfer, peer: tuple[SegmentRef, int], op: Op) -> None:
         self._transfer = transfer
-        self._polls = polls
         self._segment, self._remote = peer
         self._region = transfer.allocate(BUFFER_BYTES, "benchmark").region_id
         self._op = op
@@ -129,11 +124,7 @@ class Ours:
         for starts in plan:
             ops = [TransferOp(self._region, at, self._remote, at, size) for at in starts]
             self._transfer.submit(TransferBatch(op=self._op, peer=self._segment, ops=ops))
-            if self._polls:
-                select.select([self._transfer], [], [])
-                [done] = self._transfer.poll()
-            else:
-                [done] = self._transfer.wait()
+            [done] = self._transfer.wait()
             if done.error is not None:
                 raise RuntimeError(done.error)
         return time.perf_counter() - begun
@@ -180,7 +171,7 @@ def serve(pipe: Connection) -> None:
 class World:
     """All ways, and the processes at their other ends. Leaving the context ends them."""
 
-    def __init__(self, *, with_upstream: bool, polls: bool, apart: bool) -> None:
+    def __init__(self, *, with_upstream: bool, apart: bool) -> None:
         """`apart`: each end has cores of its own.
 
         Raises RuntimeError when upstream does not start.
@@ -202,10 +193,10 @@ class World:
             "memcpy": Memcpy(source),
             "raw socket": RawSockets(source, ports[:1]),
             "raw sockets": RawSockets(source, ports[1:]),
-            "tcp write": Ours(tcp, tcp_peer, Op.WRITE, polls=polls),
-            "tcp read": Ours(tcp, tcp_peer, Op.READ, polls=polls),
-            "shm write": Ours(shm, shm_peer, Op.WRITE, polls=polls),
-            "shm read": Ours(shm, shm_peer, Op.READ, polls=polls),
+            "tcp write": Ours(tcp, tcp_peer, Op.WRITE),
+            "tcp read": Ours(tcp, tcp_peer, Op.READ),
+            "shm write": Ours(shm, shm_peer, Op.WRITE),
+            "shm read": Ours(shm, shm_peer, Op.READ),
         }
         if with_upstream:
             place = self._upstream[0].call("place")

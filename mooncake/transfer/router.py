@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import select
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mooncake.base.clock import Clock
@@ -273,22 +272,14 @@ class RoutedTransfer:
 
     def wait(self, timeout_s: float | None = None) -> Sequence[TransferDone]:
         """Return the batches that ended since the last call as soon as there is one; none after
-        `timeout_s`, and when a peer's notice waits to be taken.
-
-        For callers who have nothing else to do: bytes are moved in their thread where that spares
-        waking another.
+        `timeout_s`, and when a peer's notice waits to be taken. For callers who have nothing else
+        to do.
         """
         done = self.poll()
         if not done:
-            until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-            for backend in self._backends:
-                backend.assist(self._book.fileno(), until_s)
-            done = self.poll()
-        if not done:
             poller = select.poll()
             poller.register(self._book.fileno(), select.POLLIN)
-            left_s = until_s - time.monotonic()
-            poller.poll(None if timeout_s is None else max(0.0, 1000 * left_s))
+            poller.poll(None if timeout_s is None else max(0.0, 1000 * timeout_s))
             done = self.poll()
         return done
 

@@ -165,11 +165,8 @@ class CopyPool:
 
     def pump(self) -> None:
         """Without threads: copy all parts queued so far, in the caller's thread."""
-        if not self._threads:
-            self.help()
-
-    def help(self) -> None:
-        """Copy parts queued so far, in the caller's thread, as long as no other has taken them."""
+        if self._threads:
+            return
         for _ in range(len(self._parts)):
             with self._ready:
                 if not self._parts:

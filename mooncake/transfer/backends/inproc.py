@@ -117,9 +117,6 @@ class InprocBackend:
     def pump(self) -> None:
         self._pool.pump()
 
-    def assist(self, _wake_fd: int, _until_s: float) -> None:
-        self._pool.help()
-
     def close(self) -> None:
         self._fabric.detach(self._engine_id)
 

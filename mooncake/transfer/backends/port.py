@@ -44,10 +44,5 @@ class Backend(Protocol):
     def pump(self) -> None:
         """Do what this backend does in the driver's own thread (called by every `poll`)."""
 
-    def assist(self, wake_fd: int, until_s: float, /) -> None:
-        """The caller waits for a batch and has nothing else to do: move bytes in its thread, until
-        there are none to move, `wake_fd` is readable or it is `until_s` (of `time.monotonic`).
-        """
-
     def close(self) -> None:
         """Refuse peers and free everything; open jobs were told to stop before."""

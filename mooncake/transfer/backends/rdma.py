@@ -167,9 +167,6 @@ class RdmaBackend:
     def pump(self) -> None:
         """Nothing: all work is done in the loop."""
 
-    def assist(self, _wake_fd: int, _until_s: float) -> None:
-        """Nothing, for the same reason."""
-
     def close(self) -> None:
         """Refuse peers, tear all paths down; done when the loop has ended."""
         self.loop.post(self._close)

@@ -92,9 +92,6 @@ class ShmBackend:
     def pump(self) -> None:
         self._pool.pump()
 
-    def assist(self, _wake_fd: int, _until_s: float) -> None:
-        self._pool.help()
-
     def close(self) -> None:
         """Refuse peers and let go of their memory; done when the loop has ended."""
         self._owner.close()

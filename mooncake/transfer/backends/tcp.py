@@ -13,7 +13,6 @@ from mooncake.base.errors import ConfigError
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backends.io_loop import IoLoop
 from mooncake.transfer.backends.port import Router
-from mooncake.transfer.backends.tcp_lane import Lane
 from mooncake.transfer.backends.tcp_peer import PeerLimits, TcpPeer
 from mooncake.transfer.backends.tcp_server import ServerLimits, TcpServer
 from mooncake.transfer.batches import Job
@@ -56,8 +55,6 @@ class TcpBackend:
         self._settings = settings
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], TcpPeer] = {}
-        self._begun: Lane | None = None
-        """Where the last batch was begun in its own thread."""
         self.stats = LinkStats(self.protocol)
         self._server = TcpServer(
             settings.bind_host,
@@ -88,7 +85,7 @@ class TcpBackend:
         endpoint = job.peer.endpoints[self.protocol]
         try:
             with self._lock:
-                self._begun = self._peer(endpoint, job.peer.engine_id).put(job)
+                self._peer(endpoint, job.peer.engine_id).put(job)
         except ConfigError as error:
             self._router.decline(job, error.message)
 
@@ -122,11 +119,6 @@ class TcpBackend:
 
     def pump(self) -> None:
         """Nothing: all work is done in the I/O loops."""
-
-    def assist(self, wake_fd: int, until_s: float) -> None:
-        lane, self._begun = self._begun, None
-        if lane is not None:
-            lane.attend(wake_fd, until_s)
 
     def close(self) -> None:
         """Refuse peers and break all streams; done when the loops have ended."""

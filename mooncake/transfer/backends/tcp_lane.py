@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import select
 import socket
 import struct
 import threading
@@ -36,7 +35,6 @@ from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
 
 _ANSWERS = frozenset((wire.DONE, wire.DATA, wire.REFUSED))
 _MAX_IOVECS = 1024
-_LOOK_MS = 20
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -85,8 +83,8 @@ class Lane:
         self._limits = limits
         self._sock: socket.socket | None = None
         self._events = 0
-        self._attendant: int | None = None
-        """The thread that waits for the socket now instead of the loop."""
+        self._taken_over = False
+        """A caller's thread, which has the lock, sees to the socket now instead of the loop."""
         self._handshake: ConnectingSide | None = None
         self._connection_id = ""
         self._timer: Timer | None = None
@@ -122,7 +120,8 @@ class Lane:
             if sock is None or self.state is not LaneState.READY or self._requests:
                 return False
             # The answer may come before all is sent: the loop need not wake for it.
-            self._take_over(sock)
+            self._taken_over = True
+            self.loop.modify(sock.fileno(), 0)
             try:
                 self._pump()
                 if self._requests and self._requests[0].part.job.op is Op.WRITE:
@@ -130,55 +129,12 @@ class Lane:
             except (OSError, ProtocolError, RangeRefused) as error:
                 self.loop.post(functools.partial(self._abort_if, sock, str(error)))
             finally:
-                self._hand_back(sock)
+                self._taken_over = False
+                if self._sock is sock:
+                    self.loop.modify(sock.fileno(), self._events)
             return True
         finally:
             self._lock.release()
-
-    def attend(self, wake_fd: int, until_s: float) -> None:
-        """Do the loop's work for what is in hand in the caller's thread, until it is done,
-        `wake_fd` is readable or time is up: whoever waits for it anyway need not be woken.
-        """
-        with self._lock:
-            sock = self._sock
-            if self._attendant is not None or not self._requests or sock is None:
-                return
-            fd = sock.fileno()
-            self._take_over(sock)
-        poller = select.poll()
-        poller.register(wake_fd, READABLE)
-        try:
-            is_over = False
-            while not is_over and time.monotonic() < until_s:
-                poller.register(fd, self._events)
-                # Should the stream break meanwhile, it is not held on to for longer.
-                found = dict(poller.poll(_LOOK_MS))
-                is_over = wake_fd in found or self._attend_once(sock, found.get(fd, 0))
-        except (OSError, ProtocolError, RangeRefused) as error:
-            self.loop.post(functools.partial(self._abort_if, sock, str(error)))
-        finally:
-            with self._lock:
-                self._hand_back(sock)
-
-    def _take_over(self, sock: socket.socket) -> None:
-        """The loop is to leave the socket alone, but for its end."""
-        self._attendant = threading.get_ident()
-        self.loop.modify(sock.fileno(), 0)
-
-    def _hand_back(self, sock: socket.socket) -> None:
-        if self._sock is sock:
-            self._attendant = None
-            self.loop.modify(sock.fileno(), self._events)
-
-    def _attend_once(self, sock: socket.socket, events: int) -> bool:
-        """Send and receive what can be; return whether there is nothing more to wait for."""
-        with self._lock:
-            if self._sock is sock and self._requests:
-                if events & WRITABLE:
-                    self._flush()
-                if events & ~WRITABLE:
-                    self._receive(sock)
-            return self._sock is not sock or not self._requests
 
     def _abort_if(self, sock: socket.socket, reason: str) -> None:
         if self._sock is sock:  # else the loop has found out by itself
@@ -277,7 +233,6 @@ class Lane:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
             self._sock.close()
             self._sock = None
-            self._attendant = None
         self._requests.clear()
         self._unsent.clear()
         self._num_bytes = 0
@@ -377,10 +332,8 @@ class Lane:
     def _watch(self, events: int) -> None:
         if events != self._events and self._sock is not None:
             self._events = events
-            if self._attendant is None:
+            if not self._taken_over:
                 self.loop.modify(self._sock.fileno(), events)
-            elif self._attendant != threading.get_ident():  # it does not know what it waits for
-                self.loop.modify(self._sock.fileno(), events & WRITABLE)
 
     # ------------------------------------------------------------- receiving
 

@@ -80,8 +80,8 @@ class TcpPeer:
         to_tell = self._unfenced and self._reachable
         return not (self._queue or self._awaiting_fence or to_tell or self.num_connected)
 
-    def put(self, job: Job) -> Lane | None:
-        """Queue the slices of `job`; return the stream the caller has begun to send on, if any."""
+    def put(self, job: Job) -> None:
+        """Queue the slices of `job`, and begin to send in the caller's thread where that helps."""
         slices = plan_slices(job.ops, len(self._lanes), self._limits.slices)
         job.expect(len(slices))
         with self._lock:
@@ -90,14 +90,11 @@ class TcpPeer:
                 self._queue.extend(Part(job, part) for part in slices)
         if closed:
             job.stop("the transfer engine is closed")
-            return None
+            return
         # What fits one slice goes in the caller's thread: waking a loop for it took a tenth longer.
-        if job.num_bytes <= self._limits.slices.target_bytes:
-            for lane in self._lanes:
-                if lane.try_send():
-                    return lane
-        self._wake(len(slices))
-        return None
+        is_small = job.num_bytes <= self._limits.slices.target_bytes
+        if not (is_small and any(lane.try_send() for lane in self._lanes)):
+            self._wake(len(slices))
 
     def _wake(self, num_parts: int) -> None:
         # Those that are connected first: a small batch needs no second stream. One that has to

@@ -257,9 +257,6 @@ class Fussy(Backend):
     def pump(self) -> None:
         pass
 
-    def assist(self, wake_fd: int, until_s: float) -> None:
-        pass
-
     def close(self) -> None:
         pass
 

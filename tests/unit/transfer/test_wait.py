@@ -1,4 +1,4 @@
-"""Waiting for a batch lends its engine a thread: the same endings, bytes and rules."""
+"""Waiting for a batch in one call: every ending once, in time, with every byte."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_pieces_all_over_a_batch_arrive(opened: Open, protocol: str) -> None:
 
 
 def test_many_turns_go_over_one_stream_that_nobody_thinks_broken(opened: Open) -> None:
-    """The loop may hear of an answer that the waiting thread has taken: it is not the end."""
+    """The loop may hear of an answer that the submitting thread has taken: it is not the end."""
     owner, us = opened("tcp", "owner"), opened("tcp", "us")
     theirs, ours = owner.allocate(MIB, "theirs"), us.allocate(MIB, "ours")
     proxy = Proxy(owner.segment.endpoints["tcp"], num_cuts=0, cut_after=0)
