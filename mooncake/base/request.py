@@ -116,6 +116,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return a 503: another placement, or a later try, may go well."""
         return cls(status=503, error_type="ServiceUnavailableError", message=message)
 
+    @classmethod
+    def turned_away(cls, message: str) -> Failure:
+        """Return a 429: a worker takes nothing (more) now, and has not tried."""
+        return cls(status=429, error_type="RateLimitError", message=message)
+
 
 class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """New output tokens. `start` is the output position of the first, so a repeat can be

@@ -2,7 +2,7 @@
 arrived.
 
 Queues: tasks without room wait in `_waiting`, by class and turn (bound `max_reservations`; a full
-one is answered with 503). Pages that a prefill worker may be writing to are never freed before it
+one turns it away). Pages that a prefill worker may be writing to are never freed before it
 said `PushEnded` (or `KVReady`) or was lost and quarantined.
 """
 
@@ -116,12 +116,12 @@ class DecodeWorker:
         job = DecodeJob(order, keys)
         self._jobs[job.request_id] = job
         if self.instance.draining:
-            self._fail(job, Failure.unavailable("this decode worker is shutting down"))
+            self._fail(job, Failure.turned_away("this decode worker is shutting down"))
         elif not can_ever_fit(layout.num_blocks(job.num_tokens), self.instance.pool.num_blocks):
             message = f"{job.num_tokens} tokens do not fit the KV memory of a decode worker"
             self._fail(job, Failure(status=400, error_type="BadRequestError", message=message))
         elif len(self._waiting) >= self.instance.config.max_reservations:
-            self._fail(job, Failure.unavailable("the decode queue is full"))
+            self._fail(job, Failure.turned_away("the decode queue is full"))
         else:
             insort(self._waiting, job, key=DecodeJob.rank)
 
@@ -235,7 +235,7 @@ class DecodeWorker:
         )
         if not self.instance.engine.add(sequence, now):
             self.instance.pool.release(pages)
-            self._fail(job, Failure.unavailable("the decode batch queue is full"))
+            self._fail(job, Failure.turned_away("the decode batch queue is full"))
             return
         job.sequence, job.stage = sequence, Stage.RUNNING
         self._by_sequence[sequence.sequence_id] = job

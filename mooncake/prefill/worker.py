@@ -1,7 +1,7 @@
 """The prefill worker: a state machine that turns `PrefillTask`s into KV on decode's pages and one
 first token.
 
-Queues: tasks wait in the engine's waiting queue (bounded there; a full one is answered with 503);
+Queues: tasks wait in the engine's waiting queue (bounded there; a full one turns it away);
 reservations that overtook their task wait in `_early` (bounded by `MAX_EARLY`, answered with
 `PushEnded` when it takes too long).
 """
@@ -139,7 +139,7 @@ class PrefillWorker:
         job = PrefillJob(order, keys, instance.open_push())
         self._jobs[job.request_id] = job
         if instance.draining:
-            self._fail(job, Failure.unavailable("this prefill worker is shutting down"), now)
+            self._fail(job, Failure.turned_away("this prefill worker is shutting down"), now)
             return
         reusable = keys[: (len(tokens) - 1) // layout.block_tokens]
         if request.sampling.num_prompt_logprobs is not None:
@@ -174,7 +174,7 @@ class PrefillWorker:
         )
         if not instance.engine.add(sequence, now):
             instance.pool.release(pages)
-            self._fail(job, Failure.unavailable("the prefill queue is full"), now)
+            self._fail(job, Failure.turned_away("the prefill queue is full"), now)
             return
         job.sequence, job.stage = sequence, Stage.COMPUTING
         self._by_sequence[sequence.sequence_id] = job

@@ -6,11 +6,11 @@ the roster's knowledge, where a request goes is the Conductor's choice. No text 
 
     submit ─► permit ─► place ──► tasks sent ─► tokens in order ─► final event
                 │         │ ▲                        │
-              refused   refused └── wait for a worker ◄─┘ worker lost, failed or stalled
+              refused   refused └── wait for a worker ◄─┘ worker lost, full, failed or stalled
 
-Who waits (`waiting`): requests that lost their worker, and batch work until there is something idle
-to fill. Batch yields: where another request finds no room on decode, it goes back to wait, with
-what it has so far.
+Who waits (`waiting`): requests whose worker was lost or full, and batch work until there is
+something idle to fill. Batch yields: where another request finds no room on decode, it goes back to
+wait, with what it has so far.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mooncake.base import (
     GenerateRequest,
     InvalidRequest,
     MooncakeError,
+    Overloaded,
     Priority,
     RequestOutput,
     RequestState,
@@ -58,7 +59,6 @@ from mooncake.scheduler.roster import Roster
 from mooncake.scheduler.waiting import WaitingRoom
 from mooncake.telemetry.events import (
     Accepted,
-    Finished,
     FirstToken,
     Refused,
     Requeued,
@@ -66,6 +66,8 @@ from mooncake.telemetry.events import (
 )
 
 SCAN_STALLED_S = 1.0
+RETRY_FULL_S = 1.0
+"""A worker that has turned a request away twice is not asked again sooner."""
 MAX_YIELDING = 8
 """Batch requests that make room for one newcomer, at most."""
 
@@ -154,14 +156,14 @@ class RequestDesk:
         """Place again what needed this worker. Roster and Conductor know of the loss already."""
         for request_id in self._dispatch.forget(worker_id):
             record = self._requests.get(request_id)
-            if record is not None and _needs(record, worker_id):
+            if record is not None and record.needs(worker_id):
                 self._requeue(record, f"worker {worker_id} was lost", now)
 
     def move_from(self, worker_id: str, now: float) -> None:
         """Place elsewhere what needs this worker, which lives and takes nothing new."""
         for request_id in self._dispatch.of(worker_id):
             record = self._requests.get(request_id)
-            if record is not None and _needs(record, worker_id):
+            if record is not None and record.needs(worker_id):
                 reason = f"worker {worker_id} changes its role"
                 self._requeue(record, reason, now, blameless=True)
 
@@ -310,7 +312,23 @@ class RequestDesk:
             self._dispatch.begin(record, result, now)
         elif result.permanent:
             self._finish(record, FinishReason.ERROR, now, failure=result.failure())
-        elif self._waiting.offer(record, now):
+        else:
+            self._wait(record, reason, now)
+
+    def _turned_away(self, record: RequestRecord, reason: str, now: float, worker_id: str) -> None:
+        """A worker takes no more, which is no failure: the request waits for room, there or with
+        others.
+        """
+        self._take_off(record, reason, now, worker_id)
+        record.num_paused += 1
+        if worker_id in record.exclude:
+            record.retry_s = now + RETRY_FULL_S
+        record.exclude.add(worker_id)
+        self.counters["requests_turned_away"] += 1
+        self._wait(record, reason, now)
+
+    def _wait(self, record: RequestRecord, reason: str, now: float) -> None:
+        if self._waiting.offer(record, now):
             record.wait_until_s = now + self._config.replace_wait_s
         else:
             text = f"Too many requests wait for a worker to take over ({reason}). Retry later."
@@ -323,7 +341,7 @@ class RequestDesk:
             record = self._requests.get(request_id)
             if record is None:
                 continue  # ended by the sink of another one meanwhile
-            if self._finish_if_ended(record, now):
+            if now < record.retry_s or self._finish_if_ended(record, now):
                 continue
             result = self._place(record, now)
             if isinstance(result, Placement):
@@ -420,7 +438,10 @@ class RequestDesk:
             self._finish(record, FinishReason.ERROR, now, failure=failure, done=(worker_id,))
             return
         text = failure.message if failure is not None else f"it ended with {finish.reason.value}"
-        self._requeue(record, f"worker {worker_id} failed: {text}", now, failed_on=worker_id)
+        if failure is not None and failure.status == Overloaded.http_status:
+            self._turned_away(record, f"worker {worker_id}: {text}", now, worker_id)
+        else:
+            self._requeue(record, f"worker {worker_id} failed: {text}", now, failed_on=worker_id)
 
     # ---------------------------------------------------------------- ending
 
@@ -474,25 +495,5 @@ class RequestDesk:
                 "request %s: %d repeated tokens differed", record.request_id,
                 record.order.num_conflicts,
             )  # fmt: skip
-        num_cached = record.num_cached_tokens or 0
-        self._ports.recorder.record(
-            Finished(
-                request_id=record.request_id,
-                at_s=now,
-                reason=reason,
-                num_prompt_tokens=len(record.request.prompt_tokens),
-                num_output_tokens=record.num_output_tokens,
-                num_cached_tokens=num_cached,
-                status=failure.status if failure is not None else 200,
-            )
-        )
+        self._ports.recorder.record(record.finished(reason, failure, now))
         record.sink(record.final_event(reason, stop_token_id, failure))
-
-
-def _needs(record: RequestRecord, worker_id: str) -> bool:
-    """Whether a request cannot go on without this worker."""
-    placement = record.placement
-    if placement is None:
-        return False  # ended by the sink of another one meanwhile
-    is_decode = placement.decode.worker_id == worker_id
-    return is_decode or not record.decode_joined or record.order.has_gap

@@ -27,6 +27,7 @@ from mooncake.base.request import TRANSITIONS
 from mooncake.scheduler.conductor import Layout, Placement
 from mooncake.scheduler.fairness import Standing
 from mooncake.scheduler.outputs import OutputOrder
+from mooncake.telemetry.events import Finished
 
 Sink = Callable[[OutputEvent], None]
 
@@ -47,15 +48,19 @@ class RequestRecord:
     num_attempts: int = 0
     """Placements so far."""
     num_paused: int = 0
-    """Of these, those that ended because it had to yield or its worker left in good order."""
+    """Of these, those that ended because it had to yield, or its worker left in good order or took
+    nothing more.
+    """
     placement: Placement | None = None
     """None while the request waits to be placed (again)."""
     decode_joined: bool = False
     """Decode has brought tokens in this attempt: prefill is not needed any more."""
     num_cached_tokens: int | None = None
     exclude: set[str] = field(default_factory=set)
-    """Workers that failed it."""
+    """Workers that failed it or turned it away."""
     wait_until_s: float = 0.0
+    retry_s: float = 0.0
+    """Not to be placed again before."""
     last_progress_s: float = 0.0
     gap_since_s: float | None = None
     """Since when later tokens wait for earlier ones."""
@@ -76,6 +81,13 @@ class RequestRecord:
             return []
         prefill = self.placement.prefill
         return [self.placement.decode] if prefill is None else [self.placement.decode, prefill]
+
+    def needs(self, worker_id: str) -> bool:
+        """Whether the current placement cannot go on without this worker."""
+        if self.placement is None:
+            return False
+        is_decode = self.placement.decode.worker_id == worker_id
+        return is_decode or not self.decode_joined or self.order.has_gap
 
     @property
     def num_failed(self) -> int:
@@ -141,6 +153,18 @@ class RequestRecord:
             num_cached_tokens=self.num_cached_tokens or 0,
             stop_token_id=stop_token_id,
             failure=failure,
+        )
+
+    def finished(self, reason: FinishReason, failure: Failure | None, now: float) -> Finished:
+        """Return what is recorded of the request's end."""
+        return Finished(
+            request_id=self.request_id,
+            at_s=now,
+            reason=reason,
+            num_prompt_tokens=len(self.request.prompt_tokens),
+            num_output_tokens=self.num_output_tokens,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            status=failure.status if failure is not None else 200,
         )
 
     def ended_by_its_tokens(self) -> FinishInfo | None:

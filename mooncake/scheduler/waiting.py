@@ -1,8 +1,8 @@
 """The waiting room: requests that are in the house and placed nowhere.
 
-Owned by the desk. Here are those whose worker was lost while no other could take over (bound
-`max_queue`; one more fails with 503), and batch work until something is idle (bound: the permits).
-They are called in the order of their turns.
+Owned by the desk. Here are those whose worker was lost while no other could take over, or was full
+(bound `max_queue`; one more fails with 503), and batch work until something is idle (bound: the
+permits). They are called in the order of their turns.
 """
 
 from __future__ import annotations

@@ -107,24 +107,25 @@ def test_a_decode_worker_without_room_takes_the_blocks_from_the_pool_later() -> 
 
 @pytest.mark.parametrize("bound", [{}, {"max_reservations": 2}])
 def test_what_waits_for_room_on_a_decode_worker_ends_once(bound: dict[str, int]) -> None:
-    """Unless told otherwise it is gateways who say no: workers take what those let in."""
+    """Whom a full worker turns away has not failed: it waits for room, however often."""
     instance = InstanceConfig(quarantine_s=1.0, push_timeout_s=5.0, **bound)
     prefill = engine_config(max_waiting=400)
     decode = engine_config(max_waiting=400, num_blocks=30)
-    cluster = Cluster(specs(1, 1), prefill=prefill, decode=decode, instance=instance)
+    cluster = Cluster(
+        specs(1, 1),
+        prefill=prefill,
+        decode=decode,
+        instance=instance,
+        scheduler=SchedulerConfig(max_queue=300),
+    )
     streams = [
         cluster.world.submit(request(f"r{index}", PROMPT[:20], max_tokens=4, seed=index))
         for index in range(300)
     ]
-    cluster.run(30)
+    cluster.run(200)
     cluster.check_quiet()
-    if not bound:
-        cluster.check_streams()
-    finals = [final for stream in streams for final in stream.finals]
-    assert len(finals) == 300
-    refused = [final.failure.message for final in finals if final.failure is not None]
-    assert bool(refused) is bool(bound)
-    assert all("the decode queue is full" in message for message in refused)
+    cluster.check_streams()
+    assert [len(stream.finals) for stream in streams] == [1] * 300
 
 
 def test_prompt_logprobs_are_complete_in_spite_of_a_warm_cache() -> None:

@@ -2,6 +2,8 @@
 reason.
 """
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
@@ -28,6 +30,7 @@ BAD_INPUT = FinishInfo(
     reason=FinishReason.ERROR,
     failure=Failure(status=400, error_type="BadRequestError", message="bad grammar"),
 )
+FULL = FinishInfo(reason=FinishReason.ERROR, failure=Failure.turned_away("the queue is full"))
 
 
 @pytest.fixture
@@ -196,6 +199,70 @@ def test_the_worker_that_failed_is_used_again_for_want_of_another(house: Pair) -
     house.output(house.p0, "r", 0, [1], FinishReason.LENGTH, attempt=2)
     assert client.tokens == [1]
     house.close()
+
+
+def test_who_is_turned_away_goes_to_others(house: Pair) -> None:
+    d1 = house.join("d1", Role.DECODE)
+    client = house.submit(request("r", max_tokens=1))
+    full = house.d0 if house.tasks(house.d0) else d1
+    other = d1 if full == house.d0 else house.d0
+    house.output(full, "r", 0, [], FULL)
+    assert house.aborts(full) == [], "it has nothing to forget"
+    assert [task.attempt for task in house.aborts(house.p0)] == [1]
+    house.tick(0.5)
+    assert [task.attempt for task in house.tasks(other)] == [2]
+    house.output(house.p0, "r", 0, [1], FinishReason.LENGTH, attempt=2)
+    assert client.tokens == [1]
+    house.close()
+
+
+def test_full_workers_use_up_no_attempts(house: Pair) -> None:
+    client = house.submit(request("r", max_tokens=1))
+    for attempt in range(1, 40):
+        house.output(house.p0 if attempt % 2 else house.d0, "r", 0, [], FULL, attempt=attempt)
+        assert client.finals == []
+        house.tick(1.5)
+    assert house.gateway.status(house.now).counters["requests_turned_away"] == 39
+    for attempt in range(40, 43):
+        house.output(house.p0, "r", 0, [], BROKEN, attempt=attempt)
+    assert "3 times" in client.final.failure.message
+    house.close()
+
+
+def test_a_full_worker_is_not_asked_all_the_time(house: Pair) -> None:
+    house.submit(request("r"))
+    asked_s = [house.now]
+    while house.now < 20.0:
+        house.output(house.d0, "r", 0, [], FULL, attempt=len(asked_s))
+        while len(house.attempts("r")) == len(asked_s):
+            house.tick(0.5)
+        asked_s.append(house.now)
+    pauses_s = [after - before for before, after in pairwise(asked_s)]
+    assert min(pauses_s[1:]) >= 1.0
+
+
+def test_a_deadline_ends_who_finds_all_workers_full(house: Pair) -> None:
+    client = house.submit(request("r", timeout_s=12.0))
+    attempt = 0
+    while not client.finals:
+        if len(house.attempts("r")) > attempt:
+            attempt += 1
+            house.output(house.d0, "r", 0, [], FULL, attempt=attempt)
+        house.tick(0.5)
+    assert client.final.failure.status == 408
+    assert house.now == 12.0
+    assert attempt > 3
+    house.close()
+
+
+def test_the_line_before_full_workers_is_bounded() -> None:
+    house = Pair(max_queue=2)
+    clients = [house.submit(request(f"r{number}")) for number in range(3)]
+    for number in range(3):
+        house.output(house.d0, f"r{number}", 0, [], FULL)
+    assert [len(client.finals) for client in clients] == [0, 0, 1]
+    assert clients[2].final.failure.status == 503
+    assert "the queue is full" in clients[2].final.failure.message
 
 
 def test_what_no_worker_can_do_is_told_at_once(house: Pair) -> None:
