@@ -20,13 +20,15 @@ from mooncake.kvstore.key_table import KeyTable, words_of
 from mooncake.kvstore.recent_changes import RecentChanges
 
 MOST_RECENT = 4_096
-"""Keys with changes that are not in the table yet: entering them takes about a millisecond."""
+"""Keys with changes that are not in the table yet, and kinds of changes: entering so many takes
+about a millisecond.
+"""
 MANY_CHANGED = 256
 """Of the keys looked up; from so many on it is quicker to enter the changes first."""
 
 SWEEP_SETS = 2_048
 """Sets of holders looked at in one `apply` while there are lost workers to clear away: under a
-millisecond.
+about a millisecond.
 """
 
 
@@ -132,7 +134,7 @@ class Directory:
         bit = 1 << stream.slot
         self._recent.add(events.removed, 0, bit)
         self._recent.add(events.stored, bit, 0)
-        if len(self._recent) > MOST_RECENT:
+        if self._recent.size > MOST_RECENT:
             self._enter()
         return whole
 

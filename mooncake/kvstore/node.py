@@ -305,9 +305,9 @@ class KvNode:
             del grant.pending[key]
         self._tier.commit(written)
         if len(message.checksums) == len(message.written):
-            for key, checksum in zip(message.written, message.checksums, strict=True):
-                if key in set(written):
-                    self._tier.learn_checksum(key, checksum)
+            known = dict(zip(message.written, message.checksums, strict=True))
+            for key in written:
+                self._tier.learn_checksum(key, known[key])
         self._hashing.stored(written)
         for key in message.dropped:
             if key in grant.pending:

@@ -17,6 +17,9 @@ from mooncake.kvstore.key_buckets import Ints, Numbers, Words
 from mooncake.kvstore.key_filter import KeyFilter
 from mooncake.kvstore.key_table import words_of
 
+MOST_UNFILTERED = 8_192
+"""Keys that the filter is told of at once: more, and it is told without having been asked."""
+
 
 class RecentChanges:
     """Block keys and the number of the change of each; 0 is no change."""
@@ -30,8 +33,10 @@ class RecentChanges:
         self._unfiltered: list[BlockKey] = []
         """Keys that the filter has not been told of."""
 
-    def __len__(self) -> int:
-        return len(self._of_keys)
+    @property
+    def size(self) -> int:
+        """Keys that changed, or kinds of changes, whichever are more."""
+        return max(len(self._of_keys), len(self.changes) - 1)
 
     def add(self, keys: Sequence[BlockKey], came: int, went: int) -> None:
         """All of these keys get and lose holders."""
@@ -45,12 +50,12 @@ class RecentChanges:
             after = {number: self._after(number, came, went) for number in set(now)}
             of_keys.update(zip(keys, map(after.__getitem__, now), strict=True))
         self._unfiltered.extend(keys)
+        if len(self._unfiltered) > MOST_UNFILTERED:
+            self._tell_filter()
 
     def may_have(self, words: Words) -> Ints:
         """Return which of these keys may have changed."""
-        if self._unfiltered:
-            self._filter.add(words_of(self._unfiltered))
-            self._unfiltered = []
+        self._tell_filter()
         return self._filter.may_have(words)
 
     def get(self, words: Words) -> list[int]:
@@ -78,6 +83,11 @@ class RecentChanges:
         """What the numbers meant is not needed any more."""
         self.changes = [(0, 0)]
         self._numbers = {}
+
+    def _tell_filter(self) -> None:
+        if self._unfiltered:
+            self._filter.add(words_of(self._unfiltered))
+            self._unfiltered = []
 
     def _after(self, number: int, came: int, went: int) -> int:
         """Return the number of one change and then another."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from random import Random
+
 import pytest
 
 from mooncake.base import BlockEvents, Tier, WorkerRef, block_keys
@@ -195,3 +198,23 @@ def test_a_dead_slot_has_no_worker() -> None:
 def test_slots_of_a_mask() -> None:
     assert slots_of(0) == []
     assert slots_of(0b1011 | 1 << 999) == [0, 1, 3, 999]
+
+
+@pytest.mark.parametrize("num_workers", [1, 16])
+def test_few_keys_that_come_and_go_for_ever_take_no_memory(num_workers: int) -> None:
+    """Nobody asks for anything meanwhile, as at a gateway without a door."""
+    chance, directory = Random(1), Directory()
+    known = [worker(f"kv-{number}") for number in range(num_workers)]
+    for one in known:
+        directory.add_worker(one, Tier.DRAM)
+    tracemalloc.start()
+    try:
+        for number in range(1, 1 + 12_000 // num_workers):
+            for one in known:
+                # Keys of other messages are other objects.
+                come, go = [key(1)] * (chance.random() < 0.5), [key(2)]
+                directory.apply(events(one, number, come, go if come else [*go, key(1)]))
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
+    directory.check_integrity()
