@@ -413,11 +413,15 @@ class Unpin(Message, frozen=True, tag="unpin"):
 
 
 class Replicate(Message, frozen=True, tag="replicate"):
-    """Copy these blocks, a run of one chain, from another pool node. Answered by block events."""
+    """Copy these blocks, a run of one chain, from another pool node. Told by block events, and to
+    who asks by `TakenOver`.
+    """
 
     source: WorkerRef
     keys: list[BlockKey]
     tenant: str = ""
+    asker: WorkerRef | None = None
+    ticket: int = 0
 
 
 class Prefetch(Message, frozen=True, tag="prefetch"):

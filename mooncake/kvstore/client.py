@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -34,7 +34,7 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.messages import WhoAreYou
+from mooncake.base.messages import Replicate, WhoAreYou
 from mooncake.base.pool_messages import (
     AskPool,
     BlocksFound,
@@ -47,36 +47,32 @@ from mooncake.base.pool_messages import (
     KeepBlocks,
     PoolState,
     RemoveBlocks,
+    TakenOver,
 )
 from mooncake.kvstore.block_memory import BlockMemory, Places, Where
+from mooncake.kvstore.calls import (
+    Answer,
+    Ask,
+    Attempt,
+    Call,
+    Found,
+    Get,
+    Got,
+    Held,
+    Here,
+    Kept,
+    Put,
+    Removed,
+    Stated,
+    Wrote,
+)
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
 from mooncake.transfer.engine import Op, Region, Transfer, TransferBatch, TransferDone, TransferOp
 
 REPORT_INTERVAL_S = 0.5
 
-_Question = FindBlocks | RemoveBlocks | KeepBlocks | AskPool
-_Answer = BlocksFound | BlocksRemoved | BlocksKept | PoolState | HoldersFound
-
-Wrote = Callable[[list[BlockKey] | MooncakeError], None]
-"""The blocks that were written; the others were there already, or there was no room."""
-Got = Callable[[int | MooncakeError], None]
-"""How many blocks, from the first on, lie in our memory, verified where the pool gave checksums."""
-Found = Callable[[list[Tier | None] | MooncakeError], None]
-Kept = Callable[[BlocksKept | MooncakeError], None]
-Removed = Callable[[list[bool] | MooncakeError], None]
-Stated = Callable[[PoolState | MooncakeError], None]
-Held = Callable[[HoldersFound | MooncakeError], None]
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """Where a call goes, and how long it may take, when that is not for the client to choose."""
-
-    store: WorkerRef
-    deadline_s: float
-    answer_by_s: float = float("inf")
-    """The node must have answered by then, if that is sooner; then bytes may move."""
+_Question = FindBlocks | RemoveBlocks | KeepBlocks | AskPool | Replicate
 
 
 @dataclass(frozen=True)
@@ -88,55 +84,6 @@ class ClientPorts:
     region: Region
     """Its memory: host memory, registered with `transfer`."""
     gateway_address: str
-
-
-@dataclass
-class _Call:
-    """What was asked of one pool node and has not ended."""
-
-    at: Attempt
-    fail: Callable[[MooncakeError], None]
-    batch_id: int | None = None
-
-    @property
-    def answer_by_s(self) -> float:
-        """When it is given up unless something was granted."""
-        return min(self.at.deadline_s, self.at.answer_by_s)
-
-
-@dataclass(kw_only=True)
-class _Put(_Call):
-    memory: BlockMemory
-    blocks: dict[BlockKey, int] = field(default_factory=dict)
-    """Key -> byte offset in that memory."""
-    granted: list[BlockKey] = field(default_factory=list)
-    checksums: list[int] = field(default_factory=list)
-    done: Wrote = lambda _written: None
-
-
-@dataclass(kw_only=True)
-class _Get(_Call):
-    places: Places
-    keys: list[BlockKey] = field(default_factory=list)
-    num_blocks: int = 0
-    checksums: list[int] = field(default_factory=list)
-    done: Got = lambda _count: None
-
-    def looked_at(self) -> tuple[int | MooncakeError, list[BlockKey]]:
-        """Return how many blocks, from the first on, are what was promised, and one that is not."""
-        memory, offsets = self.places.memory, self.places.offsets
-        try:
-            for number, checksum in enumerate(self.checksums[: self.num_blocks]):
-                if checksum and memory.checksum(offsets[number]) != checksum:
-                    return number, [self.keys[number]]
-        except TransferError as error:  # of a device
-            return error, []
-        return self.num_blocks, []
-
-
-@dataclass
-class _Ask(_Call):
-    done: Callable[[_Answer], None] = lambda _answer: None
 
 
 class PoolClient:
@@ -162,7 +109,7 @@ class PoolClient:
             hello, ports.channel, ports.gateway_address, Tier.HBM, list, REPORT_INTERVAL_S
         )
         self._worker = hello.worker
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, Call] = {}
         self._batches: dict[int, int] = {}
         self._last_ticket = 0
 
@@ -194,7 +141,7 @@ class PoolClient:
         if at is None:
             return
         blocks = dict(zip(keys, places.offsets, strict=True))
-        call = _Put(at, done, memory=places.memory, blocks=blocks, done=done)
+        call = Put(at, done, memory=places.memory, blocks=blocks, done=done)
         ticket = self._open(call)
         self._send(
             at.store, PutStart(writer=self._worker, ticket=ticket, keys=list(blocks), tenant=tenant)
@@ -215,7 +162,7 @@ class PoolClient:
         at = at or self._own(done, now)
         if at is None:
             return
-        call = _Get(at, done, places=places, keys=list(keys), done=done)
+        call = Get(at, done, places=places, keys=list(keys), done=done)
         ticket = self._open(call)
         self._send(at.store, PinBlocks(reader=self._worker, ticket=ticket, keys=list(keys)))
 
@@ -262,6 +209,19 @@ class PoolClient:
             at or self._own(done, now),
         )
 
+    def copy_to(
+        self, at: Attempt, keys: Sequence[BlockKey], source: WorkerRef, done: Here, tenant: str = ""
+    ) -> None:
+        """Have a node pull a run from another one that holds it."""
+        self._ask(
+            lambda ticket: Replicate(
+                source=source, keys=list(keys), tenant=tenant, asker=self._worker, ticket=ticket
+            ),
+            lambda answer: done(answer.keys if isinstance(answer, TakenOver) else _odd()),
+            done,
+            at,
+        )
+
     def stat(self, done: Stated, now: float, at: Attempt | None = None) -> None:
         """Ask the node how it is doing."""
         self._ask(
@@ -285,10 +245,10 @@ class PoolClient:
         addresses = self._membership.gateway_addresses
         gateway = WorkerRef("", "", addresses[0])
 
-        def answered(answer: _Answer) -> None:
+        def answered(answer: Answer) -> None:
             done(answer if isinstance(answer, HoldersFound) else _odd())
 
-        ticket = self._open(_Ask(Attempt(gateway, deadline_s), done, done=answered))
+        ticket = self._open(Ask(Attempt(gateway, deadline_s), done, done=answered))
         question = FindHolders(asker=self._worker, ticket=ticket, keys=list(keys))
         for address in addresses:
             self._ports.channel.send(address, question)
@@ -304,7 +264,7 @@ class PoolClient:
                 self._on_pin_granted(event)
             case TransferDone():
                 self._on_transfer_done(event)
-            case BlocksFound() | BlocksRemoved() | BlocksKept() | PoolState():
+            case BlocksFound() | BlocksRemoved() | BlocksKept() | PoolState() | TakenOver():
                 self._on_answer(event, event.store.address)
             case HoldersFound():
                 self._on_answer(event, None)
@@ -336,7 +296,7 @@ class PoolClient:
 
     def _on_put_granted(self, message: PutGranted) -> None:
         call = self._calls.get(message.ticket)
-        if not isinstance(call, _Put) or call.at.store.address != message.store.address:
+        if not isinstance(call, Put) or call.at.store.address != message.store.address:
             # Given up before: what was granted is nobody's.
             dropped = PutEnd(writer=self._worker, ticket=message.ticket, dropped=message.keys)
             self._send(message.store, dropped)
@@ -354,7 +314,7 @@ class PoolClient:
         with contextlib.suppress(TransferError):  # of a device: the node hashes them itself
             call.checksums = [call.memory.checksum(offset) for offset in offsets]  # as they travel
 
-    def _put_ended(self, ticket: int, call: _Put, error: str | None) -> None:
+    def _put_ended(self, ticket: int, call: Put, error: str | None) -> None:
         written = call.granted if error is None else []
         dropped = [] if error is None else call.granted
         self._send(
@@ -373,7 +333,7 @@ class PoolClient:
 
     def _on_pin_granted(self, message: PinGranted) -> None:
         call = self._calls.get(message.ticket)
-        if not isinstance(call, _Get) or call.at.store.address != message.store.address:
+        if not isinstance(call, Get) or call.at.store.address != message.store.address:
             self._send(message.store, Unpin(reader=self._worker, ticket=message.ticket))
             return
         if call.batch_id is not None:
@@ -389,7 +349,7 @@ class PoolClient:
         ops = places.memory.ops(places.offsets, message.places)
         self._move(message.ticket, call, Op.READ, ops, message.places)
 
-    def _get_ended(self, ticket: int, call: _Get, error: str | None) -> None:
+    def _get_ended(self, ticket: int, call: Get, error: str | None) -> None:
         answer, corrupt = call.looked_at() if error is None else (TransferError(error), [])
         call.done(answer)
         self._send(call.at.store, Unpin(reader=self._worker, ticket=ticket, corrupt=corrupt))
@@ -397,7 +357,7 @@ class PoolClient:
     # ------------------------------------------------------------------ both
 
     def _move(
-        self, ticket: int, call: _Call, op: Op, ops: list[TransferOp], places: BlockPlaces
+        self, ticket: int, call: Call, op: Op, ops: list[TransferOp], places: BlockPlaces
     ) -> None:
         call.batch_id = self._ports.transfer.submit(
             TransferBatch(op=op, peer=places.segment, ops=ops, deadline_s=call.at.deadline_s)
@@ -409,14 +369,14 @@ class PoolClient:
         if ticket is None:
             return
         call = self._calls.pop(ticket)
-        if isinstance(call, _Put):
+        if isinstance(call, Put):
             self._put_ended(ticket, call, event.error)
-        elif isinstance(call, _Get):
+        elif isinstance(call, Get):
             self._get_ended(ticket, call, event.error)
 
-    def _on_answer(self, event: _Answer, address: str | None) -> None:
+    def _on_answer(self, event: Answer, address: str | None) -> None:
         call = self._calls.get(event.ticket)
-        if isinstance(call, _Ask) and address in (None, call.at.store.address):
+        if isinstance(call, Ask) and address in (None, call.at.store.address):
             del self._calls[event.ticket]
             call.done(event)
 
@@ -433,12 +393,12 @@ class PoolClient:
     def _ask(
         self,
         message: Callable[[int], _Question],
-        done: Callable[[_Answer], None],
+        done: Callable[[Answer], None],
         fail: Callable[[MooncakeError], None],
         at: Attempt | None,
     ) -> None:
         if at is not None:
-            ticket = self._open(_Ask(at, fail, done=done))
+            ticket = self._open(Ask(at, fail, done=done))
             self._send(at.store, message(ticket))
 
     def _own(self, fail: Callable[[MooncakeError], None], now: float) -> Attempt | None:
@@ -448,7 +408,7 @@ class PoolClient:
         fail(Unavailable("no pool node is known yet: is a kvstore worker up on this node?"))
         return None
 
-    def _open(self, call: _Call) -> int:
+    def _open(self, call: Call) -> int:
         self._last_ticket += 1
         self._calls[self._last_ticket] = call
         return self._last_ticket
@@ -456,9 +416,9 @@ class PoolClient:
     def _fail(self, ticket: int, error: MooncakeError) -> None:
         """End a call that was not granted anything; what comes for it later is given back."""
         call = self._calls.pop(ticket)
-        if isinstance(call, _Get):
+        if isinstance(call, Get):
             self._send(call.at.store, Unpin(reader=self._worker, ticket=ticket))
-        elif isinstance(call, _Put):
+        elif isinstance(call, Put):
             dropped = list(call.blocks)
             self._send(call.at.store, PutEnd(writer=self._worker, ticket=ticket, dropped=dropped))
         call.fail(error)

@@ -17,7 +17,9 @@ import msgspec
 from mooncake.base import BlockKey, MooncakeError, PeerLost, Tier, Unavailable, Welcome, WorkerRef
 from mooncake.base.pool_messages import HoldersFound, Keep
 from mooncake.kvstore.block_memory import Where
-from mooncake.kvstore.client import Attempt, Found, Got, Kept, PoolClient, Removed, Stated, Wrote
+from mooncake.kvstore.calls import Attempt, Found, Got, Kept, Removed, Stated, Wrote
+from mooncake.kvstore.client import PoolClient
+from mooncake.kvstore.spread import Spread, Spreads
 
 MAX_ATTEMPTS = 3
 """Nodes that a call turns to in vain before it fails."""
@@ -166,6 +168,26 @@ class FailoverClient:
     def drain(self, done: Stated, now: float) -> None:
         """As `PoolClient.drain`."""
         self._client.drain(done, now, self._at_home(now))
+
+    def replicate(
+        self,
+        keys: Sequence[BlockKey],
+        num_nodes: int,
+        done: Spreads,
+        now: float,
+        tenant: str = "",
+    ) -> None:
+        """Have a run lie on so many nodes, as far as others of them take it."""
+        self._now = now
+        deadline_s = now + self._timeout_s
+        spread = Spread(self._client, keys, num_nodes, tenant, deadline_s, done, lambda: self._now)
+
+        def found(answer: HoldersFound | MooncakeError) -> None:
+            if isinstance(answer, HoldersFound):
+                self._meet(answer)
+            spread.begin(self._order())
+
+        self._client.find_holders(keys, found, now + min(self._timeout_s / 4, GATEWAY_S))
 
     # ------------------------------------------------------------------ the machine
 

@@ -202,8 +202,7 @@ class KvNode:
         elif isinstance(event, TransferDone):
             self._replicator.on_transfer_done(event, now)
         elif isinstance(event, Replicate):
-            if not self._draining:
-                self._replicator.begin(event, now)
+            self._replicator.begin(event, now, refused=self._draining)
         elif isinstance(event, TakeOver):
             self._replicator.take_over(event, now, refused=self._draining)
         else:

@@ -8,7 +8,7 @@ moment it is whole; it carries the checksum its owner promised, and is hashed ag
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -32,6 +32,7 @@ from mooncake.transfer.engine import Op, Transfer, TransferBatch, TransferDone, 
 MAX_PULLS = 64
 """Runs pulled at once; further orders are dropped: who gave them sees no copy and may ask again."""
 
+_Order = Replicate | TakeOver
 Copied = Callable[[list[BlockKey], list[BlockKey]], None]
 """(blocks that are whole now, blocks evicted to make room for copies or dropped as cold)"""
 
@@ -40,12 +41,12 @@ class _Pull:
     __slots__ = ("answer", "batch_id", "checksums", "deadline_s", "keys", "order", "source")
 
     def __init__(
-        self, order: Replicate | TakeOver, keys: list[BlockKey], deadline_s: float
+        self, order: _Order, answer: TakenOver, keys: list[BlockKey], deadline_s: float
     ) -> None:
         self.source = order.source
         self.order = order
-        self.answer: TakenOver | None = None
-        """To who orders a take-over, should nothing come."""
+        self.answer = answer
+        """To who ordered it, should nothing come."""
         self.keys = keys
         self.deadline_s = deadline_s
         self.batch_id: int | None = None
@@ -84,18 +85,23 @@ class Replicator:
         """Nothing is being pulled."""
         return not self._pulls
 
-    def begin(self, order: Replicate, now: float) -> None:
-        """Pull what is not known here of a run, as far as there is room from its first block on."""
-        wanted = [key for key in dict.fromkeys(order.keys) if not self._dram.is_known(key)]
-        if not wanted or len(self._pulls) >= MAX_PULLS or order.source == self._worker:
-            self._counters["replicas_refused"] += bool(wanted)
-            return
-        granted, evicted = self._dram.reserve(wanted, order.tenant)
-        self._copied([], evicted)
-        if not granted:
-            self._counters["replicas_refused"] += 1
-            return
-        self._ask(_Pull(order, list(granted), now + self._config.replicate_timeout_s))
+    def begin(self, order: Replicate, now: float, *, refused: bool) -> None:
+        """Pull what is not known here of a run, as far as there is room from its first block on;
+        `refused`: this node goes, and takes nothing.
+        """
+        run = dict.fromkeys(order.keys)
+        here = [key for key in run if self._dram.has(key)]
+        wanted = [key for key in run if not self._dram.is_known(key)]
+        granted: dict[BlockKey, int] = {}
+        may_pull = len(self._pulls) < MAX_PULLS and order.source != self._worker
+        if wanted and may_pull and not refused:
+            # All of the run: what of it is here is not to make room for the rest.
+            granted, evicted = self._dram.reserve(list(run), order.tenant)
+            self._copied([], evicted)
+        is_full = len(granted) < len(wanted)
+        self._counters["replicas_refused"] += bool(wanted and not granted and not refused)
+        answer = TakenOver(ticket=order.ticket, store=self._worker, keys=here, is_full=is_full)
+        self._pull(order, granted, answer, now)
 
     def take_over(self, order: TakeOver, now: float, *, refused: bool) -> None:
         """Pull what a node that drains is about to take with it, and answer it; `refused`: this one
@@ -106,7 +112,7 @@ class Replicator:
         """
         if refused:
             answer = TakenOver(ticket=order.ticket, store=self._worker, keys=[], is_full=True)
-            self._channel.send(order.source.address, answer)
+            self._pull(order, {}, answer, now)
             return
         ssd, known = self._tiering.ssd, self._dram.is_known
         here = [key for key in order.keys if self._dram.has(key) or ssd.has(key)]
@@ -118,19 +124,21 @@ class Replicator:
             self._copied([], evicted)
             is_full = len(granted) < len(wanted)
             answer = msgspec.structs.replace(answer, is_full=is_full)
-        if not granted:
-            self._channel.send(order.source.address, answer)
-            return
-        pull = _Pull(order, list(granted), now + self._config.replicate_timeout_s)
-        pull.answer = answer
-        self._ask(pull)
+        self._pull(order, granted, answer, now)
 
     def _may_evict(self, order: TakeOver) -> Callable[[BlockKey], bool]:
         if order.keep is not Keep.NO:
             return lambda _key: True
         return self._tiering.is_one_off if order.reused else lambda _key: False
 
-    def _ask(self, pull: _Pull) -> None:
+    def _pull(
+        self, order: _Order, granted: Mapping[BlockKey, int], answer: TakenOver, now: float
+    ) -> None:
+        """Ask the owner for what was granted; with nothing, the answer is ready."""
+        if not granted:
+            self._tell(order, answer)
+            return
+        pull = _Pull(order, answer, list(granted), now + self._config.replicate_timeout_s)
         self._last_ticket += 1
         self._pulls[self._last_ticket] = pull
         self._channel.send(
@@ -181,6 +189,7 @@ class Replicator:
     def _own(self, pull: _Pull, now: float) -> None:
         """The blocks of a pull are whole: copies, or ours for good."""
         order, keys = pull.order, pull.keys
+        pull.answer = msgspec.structs.replace(pull.answer, keys=[*pull.answer.keys, *keys])
         if isinstance(order, Replicate):
             for key in reversed(keys):
                 self._copies[key] = now
@@ -194,9 +203,6 @@ class Replicator:
             if not self._dram.keep(key, order.keep):
                 self._dram.keep(key, Keep.SOFT)
         self._counters["blocks_taken_over"] += len(keys)
-        if pull.answer is not None:
-            whole = [*pull.answer.keys, *keys]
-            pull.answer = msgspec.structs.replace(pull.answer, keys=whole)
 
     def on_peer_lost(self, worker: WorkerRef) -> None:
         """Runs that were not being read yet do not come; a read under way fails by itself."""
@@ -248,8 +254,13 @@ class Replicator:
         self._counters["replicas_failed"] += bool(pull.keys)
         unpin = Unpin(reader=self._worker, ticket=ticket)
         self._channel.send(pull.source.address, unpin)
-        if pull.answer is not None:
-            self._channel.send(pull.source.address, pull.answer)
+        self._tell(pull.order, pull.answer)
+
+    def _tell(self, order: _Order, answer: TakenOver) -> None:
+        """Answer who ordered, if that wants to know."""
+        asker = order.asker if isinstance(order, Replicate) else order.source
+        if asker is not None:
+            self._channel.send(asker.address, answer)
 
     def _reads(self, places: BlockPlaces, keys: list[BlockKey]) -> list[TransferOp]:
         """Return one copy a block where it lies together there too, else one a slice."""

@@ -365,6 +365,15 @@ class PoolSession:
         )
         return Pinned(answer.store.epoch, answer.kept)
 
+    def replicate(self, keys: Sequence[BlockKey], num_nodes: int, tenant: str = "") -> int:
+        """Have a run lie whole on `num_nodes` nodes; return on how many it does: less when there
+        are no more nodes with room, 0 when none has all of it. Copies that nobody reads go before
+        their originals, unless they are pinned.
+        """
+        call = partial(FailoverClient.replicate, keys=keys, num_nodes=num_nodes, tenant=tenant)
+        count: int = self._call(call)
+        return count
+
     def stat(self) -> PoolState:
         """Return how the node is doing."""
         answer: PoolState = self._call(FailoverClient.stat)

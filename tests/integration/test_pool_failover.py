@@ -117,6 +117,21 @@ def test_clients_go_on_while_nodes_are_killed(pool: Pool) -> None:
         check_nothing_is_held(session)
 
 
+def test_a_node_is_killed_whose_blocks_were_copied(pool: Pool) -> None:
+    front = pool.start("front")
+    others = [pool.start("b"), pool.start("c")]
+    with others[0].session(timeout_s=CALL_S) as session, front.session() as asker:
+        until(lambda: len(session.nodes) == 3, "the client knows all nodes")
+        blocks = blocks_of(session, range(8))
+        assert session.put(blocks) == list(blocks)
+        assert session.replicate(list(blocks), 2) == 2
+        assert session.replicate(list(blocks), 2) == 2, "they stay as many"
+        pool.kill("b")
+        assert session.get(list(blocks)) == list(blocks.values())
+        assert session.replicate(list(blocks), 2) == 2, "there are as many as were wanted again"
+        check_nothing_is_held(asker)
+
+
 def test_the_front_is_killed_and_comes_back(pool: Pool) -> None:
     """With it the registry goes, which is the directory, and a node that clients use."""
     front, other = pool.start("front"), pool.start("b")

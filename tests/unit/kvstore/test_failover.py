@@ -19,7 +19,8 @@ from mooncake.base import (
 )
 from mooncake.base.pool_messages import FindHolders
 from mooncake.kvstore import KvNode, KvStoreConfig
-from mooncake.kvstore.client import Attempt, ClientPorts, PoolClient
+from mooncake.kvstore.calls import Attempt
+from mooncake.kvstore.client import ClientPorts, PoolClient
 from mooncake.kvstore.failover import REFRESH_S, SUSPECT_S, FailoverClient
 from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.config import SchedulerConfig

@@ -6,6 +6,7 @@ from random import Random
 
 from mooncake.base import (
     BlockEvents,
+    Drain,
     PeerLost,
     PinBlocks,
     PinGranted,
@@ -19,6 +20,7 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.messages import Replicate
+from mooncake.base.pool_messages import TakenOver
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.sim.clock import EventHeap
 from mooncake.sim.disk import SimDiskConfig, SimDisks
@@ -140,8 +142,9 @@ def test_only_what_is_missing_is_copied_and_only_where_there_is_room() -> None:
     world.put("b", keys(1))
     world.replicate(keys(1, 2, 3))
     world.run(0.1)
-    assert world.nodes["b"].counters["blocks_replicated"] == 2
-    assert world.read("b", keys(2, 3)) == world.right(keys(2, 3))
+    assert world.nodes["b"].counters["blocks_replicated"] == 1
+    found = world.read("b", keys(1, 2, 3))
+    assert found == world.right(keys(1, 2)), "the head does not go for the tail"
 
 
 def test_a_silent_owner_is_given_up() -> None:
@@ -196,6 +199,30 @@ def test_a_copy_damaged_on_the_way_is_found_out_and_given_up() -> None:
     assert world.read("b", keys(1)) == []
     assert world.nodes["b"].counters["blocks_damaged"] == 1
     assert world.read("a", keys(1)) == world.right(keys(1))
+
+
+def test_who_asks_is_told_what_lies_there_now() -> None:
+    world = TwoNodes(b_blocks=3)
+    world.put("a", keys(1, 2, 3, 4))
+
+    def told(*numbers: int, name: str = "b") -> TakenOver:
+        world.ticket += 1
+        order = Replicate(
+            source=world.refs["a"], keys=keys(*numbers), asker=CLIENT, ticket=world.ticket
+        )
+        answer = world.ask(name, order, TakenOver)
+        assert (answer.ticket, answer.store) == (world.ticket, world.refs[name])
+        return answer
+
+    assert told(1, 2).keys == keys(1, 2)
+    assert told(1, 2).keys == keys(1, 2), "they are here already"
+    assert told(9).keys == [], "the owner has none"
+    few = told(1, 2, 3, 4)
+    assert (few.keys, few.is_full) == (keys(1, 2, 3), True)
+    assert told(1, 2, name="a").keys == keys(1, 2), "the owner itself"
+    world.channel.send(world.refs["b"].address, Drain())
+    assert (told(1, 4).keys, told(4).is_full) == (keys(1), True), "it goes, and takes nothing"
+    assert world.nodes["b"].counters["replicas_refused"] == 0
 
 
 def test_an_order_repeated_while_it_is_carried_out_copies_once() -> None:

@@ -74,6 +74,7 @@ EXAMPLES: list[AnyMessage] = [
         open=["r1"],
     ),
     m.Replicate(source=WORKER, keys=[KEY]),
+    m.Replicate(source=WORKER, keys=[KEY], tenant="t", asker=WORKER, ticket=1),
     m.Prefetch(reader=WORKER, ticket=1, keys=[KEY]),
     m.StopPrefetch(reader=WORKER, ticket=1),
     p.FindBlocks(asker=WORKER, ticket=1, keys=[KEY]),
