@@ -5,58 +5,15 @@ from __future__ import annotations
 import functools
 import random
 import select
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from mooncake.base.clock import MonotonicClock
-from mooncake.base.ids import SystemIds
-from mooncake.transfer.backends.inproc import InprocFabric
-from mooncake.transfer.backends.io_loop import IoLoop
-from mooncake.transfer.backends.rdma import ControlAddress, RdmaBackend, RdmaSettings
-from mooncake.transfer.backends.rdma_memory import RdmaMemory
 from mooncake.transfer.backends.rdma_nic import Outcome, WorkRequest
-from mooncake.transfer.backends.rdma_paths import RdmaLimits
-from mooncake.transfer.backends.tcp import TcpBackend, TcpSettings
-from mooncake.transfer.engine import Op, Region, TransferBatch, TransferDone, TransferOp
-from mooncake.transfer.handshake import Credentials
-from mooncake.transfer.path_health import BreakerLimits
-from mooncake.transfer.regions import RegionTable
-from mooncake.transfer.router import RoutedTransfer
-from mooncake.transfer.topology import Place, build_matrix
+from mooncake.transfer.engine import Op, TransferBatch, TransferDone, TransferOp
 from tests.support.fake_nics import Copied, FakeFabric, FakeNic
-from tests.unit.transfer.driving import WAIT_S, move, wait_for
-
-KIB, MIB = 2**10, 2**20
-LIMITS = RdmaLimits(fence_s=0.02, breaker=BreakerLimits(first_s=0.01, longest_s=0.02))
-
-
-class Engine:
-    """A transfer engine whose NICs are made of memory copies."""
-
-    def __init__(
-        self, fabric: FakeFabric, name: str, num_nics: int, tcp: bool, max_endpoints: int
-    ) -> None:
-        self.nics = [FakeNic(fabric, f"{name}-{rail}", rail) for rail in range(num_nics)]
-        gates, clock = InprocFabric().gates, MonotonicClock()
-        table = RegionTable(gates)
-        self.transfer = RoutedTransfer(name, f"host of {name}", table, clock)
-        credentials = Credentials(engine_id=name, secret="secret", ids=SystemIds())
-        loop = IoLoop(gates, "transfer-rdma")
-        self.transfer.keep_deadlines(loop)
-        self.transfer.add_closer(loop.close)
-        places = [Place(name=nic.address.name, numa_node=0) for nic in self.nics]
-        memory = RdmaMemory(table, self.nics, build_matrix(places))
-        settings = RdmaSettings(limits=LIMITS, max_endpoints=max_endpoints, link_look_s=0.01)
-        control = ControlAddress("127.0.0.1")
-        self.rdma = RdmaBackend(
-            credentials, memory, self.nics, loop, self.transfer, settings, control
-        )
-        self.transfer.add_backend(self.rdma)
-        if tcp:
-            self.transfer.add_backend(
-                TcpBackend(credentials, table, [loop], self.transfer, TcpSettings())
-            )
+from tests.support.rdma_engines import KIB, MIB, Open, engines_on, filled, pair_of, until, whole
+from tests.unit.transfer.driving import move, wait_for
 
 
 @pytest.fixture
@@ -64,46 +21,10 @@ def fabric() -> FakeFabric:
     return FakeFabric()
 
 
-Open = Callable[..., Engine]
-
-
 @pytest.fixture
 def opened(fabric: FakeFabric) -> Iterator[Open]:
-    engines: list[Engine] = []
-
-    def make(
-        name: str, *, num_nics: int = 2, tcp: bool = False, max_endpoints: int = 512
-    ) -> Engine:
-        engines.append(Engine(fabric, name, num_nics, tcp, max_endpoints))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.transfer.close()
-        engine.transfer.check_integrity()
-        assert all(nic.closed for nic in engine.nics)
-    assert not fabric.pairs, "a queue pair was left open"
-    assert not fabric.keys, "memory was left registered"
-
-
-def filled(engine: Engine, num_bytes: int, seed: int) -> Region:
-    region = engine.transfer.allocate(num_bytes, "filled")
-    region.buffer[:] = random.Random(seed).randbytes(num_bytes)
-    return region
-
-
-def pair_of(opened: Open, num_bytes: int, **ours: int) -> tuple[Engine, Engine, Region, Region]:
-    us, owner = opened("us", **ours), opened("owner")
-    return us, owner, filled(us, num_bytes, 1), filled(owner, num_bytes, 2)
-
-
-def until(condition: Callable[[], bool], act: Callable[[], object]) -> None:
-    """Do `act` again and again until the condition holds."""
-    clock = MonotonicClock()
-    end = clock.now() + WAIT_S
-    while not condition():
-        assert clock.now() < end, "never came true"
-        act()
+    with engines_on(fabric) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
@@ -128,10 +49,6 @@ def test_bytes_arrive_by_all_nics_and_nothing_else_changes(
     until(lambda: {copied.nic for copied in fabric.copied} == {"us-0", "us-1"}, go)
     assert target.buffer == expected
     assert us.rdma.num_endpoints == owner.rdma.num_served_pairs
-
-
-def whole(ours: Region, theirs: Region) -> list[TransferOp]:
-    return [TransferOp(ours.region_id, 0, theirs.region_id, 0, ours.num_bytes)]
 
 
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
