@@ -31,6 +31,7 @@ from mooncake.transfer.batches import Job, Part
 from mooncake.transfer.endpoint_pool import EndpointPool
 from mooncake.transfer.handshake import Credentials
 from mooncake.transfer.link_stats import LinkStats
+from mooncake.transfer.peer_health import PeerHealth
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.topology import read_matrix
 
@@ -90,6 +91,7 @@ class RdmaBackend:
         self._settings = settings
         self._control = control
         self._peers: dict[tuple[str, str], RdmaPeer] = {}
+        self._health = PeerHealth()
         self._pool: EndpointPool[int] = EndpointPool(settings.max_endpoints)
         self._endpoints: dict[int, tuple[Endpoint, RdmaPeer]] = {}
         self._serials = itertools.count(1)
@@ -140,6 +142,10 @@ class RdmaBackend:
         peer = self._peers.get(key)
         if self._closed:
             job.stop("the transfer engine is closed")
+            return
+        refusal = self._health.refusal(key)
+        if refusal is not None:
+            self.decline(job, refusal)
             return
         if peer is None:
             try:
@@ -198,8 +204,19 @@ class RdmaBackend:
         connect_s = self.limits.connect_s
         return VisitorSession(peer, self._credentials, fenced, self.loop, connect_s, wire)
 
-    def forget(self, peer: RdmaPeer) -> None:
-        self._peers = {key: other for key, other in self._peers.items() if other is not peer}
+    def reached(self, peer: RdmaPeer) -> None:
+        self._health.reached(self._key(peer))
+
+    def forget(self, peer: RdmaPeer, refusal: str | None) -> None:
+        key = self._key(peer)
+        del self._peers[key]
+        if refusal is not None:
+            self._health.failed(key, refusal)
+        else:
+            self._health.unknown(key)
+
+    def _key(self, peer: RdmaPeer) -> tuple[str, str]:
+        return next(key for key, other in self._peers.items() if other is peer)
 
     def open_endpoint(self, peer: RdmaPeer, path: Path) -> Endpoint | None:
         is_turn = peer is self._served or not self._short_of_room

@@ -59,8 +59,11 @@ class PeerHub(PathHub, Protocol):
     def decline(self, job: Job, reason: str) -> None:
         """Nothing of `job` has begun: let it go another way."""
 
-    def forget(self, peer: RdmaPeer) -> None:
-        """Nothing more goes by `peer`."""
+    def reached(self, peer: RdmaPeer) -> None:
+        """The owner has let `peer` in."""
+
+    def forget(self, peer: RdmaPeer, refusal: str | None) -> None:
+        """Nothing more goes by `peer`; `refusal`: why its owner could not be reached."""
 
 
 class PeerState(Enum):
@@ -88,6 +91,8 @@ class RdmaPeer:
         self._unfenced: dict[str, list[Part]] = {}
         """WRITEs of an earlier session, by its connection id."""
         self._timer: Timer | None = None
+        self._broken = "its links are down, or ours"
+        """Why the last path broke."""
         self._session: Visit | None = None
         self._connect()
 
@@ -104,13 +109,13 @@ class RdmaPeer:
         try:
             self._session = self._hub.new_session(self, list(self._unfenced))
         except TransferError as error:
-            self._hub.loop.post(functools.partial(self.end, error.message))
+            self._hub.loop.post(functools.partial(self.end, error.message, refused=True))
 
     def on_session_end(self, reason: str) -> None:
         """The control stream broke: everything that went by it must be told again."""
         session, self._session = self._session, None
         if self.state is not PeerState.READY or session is None:
-            self.end(reason)
+            self.end(reason, refused=True)
             return
         _LOG.info("RDMA control stream to %s broke: %s", self.engine_id, reason)
         self.state = PeerState.CONNECTING
@@ -157,6 +162,7 @@ class RdmaPeer:
             raise ProtocolError("the peer has no NIC")
         self.paths.rank({nic.name: nic.gid for nic in answer.nics})
         self.state = PeerState.READY
+        self._hub.reached(self)
         self._cut_waiting()
 
     def _refuse(self, region_id: int, reason: str) -> None:
@@ -326,7 +332,7 @@ class RdmaPeer:
             return
         when = self.paths.next_try_s(now)
         if when is None:
-            self._strand("no path to the peer works")
+            self._strand(f"no path to the peer works: {self._broken}")
         elif self._timer is None:
             self._timer = self._hub.loop.call_later(max(0.0, when - now), self._on_timer)
 
@@ -385,6 +391,7 @@ class RdmaPeer:
         )
         breaker = self.paths.breaker(endpoint.path)
         if blame:
+            self._broken = reason
             breaker.failed(self._hub.now())
             self._hub.stats.failed(endpoint.path.local, self.engine_id)
         else:
@@ -448,14 +455,16 @@ class RdmaPeer:
             held[:] = [part for part in held if part.job is not job]
             self._again(mine)
 
-    def end(self, reason: str) -> None:
-        """Nothing more goes this way: what has not begun may go another, the rest fails."""
+    def end(self, reason: str, *, refused: bool = False) -> None:
+        """Nothing more goes this way: what has not begun may go another, the rest fails. The next
+        request begins anew; `refused`: when it may, for this attempt to reach the owner failed.
+        """
         if self.state is PeerState.GONE:
             return
         self.state = PeerState.GONE
         if self._session is not None:
             self._session.close()
-        self._hub.forget(self)
+        self._hub.forget(self, reason if refused else None)
         self._strand(reason)
         stranded = [part for parts in self._closing.values() for part in parts]
         stranded += [part for parts in self._unfenced.values() for part in parts]

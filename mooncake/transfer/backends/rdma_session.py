@@ -75,7 +75,9 @@ class VisitorSession(Generic[Ask, Answer]):
         del error  # in progress; how it went is the stream's first event
         self._link = ControlLink(loop, sock, self._on_frame, self._on_end)
         self._timer = loop.call_later(connect_s, self._on_silence)
-        self._link.send(self._handshake.first_message)
+        # Not from here: it may fail at once, and our peer does not know us yet.
+        first = self._handshake.first_message
+        loop.post(lambda: self._link.send(first))
 
     def _on_silence(self) -> None:
         self._link.close()

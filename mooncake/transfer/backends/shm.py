@@ -18,6 +18,7 @@ from mooncake.transfer.backends.shm_peer import ShmPeer
 from mooncake.transfer.batches import Job
 from mooncake.transfer.handshake import Credentials
 from mooncake.transfer.link_stats import LinkStats
+from mooncake.transfer.peer_health import PeerHealth
 from mooncake.transfer.regions import RegionTable
 
 
@@ -43,6 +44,7 @@ class ShmBackend:
         self._host = host
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], ShmPeer] = {}
+        self._health = PeerHealth()
         self.stats = LinkStats(self.protocol)
         self._owner = ShmOwner(credentials, table, loop)
 
@@ -65,6 +67,10 @@ class ShmBackend:
     def start(self, job: Job) -> None:
         endpoint = job.peer.endpoints[self.protocol]
         key = (endpoint, job.peer.engine_id)
+        refusal = self._health.refusal(key)
+        if refusal is not None:
+            self._router.decline(job, refusal)
+            return
         with self._lock:
             peer = self._peers.get(key)
             if peer is None:
@@ -80,11 +86,21 @@ class ShmBackend:
         peer.put(job)
 
     def _connect(self, peer: ShmPeer, key: tuple[str, str]) -> None:
-        peer.connect(key[0], self._credentials, lambda: self._forget(key))
+        peer.connect(
+            key[0],
+            self._credentials,
+            functools.partial(self._health.reached, key),
+            functools.partial(self._forget, key),
+        )
 
-    def _forget(self, key: tuple[str, str]) -> None:
+    def _forget(self, key: tuple[str, str], refusal: str | None) -> None:
+        # Told afterwards: who is let through by it must not come upon the peer that has gone.
         with self._lock:
             self._peers.pop(key, None)
+        if refusal is not None:
+            self._health.failed(key, refusal)
+        else:
+            self._health.unknown(key)
 
     def stop_sent(self, job: Job) -> None:
         """Nothing to do: the copying threads look at the job between steps."""

@@ -86,13 +86,22 @@ class ShmPeer:
         self._asked: set[int] = set()
         self._waiting: list[Job] = []
         self._timer: Timer | None = None
-        self._on_gone: Callable[[], None] = lambda: None
+        self._on_reached: Callable[[], None] = lambda: None
+        self._on_gone: Callable[[str | None], None] = lambda _refusal: None
 
     # ------------------------------------------------------------ connecting
 
-    def connect(self, endpoint: str, credentials: Credentials, on_gone: Callable[[], None]) -> None:
-        """Begin to talk to the owner; runs in the loop."""
-        self._on_gone = on_gone
+    def connect(
+        self,
+        endpoint: str,
+        credentials: Credentials,
+        on_reached: Callable[[], None],
+        on_gone: Callable[[str | None], None],
+    ) -> None:
+        """Begin to talk to the owner; runs in the loop. `on_gone` is told why it could not be
+        reached; None: it could.
+        """
+        self._on_reached, self._on_gone = on_reached, on_gone
         self._handshake = credentials.connect(self.engine_id)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock = sock
@@ -140,6 +149,7 @@ class ShmPeer:
         if len(fds) != 1:
             raise HandshakeRefused("the peer sent no state page")
         self._state = wire.map_state(fds[0])
+        self._on_reached()
         self._forget_timer()
         self._serve_waiting()
 
@@ -276,7 +286,7 @@ class ShmPeer:
             self._loop.remove(sock.fileno())
             sock.close()
         self._forget_timer()
-        self._on_gone()
+        self._on_gone(reason if self._state is None else None)
         # Copies in hand hold on to the mappings they use; all others go now.
         self._regions = {}
         self._state = None

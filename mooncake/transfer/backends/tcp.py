@@ -5,6 +5,7 @@ Puts together the owner's side (`tcp_server`) and one `TcpPeer` for each engine 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from mooncake.transfer.backends.tcp_server import ServerLimits, TcpServer
 from mooncake.transfer.batches import Job
 from mooncake.transfer.handshake import Credentials
 from mooncake.transfer.link_stats import LinkStats
+from mooncake.transfer.peer_health import PeerHealth
 from mooncake.transfer.regions import RegionTable
 
 _MANY_PEERS = 256
@@ -55,6 +57,7 @@ class TcpBackend:
         self._settings = settings
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], TcpPeer] = {}
+        self._health = PeerHealth()
         self.stats = LinkStats(self.protocol)
         self._server = TcpServer(
             settings.bind_host,
@@ -82,28 +85,34 @@ class TcpBackend:
         return self.protocol in peer.endpoints
 
     def start(self, job: Job) -> None:
-        endpoint = job.peer.endpoints[self.protocol]
+        key = (job.peer.endpoints[self.protocol], job.peer.engine_id)
+        refusal = self._health.refusal(key)
+        if refusal is not None:
+            self._router.decline(job, refusal)
+            return
         try:
             with self._lock:
-                self._peer(endpoint, job.peer.engine_id).put(job)
+                self._peer(key).put(job)
         except ConfigError as error:
             self._router.decline(job, error.message)
 
-    def _peer(self, endpoint: str, engine_id: str) -> TcpPeer:
-        peer = self._peers.get((endpoint, engine_id))
+    def _peer(self, key: tuple[str, str]) -> TcpPeer:
+        peer = self._peers.get(key)
         if peer is None:
             if len(self._peers) >= _MANY_PEERS:
                 self._forget_unused()
             peer = TcpPeer(
-                engine_id,
-                parse_endpoint(endpoint),
+                key[1],
+                parse_endpoint(key[0]),
                 self._credentials,
                 self._table,
                 self._loops,
                 self._settings.peer,
                 self.stats,
             )
-            self._peers[endpoint, engine_id] = peer
+            peer.on_reached = functools.partial(self._health.reached, key)
+            peer.on_refused = functools.partial(self._health.failed, key)
+            self._peers[key] = peer
         return peer
 
     def _forget_unused(self) -> None:

@@ -162,7 +162,7 @@ class Lane:
     def _on_connected(self, sock: socket.socket) -> None:
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            raise OSError(error, "cannot connect")
+            raise OSError(error, f"cannot connect: {os.strerror(error)}")
         assert self._handshake is not None
         tune_connected(sock)
         self.nic = sock.getsockname()[0]

@@ -53,6 +53,9 @@ class TcpPeer:
         stats: LinkStats,
     ) -> None:
         self.engine_id = engine_id
+        self.on_reached: Callable[[], None] = lambda: None
+        self.on_refused: Callable[[str], None] = lambda _reason: None
+        """Told how attempts to reach the peer ended."""
         self._stats = stats
         self._credentials = credentials
         self._limits = limits
@@ -92,7 +95,8 @@ class TcpPeer:
             job.stop("the transfer engine is closed")
             return
         # What fits one slice goes in the caller's thread: waking a loop for it took a tenth longer.
-        is_small = job.num_bytes <= self._limits.slices.target_bytes
+        # Not while the peer must first be told of a broken stream, which takes a new one.
+        is_small = job.num_bytes <= self._limits.slices.target_bytes and not self._unfenced
         if not (is_small and any(lane.try_send() for lane in self._lanes)):
             self._wake(len(slices))
 
@@ -133,6 +137,7 @@ class TcpPeer:
     def ready(self, fenced: Sequence[str]) -> None:
         """A handshake has been answered: what it told of is over."""
         self._reachable = True
+        self.on_reached()
         self._release(lambda connection_id, _part: connection_id in fenced)
         with self._lock:
             self._unfenced.difference_update(fenced)
@@ -185,6 +190,7 @@ class TcpPeer:
         elif LaneState.CONNECTING not in others:
             self._reachable = False
             if self._unfenced or LaneState.READY not in others:
+                self.on_refused(failure.reason)
                 self._fail(failure.reason)
 
     def _fail(self, reason: str) -> None:

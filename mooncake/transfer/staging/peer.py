@@ -40,8 +40,11 @@ class PeerHub(Protocol):
     def new_session(self, peer: StagingPeer, fenced: Sequence[str]) -> Visit:
         """Begin to connect. Raises TransferError."""
 
-    def forget(self, peer: StagingPeer) -> None:
-        """Nothing more goes by `peer`."""
+    def reached(self, peer: StagingPeer) -> None:
+        """The owner has let `peer` in."""
+
+    def forget(self, peer: StagingPeer, refusal: str | None) -> None:
+        """Nothing more goes by `peer`; `refusal`: why its owner could not be reached."""
 
 
 class PeerState(Enum):
@@ -104,11 +107,12 @@ class StagingPeer:
         try:
             self._session = self._hub.new_session(self, fenced)
         except TransferError as error:
-            self._hub.loop.post(functools.partial(self._end, error.message))
+            self._hub.loop.post(functools.partial(self._end, error.message, refused=True))
 
     def on_welcome(self) -> None:
         """The owner has ended the earlier stream, and its copies."""
         self.state = PeerState.READY
+        self._hub.reached(self)
         unfenced, self._unfenced = self._unfenced, {}
         self._refuse(unfenced, "the control stream broke")
         unsent, self._unsent = self._unsent, []
@@ -119,7 +123,7 @@ class StagingPeer:
         """The stream broke: ask whether copies for us are over, else there is no more to do."""
         session, self._session = self._session, None
         if self.state is not PeerState.READY or session is None:
-            self._end(reason)
+            self._end(reason, refused=True)
             return
         _LOG.info("staging stream to %s broke: %s", self.engine_id, reason)
         questions, self._questions = self._questions, {}
@@ -140,11 +144,11 @@ class StagingPeer:
             self._session.close()
             self.on_session_end(reason)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, *, refused: bool = False) -> None:
         if self.state is PeerState.GONE:
             return
         self.state = PeerState.GONE
-        self._hub.forget(self)
+        self._hub.forget(self, reason if refused else None)
         if self._unfenced:
             _LOG.warning("copies of %s end unconfirmed: %s", self.engine_id, reason)
         self._fail_learners(reason)

@@ -26,6 +26,7 @@ from mooncake.transfer.device import HOST, DeviceMemory
 from mooncake.transfer.engine import Op
 from mooncake.transfer.handshake import Credentials
 from mooncake.transfer.link_stats import LinkStats
+from mooncake.transfer.peer_health import PeerHealth
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.staging import wire
 from mooncake.transfer.staging.arena import Arena, StagingLimits
@@ -64,6 +65,7 @@ class Stager:
         self._slots = FairSlots(limits.num_slots)
         self._flows: dict[int, Flow] = {}
         self._peers: dict[tuple[str, str], StagingPeer] = {}
+        self._health = PeerHealth()
         self._direct = DirectMoves(carrier, self.post, self._stage, self._settled)
         self._owner: StagingOwner | None = None
         self._loop: IoLoop | None = None
@@ -152,6 +154,10 @@ class Stager:
         if endpoint is None:
             self._route(Flow(job, None))
             return
+        refusal = self._health.refusal((endpoint, job.peer.engine_id))
+        if refusal is not None:
+            job.stop(f"{job.peer.engine_id} cannot be reached: {refusal}")
+            return
         try:
             peer = self._peer_at(endpoint, job.peer.engine_id)
         except ConfigError as error:
@@ -174,8 +180,19 @@ class Stager:
         connect_s = self.limits.connect_s
         return VisitorSession(peer, self._credentials, fenced, self.loop, connect_s, wire)
 
-    def forget(self, peer: StagingPeer) -> None:
-        self._peers = {key: other for key, other in self._peers.items() if other is not peer}
+    def reached(self, peer: StagingPeer) -> None:
+        self._health.reached(self._key(peer))
+
+    def forget(self, peer: StagingPeer, refusal: str | None) -> None:
+        key = self._key(peer)
+        del self._peers[key]
+        if refusal is not None:
+            self._health.failed(key, refusal)
+        else:
+            self._health.unknown(key)
+
+    def _key(self, peer: StagingPeer) -> tuple[str, str]:
+        return next(key for key, other in self._peers.items() if other is peer)
 
     def _route(self, flow: Flow) -> None:
         """It is known which regions are devices': let the protocols have it, or part of it."""

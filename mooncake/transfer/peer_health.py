@@ -1,0 +1,83 @@
+"""Which peers could not be reached, and why: until one is, its requests fail at once, but for one
+at a time that finds out, ever more seldom.
+
+Never for good: what a peer refused yesterday (an older release, another secret) it may take today.
+Owned by a backend; may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mooncake.transfer.path_health import Breaker, BreakerLimits
+
+PROBES = BreakerLimits(first_s=0.05, longest_s=2.0)
+PROBE_S = 30.0
+"""An attempt of which nothing was heard for so long is taken to be over."""
+MAX_REMEMBERED = 4_096
+"""Peers that failed; of more, the one that failed first is forgotten."""
+
+Key = tuple[str, str]
+"""(endpoint, engine id)"""
+
+
+@dataclass
+class _Failure:
+    breaker: Breaker
+    reason: str
+    tried_s: float = 0.0
+    """When the last attempt began."""
+
+
+class PeerHealth:
+    """Attempts to connect, by peer. A connection that stood and broke is no failed attempt."""
+
+    def __init__(
+        self, limits: BreakerLimits = PROBES, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limits = limits
+        self._now = now
+        self._failures: dict[Key, _Failure] = {}
+        self._lock = threading.Lock()
+
+    def refusal(self, key: Key) -> str | None:
+        """Return why nothing goes to a peer now. None: go; if the last attempt failed, this is the
+        next one, of which `reached`, `failed` or `unknown` must tell how it ended.
+        """
+        with self._lock:
+            failure = self._failures.get(key)
+            if failure is None:
+                return None
+            now = self._now()
+            if now >= failure.tried_s + PROBE_S:
+                failure.breaker.untried()
+            if not failure.breaker.may_try(now):
+                return failure.reason
+            failure.breaker.tried()
+            failure.tried_s = now
+            return None
+
+    def reached(self, key: Key) -> None:
+        """The peer has let us in."""
+        with self._lock:
+            self._failures.pop(key, None)
+
+    def failed(self, key: Key, reason: str) -> None:
+        """The peer refused, or did not answer."""
+        with self._lock:
+            failure = self._failures.get(key)
+            if failure is None:
+                failure = self._failures[key] = _Failure(Breaker(self._limits), reason)
+                if len(self._failures) > MAX_REMEMBERED:
+                    del self._failures[next(iter(self._failures))]
+            failure.reason = reason
+            failure.breaker.failed(self._now())
+
+    def unknown(self, key: Key) -> None:
+        """An attempt was given up for reasons that say nothing about the peer."""
+        with self._lock:
+            if key in self._failures:
+                self._failures[key].breaker.untried()
