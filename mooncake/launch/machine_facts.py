@@ -8,7 +8,7 @@ import platform
 import socket
 from pathlib import Path
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Unavailable
 
 FOREIGN_PACKAGES = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 """Distributions on PyPI that install a top-level package `mooncake` too."""
@@ -52,6 +52,24 @@ def num_cores() -> int:
 def host_name() -> str:
     """Return the name of this machine."""
     return socket.gethostname()
+
+
+def address_towards(address: str) -> str:
+    """Return the address of this machine that a peer at "tcp://HOST:PORT" can answer to. Asks the
+    routing table; nothing is sent.
+
+    Raises Unavailable when there is no way to the peer.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        [(family, kind, _, _, peer), *_] = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+        )
+        with socket.socket(family, kind) as probe:
+            probe.connect(peer)
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"no way from here to {address}: {error}") from error
 
 
 def boot_id() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
@@ -68,13 +69,13 @@ class PoolAdmin:
         self._drain = drain
         self._links = links
         try:
-            self._server = _Server((settings.host, settings.port), _handler(self))
+            self._server = _Server(settings.host, settings.port, _handler(self))
         except OSError as error:
             raise ConfigError(
                 f"admin-port: cannot listen on {settings.host}:{settings.port}: {error.strerror}"
             ) from error
         host, port = self._server.server_address[:2]
-        self.url = f"http://{host!s}:{port}"
+        self.url = f"http://[{host!s}]:{port}" if ":" in str(host) else f"http://{host!s}:{port}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="pool-admin", daemon=True
         )
@@ -145,6 +146,10 @@ def begin_drain(driver: Driver) -> None:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is nobody's error."""

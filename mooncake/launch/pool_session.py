@@ -60,6 +60,7 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     store_address: str = ""
     """Or the pool worker itself."""
     bind_host: str = "127.0.0.1"
+    """Where the pool's answers come to."""
     transfer_protocols: list[str] = msgspec.field(default_factory=lambda: list(usable_protocols()))
     num_places: int = 16
     """Blocks of memory that data passes through: the most one transfer carries."""
@@ -68,10 +69,11 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def locate(url: str, cluster_secret: str, api_key: str | None = None) -> PoolSessionConfig:
-    """Ask the HTTP door of a pool node where and of what shape it is.
+    """Ask the HTTP door of a pool node where and of what shape it is. The session listens where
+    that node can reach it: at this machine's address on the way there.
 
     Raises:
-        Unavailable: nobody answers at `url`.
+        Unavailable: nobody answers at `url`, or there is no way to the node.
         MooncakeError: it refuses, or is no pool node.
     """
     about = Client(url, api_key or cluster_secret).get(STATS_PATH)
@@ -82,6 +84,7 @@ def locate(url: str, cluster_secret: str, api_key: str | None = None) -> PoolSes
             layout=msgspec.convert(about["layout"], KvLayout),
             node_id=about["node_id"],
             store_address=about["address"],
+            bind_host=machine_facts.address_towards(str(about["address"])),
         )
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise MooncakeError(f"{url} is no pool node of this version: {error}") from error

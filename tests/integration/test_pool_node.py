@@ -19,7 +19,7 @@ from mooncake.base import Tier
 from mooncake.launch import cli
 from mooncake.launch.pool_session import PoolSession, locate
 from tests.support.checkpoints import write_config_only
-from tests.support.pool_process import SECRET, PoolProcess, until
+from tests.support.pool_process import SECRET, PoolProcess, has_ipv6, until
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +180,26 @@ def test_a_lost_client_leaves_nothing_behind(node: PoolProcess) -> None:
     with node.session() as session:
         assert session.exists(list(blocks_of(session, 50))) == [Tier.DRAM]
         assert session.stat().load.num_running == 0
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback here")
+def test_a_pool_of_ipv6_only(model: Path, tmp_path: Path) -> None:
+    words = ("--dram", "1MiB", "--bind-host", "::1", "--transport", "tcp")
+    with PoolProcess(model, tmp_path / "log1", *words, "--admin-host", "::1") as first:
+        config = locate(first.url, SECRET)
+        assert config.gateway_address.startswith("tcp://[::1]:")
+        assert config.bind_host == "::1", "where the node can answer"
+        more = ("--node-id", "second", "--join", config.gateway_address)
+        with (
+            PoolProcess(model, tmp_path / "log2", *words, *more) as second,
+            second.session(transfer_protocols=["tcp"]) as session,
+        ):
+            until(lambda: len(session.nodes) == 2, "the client knows both nodes")
+            blocks = blocks_of(session, *range(8))
+            assert session.put(blocks) == list(blocks)
+            assert session.replicate(list(blocks), 2) == 2
+            second.stop(signal.SIGKILL)
+            assert session.get(list(blocks)) == list(blocks.values()), "from the first"
 
 
 def test_nodes_join_and_clients_find_theirs(node: PoolProcess, model: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +30,15 @@ def until(holds: Callable[[], bool], what: str, seconds: float = START_S) -> Non
     while not holds():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         pause.wait(0.02)
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has an IPv6 loopback address."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 class PoolProcess:

@@ -10,9 +10,10 @@ import sys
 
 import pytest
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Unavailable
 from mooncake.launch import environment, machine_facts
 from mooncake.launch.descendants import Descendants
+from tests.support.pool_process import has_ipv6
 
 
 def test_only_what_is_missing_is_set() -> None:
@@ -67,6 +68,19 @@ def test_this_machine_has_memory_cores_and_a_name() -> None:
     assert machine_facts.num_cores() >= 1
     assert machine_facts.host_name()
     assert machine_facts.boot_id() == machine_facts.boot_id()
+
+
+@pytest.mark.parametrize(("host", "written"), [("127.0.0.1",) * 2, ("::1", "[::1]")])
+def test_the_address_that_a_peer_can_answer_to(host: str, written: str) -> None:
+    if host == "::1" and not has_ipv6():
+        pytest.skip("no IPv6 loopback here")
+    assert machine_facts.address_towards(f"tcp://{written}:7000") == host
+
+
+@pytest.mark.parametrize("address", ["tcp://nowhere.invalid:1", "tcp://127.0.0.1:http", "x"])
+def test_no_way_to_a_peer(address: str) -> None:
+    with pytest.raises(Unavailable, match="no way from here to"):
+        machine_facts.address_towards(address)
 
 
 def test_free_and_taken_ports() -> None:
