@@ -51,7 +51,9 @@ class _Kind(NamedTuple):
 class _Order:
     __slots__ = ("deadline_s", "home", "keys", "kind")
 
-    def __init__(self, home: str, kind: _Kind, keys: list[BlockKey], deadline_s: float) -> None:
+    def __init__(
+        self, home: WorkerRef, kind: _Kind, keys: list[BlockKey], deadline_s: float
+    ) -> None:
         self.home = home
         self.kind = kind
         self.keys = keys
@@ -80,13 +82,17 @@ class Evacuation:
         channel: Channel,
         tiers: tuple[DramTier, Tiering],
         gateways: Callable[[], list[str]],
+        more_comes: Callable[[], bool],
     ) -> None:
-        """`gateways` returns where those are that know us."""
+        """`gateways` returns where those are that know us, `more_comes` whether blocks are being
+        written that may become whole yet.
+        """
         self._config = config
         self._worker = worker
         self._channel = channel
         self._dram, self._tiering = tiers
         self._gateways = gateways
+        self._more_comes = more_comes
         self._order_blocks = max(1, ORDER_BYTES // self._dram.block_bytes)
         self._max_on_way = max(1, config.drain_queue_bytes // self._dram.block_bytes)
         self._unasked: deque[BlockKey] = deque()
@@ -99,7 +105,9 @@ class Evacuation:
         self._num_on_way = 0
         self._tries: dict[BlockKey, int] = {}
         self._homes: dict[str, _Home] = {}
-        self._copied: dict[BlockKey, str] = {}
+        self._met: dict[WorkerRef, None] = {}
+        """All nodes that have been named, those that are gone included."""
+        self._copied: dict[BlockKey, WorkerRef] = {}
         """Block -> the node that took it over."""
         self._elsewhere: dict[BlockKey, None] = {}
         self._left: dict[BlockKey, None] = {}
@@ -133,11 +141,11 @@ class Evacuation:
 
     def add(self, keys: list[BlockKey]) -> None:
         """Blocks have become whole that were being written when it began."""
-        if self.begun and not self.over:
+        if self.begun:
             known = self._left.keys() | self._copied.keys() | self._elsewhere.keys()
             new = [key for key in keys if key not in known]
             self._left.update(dict.fromkeys(new))
-            self._unasked.extend(new)
+            self._unasked.extend([] if self.over else new)
 
     def progress(self) -> DrainProgress | None:
         """Return how far it is; None before it has begun."""
@@ -187,8 +195,9 @@ class Evacuation:
         for name, home in named.items():
             if name not in self._homes:
                 self._homes[name] = _Home(home)
+                self._met[home.store] = None
         for key, is_elsewhere in zip(keys, message.elsewhere, strict=False):
-            if is_elsewhere:
+            if is_elsewhere and not self._is_kept(key):
                 self._elsewhere[key] = None
                 self._left.pop(key, None)
             else:
@@ -199,7 +208,7 @@ class Evacuation:
         """A node has copied what it could."""
         order = self._orders.get(message.ticket)
         home = self._homes.get(message.store.worker_id)
-        if order is None or order.home != message.store.worker_id:
+        if order is None or order.home != message.store:
             return
         if home is not None and message.is_full:
             home.full.add(order.kind)
@@ -209,13 +218,13 @@ class Evacuation:
 
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         """What such a node had taken over is ours alone again, and so may others be that it had."""
-        home = self._homes.get(worker.worker_id)
-        if not self.begun or self.over or home is None or home.ref != worker:
+        if not self.begun or self.over or worker not in self._met:
             return
-        del self._homes[worker.worker_id]
-        for ticket in [t for t, o in self._orders.items() if o.home == worker.worker_id]:
+        if self.is_home(worker):
+            del self._homes[worker.worker_id]
+        for ticket in [t for t, order in self._orders.items() if order.home == worker]:
             self._end_order(ticket, [])
-        again = [key for key, name in self._copied.items() if name == worker.worker_id]
+        again = [key for key, home in self._copied.items() if home == worker]
         for key in again:
             del self._copied[key]
         again += self._elsewhere
@@ -237,7 +246,8 @@ class Evacuation:
             pass
         if self._unasked and self._question is None and len(self._sole) < QUESTION_BLOCKS:
             self._ask(now)
-        if not (self._unasked or self._question or self._sole or self._orders):
+        busy = self._unasked or self._question or self._sole or self._orders
+        if not busy and not self._more_comes():
             self._stop()
 
     def _ask(self, now: float) -> None:
@@ -290,7 +300,7 @@ class Evacuation:
     def _send(self, home: _Home, kind: _Kind, keys: list[BlockKey], now: float) -> None:
         self._last_ticket += 1
         deadline_s = now + self._config.replicate_timeout_s + GRACE_S
-        self._orders[self._last_ticket] = _Order(home.ref.worker_id, kind, keys, deadline_s)
+        self._orders[self._last_ticket] = _Order(home.ref, kind, keys, deadline_s)
         self._num_on_way += len(keys)
         home.num_free -= len(keys)
         seconds = len(keys) * self._dram.block_bytes / self._config.drain_bytes_per_s
@@ -322,6 +332,10 @@ class Evacuation:
         self._orders.clear()
         self._tries.clear()
         self._question, self._num_on_way = None, 0
+
+    def _is_kept(self, key: BlockKey) -> bool:
+        """Whether somebody wants a block kept: the copy that is elsewhere must be, too."""
+        return self._dram.has(key) and self._dram.kept(key) is not Keep.NO
 
     def _is_here(self, key: BlockKey) -> bool:
         return self._dram.has(key) or self._tiering.ssd.has(key)

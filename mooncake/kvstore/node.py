@@ -88,8 +88,9 @@ class KvNode:
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         disks = disks or NoDisks()
         self._tiering = Tiering(
-            config, self._tier, disks, self._announce, self._on_loaded, self._counters
-        )
+            config, self._tier, disks, self._announce,
+            lambda *ended: self._promotions.on_loaded(*ended), self._counters,
+        )  # fmt: skip
         self._promotions = Promotions(
             self._tier, self._tiering, config.ssd_load_timeout_s, self._evicted
         )
@@ -108,8 +109,9 @@ class KvNode:
             self._counters,
         )  # fmt: skip
         self._evacuation = Evacuation(
-            config, hello.worker, channel, tiers, lambda: self._membership.welcoming
-        )
+            config, hello.worker, channel, tiers, lambda: self._membership.welcoming,
+            lambda: self._peers.num_puts > 0 or not self._replicator.quiet,
+        )  # fmt: skip
         self._peers = Peers(config.max_tickets_per_worker, self._counters)
         self._overdue_at: deque[tuple[float, Grant]] = deque()
         self._doubt_s = 0.0
@@ -456,12 +458,10 @@ class KvNode:
         self._gone(gone)
         self._hashing.suspect(whole)
         self._membership.send_blocks(whole, [])
+        self._evacuation.add(whole)
 
     def _announce(self, tier: Tier, stored: list[BlockKey], removed: list[BlockKey]) -> None:
         self._membership.send_blocks(stored, removed, tier)
-
-    def _on_loaded(self, whole: list[BlockKey], lost: list[BlockKey], now: float) -> None:
-        self._promotions.on_loaded(whole, lost, now)
 
     def _on_damaged(self, key: BlockKey) -> None:
         """Memory does not hold any more what was written; while somebody reads it, it stays."""
@@ -487,7 +487,7 @@ class KvNode:
         tier = self._tier
         return WorkerLoad(
             num_running=sum(len(state.pins) for state in self._peers.states.values()),
-            num_waiting=sum(len(state.grants) for state in self._peers.states.values()),
+            num_waiting=self._peers.num_puts,
             num_free_blocks=tier.num_free,
             num_total_blocks=tier.num_blocks,
             num_cached_blocks=tier.num_stored,

@@ -67,6 +67,11 @@ class Peers:
         """Puts and pins that peers have open."""
         return sum(state.num_open for state in self.states.values())
 
+    @property
+    def num_puts(self) -> int:
+        """Puts that peers have open."""
+        return sum(len(state.grants) for state in self.states.values())
+
     def get(self, peer: Peer) -> PeerState | None:
         """Return what a peer has open."""
         return self.states.get(peer)

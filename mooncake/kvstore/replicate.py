@@ -116,6 +116,7 @@ class Replicator:
             return
         ssd, known = self._tiering.ssd, self._dram.is_known
         here = [key for key in order.keys if self._dram.has(key) or ssd.has(key)]
+        self._inherit(order, [key for key in here if self._dram.has(key)])
         wanted = [key for key in order.keys if not (known(key) or ssd.has(key))]
         answer = TakenOver(ticket=order.ticket, store=self._worker, keys=here)
         granted: dict[BlockKey, int] = {}
@@ -195,14 +196,19 @@ class Replicator:
                 self._copies[key] = now
             self._counters["blocks_replicated"] += len(keys)
             return
+        if not order.reused:
+            self._tiering.used(keys)
+        self._inherit(order, keys)
+        self._counters["blocks_taken_over"] += len(keys)
+
+    def _inherit(self, order: TakeOver, keys: Sequence[BlockKey]) -> None:
+        """These blocks in DRAM are no copies from now on, and kept as they were by who goes."""
+        self.evicted(keys)
         if order.reused:
             self._tiering.adopt(keys)
-        else:
-            self._tiering.used(keys)
         for key in keys if order.keep is not Keep.NO else []:
-            if not self._dram.keep(key, order.keep):
+            if self._dram.kept(key) is not Keep.HARD and not self._dram.keep(key, order.keep):
                 self._dram.keep(key, Keep.SOFT)
-        self._counters["blocks_taken_over"] += len(keys)
 
     def on_peer_lost(self, worker: WorkerRef) -> None:
         """Runs that were not being read yet do not come; a read under way fails by itself."""
@@ -220,7 +226,7 @@ class Replicator:
                 self._copies.move_to_end(key)
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks are gone."""
+        """These blocks are gone, or no copies any more."""
         for key in keys:
             self._copies.pop(key, None)
 

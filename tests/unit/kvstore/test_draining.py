@@ -10,10 +10,17 @@ from tests.support.kvstore_world import GATEWAY, NodeWorld, keys, worker
 
 def drain(world: NodeWorld) -> None:
     """Tell the node to go, and that there is no other."""
-    sent = world.handle(Drain())
-    for question in [message for _, message in sent if isinstance(message, FindHomes)]:
-        alone = [False] * len(question.keys)
-        world.handle(HomesFound(ticket=question.ticket, elsewhere=alone, homes=[]))
+    first = len(world.channel.sent)
+    world.handle(Drain())
+    answer(world, first)
+
+
+def answer(world: NodeWorld, first: int) -> None:
+    """Answer what the node has asked since it had sent `first` messages: it is alone."""
+    for _, question in world.channel.sent[first:]:
+        if isinstance(question, FindHomes):
+            alone = [False] * len(question.keys)
+            world.handle(HomesFound(ticket=question.ticket, elsewhere=alone, homes=[]))
 
 
 def test_it_tells_that_nothing_is_to_be_had_and_takes_nothing() -> None:
@@ -32,8 +39,11 @@ def test_it_is_drained_when_nothing_is_open() -> None:
     assert not world.node.drained
     drain(world)
     assert not world.node.drained
+    first = len(world.channel.sent)
     world.end(worker("p"), grant)
-    assert world.inventory == set(), "nor is what becomes whole now announced"
+    world.tick(world.now)
+    answer(world, first)
+    assert world.inventory == set(), "nobody takes it: it is not to be had any more"
     pinned = world.pin(worker("d"), keys(1))
     assert not world.node.drained
     world.unpin(worker("d"), pinned)

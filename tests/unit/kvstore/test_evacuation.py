@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import pytest
 
-from mooncake.base import BlockKey, PutEnd, PutGranted, PutStart
-from mooncake.base.pool_messages import DrainProgress, Keep
-from tests.support.kvstore_world import BLOCK, keys
+from mooncake.base import (
+    BlockKey,
+    Drain,
+    Message,
+    PeerLost,
+    PutEnd,
+    PutGranted,
+    PutStart,
+    WorkerRef,
+)
+from mooncake.base.messages import Replicate
+from mooncake.base.pool_messages import (
+    DrainProgress,
+    FindHomes,
+    Home,
+    HomesFound,
+    Keep,
+    TakenOver,
+    TakeOver,
+)
+from tests.support.kvstore_world import BLOCK, NodeWorld, keys, worker
 from tests.support.pool_world import CLIENT, PoolWorld, bytes_of
 
 
@@ -230,3 +250,128 @@ def test_new_homes_in_mid_drain_are_found() -> None:
     world.start("c", 800)
     assert not progress(world, "a").over
     assert run_to_end(world, "a").num_copied == 700
+
+
+def test_a_put_that_ends_when_all_else_is_done_goes_too() -> None:
+    world = PoolWorld()
+    world.start("a", 16)
+    world.start("b", 16)
+    start = PutStart(writer=CLIENT, ticket=1000, keys=keys(20, 21))
+    granted = world.ask("a", start, PutGranted)
+    world.drain("a")
+    world.run(3.0)
+    assert not progress(world, "a").over, "a block may become whole yet"
+    offset = granted.places.offsets[0]
+    world.nodes["a"].region.buffer[offset : offset + BLOCK] = bytes_of(keys(20)[0])
+    end = PutEnd(writer=CLIENT, ticket=1000, written=keys(20), dropped=keys(21))
+    world.send("a", end)
+    assert run_to_end(world, "a") == DrainProgress(over=True, num_copied=1)
+    assert world.read("b", keys(20)) == 1
+
+
+def test_what_is_still_coming_from_another_node_that_drains_goes_on_to_the_next() -> None:
+    world = PoolWorld(link_bytes_per_s=8.0 * BLOCK)
+    world.start("a", 16)
+    world.start("b", 16)
+    world.put("a", keys(*range(1, 9)))
+    world.drain("a")
+    while not world.nodes["b"]._replicator.filling():
+        world.run(0.01)
+    world.start("c", 16)
+    world.drain("b")
+    run_to_end(world, "a")
+    world.kill("a")
+    run_to_end(world, "b")
+    world.kill("b")
+    assert world.read("c", keys(*range(1, 9))) == 8
+
+
+@pytest.mark.parametrize("is_pulled_copy", [False, True])
+def test_a_copy_elsewhere_is_kept_as_the_block_was(is_pulled_copy: bool) -> None:
+    """And is no copy any more, which would be dropped when nobody reads it."""
+    world = PoolWorld()
+    world.start("a", 16)
+    world.start("b", 16, replica_idle_s=2.0)
+    world.put("a", keys(1, 2, 3))
+    if is_pulled_copy:
+        world.send("b", Replicate(source=world.refs["a"], keys=keys(1, 2, 3)))
+        world.run(1.0)
+        assert world.holders(keys(3)[0]) == ["a", "b"]
+    else:
+        world.put("b", keys(1, 2, 3))
+    world.keep("a", keys(1), Keep.HARD)
+    world.keep("a", keys(2), Keep.SOFT)
+    world.drain("a")
+    assert run_to_end(world, "a") == DrainProgress(over=True, num_copied=2, num_elsewhere=1)
+    world.kill("a")
+    state = world.nodes["b"].state()
+    assert (state.num_hard_pinned, state.num_soft_pinned) == (1, 1)
+    world.run(10.0)
+    assert world.read("b", keys(1, 2)) == 2
+
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+class Alone:
+    """A node's drain, with whoever it asks played by the test."""
+
+    def __init__(self) -> None:
+        self.world = NodeWorld(8, drain_s=20.0)
+        self.world.put(worker("p"), keys(1, 2))
+        self._grant = self.world.start(worker("p"), keys(9))
+        self.num_seen = len(self.world.channel.sent)
+        self.world.handle(Drain())
+
+    def sent(self, kind: type[Answer]) -> list[Answer]:
+        """Let a moment pass; return what of this kind has been sent since the last look."""
+        self.world.tick(self.world.now)
+        fresh = self.world.channel.sent[self.num_seen :]
+        self.num_seen += len(fresh)
+        return [message for _, message in fresh if isinstance(message, kind)]
+
+    def name(self, *stores: WorkerRef) -> None:
+        """Answer the node's question: its blocks are nowhere else, and these nodes stay."""
+        [question] = self.sent(FindHomes)
+        alone, homes = [False] * len(question.keys), [Home(store, 8) for store in stores]
+        self.world.handle(HomesFound(ticket=question.ticket, elsewhere=alone, homes=homes))
+
+    def take(self, store: WorkerRef, order: TakeOver) -> None:
+        self.world.handle(TakenOver(ticket=order.ticket, store=store, keys=order.keys))
+
+    def end_put(self) -> None:
+        """A block becomes whole that was being written when the node was told to go."""
+        self.world.end(worker("p"), self._grant)
+
+    def progress(self) -> DrainProgress:
+        found = self.world.node.state().drain
+        assert found is not None
+        return found
+
+
+OLD, NEW = worker("b", "e1"), worker("b", "e2")
+
+
+@pytest.mark.parametrize("named_later", [[NEW], []])
+def test_the_loss_of_a_home_that_is_not_named_any_more_still_counts(named_later: list) -> None:
+    """It was started again, or drains itself, before the word of its loss came."""
+    scene = Alone()
+    scene.name(OLD)
+    [order] = scene.sent(TakeOver)
+    assert order.keys == keys(1, 2)
+    scene.take(OLD, order)
+    scene.end_put()
+    scene.name(*named_later)
+    scene.world.handle(PeerLost(worker=OLD))
+    [question] = scene.sent(FindHomes)
+    assert question.keys == keys(1, 2), "they are ours alone again"
+
+
+def test_the_word_of_an_earlier_boot_is_not_taken_for_that_of_a_home() -> None:
+    scene = Alone()
+    scene.name(NEW)
+    [order] = scene.sent(TakeOver)
+    scene.take(OLD, order)
+    assert scene.progress().num_copied == 0
+    scene.take(NEW, order)
+    assert scene.progress().num_copied == 2
