@@ -88,9 +88,8 @@ class KvNode:
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         disks = disks or NoDisks()
         self._tiering = Tiering(
-            config, self._tier, disks, self._announce,
-            lambda *ended: self._promotions.on_loaded(*ended), self._counters,
-        )  # fmt: skip
+            config, self._tier, disks, self._announce, self._on_loaded, self._counters
+        )
         self._promotions = Promotions(
             self._tier, self._tiering, config.ssd_load_timeout_s, self._evicted
         )
@@ -462,6 +461,9 @@ class KvNode:
 
     def _announce(self, tier: Tier, stored: list[BlockKey], removed: list[BlockKey]) -> None:
         self._membership.send_blocks(stored, removed, tier)
+
+    def _on_loaded(self, whole: list[BlockKey], lost: list[BlockKey], now: float) -> None:
+        self._promotions.on_loaded(whole, lost, now)
 
     def _on_damaged(self, key: BlockKey) -> None:
         """Memory does not hold any more what was written; while somebody reads it, it stays."""
