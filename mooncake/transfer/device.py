@@ -68,7 +68,9 @@ class DeviceMemory(Protocol):
         """Call `done` when no work the device began before now can still write here by itself."""
 
     def flush(self) -> None:
-        """Show what a NIC wrote here to all work the device begins from now on."""
+        """Show what a NIC wrote here to all work the device begins from now on. Raises
+        TransferError.
+        """
 
     def reachable_by_nics(self) -> bool:
         """Whether NICs can register `address` itself (a driver of the device's helps them)."""

@@ -45,7 +45,7 @@ class FakeDeviceMemory:
         self.nics_reach = False
         self.has_dmabuf = False
         self.fails: Callable[[str], str | None] = lambda kind: None
-        """Says how a copy ("in", "out") fails; None = it does not."""
+        """Says how a copy ("in", "out") or "flush" fails; None = it does not."""
         self.is_strict = True
         """Whether copies must be with pinned memory."""
         self.log: list[str] = []
@@ -89,6 +89,9 @@ class FakeDeviceMemory:
 
     def flush(self) -> None:
         self.log.append("flush")
+        error = self.fails("flush")
+        if error is not None:
+            raise TransferError(error)
 
     def copy_out(self, ranges: Ranges, host: memoryview, done: CopyDone) -> None:
         def run() -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from mooncake.base.errors import TransferError
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.batches import Job
 from mooncake.transfer.device import DeviceMemory
@@ -64,6 +65,16 @@ def settle_all(memories: Sequence[DeviceMemory], post: Post, then: Callable[[], 
         memory.settle(lambda _error: post(settled))
     if not memories:
         then()
+
+
+def _flush_all(regions: Iterable[DeviceRegion]) -> str | None:
+    """Show their devices what NICs wrote; return why that failed, if it did."""
+    try:
+        for region in regions:
+            region.memory.flush()
+    except TransferError as error:
+        return error.message
+    return None
 
 
 class DirectMoves:
@@ -156,9 +167,7 @@ class DirectMoves:
         elif job.op is Op.WRITE:
             self._sync(flow, theirs, wire.Flush, functools.partial(self._end, flow))
         else:
-            for region in ours:
-                region.memory.flush()
-            self._end(flow, None)
+            self._end(flow, _flush_all(ours))
 
     def _end(self, flow: Flow, error: str | None) -> None:
         flow.is_direct = False

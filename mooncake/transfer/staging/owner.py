@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from mooncake.base.errors import ProtocolError
+from mooncake.base.errors import ProtocolError, TransferError
 from mooncake.transfer.backends.control_link import ControlLink
 from mooncake.transfer.backends.io_loop import IoLoop
 from mooncake.transfer.backends.listener import Listener, tcp_listener
@@ -315,17 +315,16 @@ class OwnerSession:
     # ------------------------------------------------------------ NICs that need no window
 
     def _sync(self, ask: wire.Settle | wire.Flush) -> None:
+        done = functools.partial(self._say, wire.Done(ask.ticket))
         try:
             region = self._device(ask.region_id, ())
-        except RangeRefused as error:
+            if isinstance(ask, wire.Flush):
+                region.memory.flush()
+                done()
+            else:
+                self._settle(region, done)
+        except TransferError as error:
             self._say(wire.Refused(ask.ticket, error.message))
-            return
-        done = functools.partial(self._say, wire.Done(ask.ticket))
-        if isinstance(ask, wire.Settle):
-            self._settle(region, done)
-        else:
-            region.memory.flush()
-            done()
 
     # ------------------------------------------------------------ the end
 

@@ -212,6 +212,21 @@ def test_a_batch_whose_nics_fail_on_the_device_goes_by_staging(
     assert us.staged_bytes == 40_000
 
 
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_bytes_that_cannot_be_shown_to_the_device_have_not_arrived(
+    pair: tuple[Engine, Engine], op: Op
+) -> None:
+    us, owner = pair
+    ours, theirs = us.device(by_dmabuf(SIZE), 1), owner.device(by_dmabuf(SIZE), 2)
+    written = (us if op is Op.READ else owner).memories[0]
+    written.fails = lambda what: "the GPU is gone" if what == "flush" else None
+    done = move(us.transfer, op, owner.transfer.segment, odd(ours, theirs))
+    assert done.error is not None
+    assert "the GPU is gone" in done.error
+    written.fails = lambda what: None
+    assert move(us.transfer, op, owner.transfer.segment, odd(ours, theirs)).error is None
+
+
 def test_a_direct_batch_can_be_cancelled(pair: tuple[Engine, Engine], fabric: FakeFabric) -> None:
     us, owner = pair
     ours, theirs = us.device(by_dmabuf(SIZE), 1), owner.device(by_dmabuf(SIZE), 2)
