@@ -27,7 +27,6 @@ DISTRIBUTION_PACKAGES = "/usr/lib/python3/dist-packages"
 _MODULES = ("addr", "cq", "device", "enums", "mr", "pd", "pyverbs_error", "qp", "wr")
 _EVENT_LINK = "anon_inode:[infinibandevent]"
 _DEPTH = 128
-_INLINE_BYTES = 128
 _CQ_DEPTH = 4096
 _POLL_AT_ONCE = 64
 _TIMEOUT_CODE = 14
@@ -206,7 +205,6 @@ class VerbsNic:
             max_recv_wr=1,
             max_send_sge=1,
             max_recv_sge=1,
-            max_inline_data=_INLINE_BYTES,
         )
         wanted = {
             "qp_type": enums.IBV_QPT_RC,
@@ -341,39 +339,36 @@ class VerbsPair:
         except self._verbs.error as error:
             raise TransferError(f"{self.address.nic.name} takes no request: {error}") from error
 
-    def _flags(self, request: WorkRequest) -> tuple[int, bool]:
-        enums = self._verbs.enums
-        inline = request.is_write and request.num_bytes <= _INLINE_BYTES
-        signalled: int = enums.IBV_SEND_SIGNALED if request.signalled else 0
-        return signalled | (enums.IBV_SEND_INLINE if inline else 0), inline
+    def _flags(self, request: WorkRequest) -> int:
+        """Never "inline", however short: the CPU would read the bytes, which may be a GPU's."""
+        return self._verbs.enums.IBV_SEND_SIGNALED if request.signalled else 0
 
     def _post_extended(self, requests: Sequence[WorkRequest]) -> None:
         """One doorbell for all."""
         pair, element = self._pair, self._element
         pair.wr_start()
         for request in requests:
-            flags, inline = self._flags(request)
-            pair.wr_id, pair.wr_flags = request.work_id, flags
+            pair.wr_id, pair.wr_flags = request.work_id, self._flags(request)
             if request.is_write:
                 pair.wr_rdma_write(request.remote_key, request.remote_address)
             else:
                 pair.wr_rdma_read(request.remote_key, request.remote_address)
-            if inline:
-                pair.wr_set_inline_data(request.local_address, request.num_bytes)
-            else:
-                element.addr, element.length = request.local_address, request.num_bytes
-                element.lkey = request.local_key
-                pair.wr_set_sge(element)
+            element.addr, element.length = request.local_address, request.num_bytes
+            element.lkey = request.local_key
+            pair.wr_set_sge(element)
         pair.wr_complete()
 
     def _post_plain(self, request: WorkRequest) -> None:
         enums, element = self._verbs.enums, self._element
-        flags, _inline = self._flags(request)
         element.addr, element.length = request.local_address, request.num_bytes
         element.lkey = request.local_key
         code = enums.IBV_WR_RDMA_WRITE if request.is_write else enums.IBV_WR_RDMA_READ
         work = self._verbs.wr.SendWR(
-            wr_id=request.work_id, opcode=code, num_sge=1, sg=[element], send_flags=flags
+            wr_id=request.work_id,
+            opcode=code,
+            num_sge=1,
+            sg=[element],
+            send_flags=self._flags(request),
         )
         try:
             work.set_wr_rdma(request.remote_key, request.remote_address)

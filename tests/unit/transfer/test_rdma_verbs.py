@@ -1,0 +1,46 @@
+"""What pyverbs is asked to post, without a NIC."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, call
+
+import pytest
+
+from mooncake.transfer.backends.rdma_nic import WorkRequest
+from mooncake.transfer.backends.rdma_verbs import VerbsPair
+from mooncake.transfer.backends.rdma_wire import NicAddress
+
+INLINE, SIGNALED = 8, 2
+"""IBV_SEND_INLINE, IBV_SEND_SIGNALED"""
+NIC = NicAddress("mlx5_0", bytes(16), 0, 5, True)
+
+
+class NoMemory:
+    """Requests' own addresses are looked at by NICs only."""
+
+    def __init__(self, addr: int, length: int, lkey: int) -> None:
+        self.addr, self.length, self.lkey = addr, length, lkey
+
+
+@pytest.mark.parametrize("extended", [True, False])
+@pytest.mark.parametrize("num_bytes", [1, 100, 4096])
+def test_the_cpu_reads_nothing_that_a_nic_is_to_write(extended: bool, num_bytes: int) -> None:
+    """The memory may be a GPU's, at an address that means nothing here: a dmabuf begins at 0."""
+    verbs: Any = MagicMock()
+    verbs.wr.SGE = NoMemory
+    verbs.enums.IBV_SEND_INLINE, verbs.enums.IBV_SEND_SIGNALED = INLINE, SIGNALED
+    raw = MagicMock(qp_num=7)
+    pair = VerbsPair(verbs, SimpleNamespace(address=NIC), raw, extended)
+    pair.post([WorkRequest(5, True, 0, 11, 0x1000, 12, num_bytes, True)])
+    if extended:
+        assert (raw.wr_id, raw.wr_flags) == (5, SIGNALED)
+        assert raw.wr_rdma_write.mock_calls == [call(12, 0x1000)]
+        [[element], _] = raw.wr_set_sge.call_args
+        raw.wr_set_inline_data.assert_not_called()
+    else:
+        asked = verbs.wr.SendWR.call_args.kwargs
+        assert asked["send_flags"] == SIGNALED
+        [element] = asked["sg"]
+    assert (element.addr, element.length, element.lkey) == (0, num_bytes, 11)
