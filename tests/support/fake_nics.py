@@ -113,6 +113,8 @@ class FakePair:
         if self.nic.refuses_posts:
             raise TransferError(f"{self.nic.address.name} takes no requests")
         for request in requests:
+            if not 0 <= request.work_id < 2**64:
+                raise OverflowError(f"work request {request.work_id}")
             self._fabric.take(self, request)
 
     def arrive(self, request: WorkRequest) -> None:

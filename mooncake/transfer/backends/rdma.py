@@ -18,7 +18,13 @@ from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backends import rdma_wire as wire
 from mooncake.transfer.backends.io_loop import READABLE, IoLoop
 from mooncake.transfer.backends.port import Router
-from mooncake.transfer.backends.rdma_endpoint import Endpoint, EndpointState, Path, serial_of
+from mooncake.transfer.backends.rdma_endpoint import (
+    NUM_SERIALS,
+    Endpoint,
+    EndpointState,
+    Path,
+    serial_of,
+)
 from mooncake.transfer.backends.rdma_memory import RdmaMemory
 from mooncake.transfer.backends.rdma_nic import Nic
 from mooncake.transfer.backends.rdma_owner import OwnerLimits, RdmaOwner
@@ -37,6 +43,8 @@ from mooncake.transfer.topology import read_matrix
 
 _LOG = logging.getLogger(__name__)
 _MANY_PEERS = 1024
+_MAX_TAKES = 16
+"""Of one NIC's completions in a row, before all else has its turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,26 +227,40 @@ class RdmaBackend:
         return next(key for key, other in self._peers.items() if other is peer)
 
     def open_endpoint(self, peer: RdmaPeer, path: Path) -> Endpoint | None:
-        is_turn = peer is self._served or not self._short_of_room
+        is_first = not peer.paths.endpoints
+        is_turn = not self._short_of_room or (is_first and peer is self._served)
         if is_turn and not self._pool.has_room:
-            self._make_room()
+            self._make_room(peer, insist=is_first)
         if not (is_turn and self._pool.has_room):
-            if peer not in self._short_of_room:
+            if is_first and peer not in self._short_of_room:
                 self._short_of_room.append(peer)
             return None
-        serial = next(self._serials)
+        serial = self._new_serial()
         endpoint = Endpoint(serial, path, self.nics[path.local], self.limits.signal_every)
         self._pool.add(serial)
         self._endpoints[serial] = (endpoint, peer)
         return endpoint
 
-    def _make_room(self) -> None:
-        """Close an idle endpoint not used lately, or have a busy one go when it is idle."""
-        idle = self._pool.victim(lambda serial: self._endpoints[serial][0].may_retire)
+    def _new_serial(self) -> int:
+        """Return a number no open endpoint has; they come round."""
+        while (serial := next(self._serials) % NUM_SERIALS) in self._endpoints:
+            pass
+        return serial
+
+    def _make_room(self, peer: RdmaPeer, *, insist: bool) -> None:
+        """Close an idle endpoint of another peer, not used lately; with `insist`, else have a busy
+        one go when it is idle.
+        """
+
+        def may_retire(serial: int) -> bool:
+            endpoint, owner = self._endpoints[serial]
+            return endpoint.may_retire and owner is not peer
+
+        idle = self._pool.victim(may_retire)
         if idle is not None:
-            endpoint, peer = self._endpoints[idle]
-            peer.retire(endpoint)
-        elif not any(endpoint.leaving for endpoint, _ in self._endpoints.values()):
+            endpoint, owner = self._endpoints[idle]
+            owner.retire(endpoint)
+        elif insist and not any(endpoint.leaving for endpoint, _ in self._endpoints.values()):
             busy = self._pool.victim(
                 lambda serial: self._endpoints[serial][0].state is EndpointState.READY
             )
@@ -270,9 +292,14 @@ class RdmaBackend:
     # ---------------------------------------------------------- what NICs say
 
     def _on_ready(self, nic: Nic, _events: int) -> None:
-        num_empty = 0
+        num_empty = num_full = 0
         while num_empty <= self._settings.num_spins:
-            num_empty = 0 if self._take(nic) else num_empty + 1
+            if not self._take(nic):
+                num_empty += 1
+                continue
+            num_empty, num_full = 0, num_full + 1
+            if num_full == _MAX_TAKES:
+                return  # others have their turn; the descriptor, not armed anew, signals still
         nic.arm()
         self._take(nic)  # what came before the descriptor was armed signals nothing
 

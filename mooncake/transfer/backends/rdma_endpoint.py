@@ -17,6 +17,8 @@ from mooncake.transfer.batches import Part
 
 _SEQUENCE_BITS = 40
 _SEQUENCE_MASK = 2**_SEQUENCE_BITS - 1
+NUM_SERIALS: int = 2 ** (64 - _SEQUENCE_BITS)
+"""Of endpoints, that there can be at a time: the numbers of requests have 64 bits."""
 
 
 @dataclass(frozen=True, order=True, slots=True)

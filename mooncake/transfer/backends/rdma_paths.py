@@ -55,12 +55,13 @@ class PeerPaths:
     """The paths to one peer that are open, and how the others fared."""
 
     def __init__(self, hub: PathHub, open_path: Callable[[Path, Breaker], bool]) -> None:
-        """`open_path` begins to open one; False when our own NIC will not."""
+        """`open_path` begins to open one; False when that cannot be now."""
         self.endpoints: dict[Path, Endpoint] = {}
         self._hub = hub
         self._open_path = open_path
         self._ranks: dict[str, list[str]] = {}
         self._breakers: dict[Path, Breaker] = {}
+        self._asked_s: dict[Path, float] = {}
 
     def rank(self, gids: Mapping[str, bytes]) -> None:
         """Take what NICs the peer has, by name: for each of ours, the best of theirs first."""
@@ -129,5 +130,8 @@ class PeerPaths:
                 return (endpoint, False) if ready else (None, True)
             breaker = self.breaker(path)
             if breaker.may_try(now):
+                if self._asked_s.get(path) == now:  # in vain, for another slice of this round
+                    return None, False
+                self._asked_s[path] = now
                 return None, self._open_path(path, breaker)
         return None, False

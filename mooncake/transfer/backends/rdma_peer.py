@@ -42,7 +42,8 @@ class PeerHub(PathHub, Protocol):
         """Seconds of real time."""
 
     def open_endpoint(self, peer: RdmaPeer, path: Path) -> Endpoint | None:
-        """Return a new endpoint if the cap allows; else room is made and `pump` called then.
+        """Return a new endpoint if the cap allows; else, if it were the peer's only one, room is
+        made and `pump` called then.
 
         Raises TransferError when the NIC opens none.
         """
@@ -91,6 +92,8 @@ class RdmaPeer:
         self._unfenced: dict[str, list[Part]] = {}
         """WRITEs of an earlier session, by its connection id."""
         self._timer: Timer | None = None
+        self._in_line = False
+        """It waits for room for its first endpoint, and is pumped when there is some."""
         self._broken = "its links are down, or ours"
         """Why the last path broke."""
         self._session: Visit | None = None
@@ -242,6 +245,7 @@ class RdmaPeer:
         """Give slices to paths while both last."""
         if self.state is not PeerState.READY:
             return
+        self._in_line = False
         now = self._hub.now()
         runs: dict[Path, list[Part]] = {}
         held: list[Part] = []
@@ -267,20 +271,24 @@ class RdmaPeer:
         self._look_ahead(now)
 
     def _open(self, path: Path, breaker: Breaker) -> bool:
-        """Begin to connect a path; False when our own NIC will not."""
+        """Begin to connect a path; False when our own NIC will not, or there is no room for one
+        more.
+        """
         try:
             endpoint = self._hub.open_endpoint(self, path)
         except TransferError as error:
             _LOG.warning("%s", error.message)
             breaker.failed(self._hub.now())
             return False
-        if endpoint is not None:
-            breaker.tried()
-            self.paths.endpoints[path] = endpoint
-            assert self._session is not None
-            self._session.send(wire.OpenPair(endpoint.serial, path.remote, endpoint.pair.address))
-            timeout = functools.partial(self._open_late, endpoint)
-            self._hub.loop.call_later(self._hub.limits.connect_s, timeout)
+        if endpoint is None:
+            self._in_line = not self.paths.endpoints
+            return self._in_line
+        breaker.tried()
+        self.paths.endpoints[path] = endpoint
+        assert self._session is not None
+        self._session.send(wire.OpenPair(endpoint.serial, path.remote, endpoint.pair.address))
+        timeout = functools.partial(self._open_late, endpoint)
+        self._hub.loop.call_later(self._hub.limits.connect_s, timeout)
         return True
 
     def _open_late(self, endpoint: Endpoint) -> None:
@@ -328,7 +336,7 @@ class RdmaPeer:
 
     def _look_ahead(self, now: float) -> None:
         """Slices wait and no path is up or coming: come again when one may be tried, or give up."""
-        if not self._queue or self.paths.endpoints or self._asked:
+        if not self._queue or self.paths.endpoints or self._asked or self._in_line:
             return
         when = self.paths.next_try_s(now)
         if when is None:
@@ -389,13 +397,10 @@ class RdmaPeer:
             self.engine_id,
             reason,
         )
-        breaker = self.paths.breaker(endpoint.path)
         if blame:
             self._broken = reason
-            breaker.failed(self._hub.now())
+            self.paths.breaker(endpoint.path).failed(self._hub.now())
             self._hub.stats.failed(endpoint.path.local, self.engine_id)
-        else:
-            breaker.untried()
         self._let_go(endpoint, tell=True, penalty=blame, reason=reason)
 
     def _let_go(
@@ -403,6 +408,7 @@ class RdmaPeer:
     ) -> list[Part]:
         """Destroy an endpoint; READs go again. Return the WRITEs, which wait for the owner."""
         self.paths.endpoints.pop(endpoint.path, None)
+        self.paths.breaker(endpoint.path).untried()  # should it have been a trial
         parts = self._hub.close_endpoint(endpoint)
         if parts:
             self._hub.stats.retried(endpoint.path.local, self.engine_id, len(parts))

@@ -1,0 +1,164 @@
+"""NICs that fail at bad moments: no batch hangs, no path is lost for good, no loop spins."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import select
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from mooncake.base.errors import TransferError
+from mooncake.transfer.backends.io_loop import Timer
+from mooncake.transfer.backends.rdma_nic import Outcome, WorkRequest
+from mooncake.transfer.engine import Op, TransferBatch, TransferOp
+from tests.support.fake_nics import FakeFabric, FakeNic, FakePair
+from tests.support.rdma_engines import KIB, MIB, Open, engines_on, filled, until, whole
+from tests.unit.transfer.driving import WAIT_S, move, wait_for
+
+
+@pytest.fixture
+def fabric() -> FakeFabric:
+    return FakeFabric()
+
+
+@pytest.fixture
+def opened(fabric: FakeFabric) -> Iterator[Open]:
+    with engines_on(fabric) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("num_owners", [1, 3])
+def test_a_peer_makes_no_room_for_itself_at_its_own_cost(
+    opened: Open, fabric: FakeFabric, num_owners: int
+) -> None:
+    us = opened("us", max_endpoints=1)
+    ours = filled(us, 4 * MIB, 1)
+    owners = [opened(f"owner{index}") for index in range(num_owners)]
+    theirs = [filled(owner, 4 * MIB, 2) for owner in owners]
+    for _ in range(3):
+        ids = [
+            us.transfer.submit(
+                TransferBatch(op=Op.WRITE, peer=owner.transfer.segment, ops=whole(ours, region))
+            )
+            for owner, region in zip(owners, theirs, strict=True)
+        ]
+        assert {done.error for done in wait_for(us.transfer, ids).values()} == {None}
+    assert all(region.buffer == ours.buffer for region in theirs)
+
+
+def test_who_waits_for_room_does_not_keep_the_loop_busy(
+    opened: Open, fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    us = opened("us", num_nics=1, max_endpoints=1)
+    ours = filled(us, MIB, 1)
+    owners = [opened(f"owner{index}", num_nics=1) for index in range(2)]
+    theirs = [filled(owner, MIB, 2) for owner in owners]
+    fabric.hold()
+    batches = [
+        TransferBatch(op=Op.WRITE, peer=owner.transfer.segment, ops=whole(ours, region))
+        for owner, region in zip(owners, theirs, strict=True)
+    ]
+    ids = [us.transfer.submit(batches[0])]
+    until(lambda: fabric.num_held > 0, lambda: select.select([], [], [], 0.001))
+    ids.append(us.transfer.submit(batches[1]))
+    until(lambda: bool(us.rdma._short_of_room), lambda: select.select([], [], [], 0.001))
+    timers: list[float] = []
+    arm = us.loop.call_later
+
+    def call_later(seconds: float, action: Callable[[], None]) -> Timer:
+        timers.append(seconds)
+        return arm(seconds, action)
+
+    monkeypatch.setattr(us.loop, "call_later", call_later)
+    for _ in range(50):
+        turned = threading.Event()
+        us.loop.post(turned.set)
+        assert turned.wait(WAIT_S)
+    assert len(timers) < 10
+    fabric.release()
+    assert {done.error for done in wait_for(us.transfer, ids).values()} == {None}
+
+
+def test_a_path_whose_trial_was_cut_short_is_tried_again(
+    opened: Open, fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path breaks, and while it is opened again so does the control stream."""
+    us, owner = opened("us", num_nics=1), opened("owner", num_nics=1)
+    ours, theirs = filled(us, MIB, 1), filled(owner, MIB, 2)
+    failures = iter([Outcome.LINK])
+    fabric.fails = lambda nic, request: next(failures, None)
+    new_pair, num_asked = owner.nics[0].new_pair, itertools.count(1)
+
+    def hang_up_at_the_second() -> FakePair:
+        if next(num_asked) != 2:
+            return new_pair()
+        for session in list(owner.rdma._owner._sessions):
+            session.close()
+        raise TransferError("nobody hears this")
+
+    monkeypatch.setattr(owner.nics[0], "new_pair", hang_up_at_the_second)
+    go = functools.partial(move, us.transfer, Op.READ, owner.transfer.segment, whole(ours, theirs))
+    assert go().error is None
+    assert next(num_asked) > 3
+    assert ours.buffer == theirs.buffer
+
+
+def test_a_path_retired_before_it_was_used_is_tried_again(opened: Open, fabric: FakeFabric) -> None:
+    us = opened("us", num_nics=1, max_endpoints=1)
+    owners = [opened(f"owner{index}", num_nics=1) for index in range(2)]
+    ours, theirs = filled(us, MIB, 1), [filled(owner, MIB, 2) for owner in owners]
+    go = [
+        functools.partial(move, us.transfer, Op.READ, owner.transfer.segment, whole(ours, region))
+        for owner, region in zip(owners, theirs, strict=True)
+    ]
+    assert go[0]().error is None
+    (peer,) = us.rdma._peers.values()
+    ((path, endpoint),) = peer.paths.endpoints.items()
+    peer.paths.breaker(path).failed(0.0)
+    peer.paths.breaker(path).tried()
+    assert endpoint.may_retire
+    assert go[1]().error is None
+    assert go[0]().error is None
+    assert ours.buffer == theirs[0].buffer
+
+
+def test_work_that_never_ends_leaves_turns_to_others(opened: Open, fabric: FakeFabric) -> None:
+    us, owner = opened("us", num_nics=1), opened("owner", num_nics=1)
+    size, count = 4 * KIB, 4000
+    ours, theirs = filled(us, size * count, 1), filled(owner, size * count, 2)
+    ops = [
+        TransferOp(ours.region_id, index * size, theirs.region_id, (count - 1 - index) * size, size)
+        for index in range(count)
+    ]
+    done_by_then: list[int] = []
+
+    def fails(nic: FakeNic, request: WorkRequest) -> None:
+        if len(fabric.copied) == 200:
+            us.loop.post(lambda: done_by_then.append(len(fabric.copied)))
+
+    fabric.fails = fails
+    assert move(us.transfer, Op.READ, owner.transfer.segment, ops).error is None
+    assert len(fabric.copied) == count
+    assert done_by_then, "a call posted early has not been run yet"
+    assert done_by_then[0] < count
+
+
+def test_numbers_of_endpoints_come_round(opened: Open) -> None:
+    us = opened("us", num_nics=1)
+    us.rdma._serials = itertools.count(2**24 - 2)
+    ours = filled(us, MIB, 1)
+    for index in range(4):
+        owner = opened(f"owner{index}", num_nics=1)
+        theirs = filled(owner, MIB, index)
+        ended = move(us.transfer, Op.READ, owner.transfer.segment, whole(ours, theirs))
+        assert ended.error is None
+        assert ours.buffer == theirs.buffer
+    us.rdma._serials = itertools.count(2**24 - 2)  # once round, all are in use
+    owner = opened("last", num_nics=1)
+    theirs = filled(owner, MIB, 9)
+    ended = move(us.transfer, Op.READ, owner.transfer.segment, whole(ours, theirs))
+    assert ended.error is None
+    assert us.rdma.num_endpoints == 5
