@@ -43,6 +43,7 @@ from mooncake.transfer.backends.tcp import TcpSettings
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import Region
 from mooncake.transfer.factory import TransferConfig, open_transfer, usable_protocols
+from mooncake.transfer.link_stats import LinkSnapshot
 
 CONNECT_POLL_S = 0.02
 _Answer = TypeVar("_Answer")
@@ -386,6 +387,10 @@ class PoolSession:
         """Have the node take nothing more; `drained` of what `stat` returns tells the end of it."""
         answer: PoolState = self._call(FailoverClient.drain)
         return answer
+
+    def links(self) -> Sequence[LinkSnapshot]:
+        """Return what this session moved, by protocol, NIC and peer."""
+        return self._transfer.links()
 
     def close(self) -> None:
         """Leave the cluster. To be called once."""

@@ -41,6 +41,14 @@ PIN_EXAMPLES = """examples:
   mooncake pool pin notes --hard      never evicted
   mooncake pool unpin notes
 """
+REPLICATE_EXAMPLES = """examples:
+  mooncake pool replicate notes             one more node has it: two in all
+  mooncake pool replicate notes --nodes 3   copies that nobody reads go again; pins keep them
+"""
+BENCH_EXAMPLES = """examples:
+  mooncake pool bench
+  mooncake pool bench --url http://10.0.0.7:8100 --transport rdma --batch 32 --rounds 100
+"""
 DRAIN_EXAMPLES = """examples:
   mooncake pool drain                 take nothing more, copy to other nodes what only it holds,
                                       save what is worth it, return when done
@@ -73,11 +81,26 @@ def add(commands: Any, command: AddCommand) -> None:
     unpin.set_defaults(hard=None)
     for each in (pin, unpin):
         each.add_argument("name", metavar="NAME", nargs="+", help="of values")
+    copies = command(
+        kinds, "replicate", "have values on several nodes", _replicate, REPLICATE_EXAMPLES
+    )
+    copies.add_argument("name", metavar="NAME", nargs="+", help="of values")
+    copies.add_argument("--nodes", type=int, default=2, metavar="N", help="in all (default: 2)")
+    bench = command(kinds, "bench", "measure puts and gets from here", _bench, BENCH_EXAMPLES)
+    bench.add_argument(
+        "--batch", type=int, default=16, metavar="BLOCKS", help="in one call (default: 16)"
+    )
+    bench.add_argument(
+        "--rounds", type=int, default=20, metavar="N", help="calls each way (default: 20)"
+    )
+    bench.add_argument(
+        "--transport", default="auto", metavar="LIST", help="e.g. rdma,tcp; auto: all that work"
+    )
     drain = command(kinds, "drain", "have a node finish and take no more", _drain, DRAIN_EXAMPLES)
     drain.add_argument(
         "--wait", type=float, default=60.0, metavar="S", help="at most so long (default: 60)"
     )
-    for each in (stats, put, get, evict, pin, unpin, drain):
+    for each in (stats, put, get, evict, pin, unpin, copies, bench, drain):
         each.add_argument(
             "--url",
             default=DEFAULT_URL,
@@ -87,7 +110,7 @@ def add(commands: Any, command: AddCommand) -> None:
             "--cluster-secret", metavar="TEXT", help="of the pool (env MOONCAKE_CLUSTER_SECRET)"
         )
         each.add_argument("--json", action="store_true", help="print one JSON document")
-    for each in (put, get, evict, pin, unpin):
+    for each in (put, get, evict, pin, unpin, copies):
         each.add_argument("--tenant", default="", metavar="NAME", help="whose value it is")
 
 
@@ -177,6 +200,39 @@ def _pin(arguments: argparse.Namespace) -> int:
     return 0 if all(done.values()) else 1
 
 
+def _replicate(arguments: argparse.Namespace) -> int:
+    if arguments.nodes < 1:
+        raise ConfigError(f"nodes: must be at least 1, not {arguments.nodes}")
+    found: dict[str, int] = {}
+    with _session(arguments) as session:
+        for name in arguments.name:
+            keys = session.value_keys(name, arguments.tenant)
+            count = session.replicate(keys, arguments.nodes, arguments.tenant) if keys else 0
+            found[name] = count
+    words = {name: f"on {count} nodes" if count else "not there" for name, count in found.items()}
+    _tell(arguments, found, "\n".join(f"{name}: {said}" for name, said in words.items()))
+    return 0 if all(count >= arguments.nodes for count in found.values()) else 1
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from mooncake.base import SystemIds
+    from mooncake.launch import options, pool_bench
+    from mooncake.transfer.factory import choose_protocols
+
+    for name in ("batch", "rounds"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"{name}: must be at least 1, not {getattr(arguments, name)}")
+    ways = options.some_of("auto", "shm", "rdma", "tcp")("transport", arguments.transport)
+    config = msgspec.structs.replace(
+        _config(arguments), transfer_protocols=list(choose_protocols(ways))
+    )
+    measured = pool_bench.measure(
+        config, arguments.batch, arguments.rounds, time.perf_counter, SystemIds()
+    )
+    _tell(arguments, measured.document(), measured.words())
+    return 1 if measured.wrong_blocks else 0
+
+
 def _drain(arguments: argparse.Namespace) -> int:
     with _session(arguments) as session:
         state = session.drain()
@@ -206,13 +262,20 @@ def _fate(drain: DrainProgress) -> str:
 
 
 def _session(arguments: argparse.Namespace) -> Any:
-    """Return a client of the node at `--url`; its secret proves that we may."""
-    from mooncake.launch.pool_session import PoolSession, locate
+    """Return a client of the node at `--url`."""
+    from mooncake.launch.pool_session import PoolSession
+
+    return PoolSession(_config(arguments))
+
+
+def _config(arguments: argparse.Namespace) -> Any:
+    """Return where the pool of the node at `--url` is; its secret proves that we may ask."""
+    from mooncake.launch.pool_session import locate
 
     secret = arguments.cluster_secret or os.environ.get("MOONCAKE_CLUSTER_SECRET")
     if not secret:
         raise ConfigError("cluster-secret: give that of the pool, or MOONCAKE_CLUSTER_SECRET")
-    return PoolSession(locate(arguments.url, secret))
+    return locate(arguments.url, secret)
 
 
 def _key(written: str) -> bytes:

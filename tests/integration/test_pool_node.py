@@ -131,6 +131,9 @@ def test_the_pool_command(
     assert stats["dram_blocks_stored"] >= 100_000 // stats["block_bytes"]
     assert b"dram_blocks_stored" in pool("stats")[1]
     assert pool("pin", "thing", "--hard") == (0, b"thing: pinned\n")
+    assert pool("replicate", "thing", "--nodes", "1") == (0, b"thing: on 1 nodes\n")
+    assert pool("replicate", "thing") == (1, b"thing: on 1 nodes\n"), "there is no other"
+    assert pool("replicate", "other") == (1, b"other: not there\n")
     assert pool("evict", "thing")[0] == 1, "a hard pin is on it"
     assert pool("unpin", "thing", "other")[0] == 1, "there is no other"
     assert pool("evict", "thing") == (0, b"thing: gone\n")
@@ -138,6 +141,32 @@ def test_the_pool_command(
     assert pool("get", "thing")[0] == 2
     (tmp_path / "large").write_bytes(bytes(2 << 20))
     assert pool("put", "large", str(tmp_path / "large"))[0] == 2, "no room"
+
+
+def test_the_pool_is_measured_and_left_as_it_was(
+    node: PoolProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def bench(*words: str) -> tuple[int, str]:
+        code = cli.run(["pool", "bench", "--url", node.url, "--cluster-secret", SECRET, *words])
+        return code, capsys.readouterr().out
+
+    with node.session() as session:
+        session.put(blocks_of(session, *range(900, 920)))
+        before = session.stat().load.num_cached_blocks
+    code, said = bench("--batch", "3", "--rounds", "4", "--transport", "tcp", "--json")
+    found = json.loads(said)
+    assert (code, found["wrong_blocks"], found["missing_blocks"]) == (0, 0, 0)
+    assert found["put"]["gigabytes_per_s"] > 0
+    assert 0 < found["get"]["p50_s"] <= found["get"]["p99_s"]
+    moved = 2 * (4 + 1) * 3 * found["block_bytes"]
+    assert [link["protocol"] for link in found["links"]] == ["tcp"]
+    assert sum(link["num_bytes"] for link in found["links"]) >= moved, "all by the way asked for"
+    code, said = bench("--batch", "1", "--rounds", "1")
+    assert (code, "blocks missing: 0, wrong: 0" in said) == (0, True)
+    assert bench("--batch", "1000000", "--rounds", "1")[0] == 2, "not by eviction"
+    assert bench("--rounds", "0")[0] == 2
+    with node.session() as session:
+        assert session.stat().load.num_cached_blocks == before, "it takes its blocks out again"
 
 
 def test_pins_outlive_their_client_and_are_fenced_by_the_nodes_boot(node: PoolProcess) -> None:
