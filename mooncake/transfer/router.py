@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from mooncake.base.clock import Clock
 from mooncake.base.errors import TransferError
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.transfer.backends.io_loop import IoLoop
+from mooncake.transfer.backends.io_loop import IoLoop, Timer
 from mooncake.transfer.backends.port import Backend
 from mooncake.transfer.batches import MAX_OPEN_BATCHES, BatchBook, Job
 from mooncake.transfer.courier import Courier
@@ -53,7 +53,9 @@ class RoutedTransfer:
         self._backends: list[Backend] = []
         self._closers: list[Callable[[], None]] = []
         self._loop: IoLoop | None = None
-        self._armed_s = float("inf")
+        self._timer: Timer | None = None
+        self._armed_s = 0.0
+        """The deadline the timer is for."""
         self._closed = False
 
     def add_backend(self, backend: Backend) -> None:
@@ -254,11 +256,17 @@ class RoutedTransfer:
         """Runs in the loop: expire what is due and come again for what is next."""
         assert self._loop is not None
         next_s = self.expire()
-        now = self._clock.now()
-        if next_s is None or (now < self._armed_s <= next_s):
+        if next_s is None or (self._timer is not None and self._armed_s <= next_s):
             return
+        if self._timer is not None:
+            self._timer.cancel()
         self._armed_s = next_s
-        self._loop.call_later(max(next_s - now, _TICK_S), self._watch_deadlines)
+        wait_s = max(next_s - self._clock.now(), _TICK_S)
+        self._timer = self._loop.call_later(wait_s, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        self._timer = None
+        self._watch_deadlines()
 
     def fileno(self) -> int:
         return self._book.fileno()

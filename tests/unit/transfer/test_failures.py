@@ -6,6 +6,7 @@ import gc
 import os
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from mooncake.base.clock import MonotonicClock
 from mooncake.base.errors import TransferError
+from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.router import RoutedTransfer
 from tests.unit.transfer.driving import WAIT_S, WIRED, move, open_engine, wait_for
@@ -199,6 +201,23 @@ def test_a_deadline_in_the_past_fails_at_once_and_one_far_away_does_not_matter(
         assert done.error is not None
         assert "deadline passed" in done.error
     peer.resume()
+
+
+def test_a_deadline_fires_by_itself_whatever_the_pace_of_the_clock(open_us: OpenUs) -> None:
+    class SlowClock(MonotonicClock):
+        def now(self) -> float:
+            return super().now() / 4
+
+    clock = SlowClock()
+    engine = open_us("tcp", clock=clock)
+    region = engine.allocate(1, "ours")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        segment = SegmentRef("silent", {"tcp": f"127.0.0.1:{silent.getsockname()[1]}"}, "there")
+        ops = [TransferOp(region.region_id, 0, 1, 0, 1)]
+        done = [
+            move(engine, Op.READ, segment, ops, clock.now() + later_s) for later_s in (0.1, 0.01)
+        ]
+    assert ["deadline passed" in (each.error or "") for each in done] == [True, True]
 
 
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
