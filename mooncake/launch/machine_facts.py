@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 from mooncake.base import ConfigError, Unavailable
+from mooncake.launch.environment import SEEN_GPUS
 
 FOREIGN_PACKAGES = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 """Distributions on PyPI that install a top-level package `mooncake` too."""
@@ -87,7 +88,7 @@ def boot_id() -> str:
 def num_gpus() -> int:
     """Return how many NVIDIA GPUs processes started here see: known without the tensor library."""
     there = sum(name.name[6:].isdigit() for name in Path("/dev").glob("nvidia*"))
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    allowed = os.environ.get(SEEN_GPUS)
     if allowed is None:
         return there
     return min(there, sum(bool(name.strip()) for name in allowed.split(",")))

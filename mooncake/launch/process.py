@@ -40,7 +40,7 @@ from mooncake.instance.instance import InstancePorts
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.disk import PolledDisks
 from mooncake.kvstore.node import KvNode
-from mooncake.launch import machine_facts
+from mooncake.launch import environment, machine_facts
 from mooncake.launch.disks import open_disks
 from mooncake.launch.driver import Driver
 from mooncake.launch.pool_admin import AdminSettings, PoolAdmin, begin_drain
@@ -343,12 +343,23 @@ def run(
     """
     model: Model | None = None
     if settings.role is not Role.KVSTORE:
+        settings = _on_one_gpu(settings)
         progress("importing the tensor library", 0, 0)
         model = open_model(settings.model, settings.dtype, settings.options)
     role: Role | None = settings.role
     while role is not None:
         settings = msgspec.structs.replace(settings, role=role)
         role = _be(settings, _open(settings, model, progress, advertise_host), started)
+
+
+def _on_one_gpu(settings: WorkerSettings) -> WorkerSettings:
+    """Have this process see no other GPU than its own, before torch looks."""
+    seen = environment.only_gpu(settings.options.device, os.environ)
+    if not seen:
+        return settings
+    os.environ.update(seen)
+    options = msgspec.structs.replace(settings.options, device="cuda")
+    return msgspec.structs.replace(settings, options=options)
 
 
 def _be(settings: WorkerSettings, worker: Worker, started: Callable[[Worker], None]) -> Role | None:

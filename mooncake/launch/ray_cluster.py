@@ -325,7 +325,7 @@ class Supervisor:
                 max_task_retries=0,
                 max_concurrency=4,
                 scheduling_strategy=strategy,
-                runtime_env={"env_vars": {**environment.QUIET, **environment.COMPUTE}},
+                runtime_env={"env_vars": environment.of_worker(os.environ, here_only=here_only)},
             )
             .remote(settings.worker_id)
         )

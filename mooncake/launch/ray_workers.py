@@ -170,7 +170,11 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts) -> WorkerSett
         engine=plan.engine,
         kvstore=plan.kvstore,
         num_threads=plan.num_threads,
+        options=msgspec.structs.replace(
+            template.options, device=plan.options.device, measure_pages=plan.options.measure_pages,
+            gpu_memory_utilization=plan.options.gpu_memory_utilization,
+        ),
         self_profile=config.self_profile,
         log_level=config.log_level,
         admin=admin_settings(config, facts.cluster_secret) if config.role == "kvstore" else None,
-    )
+    )  # fmt: skip

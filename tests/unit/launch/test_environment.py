@@ -51,6 +51,35 @@ def test_a_process_restarts_once_with_what_it_lacked() -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "allowed", "seen"),
+    [
+        ("cpu", None, None), ("cuda", "3", None), ("cuda:2", None, "2"),
+        ("cuda:1", "4, 5", "5"), ("cuda:0", "GPU-8a,GPU-9b", "GPU-8a"),
+    ],
+)  # fmt: skip
+def test_a_process_of_one_gpu_sees_no_other(
+    device: str, allowed: str | None, seen: str | None
+) -> None:
+    environ = {} if allowed is None else {"CUDA_VISIBLE_DEVICES": allowed}
+    wanted = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
+    assert environment.only_gpu(device, environ) == wanted
+
+
+def test_a_gpu_that_may_not_be_seen_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device=cuda:2: CUDA_VISIBLE_DEVICES is '4,5'"):
+        environment.only_gpu("cuda:2", {"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+def test_workers_on_this_machine_see_the_gpus_that_we_may_see() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "6,7", "HOME": "/"}
+    both = {**environment.QUIET, **environment.COMPUTE}
+    assert environment.of_worker(environ, here_only=False) == both
+    assert environment.of_worker({}, here_only=True) == both
+    seen = {"CUDA_VISIBLE_DEVICES": "6,7"}
+    assert environment.of_worker(environ, here_only=True) == both | seen
+
+
+@pytest.mark.parametrize(
     ("host", "loopback"),
     [
         ("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.3.2.1", True),

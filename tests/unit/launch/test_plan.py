@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mooncake.base import CheckpointError, ConfigError, Role
-from mooncake.launch import machine_facts
+from mooncake.launch import machine_facts, process
 from mooncake.launch.config import resolve
 from mooncake.launch.plan import LIBRARY_BYTES, ServePlan, check_memory, make_plan
+from mooncake.launch.process import Model
 from mooncake.launch.workers import cluster_workers
+from mooncake.model.options import ModelOptions
 from tests.support.checkpoints import write_config_only
 
 BLOCK_BYTES = 3 * 64 * 20 * 2
@@ -70,6 +73,49 @@ def test_each_engine_has_a_gpu_while_there_are_enough(
     assert devices(1, colocated=True, kvstore=1) == ["cuda:0"]
     with pytest.raises(ConfigError, match="shows no NVIDIA GPU"):
         devices(0, device="cuda")
+
+
+def test_an_engines_process_sees_its_own_gpu_before_torch_looks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve({"model": str(model), "prefill": 1, "decode": 2, "device": "cuda"}, None, {})
+    monkeypatch.setattr("mooncake.launch.machine_facts.num_gpus", lambda: 3)
+    workers = cluster_workers(config, make_plan(config, 8), "tcp://g:1", "secret", "host")
+    opened: list[tuple[str, str]] = []
+
+    def open_model(_path: str, _dtype: str, options: ModelOptions) -> Model:
+        opened.append((options.device, os.environ["CUDA_VISIBLE_DEVICES"]))
+        raise CheckpointError("far enough")
+
+    monkeypatch.setattr(process, "open_model", open_model)
+    for each in workers:
+        if each.role is not Role.KVSTORE:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+            with pytest.raises(CheckpointError, match="far enough"):
+                process.run(each, progress=process.no_progress, started=lambda _: None)
+    assert sorted(opened) == [("cuda", "5"), ("cuda", "6"), ("cuda", "7")]
+
+
+def test_who_joins_computes_on_what_is_here(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster's template names a device of the gateway's machine; how to compute, it says."""
+    from mooncake.launch import ray_workers
+    from mooncake.launch.ray_cluster import ClusterFacts
+
+    monkeypatch.setattr("mooncake.launch.machine_facts.num_gpus", lambda: 8)
+    cluster = {"prefill": 4, "decode": 4, "attention_backend": "reference"}
+    config = resolve({"model": str(model), **cluster}, None, {})
+    plan = make_plan(config, 8)
+    template = cluster_workers(config, plan, "tcp://g:1", "secret", "host")[3]
+    assert template.options.device.startswith("cuda:")
+    facts = ClusterFacts(
+        gateway_address="tcp://g:1", cluster_secret="secret", worker=template,
+        scheduler=plan.scheduler, names=["small"],
+    )  # fmt: skip
+    monkeypatch.setattr("mooncake.launch.machine_facts.num_gpus", lambda: 0)
+    config = resolve({"role": "decode", "join": "h:1"}, None, {})
+    options = ray_workers._joining(config, facts).options
+    assert (options.device, options.measure_pages) == ("cpu", False)
+    assert options.attention_backend == "reference"
 
 
 def test_gpus_are_counted_as_processes_will_see_them(
