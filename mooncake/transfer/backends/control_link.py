@@ -13,10 +13,12 @@ from collections.abc import Callable
 
 from mooncake.base.errors import MooncakeError, ProtocolError
 from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop
+from mooncake.transfer.backends.listener import watch_host
 
 MAX_FRAME_BYTES = 65536
 _MAX_UNSENT_BYTES = 2**20
 _LENGTH_BYTES = 4
+_DEAD_HOST_S = 20.0
 _AT_ONCE = struct.pack("ii", 1, 0)
 
 
@@ -40,6 +42,7 @@ class ControlLink:
         self._events = READABLE
         self.closed = False
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        watch_host(sock, _DEAD_HOST_S)
         loop.add(sock.fileno(), READABLE, self._on_event)
 
     def send(self, body: bytes) -> None:

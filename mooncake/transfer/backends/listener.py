@@ -32,6 +32,17 @@ def tcp_listener(host: str) -> socket.socket:
     return sock
 
 
+def watch_host(sock: socket.socket, dead_host_s: float) -> None:
+    """Have the kernel break a connection whose other host says nothing for so long, whether or not
+    something is on its way to it: a host without power does not hang up.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(dead_host_s / 2)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(dead_host_s / 6)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * dead_host_s))
+
+
 class Listener:
     """See the module. Owns the socket."""
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from mooncake.base.errors import ProtocolError
 from mooncake.transfer.backends import tcp_wire as wire
 from mooncake.transfer.backends.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
-from mooncake.transfer.backends.listener import Listener, tcp_listener
+from mooncake.transfer.backends.listener import Listener, tcp_listener, watch_host
 from mooncake.transfer.handshake import MAX_HANDSHAKE_BYTES, Credentials, PeerIdentity
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable
@@ -413,10 +413,7 @@ def tune_socket(sock: socket.socket, dead_host_s: float) -> None:
     """Set what both ends of a transfer connection need."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(dead_host_s / 2)))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(dead_host_s / 6)))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    watch_host(sock, dead_host_s)
 
 
 def tune_connected(sock: socket.socket) -> None:
