@@ -172,6 +172,8 @@ class ShmPeer:
         else:
             if len(fds) != 1 or answer.slot >= wire.STATE_SLOTS:
                 raise ProtocolError("malformed answer about shared memory")
+            for region_id in list(self._regions):
+                self._live_region(region_id)  # what the owner has let go, so do we
             memory = map_shared(fds[0], answer.num_bytes)
             array = np.frombuffer(memory, dtype=np.uint8, count=answer.num_bytes)
             region = MappedRegion(answer.region_id, answer.slot, array)
@@ -226,6 +228,7 @@ class ShmPeer:
                     self._ask(region_id)
 
     def _live_region(self, region_id: int) -> MappedRegion | None:
+        """Return a region that is mapped and still registered; one that is not is let go."""
         region = self._regions.get(region_id)
         state = self._state
         if region is None or state is None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -171,4 +172,24 @@ def test_a_listener_that_is_not_an_owner_is_given_up() -> None:
         assert done.error is not None
         assert "does not speak this protocol" in done.error
         sock.close()
+    us.close()
+
+
+def test_memory_the_owner_has_let_go_is_not_kept_by_its_visitors(owner: RoutedTransfer) -> None:
+    def num_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:mooncake-passing")
+
+    us = open_engine(["shm"], "us")
+    ours = us.allocate(8, "ours")
+
+    def visit_new_region() -> None:
+        theirs = owner.allocate(8, "passing")
+        op = TransferOp(ours.region_id, 0, theirs.region_id, 0, 8)
+        assert move(us, Op.READ, owner.segment, [op]).error is None
+        assert num_mapped() >= 2, "the owner's own mapping, and its visitor's"
+        owner.unregister(theirs)
+
+    for _ in range(20):
+        visit_new_region()
+    assert num_mapped() < 8
     us.close()
