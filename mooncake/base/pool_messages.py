@@ -180,6 +180,16 @@ class DrainProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Of those, on a disk: the next boot finds them."""
 
 
+class TenantUse(msgspec.Struct, frozen=True, array_like=True):
+    """What a tenant with a quota has of one tier of a node."""
+
+    tenant: str
+    tier: Tier
+    num_blocks: int
+    """Reserved or stored."""
+    max_blocks: int
+
+
 class PoolState(Message, frozen=True, tag="pool_state"):
     """One pool node, as it is now."""
 
@@ -202,3 +212,5 @@ class PoolState(Message, frozen=True, tag="pool_state"):
     """
     drain: DrainProgress | None = None
     """Of a node that drains."""
+    tenants: tuple[TenantUse, ...] = ()
+    """Those that have a quota."""

@@ -131,6 +131,10 @@ class DramTier:
     def num_quarantined(self) -> int:
         return len(self._quarantine)
 
+    def tenant_use(self) -> dict[str, tuple[int, int]]:
+        """Return each tenant with a quota: (blocks it has, most it may have)."""
+        return self._eviction.use()
+
     def stored_keys(self) -> list[BlockKey]:
         """Return the keys of all whole blocks, oldest put first."""
         return [key for key, block in self._blocks.items() if block.whole]

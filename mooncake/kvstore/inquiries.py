@@ -24,6 +24,7 @@ from mooncake.base.pool_messages import (
     KeepBlocks,
     PoolState,
     RemoveBlocks,
+    TenantUse,
 )
 from mooncake.kvstore.dram import DramTier
 from mooncake.kvstore.prefetch import Prefetcher
@@ -103,6 +104,11 @@ class Inquiries:
             draining=draining,
             drained=drained,
             drain=drain,
+            tenants=tuple(
+                TenantUse(tenant, tier, used, quota)
+                for tier, part in ((Tier.DRAM, self._dram), (Tier.SSD, ssd))
+                for tenant, (used, quota) in sorted(part.tenant_use().items())
+            ),
         )
 
     def _tier_of(self, key: BlockKey) -> Tier | None:

@@ -84,6 +84,15 @@ class SsdTier:
     def num_slots(self) -> int:
         return sum(disk.num_slots for disk in self._disks)
 
+    def tenant_use(self) -> dict[str, tuple[int, int]]:
+        """Return each tenant with a quota: (blocks it has on all disks, most it may have)."""
+        total: dict[str, tuple[int, int]] = {}
+        for disk in self._disks:
+            for tenant, (used, quota) in disk.policy.use().items():
+                before = total.get(tenant, (0, 0))
+                total[tenant] = (before[0] + used, before[1] + quota)
+        return total
+
     def stored_keys(self) -> list[BlockKey]:
         """Return the keys of all blocks that can be read."""
         return [key for key, block in self._blocks.items() if block.state is _State.STORED]

@@ -36,6 +36,10 @@ class TenantEviction:
         """Return how many blocks a tenant with a quota has reserved or stored."""
         return self._used[tenant]
 
+    def use(self) -> dict[str, tuple[int, int]]:
+        """Return each tenant with a quota: (blocks it has reserved or stored, most it may)."""
+        return {tenant: (used, self._quotas[tenant]) for tenant, used in self._used.items()}
+
     def is_full(self, tenant: str) -> bool:
         """Whether `tenant` may not have another block."""
         return tenant in self._quotas and self._used[tenant] >= self._quotas[tenant]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mooncake.base.pool_messages import DrainProgress, PoolState
+from mooncake.base.pool_messages import DrainProgress, PoolState, TenantUse
 from mooncake.kvstore.counters import COUNTERS
 from mooncake.launch.link_metrics import LinkFamilies
 from mooncake.transfer.link_stats import LinkSnapshot
@@ -34,6 +35,11 @@ GAUGES = {
     "drain_blocks_left_on_ssd": "of those, on a disk",
 }
 """Name of a figure of a node -> what it is."""
+TENANT_GAUGES: dict[str, tuple[str, Callable[[TenantUse], float]]] = {
+    "tenant_blocks": ("blocks of a tenant that has a quota", lambda use: use.num_blocks),
+    "tenant_quota_blocks": ("most blocks that tenant may have", lambda use: use.max_blocks),
+}
+"""Name of a figure of a tenant in one tier -> what it is, and its value."""
 
 
 def figures(state: PoolState) -> dict[str, float]:
@@ -70,6 +76,7 @@ def document(state: PoolState) -> dict[str, Any]:
         **figures(state),
         "draining": state.draining,
         "drained": state.drained,
+        "tenants": [msgspec.structs.asdict(use) for use in state.tenants],
         "counters": state.load.counters,
     }
 
@@ -87,6 +94,13 @@ class _Node:
         for name, text in GAUGES.items():
             gauge = GaugeMetricFamily(f"mooncake_pool_{name}", text, labels=names)
             gauge.add_metric(values, shown[name])
+            yield gauge
+        for name, (text, value_of) in TENANT_GAUGES.items():
+            gauge = GaugeMetricFamily(
+                f"mooncake_pool_{name}", text, labels=["worker", "tenant", "tier"]
+            )
+            for use in self._state.tenants:
+                gauge.add_metric([*values, use.tenant, use.tier.value], value_of(use))
             yield gauge
         for name, text in COUNTERS.items():
             counter = CounterMetricFamily(f"mooncake_pool_{name}", text, labels=names)

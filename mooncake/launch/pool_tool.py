@@ -122,12 +122,16 @@ def _stats(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print(shown)
         return 0
-    counters = shown.pop("counters")
+    counters, tenants = shown.pop("counters"), shown.pop("tenants")
     size = shown["block_bytes"]
     for name, value in shown.items():
         is_count = name.startswith(("dram", "ssd"))
         note = f"  ({format_bytes(int(value) * size)})" if is_count else ""
         print(f"{name:<24} {value}{note}")
+    for use in tenants:
+        has, may = use["num_blocks"], use["max_blocks"]
+        note = f"{format_bytes(has * size)} of {format_bytes(may * size)}"
+        print(f"{'tenant ' + use['tenant']:<24} {use['tier']}: {has} of {may}  ({note})")
     for name, value in counters.items():
         if value:
             print(f"{name:<24} {value:.0f}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mooncake.base import Tier
+from mooncake.base.pool_messages import TenantUse
 from mooncake.kvstore.eviction import LruPolicy
 from mooncake.kvstore.ssd import SsdTier
 from mooncake.sim.disk import SimMedium
@@ -36,6 +38,22 @@ def test_a_tenant_at_its_quota_overwrites_its_own_blocks() -> None:
     assert world.on_ssd == set(keys(0, 1, 2, 12, 13))
     put(world, range(3, 6))
     assert world.on_ssd == set(keys(2, 3, 4, 5, 12, 13)), "and others the oldest of all"
+
+
+def test_a_node_says_what_its_tenants_have() -> None:
+    world = NodeWorld(
+        4, media=[SimMedium() for _ in range(2)], ssd_blocks=6, ssd_write_at=0.0, ssd_min_uses=1,
+        high_watermark=1.0, tenant_ssd_quota_bytes={"t": 5 * BLOCK},
+        tenant_quota_bytes={"t": 3 * BLOCK, "idle": 2 * BLOCK},
+    )  # fmt: skip
+    world.tick(1.0)
+    put(world, range(1))
+    put(world, range(10, 14), "t")
+    told = world.node.state().tenants
+    assert told == (
+        TenantUse("idle", Tier.DRAM, 0, 2), TenantUse("t", Tier.DRAM, 3, 3),
+        TenantUse("t", Tier.SSD, 4, 5),
+    )  # fmt: skip
 
 
 def test_a_tenant_that_may_have_nothing_there_holds_nobody_up() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import ConfigError, WorkerLoad, WorkerRef
-from mooncake.base.pool_messages import PoolState
+from mooncake.base import ConfigError, Tier, WorkerLoad, WorkerRef
+from mooncake.base.pool_messages import PoolState, TenantUse
 from mooncake.kvstore.counters import COUNTERS
 from mooncake.launch import pool_metrics
 from mooncake.launch.pool_admin import MAX_BODY_BYTES, AdminSettings, PoolAdmin
@@ -21,6 +21,7 @@ STATE = PoolState(
     ticket=0, store=WorkerRef("kv-0", "e", "tcp://h:1"),
     load=WorkerLoad(num_total_blocks=10, num_free_blocks=4, counters={"puts": 3.0}),
     layout_fingerprint="f", block_bytes=4096, num_ssd_blocks=7, num_hard_pinned=2,
+    tenants=(TenantUse("alice", Tier.DRAM, 2, 5), TenantUse("alice", Tier.SSD, 4, 4)),
 )  # fmt: skip
 
 
@@ -140,3 +141,6 @@ def test_every_figure_and_counter_has_a_series(door: PoolAdmin) -> None:
         assert f'mooncake_pool_{name}_total{{worker="kv-0"}}' in text
     assert 'mooncake_pool_puts_total{worker="kv-0"} 3.0' in text
     assert set(pool_metrics.figures(STATE)) == set(pool_metrics.GAUGES)
+    whose = 'worker="kv-0"'
+    assert f'mooncake_pool_tenant_blocks{{tenant="alice",tier="dram",{whose}}} 2.0' in text
+    assert f'mooncake_pool_tenant_quota_blocks{{tenant="alice",tier="ssd",{whose}}} 4.0' in text

@@ -93,6 +93,7 @@ EXAMPLES: list[AnyMessage] = [
     p.PoolState(
         ticket=1, store=WORKER, load=m.WorkerLoad(), layout_fingerprint="f", block_bytes=4096,
         drain=p.DrainProgress(over=True, num_copied=3),
+        tenants=(p.TenantUse("t", m.Tier.SSD, 3, 4),),
     ),
 ]  # fmt: skip
 
