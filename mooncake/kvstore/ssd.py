@@ -24,7 +24,7 @@ class _State(Enum):
 class SsdBlock:
     """A block on its way to a disk, or there."""
 
-    __slots__ = ("checksum", "disk", "readers", "slot", "state", "tenant")
+    __slots__ = ("checksum", "disk", "is_fresh", "readers", "slot", "state", "tenant")
 
     def __init__(self, disk: int, slot: int, tenant: str, checksum: int | None) -> None:
         self.disk = disk
@@ -33,6 +33,8 @@ class SsdBlock:
         self.checksum = checksum
         self.readers = 0
         self.state = _State.WRITING
+        self.is_fresh = False
+        """Its slot was free before, so that its file may have had to grow."""
 
 
 class _Disk:
@@ -44,17 +46,28 @@ class _Disk:
         self.num_slots = num_slots
         self.policy = policy
         self.free: list[int] = []
+        self.beyond: list[int] = []
+        """Free slots for which the file system has no room, as far as is known."""
+        self.beyond_until_s = float("-inf")
         self.is_open = False
         self.num_retired = 0
         self.paused_until_s = float("-inf")
         self.num_erasing = 0
 
-    def usable(self, now: float) -> bool:
-        return self.is_open and now >= self.paused_until_s
+    def may_take(self, now: float) -> bool:
+        """Whether blocks can be written to it; slots are tried again that had no room long ago."""
+        if self.beyond and now >= self.beyond_until_s:
+            self.free, self.beyond = self.free + self.beyond, []
+            heapq.heapify(self.free)
+        return self.is_open and now >= self.paused_until_s and self.num_available > 0
 
     @property
     def num_available(self) -> int:
         return len(self.free) + len(self.policy)
+
+    @property
+    def share_free(self) -> float:
+        return len(self.free) / self.num_slots
 
 
 class SsdTier:
@@ -156,32 +169,46 @@ class SsdTier:
         Returns (keys that have one now; keys evicted for them). Disks are filled evenly. A tenant
         at its quota overwrites its own blocks only.
         """
-        disk, number = max(
-            (
-                (disk, number)
-                for number, disk in enumerate(self._disks)
-                if disk.usable(now) and disk.num_available and disk.policy.admits(blocks[0][1])
-            ),
-            key=lambda one: (len(one[0].free) / one[0].num_slots, one[0].num_available, -one[1]),
-            default=(None, -1),
-        )
         reserved: list[BlockKey] = []
         evicted: list[BlockKey] = []
-        if disk is None:
+        number = self._choose([tenant for _, tenant, _ in blocks], now)
+        if number is None:
             return reserved, evicted
+        disk = self._disks[number]
         for key, tenant, checksum in blocks:
             full = disk.policy.is_full(tenant)
-            if full or not disk.free:
+            is_fresh = not full and bool(disk.free)
+            if is_fresh:
+                slot = heapq.heappop(disk.free)
+            else:
                 loser = disk.policy.pop(tenant if full else None)
                 if loser is None:
                     continue
-                heapq.heappush(disk.free, self._blocks.pop(loser).slot)
+                slot = self._blocks.pop(loser).slot  # overwritten: no trace of it is left
                 self._num_stored -= 1
                 evicted.append(loser)
             disk.policy.charge(key, tenant)
-            self._blocks[key] = SsdBlock(number, heapq.heappop(disk.free), tenant, checksum)
+            block = SsdBlock(number, slot, tenant, checksum)
+            block.is_fresh = is_fresh
+            self._blocks[key] = block
             reserved.append(key)
         return reserved, evicted
+
+    def may_take(self, now: float) -> bool:
+        """Whether some disk takes blocks of somebody."""
+        return any(disk.may_take(now) for disk in self._disks)
+
+    def _choose(self, tenants: Sequence[str], now: float) -> int | None:
+        """Return the disk with most room that takes a block of the first of these tenants for whom
+        there is one.
+        """
+        numbers = [n for n, disk in enumerate(self._disks) if disk.may_take(now)]
+        numbers.sort(key=lambda n: (-self._disks[n].share_free, -self._disks[n].num_available))
+        for tenant in dict.fromkeys(tenants):
+            for number in numbers:
+                if self._disks[number].policy.admits(tenant):
+                    return number
+        return None
 
     def commit(self, key: BlockKey, checksum: int) -> None:
         """A block being written can be read from now on."""
@@ -197,6 +224,21 @@ class SsdTier:
             raise InternalError(f"block {key.hex()} is on a disk and cannot be abandoned")
         self._disks[block.disk].policy.forget(key)
         heapq.heappush(self._disks[block.disk].free, block.slot)
+
+    def no_room(self, key: BlockKey, until_s: float) -> None:
+        """A block being written did not get there: the file system is full. Until then its slot
+        and those after it are not used, unless nothing can be written at all.
+        """
+        block = self._blocks[key]
+        self.abandon(key)
+        if not block.is_fresh:
+            self.pause(block.disk, until_s)
+            return
+        disk = self._disks[block.disk]
+        disk.beyond += [slot for slot in disk.free if slot >= block.slot]
+        disk.free = [slot for slot in disk.free if slot < block.slot]
+        heapq.heapify(disk.free)
+        disk.beyond_until_s = until_s
 
     # ------------------------------------------------------------------ reading
 
@@ -249,7 +291,7 @@ class SsdTier:
         stored = 0
         for number, disk in enumerate(self._disks):
             mine = [block for block in self._blocks.values() if block.disk == number]
-            slots = [block.slot for block in mine] + disk.free
+            slots = [block.slot for block in mine] + disk.free + disk.beyond
             assert len(set(slots)) == len(slots), "two blocks share a slot"
             if disk.is_open:
                 total = len(slots) + disk.num_erasing + disk.num_retired

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mooncake.base import BlockKey, Tier
 from mooncake.kvstore.config import KvStoreConfig
@@ -19,6 +19,9 @@ from mooncake.kvstore.ssd import SsdTier
 
 MAX_OP_BYTES = 16 << 20
 """Blocks that lie together on a disk are moved together, up to this."""
+
+MAX_REFUSALS = 16
+"""So many groups of blocks for which no disk has room are passed over at once."""
 
 REUSED = 2
 """Uses, that of the writer included, that make a block worth more than one without."""
@@ -71,13 +74,15 @@ class Tiering:
         self._unwanted = {tenant for tenant, quota in quotas.items() if not quota}
         self._uses: dict[BlockKey, int] = {}
         self._candidates: OrderedDict[BlockKey, None] = OrderedDict()
+        self._runs: dict[BlockKey, Sequence[BlockKey]] = {}
+        """The last block of a run that is due -> the run: once it is down, all of it is."""
         self._writes: dict[int, _Move] = {}
         self._loads: dict[int, _Move] = {}
         self._erases: dict[int, tuple[int, int]] = {}
         self._loading: dict[BlockKey, None] = {}
         self._num_writing = 0
-        self._stuck = False
-        """No disk took anything when last asked to."""
+        self._num_refused = 0
+        """Candidates in a row for which no disk had room."""
         self._write_above = math.floor(dram.num_blocks * config.ssd_write_at)
         queue_blocks = config.ssd_queue_bytes // dram.block_bytes
         self._max_writing = max(1, min(queue_blocks, dram.num_blocks // 8))
@@ -89,23 +94,28 @@ class Tiering:
 
     def used(self, keys: Sequence[BlockKey]) -> None:
         """A request wrote or asked for this run; of no interest but for blocks in DRAM."""
-        for key in keys:
-            if self._dram.has(key):
-                self._used(key, self._uses.get(key, 0) + 1)
+        here = [key for key in keys if self._dram.has(key)]
+        self._used({key: self._uses.get(key, 0) + 1 for key in here}, keys)
         if self.ssd.num_slots:
             self.ssd.touch(keys)
 
     def adopt(self, keys: Sequence[BlockKey]) -> None:
         """Take these blocks as asked for often enough to go down: they were, elsewhere."""
-        for key in keys:
-            self._used(key, max(self._uses.get(key, 0), self._config.ssd_min_uses, REUSED))
+        least = max(self._config.ssd_min_uses, REUSED)
+        self._used({key: max(self._uses.get(key, 0), least) for key in keys}, keys)
 
-    def _used(self, key: BlockKey, uses: int) -> None:
-        self._uses[key] = uses
-        is_due = uses >= self._config.ssd_min_uses and self.ssd.num_slots > 0
-        if is_due and not self.ssd.is_known(key):
+    def _used(self, uses: Mapping[BlockKey, int], run: Sequence[BlockKey]) -> None:
+        """Blocks in DRAM have been asked for so often, together with others of a run."""
+        self._uses |= uses
+        if not self.ssd.num_slots:
+            return
+        least = self._config.ssd_min_uses
+        due = [key for key, n in uses.items() if n >= least and not self.ssd.is_known(key)]
+        for key in due:
             self._candidates[key] = None
             self._candidates.move_to_end(key)
+        if due:
+            self._runs[due[-1]] = run
 
     def is_reused(self, key: BlockKey) -> bool:
         """Whether a block has been asked for again since it was written, as far as is known."""
@@ -120,6 +130,7 @@ class Tiering:
         """DRAM has given these up."""
         for key in keys:
             self._uses.pop(key, None)
+            self._runs.pop(key, None)
             if self._candidates.pop(key, 0) is None:
                 self._counters["ssd_blocks_too_late"] += 1
 
@@ -132,13 +143,14 @@ class Tiering:
     @property
     def drained(self) -> bool:
         """Whether nothing is under way, and what should have gone down has, or cannot."""
-        return self.quiet and (not self._candidates or self._stuck)
+        return self.quiet and self._num_refused >= len(self._candidates)
 
     def start_writes(self, now: float) -> None:
         """Send down what is due, as far as the disks keep up."""
-        dram = self._dram
+        dram, num_refusals = self._dram, 0
         while (
             self._candidates
+            and num_refusals < MAX_REFUSALS
             and self._num_writing < self._max_writing
             and dram.num_blocks - dram.num_free > self._write_above
         ):
@@ -151,15 +163,19 @@ class Tiering:
             keys, gone = self.ssd.reserve(tenants, now)
             self._counters["ssd_blocks_evicted"] += len(gone)
             self._announce(Tier.SSD, [], gone)
-            self._stuck = not keys
-            if not keys:
+            if not keys and not self.ssd.may_take(now):
+                self._num_refused = len(self._candidates)
                 return
-            dram.hold(keys)
             for key in keys:
                 del self._candidates[key]
             for key in wanted:
                 if key in self._candidates:
                     self._candidates.move_to_end(key)  # its tenant has no room: others first
+            self._num_refused = 0 if keys else self._num_refused + len(wanted)
+            if not keys:
+                num_refusals += 1
+                continue
+            dram.hold(keys)
             self._num_writing += len(keys)
             disk = self.ssd.block(keys[0]).disk
             self._writes[self._disks.write(disk, self._blocks(keys))] = _Move(disk, keys)
@@ -172,6 +188,7 @@ class Tiering:
         unwanted = tenant in self._unwanted or len(tenant) > MAX_TENANT_CHARACTERS
         if unwanted or self.ssd.is_known(key):
             del self._candidates[key]
+            self._runs.pop(key, None)
             return True
         return False
 
@@ -185,11 +202,18 @@ class Tiering:
                 self._dram.learn_checksum(key, checksum)
                 stored.append(key)
                 continue
-            self.ssd.abandon(key)
             self._candidates[key] = None
-            full = outcome is Outcome.FULL
-            self._counters["ssd_blocks_no_room" if full else "ssd_write_errors"] += 1
-            self.ssd.pause(move.disk, now + self._config.ssd_retry_s)
+            retry_s = now + self._config.ssd_retry_s
+            if outcome is Outcome.FULL:
+                self._counters["ssd_blocks_no_room"] += 1
+                self.ssd.no_room(key, retry_s)
+            else:
+                self._counters["ssd_write_errors"] += 1
+                self.ssd.abandon(key)
+                self.ssd.pause(move.disk, retry_s)
+        for key in stored:
+            # The disk's policy is told of the run as a whole: its tail goes before its head.
+            self.ssd.touch(self._runs.pop(key, []))
         self._counters["ssd_blocks_written"] += len(stored)
         self._announce(Tier.SSD, stored, [])
 
@@ -321,4 +345,4 @@ class Tiering:
         assert sorted(moving) == sorted(self._loading)
         assert not any(self._dram.has(key) for key in moving)
         assert all(self._dram.has(key) for key in self._uses)
-        assert all(key in self._uses for key in self._candidates)
+        assert all(key in self._uses for key in [*self._candidates, *self._runs])

@@ -47,6 +47,9 @@ class SimMedium:
         self.refuses_reads = False
         self.refuses_writes = False
         self.is_full = False
+        """No write finds room."""
+        self.num_slots_with_room: int | None = None
+        """The file system has room for so many slots, if not for all."""
         self.slowdown = 1.0
         """Every operation takes so many times as long."""
 
@@ -105,7 +108,9 @@ class SimDisks:
             data = self._bytes(block)
             checksum = block.checksum if block.checksum is not None else _checksum(block.key, data)
             kept.append(Kept(block, checksum, data))
-        refused = medium.refuses_writes or medium.is_full
+        room = medium.num_slots_with_room
+        is_full = room is not None and any(block.slot >= room for block in blocks)
+        refused = medium.refuses_writes or medium.is_full or is_full
         if not refused:
             for block, one in zip(blocks, kept, strict=True):
                 if one.data is not None:

@@ -7,6 +7,7 @@ import pytest
 from mooncake.base import AnyMessage, ConfigError, PeerLost, PinBlocks, PinGranted, Unpin, Welcome
 from mooncake.kvstore import KvStoreConfig
 from mooncake.kvstore.config import SsdConfig
+from mooncake.kvstore.eviction import POLICIES
 from mooncake.sim.disk import SimMedium
 from tests.support.kvstore_world import BLOCK, GATEWAY, NodeWorld, key, keys, worker
 
@@ -165,6 +166,49 @@ def test_the_other_disk_takes_what_one_refuses() -> None:
     world.tick(world.now + 1)
     assert world.on_ssd == set(keys(1, 2))
     assert not world.media[0].slots
+
+
+def test_a_file_system_with_less_room_than_the_limit_is_used_as_far_as_it_goes() -> None:
+    """What is there is overwritten, and the rest is used when there is room for it."""
+    world = world_of(num_blocks=8, ssd_blocks=8, ssd_retry_s=100.0)
+    world.media[0].num_slots_with_room = 3
+    for number in range(1, 7):
+        use_twice(world, keys(number))
+        world.tick(world.now + 1)
+    assert world.on_ssd == set(keys(4, 5, 6))
+    assert world.node.counters["ssd_blocks_no_room"] == 1, "asked once, not with every block"
+    world.media[0].num_slots_with_room = None
+    world.tick(world.now + 100)
+    for number in range(11, 16):
+        use_twice(world, keys(number))
+        world.tick(world.now + 1)
+    assert world.on_ssd == set(keys(4, 5, 6, 11, 12, 13, 14, 15))
+
+
+def test_a_disk_that_cannot_even_overwrite_keeps_what_it_has() -> None:
+    world = world_of(num_blocks=12, ssd_blocks=4, ssd_retry_s=10.0)
+    for number in range(1, 5):
+        use_twice(world, keys(number))
+    world.media[0].is_full = True
+    use_twice(world, keys(11))
+    for _ in range(9):
+        world.tick(world.now + 1)
+    assert world.node.counters["ssd_blocks_no_room"] == 1
+    assert world.on_ssd == set(keys(2, 3, 4)), "one block was lost by trying"
+
+
+@pytest.mark.parametrize(
+    ("policy", "queue_blocks"), [("lru", 1), *((name, 8) for name in sorted(POLICIES))]
+)
+def test_of_a_run_the_tail_goes_before_the_head(policy: str, queue_blocks: int) -> None:
+    """Although nobody asks for it again, and it may go down in many operations."""
+    queue_bytes = queue_blocks * BLOCK
+    world = world_of(32, ssd_blocks=6, ssd_eviction=policy, ssd_queue_bytes=queue_bytes)
+    use_twice(world, keys(1, 2, 3, 4))
+    world.tick(world.now + 1)
+    use_twice(world, keys(11, 12, 13))
+    world.tick(world.now + 1)
+    assert world.on_ssd == set(keys(1, 2, 3, 11, 12, 13))
 
 
 def test_a_full_tier_evicts_what_was_used_longest_ago() -> None:

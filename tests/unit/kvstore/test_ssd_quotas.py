@@ -15,10 +15,10 @@ from tests.support.kvstore_world import BLOCK, NodeWorld, keys, worker
 P = worker("prefill-0")
 
 
-def world_of(quota_blocks: int, disks: int = 1) -> NodeWorld:
+def world_of(quota_blocks: int, disks: int = 1, num_blocks: int = 4) -> NodeWorld:
     """A node that writes every block down at once."""
     world = NodeWorld(
-        4, media=[SimMedium() for _ in range(disks)], ssd_blocks=6, ssd_write_at=0.0,
+        num_blocks, media=[SimMedium() for _ in range(disks)], ssd_blocks=6, ssd_write_at=0.0,
         ssd_min_uses=1, high_watermark=1.0, tenant_ssd_quota_bytes={"t": quota_blocks * BLOCK},
     )  # fmt: skip
     world.tick(1.0)
@@ -61,6 +61,16 @@ def test_a_tenant_that_may_have_nothing_there_holds_nobody_up() -> None:
     put(world, range(10, 12), "t")
     put(world, range(2))
     assert world.on_ssd == set(keys(0, 1))
+
+
+def test_a_tenant_whose_disk_fails_holds_nobody_up() -> None:
+    """Its one block may lie on the second disk only; what others have goes to the first."""
+    world = world_of(1, disks=2, num_blocks=16)
+    world.media[1].refuses_writes = True
+    put(world, range(10, 12), "t")
+    assert world.node.counters["ssd_write_errors"] > 0
+    put(world, range(4))
+    assert world.on_ssd == set(keys(0, 1, 2, 3))
 
 
 def test_a_restart_with_a_smaller_quota_keeps_the_newest() -> None:
