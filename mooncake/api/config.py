@@ -56,6 +56,9 @@ class ApiConfig:
     """Web origins whose pages may call us; "*" = all."""
     max_body_bytes: int = 32 * 1024 * 1024
     """Larger bodies get 413. A prompt of 256k tokens is about 1.5 MB."""
+    max_body_cost: int = 1 << 19
+    """Bodies of more values get 413 too: taking them in would hold up all streams. `json_cost` says
+    what counts how much."""
     max_choices: int = 128
     """Largest `n`."""
     max_sequences: int = 1024

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mooncake.api.config import ApiConfig
 from mooncake.api.door import Door
 from mooncake.api.errors import (
     ANTHROPIC_PATH,
@@ -24,6 +25,7 @@ from mooncake.api.errors import (
     validation_error,
 )
 from mooncake.api.generation import Call, Delta
+from mooncake.api.json_cost import ITEM_COST, NODE_COST, JsonCost
 from mooncake.base import InternalError, MooncakeError
 
 _log = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class Renderer(Protocol):
         """Return the last events of a stream that `error` cut off."""
 
 
-async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
+async def read_body(request: Request, kind: type[Body], config: ApiConfig) -> Body:
     """Read, size-check, parse and validate the body of `request`.
 
     Raises:
@@ -72,24 +74,31 @@ async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
             "UnsupportedMediaTypeError",
             f"the body must be JSON: send 'Content-Type: application/json', not {media[:80]!r}",
         )
-    too_large = ApiError(
-        413, "RequestTooLargeError", f"the body is larger than the limit of {max_bytes} bytes"
-    )
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > max_bytes:
-        raise too_large
+    _check_size(int(length) if length.isdecimal() else 0, 0, config)
     parts: list[bytes] = []
-    size = 0
+    size, cost = 0, JsonCost()
     async for part in request.stream():
         size += len(part)
-        if size > max_bytes:
-            raise too_large
+        cost.add(part)
+        _check_size(size, cost.total, config)
         parts.append(part)
     body = b"".join(parts)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise validation_error(error, body) from error
+
+
+def _check_size(num_bytes: int, cost: int, config: ApiConfig) -> None:
+    kind = "RequestTooLargeError"
+    if num_bytes > config.max_body_bytes:
+        limit = f"{config.max_body_bytes} bytes (--max-body-bytes)"
+        raise ApiError(413, kind, f"the body is larger than the limit of {limit}")
+    if cost > config.max_body_cost:
+        limit = f"the limit is {config.max_body_cost} (--max-body-cost)"
+        count = f"fields, objects and lists count {NODE_COST} each, items of lists {ITEM_COST}"
+        raise ApiError(413, kind, f"the body has too many values: {count}, and {limit}")
 
 
 def call_id(prefix: str, request: Request, given: str | None) -> str:

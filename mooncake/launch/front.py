@@ -165,6 +165,7 @@ def api_config(config: ServeConfig) -> ApiConfig:
         cors_origins=config.allowed_origins,
         drain_s=config.shutdown_timeout,
         max_body_bytes=config.max_body_bytes,
+        max_body_cost=config.max_body_cost,
         keep_alive_s=config.timeout_keep_alive,
         access_log=config.access_log,
         allow_special_tokens_in_chat=config.allow_special_tokens_in_chat,

@@ -193,6 +193,10 @@ class ServeConfig:
     max_body_bytes: int = setting(
         32 << 20, options.size(1), DOOR, "SIZE", "largest body of a request; larger ones get 413"
     )
+    max_body_cost: int = setting(
+        1 << 19, options.count(1), DOOR, "N", "most values in a body: fields, objects and lists "
+        "count 8, items of lists 1; streams stall about 1 ms for every 5,000",
+    )  # fmt: skip
     timeout_keep_alive: int = setting(
         120, options.count(1, 86400), DOOR, "S",
         "seconds that idle connections stay open; longer than a proxy before it keeps them",

@@ -187,7 +187,11 @@ def test_malformed_requests() -> None:
 
     async def main() -> None:
         backend = ScriptedBackend(says("hello"))
-        async with live_door(backend) as url, httpx.AsyncClient(base_url=url) as client:
+        config = ApiConfig(port=0, drain_s=0.2, max_body_cost=1 << 22)
+        async with (
+            live_door(backend, config=config) as url,
+            httpx.AsyncClient(base_url=url) as client,
+        ):
             for (path, body), status, param, message in MALFORMED:
                 raw = body if isinstance(body, bytes) else json.dumps(body).encode()
                 reply = await client.post(
@@ -227,6 +231,22 @@ def test_body_over_the_limit_is_refused_before_it_is_read(streaming_body: bool) 
             )
             assert reply.status_code == 413
             assert "limit of 1000 bytes" in reply.json()["error"]["message"]
+
+    asyncio.run(main())
+
+
+def test_a_body_of_too_many_values_is_refused_whatever_its_size() -> None:
+    async def main() -> None:
+        config = ApiConfig(port=0, max_body_cost=1000)
+        backend = ScriptedBackend(says("hello"))
+        async with live_door(backend, config=config) as url, httpx.AsyncClient() as client:
+            for values in (["x"] * 1000, {f"k{i}": 1 for i in range(130)}, [[[]]] * 70):
+                reply = await client.post(url + CHAT, json=ASK | {"metadata": values})
+                assert reply.status_code == 413
+                assert "the limit is 1000 (--max-body-cost)" in reply.json()["error"]["message"]
+            for values in (["x"] * 500, {f"k{i}": 1 for i in range(60)}, '{"a": [1, 2]},' * 1000):
+                reply = await client.post(url + CHAT, json=ASK | {"metadata": values})
+                assert reply.status_code == 200
 
     asyncio.run(main())
 

@@ -42,7 +42,7 @@ def chat_routes(door: Door) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""
-        body = await read_body(request, ChatRequest, door.config.max_body_bytes)
+        body = await read_body(request, ChatRequest, door.config)
         door.check_model(body.model)
         door.check_fields(body)
         call = await new_chat_call(door, body, call_id("chatcmpl", request, body.request_id))

@@ -49,7 +49,7 @@ def completion_routes(door: Door) -> APIRouter:
     )
     async def completions(request: Request) -> Response:
         """Go on with one or more prompts, whole or as a stream of events."""
-        body = await read_body(request, CompletionRequest, door.config.max_body_bytes)
+        body = await read_body(request, CompletionRequest, door.config)
         door.check_model(body.model)
         door.check_fields(body)
         _check_completion(body)

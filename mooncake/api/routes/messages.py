@@ -35,7 +35,7 @@ def messages_routes(door: Door) -> APIRouter:
     )
     async def messages(request: Request) -> Response:
         """Answer a conversation given as blocks, whole or as a stream of events."""
-        body = await read_body(request, MessagesRequest, door.config.max_body_bytes)
+        body = await read_body(request, MessagesRequest, door.config)
         door.check_model(body.model)
         door.check_fields(body)
         with named_as(PARAMS):
@@ -49,7 +49,7 @@ def messages_routes(door: Door) -> APIRouter:
     )
     async def count_tokens(request: Request) -> Response:
         """Return how many tokens the prompt of such a message has."""
-        body = await read_body(request, CountTokensRequest, door.config.max_body_bytes)
+        body = await read_body(request, CountTokensRequest, door.config)
         door.check_model(body.model)
         door.check_fields(body)
         with named_as(PARAMS):

@@ -42,7 +42,7 @@ def responses_routes(door: Door) -> APIRouter:
     )
     async def responses(request: Request) -> Response:
         """Answer a conversation given as items, whole or as a stream of events."""
-        body = await read_body(request, ResponsesRequest, door.config.max_body_bytes)
+        body = await read_body(request, ResponsesRequest, door.config)
         door.check_model(body.model)
         door.check_fields(body)
         with named_as(PARAMS):

@@ -25,7 +25,7 @@ def token_routes(door: Door) -> APIRouter:
     @router.post("/tokenize", openapi_extra=operation(TokenizeRequest, TokenizeReply, ErrorReply))
     async def tokenize(request: Request) -> Response:
         """Return the ids of a prompt, or of a conversation after the chat template."""
-        body = await read_body(request, TokenizeRequest, door.config.max_body_bytes)
+        body = await read_body(request, TokenizeRequest, door.config)
         door.check_model(body.model)
         # A long text takes seconds, in which no stream may stutter.
         return json_response(await asyncio.to_thread(_tokenized, door, body))
@@ -35,7 +35,7 @@ def token_routes(door: Door) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids, special tokens included."""
-        body = await read_body(request, DetokenizeRequest, door.config.max_body_bytes)
+        body = await read_body(request, DetokenizeRequest, door.config)
         door.check_model(body.model)
         check_ids("tokens", body.tokens, door.model)
         text = await asyncio.to_thread(door.model.tokenizer.decode, body.tokens)

@@ -153,12 +153,14 @@ def test_the_door_gets_its_keys_its_limits_and_its_certificates(tmp_path: Path) 
     keys = tmp_path / "keys.yaml"
     keys.write_text("keys: [{name: alice, key: sk-a, tenant: red, max_concurrent: 2}]")
     given = {"model": "m", "api_key": "plain", "api_keys_file": str(keys), "max_body_bytes": "1MiB"}
-    door = api_config(resolve(given | {"timeout_keep_alive": "75"}, None, {}))
+    given |= {"max_body_cost": "1k", "timeout_keep_alive": "75"}
+    door = api_config(resolve(given, None, {}))
     assert door.api_keys == ("plain",)
     assert [(key.name, key.tenant, key.max_concurrent) for key in door.keys] == [
         ("alice", "red", 2)
     ]
-    assert (door.max_body_bytes, door.keep_alive_s, door.tls) == (1 << 20, 75, None)
+    assert (door.max_body_bytes, door.max_body_cost) == (1 << 20, 1000)
+    assert (door.keep_alive_s, door.tls) == (75, None)
     tls = {"model": "m", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem"}
     assert api_config(resolve(tls, None, {})).tls == TlsConfig(certfile="c.pem", keyfile="k.pem")
     tls["ssl_ca_certs"] = "ca.pem"
