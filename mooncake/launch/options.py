@@ -15,6 +15,7 @@ from typing import Any
 from mooncake.base import ConfigError, parse_bytes
 
 _COUNT = re.compile(r"^(-?[0-9]+)([kKmM]?)$")
+_PLACE = re.compile(r"^(anywhere|cpu:[0-9]+|gpu:[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])$")
 _COUNT_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 DIRECT = "tcp://"
 """Before the address of a channel that is joined without Ray."""
@@ -185,6 +186,23 @@ def quotas(name: str, value: object) -> tuple[tuple[str, int], ...]:
         if tenant in found:
             raise ConfigError(f"{flag(name)}: {tenant!r} is named twice")
         found[tenant] = size(0)(name, written)
+    return tuple(found.items())
+
+
+def nearby(name: str, value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Read NICs by place, "PLACE=NIC,NIC": one text or a list of them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for written in texts(name, value):
+        place, _, listed = written.partition("=")
+        nics = tuple(dict.fromkeys(nic.strip() for nic in listed.split(",") if nic.strip()))
+        if not nics or not _PLACE.match(place):
+            raise ConfigError(
+                f"{flag(name)}: {written!r} is not PLACE=NIC,NIC (e.g. cpu:0=mlx5_0,mlx5_1; places "
+                "are cpu:NUMA-NODE, gpu:PCI-ADDRESS as in gpu:0000:3b:00.0, and anywhere)"
+            )
+        if place in found:
+            raise ConfigError(f"{flag(name)}: {place} is named twice")
+        found[place] = nics
     return tuple(found.items())
 
 

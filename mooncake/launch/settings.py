@@ -138,6 +138,12 @@ class ServeConfig:
         (), options.texts, CLUSTER, "NAME", "NIC such as mlx5_0, may be repeated (default: all)",
         repeat=True,
     )  # fmt: skip
+    rdma_near: tuple[tuple[str, tuple[str, ...]], ...] = setting(
+        (), options.nearby, CLUSTER, "PLACE=NIC,NIC",
+        "NICs for memory at cpu:NUMA-NODE, gpu:PCI-ADDRESS or anywhere, all others after them; may "
+        "be repeated (default: the nearest)",
+        repeat=True,
+    )  # fmt: skip
     rdma_gid_index: int | None = setting(
         None, options.count(0, 255), CLUSTER, "N", "of each NIC (default: RoCE v2, routable)"
     )

@@ -102,6 +102,7 @@ def rdma_settings(config: ServeConfig) -> RdmaSettings:
     """Return how a worker uses RDMA; what is not set is found on its machine."""
     return RdmaSettings(
         devices=config.rdma_device,
+        near=dict(config.rdma_near),
         gid_index=config.rdma_gid_index,
         mtu_bytes=config.rdma_mtu,
     )

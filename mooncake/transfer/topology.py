@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mooncake.base.errors import ConfigError
+
 SYSFS = Path("/sys")
 ANYWHERE = "anywhere"
 """The location of memory whose place is not known: all NICs are equally near."""
@@ -88,6 +90,24 @@ def _nearest(place: Place, nics: Sequence[Place]) -> NicChoice:
         tuple(name for far, name in ranked if far == best),
         tuple(name for far, name in ranked if far != best),
     )
+
+
+def prefer(matrix: Matrix, near: Mapping[str, Sequence[str]]) -> dict[str, NicChoice]:
+    """Return the matrix with these NICs for memory at these locations, and all others after them:
+    where sysfs does not say what is near, as in a virtual machine.
+
+    Raises ConfigError for a NIC that is not in use.
+    """
+    everyone, chosen = matrix[ANYWHERE].preferred, dict(matrix)
+    for location, names in near.items():
+        unknown = [name for name in names if name not in everyone]
+        if unknown:
+            raise ConfigError(
+                f"rdma-near: {', '.join(unknown)} is not in use here; {', '.join(everyone)} is"
+            )
+        others = tuple(name for name in everyone if name not in names)
+        chosen[location] = NicChoice(tuple(names), others)
+    return chosen
 
 
 def choose_nics(matrix: Matrix, location: str) -> NicChoice:

@@ -39,7 +39,7 @@ from mooncake.transfer.handshake import Credentials
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.peer_health import PeerHealth
 from mooncake.transfer.regions import RegionTable
-from mooncake.transfer.topology import read_matrix
+from mooncake.transfer.topology import prefer, read_matrix
 
 _LOG = logging.getLogger(__name__)
 _MANY_PEERS = 1024
@@ -53,6 +53,8 @@ class RdmaSettings:
 
     devices: Sequence[str] = ()
     """Names such as "mlx5_0"; empty = all that are up."""
+    near: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Location as in the topology matrix -> NICs to use for memory there before all others."""
     gid_index: int | None = None
     mtu_bytes: int | None = None
     max_endpoints: int = 512
@@ -372,5 +374,6 @@ def open_rdma(
     """
     choices = NicChoices(gid_index=settings.gid_index, mtu_bytes=settings.mtu_bytes)
     nics = open_nics(settings.devices, choices)
-    memory = RdmaMemory(table, nics, read_matrix([nic.address.name for nic in nics]))
+    matrix = read_matrix([nic.address.name for nic in nics])
+    memory = RdmaMemory(table, nics, prefer(matrix, settings.near))
     return RdmaBackend(credentials, memory, nics, loop, router, settings, control)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.base import ConfigError
 from mooncake.transfer import topology
 from mooncake.transfer.topology import (
     ANYWHERE,
@@ -15,6 +16,7 @@ from mooncake.transfer.topology import (
     choose_gid,
     choose_nics,
     memory_location,
+    prefer,
     rank_remote,
 )
 
@@ -41,6 +43,19 @@ def test_a_gpu_prefers_the_nic_behind_its_own_switch() -> None:
     same_node = Place(name="same", numa_node=0, pci_path=("pci0000:80", "0000:80:01.0"))
     matrix = build_matrix([same_node, near], [gpu])
     assert matrix[gpu.name] == NicChoice(("near",), ("same",))
+
+
+def test_what_is_said_to_be_near_comes_first() -> None:
+    nics = [Place(name=name, numa_node=node) for name, node in (("a", 0), ("b", 0), ("c", 1))]
+    found = build_matrix(nics, numa_nodes=(0, 1))
+    matrix = prefer(found, {"cpu:1": ["b", "a"], "gpu:0000:03:00.0": ["c"]})
+    assert matrix["cpu:0"] == found["cpu:0"]
+    assert matrix["cpu:1"] == NicChoice(("b", "a"), ("c",))
+    assert choose_nics(matrix, "gpu:0000:03:00.0") == NicChoice(("c",), ("a", "b"))
+    only = prefer(found, {ANYWHERE: ["c"]})
+    assert choose_nics(only, "cpu:9") == NicChoice(("c",), ("a", "b"))
+    with pytest.raises(ConfigError, match="rdma-near: d is not in use here; a, b, c is"):
+        prefer(found, {"cpu:0": ["a", "d"]})
 
 
 def test_without_nics_there_is_nothing_to_choose() -> None:
