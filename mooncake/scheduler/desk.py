@@ -47,6 +47,7 @@ from mooncake.scheduler.admission import (
 )
 from mooncake.scheduler.conductor import Conductor, Placement
 from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.delivery import Delivery
 from mooncake.scheduler.dispatch import Dispatch
 from mooncake.scheduler.entrance import Entrance
 from mooncake.scheduler.fairness import Standing
@@ -59,10 +60,8 @@ from mooncake.scheduler.roster import Roster
 from mooncake.scheduler.waiting import WaitingRoom
 from mooncake.telemetry.events import (
     Accepted,
-    FirstToken,
     Refused,
     Requeued,
-    Tokens,
 )
 
 SCAN_STALLED_S = 1.0
@@ -92,6 +91,7 @@ class RequestDesk:
         self._dispatch = Dispatch(ports, roster)
         read_ahead = ReadAhead(config, ports.worker, ports.channel, conductor)
         self._waiting = WaitingRoom(config.max_queue, read_ahead)
+        self._delivery = Delivery(config, ports.recorder)
         self._deadlines = Deadlines()
         self._next_scan_s = 0.0
         self.counters: Counter[str] = Counter()
@@ -181,7 +181,8 @@ class RequestDesk:
         if self._requests and now >= self._next_scan_s:
             self._next_scan_s = now + SCAN_STALLED_S
             self._scan_stalled(now)
-        wakes = [] if self._deadlines.next_s is None else [self._deadlines.next_s]
+        times = [self._deadlines.next_s, self._delivery.tick(now)]
+        wakes = [at_s for at_s in times if at_s is not None]
         if len(self._waiting):
             wakes.append(self._waiting.next_call_s)
         if self._requests:
@@ -192,6 +193,7 @@ class RequestDesk:
         """Raise AssertionError when permits, requests, queues and books disagree."""
         self._entrance.check_integrity([r.request for r in self._requests.values()])
         self._waiting.check_integrity()
+        self._delivery.check_integrity(self._requests)
         for name, record in self._requests.items():
             waits = name in self._waiting
             assert record.state is not RequestState.FINISHED, "an ended request was kept"
@@ -405,25 +407,7 @@ class RequestDesk:
                 failure = spread_retry(rejection, self._ports.ids).failure()
                 self._finish(record, FinishReason.ERROR, now, failure=failure)
                 return
-        if event.start == 0:
-            self._ports.recorder.record(
-                FirstToken(
-                    request_id=record.request_id,
-                    at_s=now,
-                    worker_id=worker_id,
-                    num_cached_tokens=record.num_cached_tokens or 0,
-                )
-            )
-        self._ports.recorder.record(
-            Tokens(
-                request_id=record.request_id,
-                at_s=now,
-                start=event.start,
-                num_tokens=len(event.tokens),
-                worker_id=worker_id,
-            )
-        )
-        record.sink(event)
+        self._delivery.give(record, event, worker_id, now)
 
     def _on_finish(
         self, record: RequestRecord, finish: FinishInfo, worker_id: str, now: float
@@ -482,6 +466,11 @@ class RequestDesk:
         done: Collection[str] = (),
     ) -> None:
         """End a request: nothing of it stays here, and no worker keeps anything of it."""
+        if reason is not FinishReason.ABORT:
+            self._delivery.give_held(record.request_id, now)
+            if record.state is RequestState.FINISHED:
+                return  # its sink has aborted it
+        self._delivery.forget(record.request_id)
         well = reason in (FinishReason.STOP, FinishReason.LENGTH)
         self._dispatch.end(record, done)
         self._conductor.release(record.request_id, record.num_output_tokens if well else None)
