@@ -184,8 +184,12 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _version(_: argparse.Namespace) -> int:
-    print(f"mooncake {mooncake.__version__}, Python {sys.version.split()[0]}")
+    print(_version_line())
     return 0
+
+
+def _version_line() -> str:
+    return f"mooncake {mooncake.__version__}, Python {sys.version.split()[0]}"
 
 
 def _key(arguments: argparse.Namespace) -> str | None:
@@ -202,6 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`mooncake COMMAND --help` has the flags and examples of each command.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", "-V", action="version", version=_version_line())
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", dest="command"
     )

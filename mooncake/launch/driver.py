@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from mooncake.base import Clock, Machine, MonotonicClock, PeerLost, WorkerRef
+from mooncake.base import Clock, Machine, MonotonicClock, MooncakeError, PeerLost, WorkerRef
 from mooncake.engine.ports import PolledRunner
 from mooncake.kvstore.disk import PolledDisks
 from mooncake.rpc.channel import PolledChannel
@@ -27,7 +27,7 @@ from mooncake.transfer.engine import PolledTransfer
 _log = logging.getLogger(__name__)
 
 
-class FencedOff(Exception):
+class FencedOff(MooncakeError):
     """The cluster gave this worker up (it paused too long): peers reclaimed what it held."""
 
 
@@ -88,6 +88,9 @@ class Driver:
                 for descriptor in {descriptor: None for descriptor, _ in self._sources}:
                     selector.register(descriptor, selectors.EVENT_READ)
                 self._loop(selector)
+        except FencedOff as error:
+            _log.error("%s", error.message)
+            raise
         except Exception:
             _log.exception("%s failed and cannot go on", type(self._machine).__name__)
             raise
@@ -141,7 +144,11 @@ class Driver:
             for _, drain in self._sources:
                 for event in drain():
                     if isinstance(event, PeerLost) and event.worker == self._own:
-                        raise FencedOff(f"{event.worker.worker_id} was given up by the cluster")
+                        raise FencedOff(
+                            f"{event.worker.worker_id} was given up by the cluster and ends: it "
+                            "stood still for too long, or another came under its name; start it "
+                            "again, each node with a --node-id of its own"
+                        )
                     machine.handle(event, now)
 
     def _do_calls(self, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import platform
@@ -109,19 +110,25 @@ def check_system() -> None:
         )
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise ConfigError when nobody can listen on `host`:`port` now (0 is always free)."""
+def check_port(host: str, port: int, host_flag: str = "host", port_flag: str = "port") -> None:
+    """Raise ConfigError when nobody can listen on `host`:`port` now (0 is always free); it names
+    the flags that they were given by.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise ConfigError(f"host: {host!r} is no address of this machine ({error})") from error
+        raise ConfigError(
+            f"{host_flag}: {host!r} is no address of this machine ({error})"
+        ) from error
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(f"{host_flag}: {host} is no address of this machine") from error
             raise ConfigError(
-                f"port: cannot listen on {host}:{port} ({error.strerror}); "
-                "stop what uses it or take another with --port"
+                f"{port_flag}: cannot listen on {host}:{port} ({error.strerror}); "
+                f"stop what uses it or take another with --{port_flag}"
             ) from error

@@ -29,7 +29,9 @@ def init(preset: str, seed: int, out: str) -> int:
 
         path = init_checkpoint(preset, seed, Path(out), progress=show)
     written = sum(file.stat().st_size for file in path.iterdir())
-    console.print(f"wrote {path} ({format_bytes(written)}); serve it: mooncake serve {out}")
+    console.print(
+        f"wrote {path} ({format_bytes(written)}); serve it: mooncake serve {out}", soft_wrap=True
+    )
     return 0
 
 
@@ -51,7 +53,9 @@ def convert(source: str, format_name: str, out: str) -> int:
 
         path = convert_checkpoint(Path(source), Path(out), format_name, progress=show)
     written = sum(file.stat().st_size for file in path.iterdir())
-    console.print(f"wrote {path} ({format_bytes(written)}); serve it: mooncake serve {out}")
+    console.print(
+        f"wrote {path} ({format_bytes(written)}); serve it: mooncake serve {out}", soft_wrap=True
+    )
     return 0
 
 

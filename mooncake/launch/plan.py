@@ -164,7 +164,8 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     if num_kvstores:
         kvstore.num_blocks(layout)
     elif config.ssd:
-        raise ConfigError("ssd: no kvstore worker would use it; add --kvstore 1")
+        cure = "leave it out" if config.role is not None else "add --kvstore 1"
+        raise ConfigError(f"ssd: no kvstore worker would use it; {cure}")
     return ServePlan(
         model=model,
         engine=EngineConfig(
@@ -262,8 +263,15 @@ def check_memory(plan: ServePlan, available: int | None) -> None:
     """Raise ConfigError when the workers would not fit into the memory that is there."""
     if available is None or plan.total_bytes <= available or plan.options.device != "cpu":
         return
-    parts = ", ".join(f"{what} {total}" for what, _, total in plan.memory_rows()[:-1])
+    nothing = format_bytes(0)
+    rows = [(what, total) for what, _, total in plan.memory_rows()[:-1] if total != nothing]
+    parts = ", ".join(f"{what} {total}" for what, total in rows)
+    cures = []
+    if plan.num_engines:
+        cures += ["fewer workers", "--kv-cache-memory-bytes", "--max-model-len"]
+    if plan.num_kvstores:
+        cures += ["a smaller --kvstore-dram-bytes (--dram)"]
     raise ConfigError(
         f"this needs {format_bytes(plan.total_bytes)} ({parts}) and {format_bytes(available)} are "
-        "free; use fewer workers, --kv-cache-memory-bytes, --kvstore-dram-bytes or --max-model-len"
+        f"free; use {' or '.join(cures)}"
     )

@@ -8,7 +8,7 @@ there, says who was lost, and tells clients of a node where its blocks are.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import signal
 import sys
@@ -18,7 +18,8 @@ import msgspec
 from rich.console import Console
 
 from mooncake.base import ConfigError, Role, SystemIds, WorkerRef
-from mooncake.launch import machine_facts, process, report
+from mooncake.kvstore.node import KvNode
+from mooncake.launch import machine_facts, pool_metrics, process, report, standing
 from mooncake.launch.driver import Driver
 from mooncake.launch.front import GATEWAY_ID
 from mooncake.launch.plan import ServePlan, check_memory, make_plan
@@ -35,14 +36,13 @@ from mooncake.telemetry.metrics import Metrics
 DEFAULT_ADMIN_PORT = 8100
 WILDCARDS = ("0.0.0.0", "::", "*")
 
-_log = logging.getLogger(__name__)
-
 
 class Registry:
     """Who belongs to the pool, in a thread of its own. `close` it after all that use it."""
 
     def __init__(self, config: ServeConfig, plan: ServePlan, secret: str) -> None:
-        """Raises ConfigError when `pool_port` is taken."""
+        """Raises ConfigError when `pool_port` is taken, or `bind_host` is not ours."""
+        machine_facts.check_port(config.bind_host, config.pool_port, "bind-host", "pool-port")
         ids = SystemIds()
         self._channel = ZmqChannel(config.bind_host, secret=secret, port=config.pool_port)
         ref = WorkerRef(GATEWAY_ID, ids.hex(8), self._channel.address)
@@ -85,8 +85,10 @@ def serve_alone(config: ServeConfig) -> int:
     configure_logging("pool", sys.stderr, level=config.log_level.upper())
     registry = Registry(config, plan, config.cluster_secret) if config.join is None else None
     address = registry.address if registry is not None else str(config.join)
+    node_id = config.node_id or machine_facts.host_name()
     try:
-        _serve_node(config, plan, address)
+        with contextlib.closing(standing.hold_name(f"kvstore-{node_id}", node_id, address)):
+            _serve_node(config, plan, address)
     finally:
         if registry is not None:
             registry.close()
@@ -105,20 +107,46 @@ def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> N
         ),
     )
     console = Console(stderr=True)
+    worker: process.Worker | None = None
+    watch: standing.JoinWatch | None = None
 
-    def started(worker: process.Worker) -> None:
+    def leave(leaving: process.Worker, limit_s: float) -> None:
+        if limit_s:
+            say("draining; Ctrl-C again ends it at once")
+        leaving.leave(limit_s)
+
+    def say(words: str) -> None:
+        console.print(words, soft_wrap=True, highlight=False)
+
+    def started(begun: process.Worker) -> None:
+        nonlocal worker, watch
+
         def on_signal(*_: object) -> None:
             # A second signal ends what the first has begun to finish.
             limits_s.append(0.0)
             # Not here: the interrupted loop may hold the lock that it takes.
-            threading.Thread(target=worker.leave, args=(limits_s.pop(0),), daemon=True).start()
+            threading.Thread(target=leave, args=(begun, limits_s.pop(0)), daemon=True).start()
 
         limits_s = [config.shutdown_timeout]
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, on_signal)
-        holds = report.holdings(plan, Role.KVSTORE)
-        console.print(f"{settings.worker_id} (pid {os.getpid()}) has a {holds}", soft_wrap=True)
-        console.print(f"clients and other nodes: {gateway_address}", soft_wrap=True)
-        console.print(f"pool node at {worker.admin_url} - Ctrl-C drains and stops", soft_wrap=True)
+        say(f"{settings.worker_id} (pid {os.getpid()}) has a {report.holdings(plan, Role.KVSTORE)}")
+        say(f"clients and other nodes: {gateway_address}")
+        say(f"pool node at {begun.admin_url} - Ctrl-C drains and stops")
+        worker = begun
+        watch = standing.JoinWatch(begun.driver, settings.worker_id, gateway_address)
 
-    process.run(settings, progress=process.no_progress, started=started)
+    try:
+        process.run(settings, progress=process.no_progress, started=started)
+    finally:
+        if watch is not None:
+            watch.close()
+    say(f"{settings.worker_id} has ended{_fate(worker)}")
+
+
+def _fate(worker: process.Worker | None) -> str:
+    """Say what became of a node's blocks, if it drained."""
+    if worker is None or not isinstance(worker.machine, KvNode):
+        return ""
+    drain = worker.machine.state().drain
+    return "" if drain is None else f"; {pool_metrics.fate(drain)}"

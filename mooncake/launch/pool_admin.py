@@ -72,7 +72,8 @@ class PoolAdmin:
             self._server = _Server(settings.host, settings.port, _handler(self))
         except OSError as error:
             raise ConfigError(
-                f"admin-port: cannot listen on {settings.host}:{settings.port}: {error.strerror}"
+                f"admin-port: cannot listen on {settings.host}:{settings.port} ({error.strerror}); "
+                "stop what uses it or take another with --admin-port"
             ) from error
         host, port = self._server.server_address[:2]
         self.url = f"http://[{host!s}]:{port}" if ":" in str(host) else f"http://{host!s}:{port}"
@@ -117,9 +118,10 @@ class PoolAdmin:
         return state
 
     def _health(self) -> Answer:
-        draining = self._state().draining
-        status = HTTPStatus.SERVICE_UNAVAILABLE if draining else HTTPStatus.OK
-        return _document(status, {"status": "draining" if draining else "ok"})
+        joined = self._driver.call(lambda node, _: bool(node.joined)).result(ANSWER_S)
+        status = "draining" if self._state().draining else "ok" if joined else "joining"
+        code = HTTPStatus.OK if status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
+        return _document(code, {"status": status})
 
     def _metrics(self) -> Answer:
         return HTTPStatus.OK, _PROMETHEUS, pool_metrics.render(self._state(), self._links())

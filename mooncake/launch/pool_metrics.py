@@ -81,6 +81,17 @@ def document(state: PoolState) -> dict[str, Any]:
     }
 
 
+def fate(drain: DrainProgress) -> str:
+    """Say what became of the blocks of a node that drains."""
+    kinds = {
+        "copied to other nodes": drain.num_copied,
+        "there already": drain.num_elsewhere,
+        "left on SSD": drain.num_left_on_ssd,
+        "in its DRAM only": drain.num_left - drain.num_left_on_ssd,
+    }
+    return "blocks " + ", ".join(f"{kind}: {number}" for kind, number in kinds.items())
+
+
 class _Node:
     """A collector of one state."""
 

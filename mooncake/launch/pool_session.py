@@ -29,6 +29,7 @@ from mooncake.base import (
     Unavailable,
     WorkerHello,
     WorkerRef,
+    format_bytes,
 )
 from mooncake.base.pool_messages import BlocksKept, Keep, PoolState
 from mooncake.kvstore import values
@@ -299,6 +300,10 @@ class PoolSession:
             return False
         size, packed, before = layout.block_bytes, head.pack(layout), self._client.num_moves
         keys = head.keys(layout, tenant)
+        if len(keys) > self._config.num_places:  # else it would drive out others' for nothing
+            state = self.stat()
+            if len(keys) >= state.load.num_total_blocks + state.num_ssd_blocks:
+                raise self._no_room(name, data)
         blocks = {
             each: data[start * size : (start + 1) * size].ljust(size, b"\0")
             for start, each in enumerate(keys)
@@ -307,13 +312,30 @@ class PoolSession:
         def store() -> bool:
             self.put(blocks, tenant)
             if None in self.exists(keys):
-                raise Unavailable(f"no room for {name!r} ({len(data)} bytes): the pool is full")
+                raise self._no_room(name, data)
             written = self.put({key: packed}, tenant)
             if self._client.num_moves != before:  # it may be there from our last attempt
                 return self.get([key]) == [packed]
-            return bool(written) and self.exists([key]) != [None]  # whoever asks now finds it
+            if self.exists([key]) == [None]:  # whoever asks now does not find it
+                raise self._no_room(name, data)
+            return bool(written)
 
         return self._at_one_node(store)
+
+    def _no_room(self, name: str, data: bytes) -> Unavailable:
+        """Return what to say of a value that a node did not take."""
+        what, state = f"no room for {name!r} ({format_bytes(len(data))})", self.stat()
+        worker = state.store.worker_id
+        if state.draining:
+            return Unavailable(f"{what}: {worker} drains and takes nothing; put it to another node")
+        dram, ssd = (
+            format_bytes(count * state.block_bytes)
+            for count in (state.load.num_total_blocks, state.num_ssd_blocks)
+        )
+        return Unavailable(
+            f"{what}: all of a value lies at one node, and {worker} has {dram} of DRAM and {ssd} "
+            "on SSD, pinned blocks included; give it more (--dram, --ssd) or put it to another"
+        )
 
     def get_value(self, name: str, tenant: str = "") -> bytes | None:
         """Return the value of that name; None when it is not there, or not all of it is."""

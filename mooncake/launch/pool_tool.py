@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from mooncake.base import ConfigError, MooncakeError, format_bytes
-from mooncake.base.pool_messages import DrainProgress
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 DRAIN_POLL_S = 0.1
@@ -238,6 +237,8 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _drain(arguments: argparse.Namespace) -> int:
+    from mooncake.launch import pool_metrics
+
     with _session(arguments) as session:
         state = session.drain()
         until_s = time.monotonic() + arguments.wait
@@ -248,21 +249,9 @@ def _drain(arguments: argparse.Namespace) -> int:
     shown = {"worker": state.store.worker_id, "drained": state.drained}
     if state.drain is not None:
         shown["blocks"] = msgspec.to_builtins(state.drain)
-        word += f"; {_fate(state.drain)}"
+        word += f"; {pool_metrics.fate(state.drain)}"
     _tell(arguments, shown, f"{state.store.worker_id}: {word}")
     return 0 if state.drained or not arguments.wait else 1
-
-
-def _fate(drain: DrainProgress) -> str:
-    """Say what became of the blocks of a node that drains."""
-    unsaved = drain.num_left - drain.num_left_on_ssd
-    kinds = {
-        "copied to other nodes": drain.num_copied,
-        "there already": drain.num_elsewhere,
-        "left on SSD": drain.num_left_on_ssd,
-        "in its DRAM only": unsaved,
-    }
-    return "blocks " + ", ".join(f"{kind}: {number}" for kind, number in kinds.items())
 
 
 def _session(arguments: argparse.Namespace) -> Any:

@@ -173,7 +173,9 @@ def connect(address: str | None, bind_host: str) -> None:
         ConfigError: there is no cluster at `address`, or this machine is not part of it.
     """
     options: dict[str, Any] = {}
-    if address is None:
+    if address is not None:
+        _reach(address)  # Ray itself would go on asking for minutes
+    else:
         options = {
             "num_cpus": 0,
             "include_dashboard": False,
@@ -231,14 +233,25 @@ def facts_at(address: str) -> ClusterFacts:
     Raises:
         ConfigError: there is no Ray cluster, or nobody serves in it.
     """
-    host, _, port = address.rpartition(":")
+    _reach(address)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
         client = _raylet.GcsClient(address=address)
         found = client.internal_kv_get(FACTS_KEY, None, timeout=CONNECT_S)
     except (OSError, RayError) as error:
         raise ConfigError(f"no Ray cluster at {address}: {error}") from error
     return _decode_facts(found)
+
+
+def _reach(address: str) -> None:
+    """Raise ConfigError when nobody listens at `address`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster at {address}: {error.strerror or error}; is `mooncake serve` running "
+            "there, and this the address that it printed?"
+        ) from error
 
 
 def _decode_facts(found: bytes | None) -> ClusterFacts:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import Tier
+from mooncake.base import Tier, Unavailable
 from mooncake.launch import cli
 from mooncake.launch.pool_session import PoolSession, locate
 from tests.support.checkpoints import write_config_only
@@ -139,8 +139,11 @@ def test_the_pool_command(
     assert pool("evict", "thing") == (0, b"thing: gone\n")
     assert pool("evict", "thing")[0] == 1
     assert pool("get", "thing")[0] == 2
-    (tmp_path / "large").write_bytes(bytes(2 << 20))
+    assert pool("put", "kept", str(tmp_path / "in"))[0] == 0
+    (tmp_path / "large").write_bytes(random.Random(6).randbytes(2 << 20))
     assert pool("put", "large", str(tmp_path / "large"))[0] == 2, "no room"
+    assert pool("get", "kept") == (0, data), "what can never fit drives nothing out"
+    assert pool("evict", "kept")[0] == 0
 
 
 def test_the_pool_is_measured_and_left_as_it_was(
@@ -191,15 +194,20 @@ def test_a_drained_node_takes_nothing_and_still_gives(model: Path, tmp_path: Pat
     with PoolProcess(model, tmp_path / "log", "--dram", "1MiB") as node, node.session() as session:
         blocks = blocks_of(session, *range(4))
         session.put(blocks)
+        assert session.put_value("one", b"the same bytes")
         status, body = ask(f"{node.url}/v1/pool/drain", "POST")
         assert (status, json.loads(body)["draining"]) == (202, True)
         assert ask(f"{node.url}/health", key="")[0] == 503
         until(lambda: session.stat().drained, "nothing is open")
         assert session.put(blocks_of(session, 9)) == []
+        for data in (b"the same bytes", b"others"):
+            with pytest.raises(Unavailable, match=r"no room for 'two' .*: kvstore-.* drains"):
+                session.put_value("two", data)
         assert session.get(list(blocks)) == list(blocks.values())
         words = ["pool", "drain", "--url", node.url, "--cluster-secret", SECRET, "--json"]
         assert cli.run(words) == 0
         assert node.stop(signal.SIGTERM) == 0
+        until(lambda: "has ended; blocks copied to other nodes: 0" in node.output, "it says so")
 
 
 def test_a_lost_client_leaves_nothing_behind(node: PoolProcess) -> None:
@@ -245,3 +253,22 @@ def test_nodes_join_and_clients_find_theirs(node: PoolProcess, model: Path, tmp_
                 assert direct.get(list(blocks)) == list(blocks.values())
         with node.session() as session:
             assert session.exists(list(blocks)) == [None]
+        until(lambda: "kvstore-second has joined the pool" in second.output, "it says so")
+
+
+def test_a_second_node_of_one_name_on_one_machine_is_refused(
+    node: PoolProcess, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be taken for the first one started again, which would be given up."""
+    join = ("--join", locate(node.url, SECRET).gateway_address, "--cluster-secret", SECRET)
+    assert cli.run(["serve", str(model), "--role", "kvstore", "--dram", "1MiB", *join]) == 2
+    assert "runs on this machine already" in capsys.readouterr().err
+    until(lambda: ask(f"{node.url}/health", key="")[0] == 200, "the first goes on")
+
+
+def test_a_node_that_nobody_answers_is_not_well(model: Path, tmp_path: Path) -> None:
+    words = ("--dram", "1MiB", "--node-id", "lonely", "--join", "tcp://127.0.0.1:9")
+    with PoolProcess(model, tmp_path / "log", *words) as lonely:
+        assert ask(f"{lonely.url}/health", key="") == (503, b'{\n  "status": "joining"\n}\n')
+        assert lonely.stop(signal.SIGTERM) == 0
+        assert "Traceback" not in lonely.output

@@ -58,7 +58,11 @@ def test_every_setting_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["version"]) == 0
-    assert capsys.readouterr().out.startswith(f"mooncake {__version__}")
+    line = capsys.readouterr().out
+    assert line.startswith(f"mooncake {__version__}")
+    with pytest.raises(SystemExit, match="0"):
+        cli.run(["--version"])
+    assert capsys.readouterr().out == line
 
 
 def test_a_dry_run_shows_settings_workers_and_memory(

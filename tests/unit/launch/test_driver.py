@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -222,13 +223,15 @@ def test_calls_that_came_too_late_are_cancelled(rig: Rig) -> None:
         waiting.result(timeout=20)
 
 
-def test_a_worker_that_was_given_up_ends(rig: Rig) -> None:
+def test_a_worker_that_was_given_up_ends(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """It paused too long: peers took back what it held, so it must not go on as it was."""
     mine = WorkerRef("decode-0", "e1", "machine")
     driver = Driver(rig.machine, rig.channel, own=mine)
     rig.peer.send("machine", PeerLost(worker=WorkerRef("decode-0", "e0", "machine")))
     rig.peer.send("machine", PeerLost(worker=mine))
     rig.peer.send("machine", abort(1))
-    with pytest.raises(FencedOff, match="decode-0 was given up"):
+    with pytest.raises(FencedOff, match="decode-0 was given up"), caplog.at_level(logging.ERROR):
         driver.run()
+    [record] = caplog.records
+    assert (record.exc_info, "decode-0" in record.getMessage()) == (None, True), "no stack trace"
     assert [type(event) for event in rig.machine.events] == [PeerLost]

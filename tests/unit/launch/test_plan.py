@@ -201,6 +201,13 @@ def test_what_does_not_fit_is_refused_with_the_bill(model: Path) -> None:
     check_memory(plan, plan.total_bytes)
     with pytest.raises(ConfigError, match=r"needs 3.* GiB .*kvstore pool 1 GiB.* GiB are free"):
         check_memory(plan, plan.total_bytes - 1)
+    pool = plan_for(model, role="kvstore", cluster_secret="s", kvstore_dram_bytes="8GiB")
+    with pytest.raises(ConfigError) as caught:
+        check_memory(pool, 2**30)
+    assert caught.value.message == (
+        "this needs 8 GiB (kvstore pool 8 GiB) and 1 GiB are free; use a smaller "
+        "--kvstore-dram-bytes (--dram)"
+    )
 
 
 def test_a_pool_without_room_for_a_block(model: Path) -> None:

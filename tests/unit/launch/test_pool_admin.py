@@ -31,6 +31,7 @@ class Node:
     def __init__(self) -> None:
         self.drained = 0
         self.shown = STATE
+        self.joined = True
 
     def state(self) -> PoolState:
         return self.shown
@@ -86,6 +87,11 @@ def test_everybody_may_look_whether_it_is_well(door: PoolAdmin, driver: Driver) 
         draining=True,
     )  # fmt: skip
     assert ask(door, "/health") == (503, {"status": "draining"})
+
+
+def test_a_node_that_no_pool_knows_yet_is_not_well(door: PoolAdmin, driver: Driver) -> None:
+    driver.node.joined = False
+    assert ask(door, "/health") == (503, {"status": "joining"})
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/pool/stats"])

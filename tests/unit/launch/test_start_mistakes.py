@@ -85,6 +85,7 @@ MISTAKES = [
     ("serve --role gateway", "add --join HOST:PORT"),
     ("serve --role gateway --join tcp://h:1", "join: tcp://h:1 is a pool"),
     ("serve --role gateway --join 127.0.0.1:1", "no Ray cluster at 127.0.0.1:1"),
+    ("serve --role decode --join 127.0.0.1:1", "no Ray cluster at 127.0.0.1:1"),
     (
         "serve --role gateway --join h:1 --policy random",
         "policy: a gateway that joins places requests as its cluster does",
@@ -110,7 +111,15 @@ MISTAKES = [
     ),
     (
         f"serve good --role kvstore --cluster-secret s --dram 1MiB --admin-port {TAKEN}",
-        "admin-port: cannot listen on 127.0.0.1:",
+        "stop what uses it or take another with --admin-port",
+    ),
+    (
+        f"serve good --role kvstore --cluster-secret s --dram 1MiB --pool-port {TAKEN}",
+        "stop what uses it or take another with --pool-port",
+    ),
+    (
+        "serve good --role kvstore --cluster-secret s --dram 1MiB --bind-host 192.0.2.1",
+        "bind-host: 192.0.2.1 is no address of this machine",
     ),
     ("serve good --join 127.0.0.1:1", "add --role prefill|decode|kvstore"),
     ("serve good --role cook --join h:1", "role: 'cook' is not one of prefill, decode, kvstore"),
