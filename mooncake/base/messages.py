@@ -368,6 +368,8 @@ class PinGranted(Message, frozen=True, tag="pin_granted"):
     places: BlockPlaces
     checksums: list[int] = []
     """xxh3-64 of each block where known, 0 where not; empty: of none."""
+    more: bool = False
+    """Blocks that follow are here too, on a disk: unpin these, then ask for those."""
 
 
 # ---------------------------------------------------------------- to kvstore

@@ -1,7 +1,8 @@
-"""Fetch: blocks of a pool node into pages of this instance. Pin at the owner, READ, unpin.
+"""Fetch: blocks of a pool node into pages of this instance. Pin at the owner, READ, unpin; again
+while the owner has more of them that comes up from its disks in pieces.
 
-A fetch ends exactly once, with the number of leading blocks that arrived (0 when anything failed:
-a lost cache is a miss). It ends only when nothing writes to its pages any more.
+A fetch ends exactly once, with the number of leading blocks that arrived (those of pieces before
+anything failed: a lost cache is a miss). It ends only when nothing writes to its pages any more.
 """
 
 from __future__ import annotations
@@ -26,22 +27,38 @@ Moved = Callable[[WorkerRef, TransferDone], None]
 
 
 class _Fetch:
+    """A fetch, and the piece of it that is under way."""
+
     def __init__(
         self,
+        number: int,
         store: WorkerRef,
         keys: list[BlockKey],
         pages: list[int],
         deadline_s: float,
         fetched: Fetched,
     ) -> None:
+        self.number = number
         self.store = store
         self.keys = keys
         self.pages = pages
+        """Of this piece and those to come, as are the keys."""
         self.deadline_s = deadline_s
         self.fetched = fetched
+        self.num_arrived = 0
+        """In the pieces before."""
         self.batch_id: int | None = None
+        self.more = False
+        """The owner has blocks behind this piece."""
         self.checksums: list[int] = []
         self.num_verified = 0
+
+    def advance(self, num_blocks: int) -> None:
+        """So many blocks, a whole piece, have arrived: turn to the next."""
+        self.num_arrived += num_blocks
+        self.keys, self.pages = self.keys[num_blocks:], self.pages[num_blocks:]
+        self.batch_id, self.more = None, False
+        self.checksums, self.num_verified = [], 0
 
 
 class Fetcher:
@@ -82,18 +99,27 @@ class Fetcher:
         now: float,
         fetched: Fetched,
     ) -> int:
-        """Fetch the blocks `keys` into `pages` (held by the caller); return the fetch's ticket."""
-        self._last_ticket += 1
-        ticket = self._last_ticket
-        self._fetches[ticket] = _Fetch(store, keys, pages, now + self._timeout_s, fetched)
-        self._send(store, PinBlocks(reader=self._worker, ticket=ticket, keys=keys))
-        return ticket
+        """Fetch the blocks `keys` into `pages` (held by the caller); return the fetch's number."""
+        number = self._last_ticket + 1
+        self._ask(_Fetch(number, store, keys, pages, now + self._timeout_s, fetched))
+        return number
 
-    def cancel(self, ticket: int, now: float) -> None:
+    def _ask(self, fetch: _Fetch) -> None:
+        self._last_ticket += 1
+        self._fetches[self._last_ticket] = fetch
+        self._send(
+            fetch.store,
+            PinBlocks(reader=self._worker, ticket=self._last_ticket, keys=fetch.keys),
+        )
+
+    def cancel(self, number: int, now: float) -> None:
         """Stop a fetch; it still ends through its callback."""
-        fetch = self._fetches.get(ticket)
-        if fetch is None:
+        tickets = [t for t, fetch in self._fetches.items() if fetch.number == number]
+        if not tickets:
             return
+        [ticket] = tickets
+        fetch = self._fetches[ticket]
+        fetch.deadline_s = now
         if fetch.batch_id is None or ticket in self._verifying:
             self._end(ticket, 0, now)
         else:
@@ -108,6 +134,7 @@ class Fetcher:
         if fetch.batch_id is not None:
             return
         num_blocks = min(message.num_blocks, len(fetch.pages))
+        fetch.more = message.more and num_blocks < len(fetch.pages)
         if num_blocks == 0:
             self._end(message.ticket, 0, now)
             return
@@ -170,13 +197,21 @@ class Fetcher:
     def _end(
         self, ticket: int, num_blocks: int, now: float, corrupt: list[BlockKey] | None = None
     ) -> None:
+        """A piece has ended, with so many leading blocks of it; so has the fetch, unless it was
+        whole, the owner has more, and there is time.
+        """
         fetch = self._fetches.pop(ticket)
         if ticket in self._verifying:
             self._verifying.remove(ticket)
         self._send(fetch.store, Unpin(reader=self._worker, ticket=ticket, corrupt=corrupt or []))
         self.num_blocks_fetched += num_blocks
-        self.num_fetches_failed += num_blocks == 0
-        fetch.fetched(num_blocks, now)
+        if num_blocks and fetch.more and not corrupt and now < fetch.deadline_s:
+            fetch.advance(num_blocks)
+            self._ask(fetch)
+            return
+        num_arrived = fetch.num_arrived + num_blocks
+        self.num_fetches_failed += num_arrived == 0
+        fetch.fetched(num_arrived, now)
 
     def _send(self, store: WorkerRef, message: PinBlocks | Unpin) -> None:
         self._channel.send(store.address, message)

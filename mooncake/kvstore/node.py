@@ -7,7 +7,7 @@ read and write the registered arena themselves.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 
 import msgspec
 
@@ -66,10 +66,13 @@ class KvNode:
         disks: Disks | None = None,
     ) -> None:
         """Allocate the arena and start to scan the disks. `num_blocks` and `block_bytes` of `hello`
-        are filled in here. Raises ConfigError when the byte limit holds no block.
+        are filled in here.
+
+        Raises ConfigError when the byte limit holds no block.
         """
         num_blocks = config.num_blocks(layout)
-        self._config, self._layout = config, layout
+        self._config = config
+        self._layout = layout
         self._channel = channel
         self._segment, self._moved = transfer.segment, transfer.counters
         self._region = transfer.allocate(num_blocks * layout.block_bytes, "kvstore-dram")
@@ -108,8 +111,7 @@ class KvNode:
             config, hello.worker, channel, tiers, lambda: self._membership.welcoming,
             lambda: self._peers.num_puts > 0 or not self._replicator.quiet,
         )  # fmt: skip
-        self._peers = Peers(config.max_tickets_per_worker, self._counters)
-        self._overdue_at: deque[tuple[float, Grant]] = deque()
+        self._peers = Peers(config, self._counters)
         self._doubt_s = 0.0
         self._draining = False
 
@@ -126,11 +128,6 @@ class KvNode:
     def stores(self, key: BlockKey) -> bool:
         """Whether a whole block of that key lies in DRAM here."""
         return self._tier.has(key)
-
-    @property
-    def joined(self) -> bool:
-        """Whether some gateway knows this node: until then nobody is sent to it."""
-        return self._membership.welcomed
 
     @property
     def num_open(self) -> int:
@@ -163,7 +160,7 @@ class KvNode:
         elif isinstance(event, PinBlocks):
             self._on_pin(event, now)
         elif isinstance(event, Unpin):
-            self._on_unpin(event)
+            self._on_unpin(event, now)
         elif isinstance(event, PeerLost):
             self._on_peer_lost(event.worker, now)
         elif isinstance(event, Welcome):
@@ -213,10 +210,7 @@ class KvNode:
 
     def tick(self, now: float) -> float | None:
         """End quarantines, count overdue puts, evict to the watermark, report."""
-        times = [self._tier.end_quarantine(now)]
-        while self._overdue_at and self._overdue_at[0][0] <= now:
-            self._counters["puts_overdue"] += bool(self._overdue_at.popleft()[1].pending)
-        times.append(self._overdue_at[0][0] if self._overdue_at else None)
+        times = [self._tier.end_quarantine(now), self._peers.tick(now)]
         times += [self._promotions.tick(now), self._replicator.tick(now)]
         self._hashing.start()
         self._tiering.start_writes(now)
@@ -271,8 +265,7 @@ class KvNode:
             self._evicted(evicted)
             if granted:
                 grant = Grant(message.keys, list(granted))
-                self._peers.state_of(message.writer, now).grants[message.ticket] = grant
-                self._overdue_at.append((now + self._config.put_timeout_s, grant))
+                self._peers.grant(message.writer, message.ticket, grant, now)
             else:
                 self._use(message.keys)
             self._count_put(message.keys, granted)
@@ -339,19 +332,21 @@ class KvNode:
             self._send_pinned(message.reader, message.ticket, run)
         elif not self._peers.may_open(peer, "pin", message.ticket):
             self._pin(message, 0, now)
-        elif self._promotions.begin(
-            (peer, message.ticket), message.keys, now, lambda at: self._come_up(message, at)
-        ):
-            self._peers.state_of(message.reader, now).waits[message.ticket] = None
         else:
-            self._pin(message, self._tier.leading(message.keys), now)
+            more = self._promotions.begin(
+                (peer, message.ticket), message.keys, now, lambda *ended: self._up(message, *ended)
+            )
+            if more is None:
+                self._peers.state_of(message.reader, now).waits[message.ticket] = None
+            else:
+                self._pin(message, self._tier.leading(message.keys), now, more=more)
 
-    def _come_up(self, message: PinBlocks, now: float) -> None:
-        """A run that was waited for lies in DRAM, as far as it will."""
+    def _up(self, message: PinBlocks, now: float, more: bool) -> None:
+        """A run that was waited for lies in DRAM, as far as it will for this answer."""
         del self._peers.states[peer_of(message.reader)].waits[message.ticket]
-        self._pin(message, self._tier.leading(message.keys), now)
+        self._pin(message, self._tier.leading(message.keys), now, more=more)
 
-    def _pin(self, message: PinBlocks, num_blocks: int, now: float) -> None:
+    def _pin(self, message: PinBlocks, num_blocks: int, now: float, *, more: bool = False) -> None:
         peer = peer_of(message.reader)
         run = message.keys[:num_blocks]
         self._tier.pin(run)
@@ -365,10 +360,13 @@ class KvNode:
             self._peers.drop_if_idle(peer)
         self._counters["pins"] += 1
         self._counters["blocks_hit"] += len(run)
-        self._counters["blocks_missed"] += len(message.keys) - len(run)
-        self._send_pinned(message.reader, message.ticket, run)
+        self._counters["blocks_missed"] += 0 if more else len(message.keys) - len(run)
+        more = more and 0 < len(run) < len(message.keys)
+        self._send_pinned(message.reader, message.ticket, run, more=more)
 
-    def _send_pinned(self, reader: WorkerRef, ticket: int, run: list[BlockKey]) -> None:
+    def _send_pinned(
+        self, reader: WorkerRef, ticket: int, run: list[BlockKey], *, more: bool = False
+    ) -> None:
         offsets = self._tier.offsets(run)
         self._channel.send(
             reader.address,
@@ -378,10 +376,11 @@ class KvNode:
                 num_blocks=len(run),
                 places=packed_places(self._layout, self._segment, self._region.region_id, offsets),
                 checksums=self._hashing.known(run),
+                more=more,
             ),
         )
 
-    def _on_unpin(self, message: Unpin) -> None:
+    def _on_unpin(self, message: Unpin, now: float) -> None:
         peer = peer_of(message.reader)
         state = self._peers.get(peer)
         if state is not None and message.ticket in state.pins:
@@ -389,7 +388,7 @@ class KvNode:
             self._peers.drop_if_idle(peer)
         elif state is not None and message.ticket in state.waits:
             del state.waits[message.ticket]
-            self._promotions.cancel((peer, message.ticket))
+            self._promotions.cancel((peer, message.ticket), now)
             self._peers.drop_if_idle(peer)
         self._peers.remember_ended(peer, "pin", message.ticket)
         self._counters["blocks_reported_corrupt"] += len(message.corrupt)
@@ -417,7 +416,7 @@ class KvNode:
             self._tier.unpin(run)
             self._counters["pins_reclaimed"] += 1
         for ticket in state.waits:
-            self._promotions.cancel((peer, ticket))
+            self._promotions.cancel((peer, ticket), now)
 
     def _doubt_old_peers(self, now: float) -> float:
         """Ask the gateway about peers that have held something for long; return when to again."""
@@ -488,12 +487,13 @@ class KvNode:
         return self._load(), self._draining, self.drained, self._evacuation.progress()
 
     def _load(self) -> WorkerLoad:
+        tier = self._tier
         return WorkerLoad(
             num_running=sum(len(state.pins) for state in self._peers.states.values()),
             num_waiting=self._peers.num_puts,
-            num_free_blocks=self._tier.num_free,
-            num_total_blocks=self._tier.num_blocks,
-            num_cached_blocks=self._tier.num_stored,
+            num_free_blocks=tier.num_free,
+            num_total_blocks=tier.num_blocks,
+            num_cached_blocks=tier.num_stored,
             draining=self._draining,
             counters={**self.counters, **self._moved()},
         )

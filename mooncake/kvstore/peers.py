@@ -4,10 +4,11 @@ owned by the node.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
 from mooncake.base import BlockKey, WorkerRef
+from mooncake.kvstore.config import KvStoreConfig
 
 MAX_REMEMBERED = 4_096
 """Lost epochs and ended tickets remembered, so that a late or repeated message finds nothing."""
@@ -55,9 +56,11 @@ class PeerState:
 class Peers:
     """All peers that have something open, by boot."""
 
-    def __init__(self, max_tickets: int, counters: Counter[str]) -> None:
+    def __init__(self, config: KvStoreConfig, counters: Counter[str]) -> None:
         self.states: dict[Peer, PeerState] = {}
-        self._max_tickets = max_tickets
+        self._max_tickets = config.max_tickets_per_worker
+        self._put_timeout_s = config.put_timeout_s
+        self._overdue_at: deque[tuple[float, Grant]] = deque()
         self._counters = counters
         self._lost: OrderedDict[Peer, None] = OrderedDict()
         self._ended: OrderedDict[tuple[Peer, str, int], None] = OrderedDict()
@@ -79,6 +82,17 @@ class Peers:
     def state_of(self, worker: WorkerRef, now: float) -> PeerState:
         """Return what a peer has open, for opening more."""
         return self.states.setdefault(peer_of(worker), PeerState(worker, now))
+
+    def grant(self, writer: WorkerRef, ticket: int, grant: Grant, now: float) -> None:
+        """A put is open from now on."""
+        self.state_of(writer, now).grants[ticket] = grant
+        self._overdue_at.append((now + self._put_timeout_s, grant))
+
+    def tick(self, now: float) -> float | None:
+        """Count the puts that have been open for too long; return when to come again."""
+        while self._overdue_at and self._overdue_at[0][0] <= now:
+            self._counters["puts_overdue"] += bool(self._overdue_at.popleft()[1].pending)
+        return self._overdue_at[0][0] if self._overdue_at else None
 
     def may_open(self, peer: Peer, kind: str, ticket: int) -> bool:
         """Whether a new ticket is fresh, from a live worker, and within its worker's bound."""

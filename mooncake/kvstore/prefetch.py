@@ -7,18 +7,15 @@ Pure; owned by the node. Readers that have come are `promotion`'s business and g
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 
 from mooncake.base import BlockKey
 from mooncake.base.messages import Prefetch, StopPrefetch
 from mooncake.kvstore.dram import DramTier
-from mooncake.kvstore.promotion import Promotions
+from mooncake.kvstore.promotion import Promotions, Settled
 from mooncake.kvstore.tiering import Tiering
 
 MAX_RUNS = 256
 """That may wait; of more, the new one is forgotten."""
-SHARE = 2
-"""One part in so many of what may be on its way up is for readers to come."""
 
 Name = tuple[str, str, int]
 """(reader's id, its epoch, ticket)"""
@@ -41,7 +38,6 @@ class Prefetcher:
         self._piece: tuple[str, int] | None = None
         """How the piece under way is waited for; there is one at a time."""
         self._num_pieces = 0
-        self._max_piece = max(1, self._tiering.max_loading // SHARE)
 
     def begin(self, message: Prefetch, now: float) -> None:
         """Bring up a run as soon as those before it are up; it counts as a use of the run."""
@@ -57,7 +53,8 @@ class Prefetcher:
     def _go_on(self, now: float) -> None:
         while self._runs and self._piece is None:
             name, keys = next(iter(self._runs.items()))
-            piece, rest = keys[: self._max_piece], keys[self._max_piece :]
+            length = self._promotions.max_piece
+            piece, rest = keys[:length], keys[length:]
             if rest:
                 self._runs[name] = rest
             else:
@@ -67,14 +64,12 @@ class Prefetcher:
             self._piece = ("prefetch", self._num_pieces)
             settled = self._settled(name, piece, below)
             begun = self._promotions.begin(self._piece, piece, now, settled, gently=True)
-            if not begun:
+            if begun is not None:
                 self._piece = None
                 self._end_piece(name, piece, below)
 
-    def _settled(
-        self, name: Name, piece: list[BlockKey], below: list[BlockKey]
-    ) -> Callable[[float], None]:
-        def settled(now: float) -> None:
+    def _settled(self, name: Name, piece: list[BlockKey], below: list[BlockKey]) -> Settled:
+        def settled(now: float, _more: bool) -> None:
             self._piece = None
             self._end_piece(name, piece, below)
             self._go_on(now)

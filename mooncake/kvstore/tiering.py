@@ -80,6 +80,8 @@ class Tiering:
         self._loads: dict[int, _Move] = {}
         self._erases: dict[int, tuple[int, int]] = {}
         self._loading: dict[BlockKey, None] = {}
+        self._expected: dict[BlockKey, None] = {}
+        """Brought up for readers to come, and not asked for since."""
         self._num_writing = 0
         self._num_refused = 0
         """Candidates in a row for which no disk had room."""
@@ -94,6 +96,8 @@ class Tiering:
 
     def used(self, keys: Sequence[BlockKey]) -> None:
         """A request wrote or asked for this run; of no interest but for blocks in DRAM."""
+        for key in keys:
+            self._expected.pop(key, None)
         here = [key for key in keys if self._dram.has(key)]
         self._used({key: self._uses.get(key, 0) + 1 for key in here}, keys)
         if self.ssd.num_slots:
@@ -123,14 +127,17 @@ class Tiering:
         return self._uses.get(key, 0) >= REUSED or went_down_for_it
 
     def is_one_off(self, key: BlockKey) -> bool:
-        """Whether nobody has asked for a block again: it may go for one that somebody has."""
-        return not self.is_reused(key)
+        """Whether nobody has asked for a block again, or is expected to: it may go for one that
+        somebody has.
+        """
+        return not self.is_reused(key) and key not in self._expected
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
         """DRAM has given these up."""
         for key in keys:
             self._uses.pop(key, None)
             self._runs.pop(key, None)
+            self._expected.pop(key, None)
             if self._candidates.pop(key, 0) is None:
                 self._counters["ssd_blocks_too_late"] += 1
 
@@ -223,6 +230,11 @@ class Tiering:
         """Whether a block is on its way up."""
         return key in self._loading
 
+    @property
+    def num_loadable(self) -> int:
+        """How many more blocks may be on their way up."""
+        return max(0, self.max_loading - len(self._loading))
+
     def can_load(self, key: BlockKey) -> bool:
         """Whether a block can be brought up: on a disk, and DRAM knows nothing of it."""
         return self.ssd.has(key) and not self._dram.is_known(key)
@@ -235,7 +247,7 @@ class Tiering:
 
         Returns (blocks that are on their way now, from the first on; keys evicted for them).
         """
-        keys = keys[: max(0, self.max_loading - len(self._loading))]
+        keys = keys[: self.num_loadable]
         if not keys:
             return [], []
         tenant, may_evict = self.ssd.block(keys[0]).tenant, self.is_one_off if gently else None
@@ -244,6 +256,8 @@ class Tiering:
             for key in group:
                 self.ssd.hold(key)
                 self._loading[key] = None
+                if gently:
+                    self._expected[key] = None
             disk = self.ssd.block(group[0]).disk
             self._loads[self._disks.read(disk, self._blocks(group))] = _Move(disk, group)
         return list(granted), evicted
@@ -259,6 +273,7 @@ class Tiering:
                 whole.append(key)
                 continue
             self._dram.abandon(key, None)
+            self._expected.pop(key, None)
             lost.append(key)
             corrupt = outcome is Outcome.CORRUPT
             self._counters["ssd_blocks_corrupt" if corrupt else "ssd_read_errors"] += 1
@@ -345,4 +360,5 @@ class Tiering:
         assert sorted(moving) == sorted(self._loading)
         assert not any(self._dram.has(key) for key in moving)
         assert all(self._dram.has(key) for key in self._uses)
+        assert all(self._dram.is_known(key) for key in self._expected)
         assert all(key in self._uses for key in [*self._candidates, *self._runs])
