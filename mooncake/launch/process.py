@@ -65,6 +65,13 @@ def no_progress(what: str, done: int, whole: int) -> None:
     """Tell nobody."""
 
 
+class Pages(DeviceMemory, Protocol):
+    """KV pages in a device's own memory."""
+
+    def free(self) -> None:
+        """Let go of them: nobody will move them or compute on them any more."""
+
+
 class Model(Protocol):
     """What a worker needs of the tensor side (`model.opening.ModelSource`)."""
 
@@ -78,7 +85,7 @@ class Model(Protocol):
 
     def num_pages(self, layout: KvLayout, config: EngineConfig) -> int: ...
 
-    def device_pages(self, layout: KvLayout, num_pages: int) -> DeviceMemory: ...
+    def device_pages(self, layout: KvLayout, num_pages: int) -> Pages: ...
 
     def runner(
         self,
@@ -129,12 +136,15 @@ class Worker:
         regions: list[Region],
         clock: Clock,
         disks: PolledDisks | None = None,
+        pages: Pages | None = None,
     ) -> None:
+        """`pages`: those of `regions` that lie on a device."""
         self.machine = machine
         self.ref = ref
         self._disks = disks
         self._channel, self._transfer, self._runner = ports
         self._regions = regions
+        self._pages = pages
         self._admin: PoolAdmin | None = None
         self.driver = Driver(
             machine,
@@ -190,6 +200,8 @@ class Worker:
         for region in self._regions:
             self._transfer.unregister(region)
         self._transfer.close()
+        if self._pages is not None:
+            self._pages.free()  # who comes back in another role takes as many
 
 
 def build(
@@ -266,10 +278,11 @@ def _build_engine(
     progress("allocating KV pages", 0, 0)
     config = dataclasses.replace(config, num_blocks=model.num_pages(layout, config))
     region: Region
+    pages: Pages | None = None
     if model.owns_pages:
-        memory = model.device_pages(layout, config.num_blocks)
-        region = transfer.register_device(memory, "kv-pages")
-        runner = model.runner(layout, config, memory, settings.num_threads)
+        pages = model.device_pages(layout, config.num_blocks)
+        region = transfer.register_device(pages, "kv-pages")
+        runner = model.runner(layout, config, pages, settings.num_threads)
     else:
         region = transfer.allocate(config.num_blocks * layout.block_bytes, "kv-pages")
         runner = model.runner(layout, config, region.buffer, settings.num_threads)
@@ -292,7 +305,8 @@ def _build_engine(
         InstancePorts(channel, transfer, region, settings.gateway_address),
     )
     machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)
-    return Worker(machine, hello.worker, (channel, transfer, runner), [region], clock)
+    used = (channel, transfer, runner)
+    return Worker(machine, hello.worker, used, [region], clock, pages=pages)
 
 
 def _open(

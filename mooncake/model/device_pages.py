@@ -65,7 +65,13 @@ class PageMemory:
         """Returns the end of the last step that was begun on a guess: it may write to pages that
         are somebody else's by now."""
         self._bytes = kv.pages.view(-1).view(torch.uint8)
+        self._num_bytes, self._address = self._bytes.numel(), self._bytes.data_ptr()
         self._device = device
+
+    def free(self) -> None:
+        """Let go of the pages: nobody will move them or compute on them any more."""
+        self.last_guess = lambda: None
+        del self.kv, self._bytes
 
     @property
     def device(self) -> str:
@@ -73,11 +79,11 @@ class PageMemory:
 
     @property
     def num_bytes(self) -> int:
-        return self._bytes.numel()
+        return self._num_bytes
 
     @property
     def address(self) -> int:
-        return self._bytes.data_ptr()
+        return self._address
 
     @property
     def location(self) -> str:

@@ -134,7 +134,8 @@ class ModelRunner:
     def close(self) -> None:
         """Finish the running step, drop queued ones and free the descriptor. May be called twice.
 
-        Events not polled yet are lost.
+        Events not polled yet are lost. Model, pages and captured steps are let go: whoever still
+        knows this runner does not keep a device's memory.
         """
         if self._closed:
             return
@@ -144,6 +145,7 @@ class ModelRunner:
         self._layers.close()
         os.close(self._readable)
         os.close(self._signal)
+        del self._model, self._kv, self._decoder, self._sampler, self._prefers_absorbed
 
     def _emit(self, event: RunnerEvent) -> None:
         with self._lock:

@@ -4,6 +4,8 @@ protocol. Real model, real blocks; the device is the only thing that is not ther
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,25 @@ def test_a_prefix_comes_from_the_pool_into_a_device(model: Path, truth: list[lis
         assert first == again == truth[index]
         assert final.num_cached_tokens == 192
         assert cluster.counter("blocks_fetched") == 3
+
+
+def test_workers_that_have_ended_keep_no_pages(model: Path) -> None:
+    """At once, whoever still knows them: what they come back as measures how many there is room
+    for.
+    """
+    source = FarPages(model, "float32")
+    gc.collect()
+    gc.disable()
+    try:
+        with model_cluster(model, 1, 1, source=source, protocols=("tcp",), **SETTINGS) as cluster:
+            cluster.generate(request("once", prompt(65), 2))
+            known = list(cluster.workers._workers.values())
+            regions = [pages_of(cluster.workers, name) for name in ("prefill-0", "decode-0")]
+            kept = [weakref.ref(region.memory.kv) for region in regions]
+        assert [ref() for ref in kept] == [None, None]
+        assert len(known) == 3
+    finally:
+        gc.enable()
 
 
 def test_pages_on_a_device_beside_pages_in_memory(model: Path, truth: list[list[int]]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,20 @@ def test_tokens_depend_on_no_backend(plain: Path) -> None:
     drawn = tokens_of(plain, sampled)
     assert drawn != wanted
     assert tokens_of(plain, sampled, **TRITON) == drawn
+
+
+@pytest.mark.parametrize("given", [{}, TRITON], ids=["reference", "triton"])
+def test_a_closed_engine_keeps_no_memory(plain: Path, given: dict[str, str]) -> None:
+    """At once: the next one measures what a GPU has left before anybody collects cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        with DirectEngine.open(str(plain), **SETTINGS, **given) as engine:
+            engine.generate(PROMPTS, [GREEDY] * len(PROMPTS))
+            kept = [weakref.ref(engine._runner._kv), weakref.ref(engine._runner._model)]
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_tokens_depend_on_no_neighbour(plain: Path) -> None:
