@@ -117,6 +117,18 @@ def test_clients_go_on_while_nodes_are_killed(pool: Pool) -> None:
         check_nothing_is_held(session)
 
 
+def test_nodes_may_start_before_the_front_they_join(pool: Pool) -> None:
+    early = pool.start("b")
+    with early.session(timeout_s=CALL_S) as session:
+        blocks = blocks_of(session, range(4))
+        assert session.put(blocks) == list(blocks), "it serves those who know it"
+        front = pool.start("front")
+        with front.session(timeout_s=CALL_S) as other:
+            until(lambda: len(other.nodes) == 2, "the front knows both nodes")
+            found = list(blocks.values())
+            until(lambda: other.get(list(blocks)) == found, "and what was put before it came")
+
+
 def test_a_node_is_killed_whose_blocks_were_copied(pool: Pool) -> None:
     front = pool.start("front")
     others = [pool.start("b"), pool.start("c")]

@@ -22,6 +22,7 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.messages import DoubtPeers, WhoAreYou
+from mooncake.base.pool_messages import BlocksFound, FindBlocks
 from mooncake.kvstore.counters import COUNTERS
 from mooncake.kvstore.peers import MAX_REMEMBERED
 from tests.support.kvstore_world import (
@@ -183,6 +184,33 @@ def test_pinned_and_half_written_blocks_are_never_evicted() -> None:
     assert world.inventory == {key(1), *keys(11, 12)}
     world.unpin(READER, pinned)
     assert world.put(WRITER, keys(21, 22, 23, 24)) == keys(21, 22, 23)
+
+
+def test_a_read_may_take_a_day_and_its_blocks_stay_where_they_are() -> None:
+    world = NodeWorld(num_blocks=8)
+    world.put(WRITER, keys(1, 2))
+    pinned = world.pin(READER, keys(1, 2))
+    places = world.node.region.buffer.tobytes()
+    offsets = pinned.places.offsets
+    for hour in range(24):
+        world.put(WRITER, keys(*range(100 * hour + 10, 100 * hour + 30)))
+        world.tick(world.now + 3600)
+    for offset in offsets:
+        end = offset + BLOCK
+        assert world.node.region.buffer[offset:end].tobytes() == places[offset:end]
+    world.unpin(READER, pinned)
+    world.put(WRITER, keys(*range(5000, 5008)))
+    assert not world.inventory & set(keys(1, 2)), "then they go like any other"
+
+
+def test_looking_at_everything_all_the_time_keeps_nobody_out() -> None:
+    world = NodeWorld(num_blocks=8)
+    for number in range(40):
+        question = FindBlocks(asker=READER, ticket=number, keys=keys(*range(40)))
+        world.answer(question, BlocksFound)
+        assert world.put(WRITER, keys(number)) == keys(number), "there is room, as ever"
+        world.tick(world.now + 0.1)
+    assert world.node.counters["blocks_refused"] == 0
 
 
 def test_above_the_watermark_blocks_go_ahead_of_need() -> None:
