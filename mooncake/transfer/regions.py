@@ -256,7 +256,7 @@ class RegionTable:
     def withdraw(self, region: Region) -> None:
         """Refuse the region from now on; on return no thread of this process touches it.
 
-        Raises TransferError when it is not registered here.
+        Raises TransferError when it is not registered here, or a NIC does not let go of it.
         """
         with self._lock:
             known = self._regions.get(region.region_id)
@@ -264,10 +264,12 @@ class RegionTable:
                 raise TransferError(f"region {region.region_id} is not registered here")
             del self._regions[region.region_id]
             known.alive = False
-        for watcher in self._watchers:
-            watcher(known.region_id)
-        self.gates.pass_all()
-        _close(known)
+        try:
+            for watcher in self._watchers:
+                watcher(known.region_id)
+        finally:
+            self.gates.pass_all()
+            _close(known)
 
     def find(self, region_id: int, offset: int, num_bytes: int) -> HostRegion:
         """Return the host region that holds the range. Raises RangeRefused, saying why not."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +16,15 @@ import numpy as np
 import pytest
 
 from mooncake.base.clock import MonotonicClock
+from mooncake.base.errors import TransferError
+from mooncake.transfer.backends import rdma_verbs
 from mooncake.transfer.backends.rdma import RdmaBackend, RdmaSettings
 from mooncake.transfer.backends.rdma_nic import Completion, Outcome, WorkRequest
 from mooncake.transfer.backends.rdma_verbs import NicChoices, VerbsNic, open_nics
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.router import RoutedTransfer
-from tests.unit.transfer.driving import NEEDS_RDMA, move, wait_for
+from tests.unit.transfer.driving import NEEDS_RDMA, WAIT_S, move, wait_for
 
 MIB = 2**20
 IN_GUEST = pytest.mark.skipif(
@@ -162,6 +165,64 @@ def completions_of(nic: VerbsNic, count: int) -> list[Completion]:
         if len(found) >= count:
             return found
     raise AssertionError(f"{len(found)} of {count} requests ended")
+
+
+def test_a_nic_that_lost_completions_is_opened_again(
+    nic: VerbsNic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests fail than the completion queue holds: it says so, and is of no use any more."""
+    assert nic.max_pairs * nic.depth * 2 <= nic._queue.cqe
+    memory = np.zeros(4096, dtype=np.uint8)
+    at = memory.ctypes.data
+    monkeypatch.setattr(rdma_verbs, "_CQ_DEPTH", 16)
+    for depth in (16, 2**12):
+        nic.reopen()
+        region = nic.register(at, 4096)
+        asking, serving = nic.new_pair(), nic.new_pair()
+        serving.serve(asking.address)
+        asking.connect(serving.address)
+        key = region.local_key, at + 2048, region.remote_key
+        requests = [WorkRequest(index, True, at, *key, 8, True) for index in range(100)]
+        asking.post(requests)
+        if depth == 16:
+            assert select.select([nic.events_fileno()], [], [], WAIT_S)[0]
+            with pytest.raises(TransferError, match="failure of its own"):
+                nic.take_events()
+            monkeypatch.setattr(rdma_verbs, "_CQ_DEPTH", 2**12)
+        else:
+            found = completions_of(nic, len(requests))
+            assert {each.outcome for each in found} == {Outcome.ARRIVED}
+        for part in (asking, serving, region):
+            part.close()
+
+
+@IN_GUEST
+def test_a_nic_whose_address_changes_is_reached_by_the_new_one(open_rdma: Open) -> None:
+    us, owner = open_rdma("us"), open_rdma("owner")
+    ours, theirs = us.allocate(8 * MIB, "ours"), owner.allocate(8 * MIB, "theirs")
+    theirs.buffer[:] = random.Random(6).randbytes(MIB) * 8
+    whole = [TransferOp(ours.region_id, 0, theirs.region_id, 0, 8 * MIB)]
+    assert move(us, Op.READ, owner.segment, whole).error is None
+    try:
+        readdress("10.0.1.1", "10.0.1.9")
+        gids = {backend_of(engine).nics["rxe1"].address.gid[-1] for engine in (us, owner)}
+        for _ in range(400):
+            ours.buffer[:] = bytes(8 * MIB)
+            before = num_packets("rxe1")
+            assert move(us, Op.READ, owner.segment, whole).error is None
+            assert ours.buffer == theirs.buffer
+            gids = {backend_of(engine).nics["rxe1"].address.gid[-1] for engine in (us, owner)}
+            if gids == {9} and num_packets("rxe1") - before > 512:
+                break
+        else:
+            pytest.fail(f"the NIC was never used again, with addresses that end in {gids}")
+    finally:
+        readdress("10.0.1.9", "10.0.1.1")
+
+
+def readdress(old: str, new: str) -> None:
+    for verb, address in (("del", old), ("add", new)):
+        subprocess.run(["ip", "address", verb, f"{address}/24", "dev", "eth1"], check=True)
 
 
 @pytest.mark.parametrize("extended", [True, False])

@@ -170,6 +170,7 @@ class FakeNic:
     """One port."""
 
     depth = 64
+    max_pairs = 10**6
 
     def __init__(self, fabric: FakeFabric, name: str, rail: int) -> None:
         self.fabric = fabric
@@ -178,11 +179,16 @@ class FakeNic:
         self.refuses_pairs = False
         self.refuses_registrations = False
         self.refuses_dmabufs = False
+        self.refuses_reopening = False
         self.closed = False
         self._active = True
+        self._failed = False
+        self._open()
+        self._completions: deque[Completion] = deque()
+
+    def _open(self) -> None:
         self._ready = os.eventfd(0, os.EFD_NONBLOCK)
         self._events = os.eventfd(0, os.EFD_NONBLOCK)
-        self._completions: deque[Completion] = deque()
 
     def fileno(self) -> int:
         return self._ready
@@ -191,10 +197,31 @@ class FakeNic:
         return self._events
 
     def take_events(self) -> None:
+        self._check()
         _drain(self._events)
 
     def is_active(self) -> bool:
-        return self._active
+        return self._active and not self._failed
+
+    def _check(self) -> None:
+        if self._failed:
+            raise TransferError(f"{self.address.name} has failed")
+
+    def fail(self, *, heard_of: bool) -> None:
+        """The device fails: it says so, or it is found out when asked for completions."""
+        with self.fabric.lock:
+            self._failed = True
+        os.eventfd_write(self._events if heard_of else self._ready, 1)
+
+    def reopen(self) -> None:
+        if self.refuses_reopening:
+            raise TransferError(f"{self.address.name} is not there")
+        with self.fabric.lock:
+            os.close(self._ready)
+            os.close(self._events)
+            self._open()
+            self._completions.clear()
+            self._failed = False
 
     def set_link(self, active: bool) -> None:
         """Plug the cable in, or pull it out."""
@@ -203,6 +230,7 @@ class FakeNic:
         os.eventfd_write(self._events, 1)
 
     def register(self, address: int, num_bytes: int) -> FakeRegistration:
+        self._check()
         if self.refuses_registrations:
             raise TransferError(f"{self.address.name} registers nothing")
         return FakeRegistration(self.fabric, address, num_bytes)
@@ -219,6 +247,7 @@ class FakeNic:
         return registration
 
     def new_pair(self) -> FakePair:
+        self._check()
         if self.refuses_pairs:
             raise TransferError(f"{self.address.name} opens no queue pair")
         with self.fabric.lock:
@@ -229,6 +258,7 @@ class FakeNic:
         os.eventfd_write(self._ready, 1)
 
     def take_completions(self) -> list[Completion]:
+        self._check()
         with self.fabric.lock:
             found = list(self._completions)
             self._completions.clear()

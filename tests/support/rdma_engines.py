@@ -43,7 +43,9 @@ class Engine:
         self.transfer.add_closer(loop.close)
         places = [Place(name=nic.address.name, numa_node=0) for nic in self.nics]
         memory = RdmaMemory(table, self.nics, build_matrix(places))
-        settings = RdmaSettings(limits=LIMITS, max_endpoints=max_endpoints, link_look_s=0.01)
+        settings = RdmaSettings(
+            limits=LIMITS, max_endpoints=max_endpoints, link_look_s=0.01, lost_look_s=0.01
+        )
         control = ControlAddress("127.0.0.1")
         self.rdma = RdmaBackend(
             credentials, memory, self.nics, loop, self.transfer, settings, control

@@ -10,10 +10,10 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mooncake.base.errors import ConfigError
+from mooncake.base.errors import ConfigError, TransferError
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backends import rdma_wire as wire
 from mooncake.transfer.backends.io_loop import READABLE, IoLoop
@@ -58,11 +58,15 @@ class RdmaSettings:
     gid_index: int | None = None
     mtu_bytes: int | None = None
     max_endpoints: int = 512
-    """Queue pairs open to peers at a time; of more, those not used lately are closed."""
+    """Queue pairs open to peers at a time (or fewer, where a NIC has too short a completion queue
+    for as many); of more, those not used lately are closed.
+    """
     num_spins: int = 32
     """Looks at an empty completion queue before the thread sleeps."""
     link_look_s: float = 0.1
     """How often a NIC whose link is down is looked at."""
+    lost_look_s: float = 1.0
+    """How often it is tried to open a NIC again that has failed."""
     limits: RdmaLimits = field(default_factory=RdmaLimits)
     owner: OwnerLimits = field(default_factory=OwnerLimits)
 
@@ -102,7 +106,8 @@ class RdmaBackend:
         self._control = control
         self._peers: dict[tuple[str, str], RdmaPeer] = {}
         self._health = PeerHealth()
-        self._pool: EndpointPool[int] = EndpointPool(settings.max_endpoints)
+        room = min([settings.max_endpoints, *(nic.max_pairs for nic in nics)])
+        self._pool: EndpointPool[int] = EndpointPool(room)
         self._endpoints: dict[int, tuple[Endpoint, RdmaPeer]] = {}
         self._serials = itertools.count(1)
         self._short_of_room: list[RdmaPeer] = []
@@ -113,12 +118,16 @@ class RdmaBackend:
         self._owner = RdmaOwner(
             control.bind_host, credentials, memory, self.nics, loop, settings.owner
         )
-        loop.post(self._watch)
+        for nic in nics:
+            loop.post(functools.partial(self._watch, nic))
 
-    def _watch(self) -> None:
-        for nic in self.nics.values():
-            self.loop.add(nic.fileno(), READABLE, functools.partial(self._on_ready, nic))
-            self.loop.add(nic.events_fileno(), READABLE, functools.partial(self._on_port, nic))
+    def _watch(self, nic: Nic) -> None:
+        self.loop.add(nic.fileno(), READABLE, functools.partial(self._on_ready, nic))
+        self.loop.add(nic.events_fileno(), READABLE, functools.partial(self._on_port, nic))
+
+    def _unwatch(self, nic: Nic) -> None:
+        self.loop.remove(nic.fileno())
+        self.loop.remove(nic.events_fileno())
 
     # ----------------------------------------------------- what the router asks
 
@@ -192,9 +201,9 @@ class RdmaBackend:
         for peer in list(self._peers.values()):
             peer.end("the transfer engine is closed")
         self._owner.close()
-        for nic in self.nics.values():
-            self.loop.remove(nic.fileno())
-            self.loop.remove(nic.events_fileno())
+        for name, nic in self.nics.items():
+            if not self.memory.is_lost(name):
+                self._unwatch(nic)
         self.memory.close()
         for nic in self.nics.values():
             nic.close()
@@ -294,6 +303,12 @@ class RdmaBackend:
     # ---------------------------------------------------------- what NICs say
 
     def _on_ready(self, nic: Nic, _events: int) -> None:
+        try:
+            self._take_all(nic)
+        except TransferError as error:
+            self._lose(nic, error.message)
+
+    def _take_all(self, nic: Nic) -> None:
         num_empty = num_full = 0
         while num_empty <= self._settings.num_spins:
             if not self._take(nic):
@@ -329,35 +344,67 @@ class RdmaBackend:
         return bool(ended)
 
     def _on_port(self, nic: Nic, _events: int) -> None:
-        nic.take_events()
-        self._look_at(nic)
+        try:
+            nic.take_events()
+        except TransferError as error:
+            self._lose(nic, error.message)
+        else:
+            self._look_at(nic)
 
     def _look_at(self, nic: Nic) -> None:
         """Learn whether the link of a NIC is up: when it goes, so do its paths, at once."""
         name = nic.address.name
-        if self._closed:
+        if self._closed or self.memory.is_lost(name):
             return
         if nic.is_active():
             if name in self._down:
                 _LOG.warning("the link of %s is up again", name)
                 self._down.discard(name)
-                self._all_peers(RdmaPeer.pump)
+                for peer in list(self._peers.values()):
+                    peer.pump()
             return
         if name not in self._down:
             _LOG.warning("the link of %s is down", name)
             self._down.add(name)
-            self._all_peers(lambda peer: self._fail_paths(peer, name))
+            self._fail_paths(name, f"the link of {name} is down")
         self.loop.call_later(self._settings.link_look_s, functools.partial(self._look_at, nic))
 
-    def _fail_paths(self, peer: RdmaPeer, name: str) -> None:
-        for endpoint in list(peer.paths.endpoints.values()):
-            if endpoint.path.local == name:
-                peer.fail(endpoint, f"the link of {name} is down", blame=False)
-        peer.pump()
+    def _lose(self, nic: Nic, reason: str) -> None:
+        """A device has failed: go on without it until it can be opened again."""
+        name = nic.address.name
+        _LOG.error("%s is lost: %s", name, reason)
+        self._unwatch(nic)
+        self._down.add(name)
+        self._fail_paths(name, reason)
+        self._owner.lose(name)
+        self.memory.lose(name)
+        self._find_again_later(nic)
 
-    def _all_peers(self, act: Callable[[RdmaPeer], None]) -> None:
+    def _find_again_later(self, nic: Nic) -> None:
+        again = functools.partial(self._find_again, nic)
+        self.loop.call_later(self._settings.lost_look_s, again)
+
+    def _find_again(self, nic: Nic) -> None:
+        if self._closed:
+            return
+        name = nic.address.name
+        try:
+            nic.reopen()
+            self.memory.find_again(nic)
+        except TransferError as error:
+            _LOG.info("%s is still lost: %s", name, error.message)
+            self._find_again_later(nic)
+            return
+        _LOG.warning("%s is opened again", name)
+        self._watch(nic)
+        self._look_at(nic)
+
+    def _fail_paths(self, name: str, reason: str) -> None:
         for peer in list(self._peers.values()):
-            act(peer)
+            for endpoint in list(peer.paths.endpoints.values()):
+                if endpoint.path.local == name:
+                    peer.fail(endpoint, reason, blame=False)
+            peer.pump()
 
 
 def open_rdma(

@@ -8,10 +8,11 @@ with it. Read by the RDMA loop. Memory of a device is registered where its drive
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,8 @@ class _Known:
     address: int
     """Where it begins for them."""
     num_bytes: int
-    on: Mapping[str, Registration]
+    register: Callable[[Nic], Registration]
+    on: dict[str, Registration]
     """By the names of the NICs."""
     near: NicChoice
 
@@ -44,6 +46,9 @@ class RdmaMemory:
     def __init__(self, table: RegionTable, nics: Sequence[Nic], matrix: Matrix) -> None:
         self._nics = nics
         self._matrix = matrix
+        self._lost: set[str] = set()
+        self._changing = threading.Lock()
+        """Held while regions meet NICs; longer than `_lock`, and taken before it."""
         self._lock = threading.Lock()
         self._known: dict[int, _Known] = {}
         table.watch_additions(self._add)
@@ -51,53 +56,63 @@ class RdmaMemory:
 
     def _add(self, region: AnyRegion) -> None:
         """Register a new region with all NICs. Raises TransferError when host memory cannot be."""
-        if isinstance(region, DeviceRegion):
-            found = self._reach(region.memory)
-            if found is None:
-                return
-            address, done = found
-            location = region.memory.location
-            region.protocols.add("rdma")
-        else:
-            address, location = region.address, _location(region.address)
-            done = self._on_all(lambda nic: nic.register(address, region.num_bytes))
-        near = choose_nics(self._matrix, location)
-        with self._lock:
-            self._known[region.region_id] = _Known(address, region.num_bytes, done, near)
+        with self._changing:
+            if isinstance(region, DeviceRegion):
+                known = self._reach(region.memory)
+                if known is None:
+                    return
+                region.protocols.add("rdma")
+            else:
+                address, num_bytes = region.address, region.num_bytes
+                known = self._on_all(
+                    address,
+                    num_bytes,
+                    lambda nic: nic.register(address, num_bytes),
+                    _location(address),
+                )
+            with self._lock:
+                self._known[region.region_id] = known
 
-    def _on_all(self, register: Callable[[Nic], Registration]) -> dict[str, Registration]:
-        """Register with all NICs or, raising TransferError, with none."""
+    def _on_all(
+        self,
+        address: int,
+        num_bytes: int,
+        register: Callable[[Nic], Registration],
+        location: str,
+    ) -> _Known:
+        """Register with all NICs there are or, raising TransferError, with none."""
         done: dict[str, Registration] = {}
         try:
             for nic in self._nics:
-                done[nic.address.name] = register(nic)
+                if nic.address.name not in self._lost:
+                    done[nic.address.name] = register(nic)
         except TransferError:
             for registration in done.values():
                 registration.close()
             raise
-        return done
+        near = choose_nics(self._matrix, location)
+        return _Known(address, num_bytes, register, done, near)
 
-    def _reach(self, memory: DeviceMemory) -> tuple[int, dict[str, Registration]] | None:
-        """Return where a device's memory begins for NICs and its registrations; None without."""
+    def _reach(self, memory: DeviceMemory) -> _Known | None:
+        """Register a device's memory; None where no NIC reaches it."""
+        num_bytes, location = memory.num_bytes, memory.location
         reasons = []
         if memory.reachable_by_nics():
+            address = memory.address
             try:
-                plain = self._on_all(lambda nic: nic.register(memory.address, memory.num_bytes))
+                return self._on_all(
+                    address, num_bytes, lambda nic: nic.register(address, num_bytes), location
+                )
             except TransferError as error:
                 reasons.append(error.message)
-            else:
-                return memory.address, plain
         buffer = memory.dmabuf()
         if buffer is not None:
-            fd, offset = buffer.fd, buffer.offset
+            os.close(buffer.fd)
+            by_dmabuf = functools.partial(_register_dmabuf, memory)
             try:
-                shown = self._on_all(lambda nic: nic.register_dmabuf(fd, offset, memory.num_bytes))
+                return self._on_all(buffer.offset, num_bytes, by_dmabuf, location)
             except TransferError as error:
                 reasons.append(error.message)
-            else:
-                return offset, shown
-            finally:
-                os.close(fd)  # the registrations keep what it stands for
         _LOG.info(
             "NICs do not reach %s, its bytes go by host memory: %s",
             memory.device,
@@ -108,21 +123,66 @@ class RdmaMemory:
     def _withdraw(self, region_id: int) -> None:
         with self._lock:
             known = self._known.pop(region_id, None)
+        failure = None
         for registration in known.on.values() if known is not None else ():
-            registration.close()
+            try:
+                registration.close()
+            except TransferError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def lose(self, name: str) -> None:
+        """A NIC has failed: go on without it. Its queue pairs are closed."""
+        with self._changing:
+            self._lost.add(name)
+            with self._lock:
+                gone = [known.on.pop(name, None) for known in self._known.values()]
+            for registration in gone:
+                if registration is not None:
+                    with contextlib.suppress(TransferError):  # what has failed reaches no memory
+                        registration.close()
+
+    def is_lost(self, name: str) -> bool:
+        """Whether we go without this NIC."""
+        return name in self._lost
+
+    def find_again(self, nic: Nic) -> None:
+        """A NIC works again: register all there is with it. Raises TransferError, and is still
+        without it then.
+        """
+        name = nic.address.name
+        with self._changing:
+            with self._lock:
+                known = list(self._known.items())
+            done: dict[int, Registration] = {}
+            try:
+                for region_id, region in known:
+                    done[region_id] = region.register(nic)
+            finally:
+                with self._lock:
+                    for region_id, registration in done.items():
+                        if region_id in self._known and len(done) == len(known):
+                            self._known[region_id].on[name] = registration
+                        else:
+                            registration.close()
+            self._lost.discard(name)
 
     def close(self) -> None:
         """Withdraw everything; to be called when no queue pair is left."""
         with self._lock:
             region_ids = list(self._known)
         for region_id in region_ids:
-            self._withdraw(region_id)
+            with contextlib.suppress(TransferError):  # its device is closed next
+                self._withdraw(region_id)
 
     def local(self, region_id: int, nic: str) -> tuple[int, int] | None:
         """Return (address, local key) of a region on one of our NICs; None when withdrawn."""
         with self._lock:
             known = self._known.get(region_id)
-        return None if known is None else (known.address, known.on[nic].local_key)
+        if known is None or nic not in known.on:
+            return None
+        return known.address, known.on[nic].local_key
 
     def keys(self, region_id: int) -> RegionKeys | RegionUnknown:
         """Return what a peer needs to reach a region."""
@@ -138,6 +198,16 @@ class RdmaMemory:
         with self._lock:
             known = self._known.get(region_id)
         return choose_nics(self._matrix, ANYWHERE) if known is None else known.near
+
+
+def _register_dmabuf(memory: DeviceMemory, nic: Nic) -> Registration:
+    buffer = memory.dmabuf()
+    if buffer is None:
+        raise TransferError(f"{memory.device} gives no dmabuf")
+    try:
+        return nic.register_dmabuf(buffer.fd, buffer.offset, memory.num_bytes)
+    finally:
+        os.close(buffer.fd)  # the registration keeps what it stands for
 
 
 def _location(address: int) -> str:

@@ -89,6 +89,12 @@ class Nic(Protocol):
     def depth(self) -> int:
         """Work requests a queue pair holds."""
 
+    @property
+    def max_pairs(self) -> int:
+        """Queue pairs that may be posted to at a time: all their requests may fail at once, and the
+        completion queue must hold that.
+        """
+
     def fileno(self) -> int:
         """A descriptor that becomes readable when requests ended (after `arm`)."""
 
@@ -96,7 +102,9 @@ class Nic(Protocol):
         """A descriptor that becomes readable when the port changed."""
 
     def take_events(self) -> None:
-        """Forget the changes reported so far."""
+        """Take note of the changes reported so far: the port's address may be another. Raises
+        TransferError when the device has failed.
+        """
 
     def is_active(self) -> bool:
         """Whether the port's link is up, asked now."""
@@ -115,10 +123,17 @@ class Nic(Protocol):
         """Return an unconnected queue pair. Raises TransferError."""
 
     def take_completions(self) -> list[Completion]:
-        """Return what ended, without waiting."""
+        """Return what ended, without waiting. Raises TransferError when the device has failed."""
 
     def arm(self) -> None:
-        """Have the descriptor signal the next completion; look once more after."""
+        """Have the descriptor signal the next completion; look once more after. Raises
+        TransferError when the device has failed.
+        """
+
+    def reopen(self) -> None:
+        """Begin anew after a failure, with other descriptors; pairs and registrations are gone.
+        Raises TransferError when it cannot be, and may be called again then.
+        """
 
     def close(self) -> None:
         """Give the device back; pairs and registrations were closed before."""

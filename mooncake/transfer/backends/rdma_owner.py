@@ -81,6 +81,11 @@ class RdmaOwner:
         """A session has ended."""
         self._sessions.discard(session)
 
+    def lose(self, nic: str) -> None:
+        """A NIC has failed: end what peers have opened on it."""
+        for session in self._sessions:
+            session.lose(nic)
+
     def close(self) -> None:
         """Refuse peers and end what they have opened; runs in the loop."""
         self._listener.close()
@@ -165,6 +170,12 @@ class RdmaSession:
             pair.close()
         except TransferError as error:  # the device has failed, and reaches no memory
             _LOG.warning("%s", error.message)
+
+    def lose(self, nic: str) -> None:
+        """End what was opened on a NIC."""
+        for pair_id, pair in list(self._pairs.items()):
+            if pair.address.nic.name == nic:
+                self._close_pair(pair_id)
 
     def _on_end(self, reason: str) -> None:
         if self.identity is None:

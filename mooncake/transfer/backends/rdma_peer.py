@@ -327,7 +327,7 @@ class RdmaPeer:
                     local[0] + piece.local_offset,
                     local[1],
                     keys.address + piece.remote_offset,
-                    keys.rkeys[path.remote],
+                    keys.rkeys.get(path.remote, 0),  # a NIC it has just lost: nothing arrives
                     piece.num_bytes,
                     False,
                 )

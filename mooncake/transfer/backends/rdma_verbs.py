@@ -7,6 +7,7 @@ virtual environments and is looked for there.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -27,7 +28,8 @@ DISTRIBUTION_PACKAGES = "/usr/lib/python3/dist-packages"
 _MODULES = ("addr", "cq", "device", "enums", "mr", "pd", "pyverbs_error", "qp", "wr")
 _EVENT_LINK = "anon_inode:[infinibandevent]"
 _DEPTH = 128
-_CQ_DEPTH = 4096
+_CQ_DEPTH = 2**17 - 1
+"""Completions each NIC's queue holds, or what the device allows."""
 _POLL_AT_ONCE = 64
 _TIMEOUT_CODE = 14
 """A packet goes again after 4.096 us * 2**14 = 67 ms without an answer ..."""
@@ -104,6 +106,13 @@ class VerbsNic:
         """Open the device. Raises ConfigError when it cannot be used."""
         self._verbs = verbs
         self._port = port.port
+        self._choices = choices
+        self._open(port)
+        self.has_extended_posts = True
+        """Many requests for one doorbell; False where the provider has it not."""
+
+    def _open(self, port: PortFacts) -> None:
+        verbs = self._verbs
         try:
             before = _event_descriptors()
             self._context = verbs.device.Context(name=port.device)
@@ -111,15 +120,17 @@ class VerbsNic:
             self._domain = verbs.pd.PD(self._context)
             self._channel = verbs.cq.CompChannel(self._context)
             (self._fd,) = _event_descriptors() - before - opened
-            self._queue = verbs.cq.CQ(self._context, _CQ_DEPTH, None, self._channel, 0)
-            self.address = self._read_address(port, choices)
+            num_completions = min(_CQ_DEPTH, self._context.query_device().max_cqe)
+            self._queue = verbs.cq.CQ(self._context, num_completions, None, self._channel, 0)
+            self.address = self._read_address(port, self._choices)
+            self._queue.req_notify()
         except (verbs.error, ValueError) as error:
             raise ConfigError(f"RDMA device {port.device} cannot be used: {error}") from error
         os.set_blocking(self._fd, False)
         os.set_blocking(self._events_fd, False)
-        self._queue.req_notify()
-        self.has_extended_posts = True
-        """Many requests for one doorbell; False where the provider has it not."""
+        # Twice over: what a pair that was closed has left behind takes room until it is taken.
+        self.max_pairs = max(1, num_completions // (2 * _DEPTH))
+        self._is_open = True
 
     def _read_address(self, port: PortFacts, choices: NicChoices) -> NicAddress:
         attributes = self._context.query_port(port.port)
@@ -149,13 +160,39 @@ class VerbsNic:
         return self._events_fd
 
     def take_events(self) -> None:
+        enums = self._verbs.enums
+        fatal = {enums.IBV_EVENT_DEVICE_FATAL, enums.IBV_EVENT_CQ_ERR}
+        failed = False
         try:
             while True:
-                self._context.get_async_event().ack()
+                event = self._context.get_async_event()
+                failed |= event.event_type in fatal
+                event.ack()
         except self._verbs.error:
             pass
+        if failed:
+            raise TransferError(f"{self.address.name} reports a failure of its own")
+        with contextlib.suppress(self._verbs.error, ValueError):  # without an address: the old one
+            self.address = self._read_address(self._find_port(), self._choices)
+
+    def _find_port(self) -> PortFacts:
+        """Raises ValueError."""
+        for port in read_ports(self.address.name):
+            if port.port == self._port:
+                return port
+        raise ValueError(f"{self.address.name} has no port {self._port} any more")
+
+    def reopen(self) -> None:
+        self.close()
+        try:
+            self._open(self._find_port())
+        except (ConfigError, ValueError) as error:
+            self.close()
+            raise TransferError(str(error)) from error
 
     def is_active(self) -> bool:
+        if not self._is_open:
+            return False
         try:
             state = self._context.query_port(self._port).state
         except self._verbs.error:
@@ -171,7 +208,12 @@ class VerbsNic:
             | enums.IBV_ACCESS_REMOTE_WRITE
         )
 
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise TransferError(f"{self.address.name} is lost")
+
     def register(self, address: int, num_bytes: int) -> VerbsRegistration:
+        self._check_open()
         try:
             region = self._verbs.mr.MR(self._domain, num_bytes, self._access, address)
         except self._verbs.error as error:
@@ -182,6 +224,7 @@ class VerbsNic:
         return VerbsRegistration(self._verbs, region)
 
     def register_dmabuf(self, fd: int, offset: int, num_bytes: int) -> VerbsRegistration:
+        self._check_open()
         try:
             # pyverbs gives the NIC the offset as the address.
             region = self._verbs.mr.DmaBufMR(
@@ -192,6 +235,7 @@ class VerbsNic:
         return VerbsRegistration(self._verbs, region)
 
     def new_pair(self) -> VerbsPair:
+        self._check_open()
         try:
             return VerbsPair(self._verbs, self, *self._create_pair())
         except self._verbs.error as error:
@@ -250,7 +294,10 @@ class VerbsNic:
     def take_completions(self) -> list[Completion]:
         ended: list[Completion] = []
         while True:
-            count, found = self._queue.poll(_POLL_AT_ONCE)
+            try:
+                count, found = self._queue.poll(_POLL_AT_ONCE)
+            except self._verbs.error as error:
+                raise TransferError(f"{self.address.name} tells nothing: {error}") from error
             ended += [
                 Completion(
                     completion.wr_id, self._outcome(completion.status), str(completion.status)
@@ -277,9 +324,13 @@ class VerbsNic:
                 self._queue.ack_events(1)
         except self._verbs.error:  # none left: the descriptor does not block
             pass
-        self._queue.req_notify()
+        try:
+            self._queue.req_notify()
+        except self._verbs.error as error:
+            raise TransferError(f"{self.address.name} tells nothing: {error}") from error
 
     def close(self) -> None:
+        self._is_open = False
         for part in (self._queue, self._channel, self._domain, self._context):
             try:
                 part.close()

@@ -14,8 +14,8 @@ from mooncake.base.errors import TransferError
 from mooncake.transfer.backends.io_loop import Timer
 from mooncake.transfer.backends.rdma_nic import Outcome, WorkRequest
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
-from tests.support.fake_nics import FakeFabric, FakeNic, FakePair
-from tests.support.rdma_engines import KIB, MIB, Open, engines_on, filled, until, whole
+from tests.support.fake_nics import FakeFabric, FakeNic, FakePair, FakeRegistration
+from tests.support.rdma_engines import KIB, MIB, Open, engines_on, filled, pair_of, until, whole
 from tests.unit.transfer.driving import WAIT_S, move, wait_for
 
 
@@ -162,3 +162,91 @@ def test_numbers_of_endpoints_come_round(opened: Open) -> None:
     ended = move(us.transfer, Op.READ, owner.transfer.segment, whole(ours, theirs))
     assert ended.error is None
     assert us.rdma.num_endpoints == 5
+
+
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+@pytest.mark.parametrize("heard_of", [True, False])
+def test_a_device_that_fails_is_gone_around_and_opened_again(
+    opened: Open, fabric: FakeFabric, whose: str, heard_of: bool
+) -> None:
+    us, owner, ours, theirs = pair_of(opened, 4 * MIB)
+    side = us if whose == "ours" else owner
+    nic = side.nics[0]
+    go = functools.partial(move, us.transfer, Op.WRITE, owner.transfer.segment)
+    until(
+        lambda: {copied.nic for copied in fabric.copied} == {"us-0", "us-1"},
+        lambda: go(whole(ours, theirs)),
+    )
+    nic.refuses_reopening = True
+    nic.fail(heard_of=heard_of)
+    until(lambda: side.rdma.memory.is_lost(nic.address.name), lambda: go(whole(ours, theirs)))
+    fabric.copied.clear()
+    assert go(whole(ours, theirs)).error is None
+    assert {copied.nic for copied in fabric.copied} == {"us-1"}
+    new_ours, new_theirs = filled(us, MIB, 3), filled(owner, MIB, 4)
+    assert go(whole(new_ours, new_theirs)).error is None, "made while a NIC was missing"
+    assert new_theirs.buffer == new_ours.buffer
+    fabric.copied.clear()
+    nic.refuses_reopening = False
+    for here, there in [(ours, theirs), (new_ours, new_theirs)]:
+        fabric.copied.clear()
+        until(
+            lambda: "us-0" in {copied.nic for copied in fabric.copied},
+            lambda here=here, there=there: go(whole(here, there)),
+        )
+        assert go(whole(here, there)).error is None
+        assert there.buffer == here.buffer
+
+
+def test_a_device_that_fails_in_mid_batch_costs_no_batch(opened: Open, fabric: FakeFabric) -> None:
+    us, owner, ours, theirs = pair_of(opened, 8 * MIB)
+    assert move(us.transfer, Op.READ, owner.transfer.segment, whole(ours, theirs)).error is None
+    ours.buffer[:] = bytes(8 * MIB)
+    fabric.hold()
+    batch = TransferBatch(op=Op.READ, peer=owner.transfer.segment, ops=whole(ours, theirs))
+    batch_id = us.transfer.submit(batch)
+    until(
+        lambda: {nic for nic, _ in fabric.held_at()} == {"us-0", "us-1"},
+        lambda: select.select([], [], [], 0.001),
+    )
+    us.nics[1].refuses_reopening = True
+    us.nics[1].fail(heard_of=True)
+    until(lambda: us.rdma.memory.is_lost("us-1"), lambda: select.select([], [], [], 0.001))
+    fabric.release()
+    assert wait_for(us.transfer, [batch_id])[batch_id].error is None
+    assert ours.buffer == theirs.buffer
+
+
+def test_no_more_pairs_than_a_nic_can_hear_fail(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeNic, "max_pairs", 3)
+    us = opened("us")
+    ours = filled(us, MIB, 1)
+    owners = [opened(f"owner{index}") for index in range(5)]
+    theirs = [filled(owner, MIB, 2) for owner in owners]
+    for owner, region in zip(owners, theirs, strict=True):
+        ended = move(us.transfer, Op.WRITE, owner.transfer.segment, whole(ours, region))
+        assert ended.error is None
+        assert us.rdma.num_endpoints <= 3
+
+
+def test_memory_is_let_go_by_all_nics_though_one_refuses(
+    opened: Open, fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    us = opened("us")
+    region = filled(us, MIB, 1)
+    kept = us.transfer._regions.get(region.region_id)
+    assert kept is not None
+    close, num_closed = FakeRegistration.close, itertools.count()
+
+    def refuse_first(registration: FakeRegistration) -> None:
+        close(registration)
+        if next(num_closed) == 0:
+            raise TransferError("busy")
+
+    monkeypatch.setattr(FakeRegistration, "close", refuse_first)
+    with pytest.raises(TransferError, match="busy"):
+        us.transfer.unregister(region)
+    assert not fabric.keys
+    assert (kept.alive, kept.fd) == (False, None), "peers could still map it"
