@@ -150,6 +150,13 @@ class ServeConfig:
     rdma_mtu: int | None = setting(
         None, options.count(256, 4096), CLUSTER, "BYTES", "at most (default: the port's own)"
     )
+    rdma_traffic_class: int = setting(
+        0, options.count(0, 255), CLUSTER, "N",
+        "of RDMA packets, for networks that have a lossless one (RoCE: 4 times the DSCP)",
+    )  # fmt: skip
+    rdma_service_level: int = setting(
+        0, options.count(0, 15), CLUSTER, "N", "the same for InfiniBand"
+    )
     bind_host: str = setting(
         "127.0.0.1", options.text, CLUSTER, "HOST", "address workers listen on for each other"
     )
@@ -265,7 +272,8 @@ class ServeConfig:
     )  # fmt: skip
     slo_tbt_ms: float | None = setting(
         None, options.positive, LIMITS, "MS",
-        "answer 429 when gaps between tokens would be longer (default: no limit)",
+        "answer 429 when gaps between tokens would be longer; the first token is then shown with "
+        "the second, so that the hand-over to decode is no gap (default: no limit)",
     )  # fmt: skip
     role_switching: bool = setting(
         False, options.truth, LIMITS, "",
