@@ -38,6 +38,7 @@ class _Known:
     on: dict[str, Registration]
     """By the names of the NICs."""
     near: NicChoice
+    in_host: bool
 
 
 class RdmaMemory:
@@ -69,6 +70,7 @@ class RdmaMemory:
                     num_bytes,
                     lambda nic: nic.register(address, num_bytes),
                     _location(address),
+                    in_host=True,
                 )
             with self._lock:
                 self._known[region.region_id] = known
@@ -79,6 +81,7 @@ class RdmaMemory:
         num_bytes: int,
         register: Callable[[Nic], Registration],
         location: str,
+        in_host: bool = False,
     ) -> _Known:
         """Register with all NICs there are or, raising TransferError, with none."""
         done: dict[str, Registration] = {}
@@ -91,7 +94,7 @@ class RdmaMemory:
                 registration.close()
             raise
         near = choose_nics(self._matrix, location)
-        return _Known(address, num_bytes, register, done, near)
+        return _Known(address, num_bytes, register, done, near, in_host)
 
     def _reach(self, memory: DeviceMemory) -> _Known | None:
         """Register a device's memory; None where no NIC reaches it."""
@@ -176,13 +179,15 @@ class RdmaMemory:
             with contextlib.suppress(TransferError):  # its device is closed next
                 self._withdraw(region_id)
 
-    def local(self, region_id: int, nic: str) -> tuple[int, int] | None:
-        """Return (address, local key) of a region on one of our NICs; None when withdrawn."""
+    def local(self, region_id: int, nic: str) -> tuple[int, int, bool] | None:
+        """Return a region's address and local key on one of our NICs, and whether it lies in the
+        host's memory; None when withdrawn.
+        """
         with self._lock:
             known = self._known.get(region_id)
         if known is None or nic not in known.on:
             return None
-        return known.address, known.on[nic].local_key
+        return known.address, known.on[nic].local_key, known.in_host
 
     def keys(self, region_id: int) -> RegionKeys | RegionUnknown:
         """Return what a peer needs to reach a region."""

@@ -45,6 +45,10 @@ class WorkRequest:
     num_bytes: int
     signalled: bool
     """Whether its success is reported (a failure always is)."""
+    in_host: bool = False
+    """Whether the CPU may read our bytes too, while `post` is called: short ones go with the
+    request. Of a GPU's memory it may not, and the address means nothing to it.
+    """
 
 
 class Registration(Protocol):

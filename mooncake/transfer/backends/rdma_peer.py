@@ -298,20 +298,26 @@ class RdmaPeer:
 
     def _send(self, endpoint: Endpoint, parts: list[Part], now: float) -> None:
         run: list[tuple[Part, list[WorkRequest]]] = []
-        for part in parts:
+        gone: list[tuple[Part, str]] = []
+        failure = None
+        with self._hub.loop.gate:  # the CPU reads what goes with its request
+            for part in parts:
+                try:
+                    run.append((part, self._requests(endpoint.path, part)))
+                except RangeRefused as error:  # our own memory was withdrawn meanwhile
+                    gone.append((part, error.message))
             try:
-                run.append((part, self._requests(endpoint.path, part)))
-            except RangeRefused as error:  # our own memory was withdrawn meanwhile
-                part.job.finish(error.message)
-        if len(run) < len(parts):
+                if run:
+                    self._hub.touch(endpoint)
+                    endpoint.send(run, now)
+            except TransferError as error:
+                failure = error.message
+        for part, reason in gone:
+            part.job.finish(reason)
+        if gone:
             self._hub.loop.post(self.pump)  # no completion of theirs will
-        if not run:
-            return
-        self._hub.touch(endpoint)
-        try:
-            endpoint.send(run, now)
-        except TransferError as error:
-            self.fail(endpoint, error.message)
+        if failure is not None:
+            self.fail(endpoint, failure)
 
     def _requests(self, path: Path, part: Part) -> list[WorkRequest]:
         found = []
@@ -330,6 +336,7 @@ class RdmaPeer:
                     keys.rkeys.get(path.remote, 0),  # a NIC it has just lost: nothing arrives
                     piece.num_bytes,
                     False,
+                    local[2],
                 )
             )
         return found

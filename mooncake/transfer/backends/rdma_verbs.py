@@ -28,6 +28,7 @@ DISTRIBUTION_PACKAGES = "/usr/lib/python3/dist-packages"
 _MODULES = ("addr", "cq", "device", "enums", "mr", "pd", "pyverbs_error", "qp", "wr")
 _EVENT_LINK = "anon_inode:[infinibandevent]"
 _DEPTH = 128
+_INLINE_BYTES = 64
 _CQ_DEPTH = 2**17 - 1
 """Completions each NIC's queue holds, or what the device allows."""
 _POLL_AT_ONCE = 64
@@ -110,6 +111,8 @@ class VerbsNic:
         self._open(port)
         self.has_extended_posts = True
         """Many requests for one doorbell; False where the provider has it not."""
+        self.inline_bytes = _INLINE_BYTES
+        """Of a WRITE that go with its request; 0 where the provider takes not as many."""
 
     def _open(self, port: PortFacts) -> None:
         verbs = self._verbs
@@ -241,6 +244,9 @@ class VerbsNic:
         except self._verbs.error as error:
             raise TransferError(f"{self.address.name} opens no queue pair: {error}") from error
 
+            if self.inline_bytes:
+                self.inline_bytes, self.has_extended_posts = 0, True
+                return self.new_pair()
     def _create_pair(self) -> tuple[Any, bool]:
         """Return the pair, and whether it takes posts in the extended, cheaper way."""
         verbs, enums = self._verbs, self._verbs.enums
@@ -251,6 +257,7 @@ class VerbsNic:
             max_recv_sge=1,
         )
         wanted = {
+            max_inline_data=self.inline_bytes,
             "qp_type": enums.IBV_QPT_RC,
             "scq": self._queue,
             "rcq": self._queue,
@@ -368,6 +375,7 @@ class VerbsPair:
 
     def serve(self, peer: PairAddress) -> None:
         self._modify(self._pair.to_rtr, peer)
+        self._inline_bytes = nic.inline_bytes
 
     def connect(self, peer: PairAddress) -> None:
         self._modify(self._pair.to_rts, peer)
@@ -390,16 +398,20 @@ class VerbsPair:
         except self._verbs.error as error:
             raise TransferError(f"{self.address.nic.name} takes no request: {error}") from error
 
-    def _flags(self, request: WorkRequest) -> int:
-        """Never "inline", however short: the CPU would read the bytes, which may be a GPU's."""
-        return self._verbs.enums.IBV_SEND_SIGNALED if request.signalled else 0
+    def _flags(self, request: WorkRequest) -> tuple[int, bool]:
+        enums = self._verbs.enums
+        fits = request.num_bytes <= self._inline_bytes
+        inline = request.in_host and request.is_write and fits
+        signalled: int = enums.IBV_SEND_SIGNALED if request.signalled else 0
+        return signalled | (enums.IBV_SEND_INLINE if inline else 0), inline
 
     def _post_extended(self, requests: Sequence[WorkRequest]) -> None:
         """One doorbell for all."""
         pair, element = self._pair, self._element
         pair.wr_start()
         for request in requests:
-            pair.wr_id, pair.wr_flags = request.work_id, self._flags(request)
+            flags, inline = self._flags(request)
+            pair.wr_id, pair.wr_flags = request.work_id, flags
             if request.is_write:
                 pair.wr_rdma_write(request.remote_key, request.remote_address)
             else:
@@ -410,6 +422,9 @@ class VerbsPair:
         pair.wr_complete()
 
     def _post_plain(self, request: WorkRequest) -> None:
+            if inline:
+                pair.wr_set_inline_data(request.local_address, request.num_bytes)
+                continue
         enums, element = self._verbs.enums, self._element
         element.addr, element.length = request.local_address, request.num_bytes
         element.lkey = request.local_key
@@ -417,9 +432,10 @@ class VerbsPair:
         work = self._verbs.wr.SendWR(
             wr_id=request.work_id,
             opcode=code,
+        flags, _inline = self._flags(request)
             num_sge=1,
             sg=[element],
-            send_flags=self._flags(request),
+            send_flags=flags,
         )
         try:
             work.set_wr_rdma(request.remote_key, request.remote_address)

@@ -147,6 +147,7 @@ def test_bytes_go_from_device_to_device(
     written = (us if op is Op.READ else owner).memories[0]
     assert written.log == ["settle", "flush"], "before the NIC writes, and after"
     assert {copied.nic for copied in fabric.copied} == {"us-1"}, "the NIC beside the GPU"
+    assert not any(copied.request.in_host for copied in fabric.copied), "the CPU reads none of it"
 
 
 def test_a_driver_that_helps_in_vain_is_followed_by_dmabuf(pair: tuple[Engine, Engine]) -> None:

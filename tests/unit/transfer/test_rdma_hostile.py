@@ -146,7 +146,7 @@ def test_work_that_never_ends_leaves_turns_to_others(opened: Open, fabric: FakeF
     assert done_by_then[0] < count
 
 
-def test_numbers_of_endpoints_come_round(opened: Open) -> None:
+def test_numbers_of_endpoints_come_round(opened: Open, fabric: FakeFabric) -> None:
     us = opened("us", num_nics=1)
     us.rdma._serials = itertools.count(2**24 - 2)
     ours = filled(us, MIB, 1)
@@ -156,6 +156,7 @@ def test_numbers_of_endpoints_come_round(opened: Open) -> None:
         ended = move(us.transfer, Op.READ, owner.transfer.segment, whole(ours, theirs))
         assert ended.error is None
         assert ours.buffer == theirs.buffer
+        assert all(copied.request.in_host for copied in fabric.copied)
     us.rdma._serials = itertools.count(2**24 - 2)  # once round, all are in use
     owner = opened("last", num_nics=1)
     theirs = filled(owner, MIB, 9)

@@ -32,7 +32,7 @@ def test_the_cpu_reads_nothing_that_a_nic_is_to_write(extended: bool, num_bytes:
     verbs.wr.SGE = NoMemory
     verbs.enums.IBV_SEND_INLINE, verbs.enums.IBV_SEND_SIGNALED = INLINE, SIGNALED
     raw = MagicMock(qp_num=7)
-    pair = VerbsPair(verbs, SimpleNamespace(address=NIC), raw, extended)
+    pair = VerbsPair(verbs, SimpleNamespace(address=NIC, inline_bytes=64), raw, extended)
     pair.post([WorkRequest(5, True, 0, 11, 0x1000, 12, num_bytes, True)])
     if extended:
         assert (raw.wr_id, raw.wr_flags) == (5, SIGNALED)
@@ -44,3 +44,26 @@ def test_the_cpu_reads_nothing_that_a_nic_is_to_write(extended: bool, num_bytes:
         assert asked["send_flags"] == SIGNALED
         [element] = asked["sg"]
     assert (element.addr, element.length, element.lkey) == (0, num_bytes, 11)
+
+
+@pytest.mark.parametrize("extended", [True, False])
+@pytest.mark.parametrize(
+    ("is_write", "num_bytes", "limit", "inline"),
+    [(True, 64, 64, True), (True, 65, 64, False), (False, 8, 64, False), (True, 1, 0, False)],
+)
+def test_short_writes_from_the_host_go_with_their_requests(
+    extended: bool, is_write: bool, num_bytes: int, limit: int, inline: bool
+) -> None:
+    verbs: Any = MagicMock()
+    verbs.wr.SGE = NoMemory
+    verbs.enums.IBV_SEND_INLINE, verbs.enums.IBV_SEND_SIGNALED = INLINE, SIGNALED
+    raw = MagicMock(qp_num=7)
+    pair = VerbsPair(verbs, SimpleNamespace(address=NIC, inline_bytes=limit), raw, extended)
+    pair.post([WorkRequest(5, is_write, 9, 11, 0x1000, 12, num_bytes, False, in_host=True)])
+    expected = INLINE if inline else 0
+    if extended:
+        assert raw.wr_flags == expected
+        assert raw.wr_set_inline_data.mock_calls == ([call(9, num_bytes)] if inline else [])
+        assert raw.wr_set_sge.call_count == (not inline)
+    else:
+        assert verbs.wr.SendWR.call_args.kwargs["send_flags"] == expected
