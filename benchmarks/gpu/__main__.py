@@ -18,7 +18,7 @@ from mooncake_kernels.tune import product_tiles, rank_shape, tune_experts
 from mooncake_kernels.tuning import TABLES, ExpertsShape, ProductTile, Target, save_table
 
 from benchmarks.gpu import attention, correctness, estimate, experts, rank_slice
-from benchmarks.gpu.measure import Results, measured, open_bench, table
+from benchmarks.gpu.measure import Results, free, measured, open_bench, table
 from benchmarks.gpu.work import Bench
 
 CASES = (*attention.CASES, *experts.CASES, *rank_slice.CASES)
@@ -73,7 +73,7 @@ def _check(bench: Bench, results: Results) -> int:
     for name, looks in (
         ("ops", correctness.findings(bench)),
         ("engine", _engine_findings(bench)),
-        ("tests", iter(() if bench.tiny else (correctness.tests(),))),
+        ("tests", _test_findings(bench)),
     ):
         if results.has(name):
             continue
@@ -96,6 +96,13 @@ def _check(bench: Bench, results: Results) -> int:
 def _engine_findings(bench: Bench) -> Iterator[correctness.Finding]:
     with tempfile.TemporaryDirectory() as directory:
         yield from correctness.engine(bench, Path(directory) / "checkpoint")
+
+
+def _test_findings(bench: Bench) -> Iterator[correctness.Finding]:
+    """Begins when it is asked: the tests are a process of their own, which needs the memory."""
+    if not bench.tiny:
+        free(bench)
+        yield correctness.tests()
 
 
 def _tune(bench: Bench, results: Results, out: Path, end: float) -> None:

@@ -25,7 +25,9 @@ from mooncake.launch.direct import DirectEngine
 from mooncake.model.presets import init_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/kernels",)
+TESTS = ("tests/kernels", "tests/unit/model/test_device_pages.py")
+TESTS_S = 300.0
+"""Longer than that they hang: the lines of the table are worth more."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def engine(bench: Bench, directory: Path) -> Iterator[Finding]:
 
 
 def tests() -> Finding:
-    """Run the kernels' own tests in a process of their own, compiled."""
+    """Run the tests of what runs on a GPU in a process of their own, kernels compiled."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
@@ -108,7 +110,7 @@ def tests() -> Finding:
     }
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *TESTS],
-        check=False, cwd=ROOT, env=environment, capture_output=True, text=True,
+        check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TESTS_S,
     )  # fmt: skip
     last = (done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1]
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]

@@ -43,7 +43,7 @@ def measured(case: Case, bench: Bench) -> dict[str, Any]:
 
     A kernel that is wrong is not timed.
     """
-    _free(bench)
+    free(bench)
     work = case.make(bench)
     off = work.difference()
     row: dict[str, Any] = {
@@ -88,7 +88,8 @@ def _software(bench: Bench) -> dict[str, str]:
     return {"device": name, "torch": torch.__version__, "triton": triton.__version__}
 
 
-def _free(bench: Bench) -> None:
+def free(bench: Bench) -> None:
+    """Give the device what nobody needs any more."""
     gc.collect()
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()

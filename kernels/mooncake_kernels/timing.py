@@ -37,7 +37,7 @@ def cuda_seconds(function: Callable[[], object], repeats: int = 20) -> float:
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may allocate
         function()
     flushed = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     times: list[float] = []

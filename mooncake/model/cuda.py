@@ -68,7 +68,7 @@ class CudaCopies:
         there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         there.copy_(values, non_blocking=True)
         done = self._cuda.Event()
-        done.record()
+        done.record(self._cuda.current_stream(self._device))
         return _Marked(there, done)
 
     def mark(self) -> CudaMark:

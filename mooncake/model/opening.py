@@ -90,10 +90,15 @@ class ModelSource:
         return self._device.type != "cpu"
 
     def device_pages(self, layout: KvLayout, num_pages: int) -> PageMemory:
-        """Return pages in the device's own memory, for a transfer engine and for `runner`."""
+        """Return pages in the device's own memory, for a transfer engine and for `runner`. They are
+        zero by now: neither NICs nor copies wait for what the device has only begun.
+        """
         if self._page_device is None:
             self._page_device = self._open_page_device()
         kv = KvTensors.allocate(layout, num_pages, self._device)
+        zeroed = self._page_device.copies.mark()
+        if zeroed is not None:
+            zeroed.reached()
         return PageMemory(kv, self._page_device)
 
     def _open_page_device(self) -> PageDevice:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mooncake_kernels.tuning import TABLES
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import attention, correctness, estimate, measure
@@ -102,6 +105,51 @@ def test_one_command_goes_on_where_it_stopped(
     assert json.loads((tmp_path / "tiny.json").read_text())["router"]["value"] > 0
     with pytest.raises(SystemExit):
         main([*run, "no-such-line"])
+
+
+def test_what_was_right_is_not_looked_at_again(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu = replace(bench, device=torch.device("cpu"), tiny=False)
+    results, run = measure.Results(tmp_path / "results.json"), list[str]()
+    for name in ("ops", "engine"):
+        results.put(name, {"verdict": "ok"})
+
+    def tests() -> correctness.Finding:
+        run.append("tests")
+        return correctness.Finding("tests compiled", len(run) > 1, "")
+
+    monkeypatch.setattr(correctness, "tests", tests)
+    assert [command._check(on_gpu, results) for _ in range(3)] == [1, 0, 0]
+    assert len(run) == 2
+
+
+@pytest.mark.parametrize("name", ["prefill-8k", "grouped-down"])
+def test_what_others_need_first_is_not_timed_with_them(name: str, bench: Bench) -> None:
+    """Their inputs are made by the first call."""
+    [case] = [case for case in CASES if case.name == name]
+    for peer in case.make(bench).peers.values():
+        with suppress(Exception):  # not all of it runs without a GPU
+            peer()
+        with Creations() as made, suppress(Exception):
+            peer()
+        assert made.names == []
+
+
+class Creations(TorchDispatchMode):
+    """Notes what copies or fills whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("ones", "cat", "clone", "fill_"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 def test_findings_name_every_op(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from mooncake.model.copies import HostCopies, Mark
 from mooncake.model.device_pages import LEAST_ROW_BYTES, PageMemory, row_bytes
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layer_reports import LayerReports
+from mooncake.model.presets import init_checkpoint
 from mooncake.transfer.device import CopyDone, Ranges, read_now, write_now
-from tests.support.page_device import FarDevice
+from tests.support.page_device import FarDevice, FarPages
 
 NEEDS_GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA GPU: torch sees none here"
@@ -99,6 +101,30 @@ def test_writes_wait_for_a_step_begun_on_a_guess() -> None:
     assert not settled.is_set()
     gate.opened.set()
     assert settled.wait(30.0)
+
+
+def test_pages_are_zero_before_anybody_may_write_to_them(tmp_path: Path) -> None:
+    """The device's own copies and NICs know nothing of the stream that zeroes them."""
+    path = init_checkpoint("k2-nano", seed=1, out=tmp_path / "nano", dtype="float32")
+    begun: list[Counted] = []
+
+    class Counted(Gate):
+        num_waits = 0
+
+        def reached(self) -> None:
+            self.num_waits += 1
+
+    class Behind(HostCopies):
+        def mark(self) -> Counted:
+            begun.append(Counted())
+            return begun[-1]
+
+    source = FarPages(path, "float32")
+    source._page_device = far = FarDevice()
+    far.copies = Behind()
+    memory = source.device_pages(layout(), 3)
+    assert memory.num_bytes == 3 * layout().block_bytes
+    assert [mark.num_waits for mark in begun] == [1]
 
 
 def test_layers_are_told_of_in_order_once_they_are_done() -> None:
