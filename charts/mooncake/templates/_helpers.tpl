@@ -20,6 +20,14 @@ image: "{{ required "image.repository: an image with mooncake in it" .root.Value
   {{- with .root.Values.image.tag }}:{{ . }}{{ end }}"
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 resources: {{- toYaml .values.resources | nindent 2 }}
+{{- $security := deepCopy .root.Values.securityContext }}
+{{- if .values.rdma }}
+{{- $security = merge (dict "capabilities" (merge (dict "add" (list "IPC_LOCK"))
+    (($security).capabilities | default dict))) $security }}
+{{- end }}
+{{- with $security }}
+securityContext: {{- toYaml . | nindent 2 }}
+{{- end }}
 env:
   - name: POD_IP
     valueFrom: {fieldRef: {fieldPath: status.podIP}}
@@ -37,12 +45,31 @@ env:
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 automountServiceAccountToken: false
+{{- with .root.Values.podSecurityContext }}
+securityContext: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .values.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .values.tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- with .values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* One pod of a role at a time may be taken away by whoever drains machines. */}}
+{{- define "mooncake.budget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ .name }}
+  labels: {{- include "mooncake.labels" .scope | nindent 4 }}
+spec:
+  maxUnavailable: 1
+  selector:
+    matchLabels: {{- include "mooncake.labels" .scope | nindent 6 }}
 {{- end -}}
 
 {{- define "mooncake.modelVolume" -}}

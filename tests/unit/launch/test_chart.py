@@ -53,6 +53,10 @@ def test_the_values_keep_their_schema_and_all_are_in_it() -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        ("monitoring.interval", "often"),
+        ("monitoring.alerts", True),
+        ("kvstore.drainSeconds", 0),
+        ("securityContext", []),
         ("gateway.replica", 3),
         ("gateway.replicas", -1),
         ("prefill.replicas", 0),
@@ -80,9 +84,10 @@ def test_templates_use_flags_that_exist() -> None:
         "--head", "--address", "--node-ip-address", "--num-cpus", "--include-dashboard",
         "--disable-usage-stats", "--object-store-memory",
     }  # fmt: skip
+    of_drain = {"--url", "--wait"}
     for template in (CHART / "templates").glob("*.yaml"):
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", template.read_text()):
-            assert flag in known | of_ray, f"{template.name}: {flag}"
+            assert flag in known | of_ray | of_drain, f"{template.name}: {flag}"
 
 
 def rendered(*settings: str) -> list[dict[str, Any]]:
@@ -198,3 +203,58 @@ def test_what_nobody_else_can_know_must_be_given() -> None:
     [secret] = [document for document in documents if document["kind"] == "Secret"]
     assert set(secret["data"]) == {"cluster-secret", "ray-token"}
     assert len(set(secret["data"].values())) == 2
+
+
+@needs_helm
+def test_pods_may_do_little_and_leave_in_order() -> None:
+    found = pods(rendered(*SETTINGS, "podSecurityContext.runAsUser=7"))
+    for role, (document, container) in found.items():
+        spec = document["spec"]["template"]["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"] == {"runAsUser": 7}
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        added = ["IPC_LOCK"] if role == "prefill" else []
+        assert context["capabilities"].get("add", []) == added
+        assert context["capabilities"]["drop"] == ["ALL"]
+    drain = found["kvstore"][1]["lifecycle"]["preStop"]["exec"]["command"][-1]
+    words = shlex.split(drain.split("||")[0].replace("$POD_IP", "10.1.2.3"))
+    arguments = _parser().parse_args(words[1:])
+    grace_s = found["kvstore"][0]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert arguments.url == f"http://10.1.2.3:{served(found['kvstore'][1]).admin_port}"
+    assert arguments.wait < grace_s
+    gateway = found["gateway"]
+    [pause, seconds] = gateway[1]["lifecycle"]["preStop"]["exec"]["command"]
+    left_s = gateway[0]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] - int(seconds)
+    assert (pause, left_s > served(gateway[1]).shutdown_timeout) == ("sleep", True)
+    budgets = [d for d in rendered(*SETTINGS) if d["kind"] == "PodDisruptionBudget"]
+    selected = [d["spec"]["selector"]["matchLabels"] for d in budgets]
+    roles = {each["app.kubernetes.io/component"] for each in selected}
+    assert roles == {"gateway", "prefill", "decode", "kvstore"}
+
+
+@needs_helm
+def test_what_operators_of_prometheus_and_grafana_get() -> None:
+    wanted = ("serviceMonitor", "rules", "dashboard")
+    switches = [f"monitoring.{name}=true" for name in wanted]
+    documents = rendered(*SETTINGS, *switches, "monitoring.labels.release=prometheus")
+    monitors = [d for d in documents if d["kind"] == "ServiceMonitor"]
+    ports = {
+        (port["name"], json.dumps(d["metadata"]["labels"]))
+        for d in documents
+        if d["kind"] == "Service"
+        for port in d["spec"].get("ports", [])
+    }
+    for monitor in monitors:
+        [endpoint] = monitor["spec"]["endpoints"]
+        selected = json.dumps(monitor["spec"]["selector"]["matchLabels"])
+        assert (endpoint["port"], selected) in ports
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    assert len(monitors) == 2
+    [rule] = [d for d in documents if d["kind"] == "PrometheusRule"]
+    assert rule["spec"] == yaml.safe_load((CHART / "monitoring" / "alerts.yaml").read_text())
+    [board] = [d for d in documents if d["kind"] == "ConfigMap"]
+    shown = json.loads(board["data"]["mooncake.json"])
+    assert shown == json.loads((CHART / "monitoring" / "dashboard.json").read_text())
+    kinds = {document["kind"] for document in rendered(*SETTINGS)}
+    assert not kinds & {"ServiceMonitor", "PrometheusRule", "ConfigMap"}, "all of it is asked for"

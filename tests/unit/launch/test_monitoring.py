@@ -1,0 +1,165 @@
+"""Dashboard and alert rules ask for series, and labels of them, that /metrics really has."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from mooncake.base import FinishReason, Role, WorkerLoad, WorkerRef
+from mooncake.base.pool_messages import PoolState
+from mooncake.launch import pool_metrics
+from mooncake.telemetry.events import (
+    Accepted,
+    Finished,
+    FirstToken,
+    Refused,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReported,
+)
+from mooncake.telemetry.metrics import Metrics
+from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkSnapshot
+
+MONITORING = Path(__file__).parents[3] / "charts" / "mooncake" / "monitoring"
+OF_PROMETHEUS = {"up": {"job", "instance"}}
+SERIES = re.compile(r"\b(?:mooncake[:_][a-z_]+|up(?=\{))")
+SEVERITIES = {"critical", "warning"}
+
+
+def gateway_text() -> str:
+    """Return /metrics of a gateway that has seen a little of everything."""
+    metrics = Metrics("k2")
+    for role in (Role.GATEWAY, Role.PREFILL, Role.DECODE, Role.KVSTORE):
+        metrics.record(WorkerJoined(worker_id=role.value, at_s=0.0, role=role, num_blocks=8))
+        load = WorkerLoad(counters={"preemptions": 1, "fetches_failed": 1})
+        metrics.record(
+            WorkerReported(
+                worker_id=role.value, at_s=1.0, role=role, load=load, cost_error_ratio=0.1
+            )
+        )
+    metrics.record(WorkerLeft(worker_id="prefill", at_s=2.0, role=Role.PREFILL, reason="died"))
+    metrics.record(Refused(request_id="r", at_s=1.0, status=429, reason="ttft_limit"))
+    for name, status in (("a", 200), ("b", 503)):
+        metrics.record(
+            Accepted(
+                request_id=name, at_s=1.0, num_prompt_tokens=4, max_tokens=4, ttft_slo_s=1,
+                tbt_slo_s=1,
+            )
+        )  # fmt: skip
+        metrics.record(
+            FirstToken(request_id=name, at_s=2.0, worker_id="prefill", num_cached_tokens=2)
+        )
+        reason = FinishReason.STOP if status == 200 else FinishReason.ERROR
+        metrics.record(
+            Finished(
+                request_id=name, at_s=3.0, reason=reason, num_prompt_tokens=4,
+                num_output_tokens=1, num_cached_tokens=2, status=status,
+            )
+        )  # fmt: skip
+    return metrics.render().decode()
+
+
+def pool_text() -> str:
+    """Return /metrics of a pool node with a link."""
+    state = PoolState(
+        ticket=0, store=WorkerRef("kv-0", "e", "tcp://h:1"), load=WorkerLoad(),
+        layout_fingerprint="f", block_bytes=1,
+    )  # fmt: skip
+    link = LinkSnapshot(
+        protocol="tcp", nic="", peer="p", num_bytes=1, num_slices=1, busy_s=1, num_retries=0,
+        num_failures=0, latency_s=1, latency_buckets=[0] * (len(LATENCY_BOUNDS_S) + 1),
+    )  # fmt: skip
+    return pool_metrics.render(state, [link]).decode()
+
+
+@pytest.fixture(scope="module")
+def series() -> dict[str, set[str]]:
+    """Return the labels of every sample there is, by its full name."""
+    found = dict(OF_PROMETHEUS)
+    for text in (gateway_text(), pool_text()):
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def rules() -> list[dict[str, Any]]:
+    loaded = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
+    return [rule for group in loaded["groups"] for rule in group["rules"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    loaded = json.loads((MONITORING / "dashboard.json").read_text())
+    return [panel for panel in loaded["panels"] if panel["type"] != "row"]
+
+
+def check(expression: str, series: dict[str, set[str]]) -> set[str]:
+    """Return the labels that all series of an expression have, which has only those there are."""
+    names = SERIES.findall(expression)
+    assert names, f"no series in {expression!r}"
+    for name in names:
+        assert name in series, f"{name} is not in /metrics"
+    common = set.intersection(*(series[name] for name in names))
+    for name, matchers in re.findall(rf"({SERIES.pattern})\{{([^}}]*)\}}", expression):
+        asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
+        assert asked <= series[name], f"{name} has no {asked - series[name]}"
+    for grouping in re.findall(r"\bby \(([^)]*)\)", expression):
+        asked = {label.strip() for label in grouping.split(",")}
+        assert any(asked <= series[name] for name in names), f"{names} by {asked}"
+    assert expression.count("(") == expression.count(")")
+    return common
+
+
+@pytest.mark.parametrize("rule", rules(), ids=[rule["alert"] for rule in rules()])
+def test_an_alert_asks_for_what_there_is_and_says_what_to_do(
+    rule: dict[str, Any], series: dict[str, set[str]]
+) -> None:
+    expression = rule["expr"]
+    common = check(expression, series)
+    grouped = re.findall(r"\bby \(([^)]*)\)", expression)
+    kept = {label.strip() for label in grouped[0].split(",")} if grouped else common
+    texts = rule["annotations"]
+    assert set(texts) == {"summary", "description"}
+    shown = set(re.findall(r"\$labels\.(\w+)", " ".join(texts.values())))
+    assert shown <= kept, f"{shown - kept} are summed away"
+    assert rule["labels"]["severity"] in SEVERITIES
+    for name in SERIES.findall(" ".join(texts.values())):
+        assert {name, f"{name}_bucket"} & series.keys(), name
+
+
+@pytest.mark.parametrize("panel", panels(), ids=[panel["title"] for panel in panels()])
+def test_a_panel_shows_what_there_is(panel: dict[str, Any], series: dict[str, set[str]]) -> None:
+    assert panel["description"]
+    for target in panel["targets"]:
+        check(target["expr"], series)
+        grouped = re.findall(r"\bby \(([^)]*)\)", target["expr"])
+        kept = {label.strip() for label in ", ".join(grouped).split(",")}
+        names = SERIES.findall(target["expr"])
+        shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        assert shown <= (kept if grouped else series[names[0]])
+
+
+def test_names_are_unique() -> None:
+    alerts = [rule["alert"] for rule in rules()]
+    titles = [panel["title"] for panel in panels()]
+    assert len(set(alerts)) == len(alerts)
+    assert len(set(titles)) == len(titles)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "rate(mooncake:no_such_total[5m])",
+        'mooncake:workers_up{colour="red"}',
+        "sum by (colour) (mooncake:workers_up)",
+    ],
+)
+def test_the_check_finds_mistakes(expression: str, series: dict[str, set[str]]) -> None:
+    with pytest.raises(AssertionError):
+        check(expression, series)
