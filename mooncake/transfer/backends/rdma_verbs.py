@@ -109,10 +109,10 @@ class VerbsNic:
         self._port = port.port
         self._choices = choices
         self._open(port)
-        self.has_extended_posts = True
-        """Many requests for one doorbell; False where the provider has it not."""
         self.inline_bytes = _INLINE_BYTES
         """Of a WRITE that go with its request; 0 where the provider takes not as many."""
+        self.has_extended_posts = True
+        """Many requests for one doorbell; False where the provider has it not."""
 
     def _open(self, port: PortFacts) -> None:
         verbs = self._verbs
@@ -242,11 +242,11 @@ class VerbsNic:
         try:
             return VerbsPair(self._verbs, self, *self._create_pair())
         except self._verbs.error as error:
-            raise TransferError(f"{self.address.name} opens no queue pair: {error}") from error
-
             if self.inline_bytes:
                 self.inline_bytes, self.has_extended_posts = 0, True
                 return self.new_pair()
+            raise TransferError(f"{self.address.name} opens no queue pair: {error}") from error
+
     def _create_pair(self) -> tuple[Any, bool]:
         """Return the pair, and whether it takes posts in the extended, cheaper way."""
         verbs, enums = self._verbs, self._verbs.enums
@@ -255,9 +255,9 @@ class VerbsNic:
             max_recv_wr=1,
             max_send_sge=1,
             max_recv_sge=1,
+            max_inline_data=self.inline_bytes,
         )
         wanted = {
-            max_inline_data=self.inline_bytes,
             "qp_type": enums.IBV_QPT_RC,
             "scq": self._queue,
             "rcq": self._queue,
@@ -369,13 +369,13 @@ class VerbsPair:
         self._nic = nic
         self._pair = pair
         self._extended = extended
+        self._inline_bytes = nic.inline_bytes
         self._element = verbs.wr.SGE(0, 0, 0)
         """Used again for every request: pyverbs frees none by itself."""
         self.address = PairAddress(nic.address, pair.qp_num, secrets.randbits(24))
 
     def serve(self, peer: PairAddress) -> None:
         self._modify(self._pair.to_rtr, peer)
-        self._inline_bytes = nic.inline_bytes
 
     def connect(self, peer: PairAddress) -> None:
         self._modify(self._pair.to_rts, peer)
@@ -416,23 +416,23 @@ class VerbsPair:
                 pair.wr_rdma_write(request.remote_key, request.remote_address)
             else:
                 pair.wr_rdma_read(request.remote_key, request.remote_address)
+            if inline:
+                pair.wr_set_inline_data(request.local_address, request.num_bytes)
+                continue
             element.addr, element.length = request.local_address, request.num_bytes
             element.lkey = request.local_key
             pair.wr_set_sge(element)
         pair.wr_complete()
 
     def _post_plain(self, request: WorkRequest) -> None:
-            if inline:
-                pair.wr_set_inline_data(request.local_address, request.num_bytes)
-                continue
         enums, element = self._verbs.enums, self._element
+        flags, _inline = self._flags(request)
         element.addr, element.length = request.local_address, request.num_bytes
         element.lkey = request.local_key
         code = enums.IBV_WR_RDMA_WRITE if request.is_write else enums.IBV_WR_RDMA_READ
         work = self._verbs.wr.SendWR(
             wr_id=request.work_id,
             opcode=code,
-        flags, _inline = self._flags(request)
             num_sge=1,
             sg=[element],
             send_flags=flags,
