@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from mooncake.base.errors import ConfigError
 from mooncake.transfer.backends.io_loop import READABLE, IoLoop
@@ -13,6 +15,10 @@ _LOG = logging.getLogger(__name__)
 _REST_S = 0.5
 """Out of descriptors, the queue of peers is left alone for so long."""
 _BACKLOG = 512
+MAX_STRANGERS = 128
+"""Connections that have not proven themselves; of more, the oldest is hung up. A flood of strangers
+takes no peer's place: proving oneself takes a few ms.
+"""
 
 
 def tcp_listener(host: str) -> socket.socket:
@@ -43,6 +49,17 @@ def watch_host(sock: socket.socket, dead_host_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * dead_host_s))
 
 
+class Guest(Protocol):
+    """A connection that was taken in."""
+
+    @property
+    def is_stranger(self) -> bool:
+        """It is still there and has not proven itself."""
+
+    def close(self) -> None:
+        """Hang up; called in the listener's loop."""
+
+
 class Listener:
     """See the module. Owns the socket."""
 
@@ -53,9 +70,10 @@ class Listener:
         name: str,
         limit: int,
         num_open: Callable[[], int],
-        take: Callable[[socket.socket], None],
+        take: Callable[[socket.socket], Guest | None],
     ) -> None:
         """`take` is given each connection, not blocking; `num_open` is held against `limit`."""
+        self._strangers: deque[Guest] = deque()
         self._sock = sock
         self._loop = loop
         self._name = name
@@ -85,7 +103,13 @@ class Listener:
             sock.close()
             return
         sock.setblocking(False)
-        self._take(sock)
+        self._strangers = deque(guest for guest in self._strangers if guest.is_stranger)
+        if len(self._strangers) >= MAX_STRANGERS:
+            _LOG.warning("%s peer hung up on: too many have not proven themselves", self._name)
+            self._strangers.popleft().close()
+        guest = self._take(sock)
+        if guest is not None:
+            self._strangers.append(guest)
 
     def close(self) -> None:
         """Take no more connections; in the loop."""

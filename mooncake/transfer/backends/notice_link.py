@@ -60,8 +60,10 @@ class NoticeLinks:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{self._port}"
 
-    def _take(self, sock: socket.socket) -> None:
-        self._sessions.add(_Session(self, sock, self._credentials.accept()))
+    def _take(self, sock: socket.socket) -> _Session:
+        session = _Session(self, sock, self._credentials.accept())
+        self._sessions.add(session)
+        return session
 
     def fence(self, engine_id: str, connection_ids: tuple[str, ...]) -> None:
         """Hear nothing more of earlier connections of a peer."""
@@ -232,6 +234,10 @@ class _Session:
         self._handshake = handshake
         self._link = ControlLink(links.loop, sock, self._on_frame, self._on_end)
         self._timer = links.loop.call_later(_HANDSHAKE_S, self.close)
+
+    @property
+    def is_stranger(self) -> bool:
+        return self._handshake.identity is None and not self._link.closed
 
     def is_one_of(self, engine_id: str, connection_ids: tuple[str, ...]) -> bool:
         """Whether this is one of a peer's named connections."""

@@ -63,8 +63,10 @@ class RdmaOwner:
         """Peers connected now, proven or not."""
         return len(self._sessions)
 
-    def _take(self, sock: socket.socket) -> None:
-        self._sessions.add(RdmaSession(self, sock, self._credentials.accept()))
+    def _take(self, sock: socket.socket) -> RdmaSession:
+        session = RdmaSession(self, sock, self._credentials.accept())
+        self._sessions.add(session)
+        return session
 
     def fence(self, identity: PeerIdentity) -> None:
         """End the named earlier sessions of this engine, and with them all they had opened."""
@@ -103,6 +105,10 @@ class RdmaSession:
         self._pairs: dict[int, QueuePair] = {}
         self._link = ControlLink(owner.loop, sock, self._on_frame, self._on_end)
         self._timer = owner.loop.call_later(owner.limits.handshake_s, self._on_silence)
+
+    @property
+    def is_stranger(self) -> bool:
+        return self.identity is None and not self._link.closed
 
     def _on_silence(self) -> None:
         _LOG.warning("RDMA peer dropped: no handshake in time")

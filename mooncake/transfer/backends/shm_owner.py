@@ -47,8 +47,10 @@ class ShmOwner:
         """Peers connected now, proven or not."""
         return len(self._sessions)
 
-    def _take(self, sock: socket.socket) -> None:
-        self._sessions.add(OwnerSession(self, sock, self._loop, self._credentials.accept()))
+    def _take(self, sock: socket.socket) -> OwnerSession:
+        session = OwnerSession(self, sock, self._loop, self._credentials.accept())
+        self._sessions.add(session)
+        return session
 
     def _withdraw(self, region_id: int) -> None:
         with self._lock:
@@ -109,6 +111,10 @@ class OwnerSession:
         self._closed = False
         self._loop.add(self._sock.fileno(), READABLE, self._on_event)
         self._timer = self._loop.call_later(_HANDSHAKE_S, self._on_silence)
+
+    @property
+    def is_stranger(self) -> bool:
+        return self._handshake.identity is None and not self._closed
 
     def _on_silence(self) -> None:
         _LOG.warning("shared-memory peer dropped: no handshake in time")

@@ -78,14 +78,15 @@ class TcpServer:
         """Connections open now, proven or not."""
         return len(self._connections)
 
-    def _take(self, sock: socket.socket) -> None:
+    def _take(self, sock: socket.socket) -> _Guest | None:
         with self._lock:
             if self._closed:
                 sock.close()
-                return
+                return None
             connection = ServerConnection(self, sock, next(self._next_loop))
             self._connections.add(connection)
         connection.loop.post(connection.start)
+        return _Guest(connection)
 
     def fence(self, identity: PeerIdentity) -> None:
         """Return when the named earlier connections of this engine touch no memory any more."""
@@ -179,7 +180,13 @@ class ServerConnection:
             self._sock.close()
             self._incoming = []
             self._outgoing = []
+            self._regions = []
             self._server.forget(self)
+
+    @property
+    def is_stranger(self) -> bool:
+        """It is still there and has not proven itself."""
+        return self.identity is None and not self._closed
 
     def _on_event(self, events: int) -> None:
         try:
@@ -392,6 +399,20 @@ class ServerConnection:
         if events != self._events:
             self._events = events
             self.loop.modify(self._sock.fileno(), events)
+
+
+@dataclass(frozen=True)
+class _Guest:
+    """A connection as the listener knows it, whose loop may be another."""
+
+    connection: ServerConnection
+
+    @property
+    def is_stranger(self) -> bool:
+        return self.connection.is_stranger
+
+    def close(self) -> None:
+        self.connection.loop.post(self.connection.close)
 
 
 def withdrawn(regions: Sequence[HostRegion]) -> str | None:

@@ -27,8 +27,6 @@ from mooncake.transfer.staging.slots import FairSlots
 
 _LOG = logging.getLogger(__name__)
 _HANDSHAKE_S = 5.0
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
-"""A visitor whose machine is gone says nothing: it is found out after about 11 s."""
 
 
 class State(Enum):
@@ -87,11 +85,10 @@ class StagingOwner:
         """Visitors that are connected, or for whom a copy is in hand."""
         return len(self._sessions)
 
-    def _take(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._sessions.add(OwnerSession(self, sock, self._credentials.accept()))
+    def _take(self, sock: socket.socket) -> OwnerSession:
+        session = OwnerSession(self, sock, self._credentials.accept())
+        self._sessions.add(session)
+        return session
 
     def fence(self, identity: PeerIdentity, then: Callable[[], None]) -> None:
         """End the named earlier sessions of this engine; `then` is called when no copy of theirs is
@@ -147,6 +144,10 @@ class OwnerSession:
         self._windows: dict[int, Window] = {}
         self._link = ControlLink(owner.loop, sock, self._on_frame, lambda _reason: self.close())
         self._timer = owner.loop.call_later(_HANDSHAKE_S, self._on_silence)
+
+    @property
+    def is_stranger(self) -> bool:
+        return self.identity is None and not self._link.closed
 
     def _on_silence(self) -> None:
         _LOG.warning("staging peer dropped: no handshake in time")

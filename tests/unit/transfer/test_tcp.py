@@ -16,7 +16,8 @@ from mooncake.base.errors import ConfigError
 from mooncake.base.ids import SystemIds
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backends import tcp_wire as wire
-from mooncake.transfer.backends.tcp import TcpSettings, parse_endpoint
+from mooncake.transfer.backends.listener import MAX_STRANGERS
+from mooncake.transfer.backends.tcp import TcpBackend, TcpSettings, parse_endpoint
 from mooncake.transfer.backends.tcp_peer import PeerLimits
 from mooncake.transfer.backends.tcp_request import LaneLimits
 from mooncake.transfer.backends.tcp_server import ServerLimits
@@ -24,6 +25,7 @@ from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.handshake import Credentials
 from mooncake.transfer.router import RoutedTransfer
+from tests.support.rdma_engines import until
 from tests.unit.transfer.driving import WAIT_S, move
 
 MIB = 2**20
@@ -347,6 +349,27 @@ def test_an_unproven_connection_is_closed_in_time_and_too_many_are_refused(open_
         assert hung_up(third)
         assert hung_up(first)
         assert hung_up(second)
+
+
+def test_a_flood_of_strangers_keeps_no_peer_out(open_tcp: Open) -> None:
+    num_strangers = 2 * MAX_STRANGERS
+    limits = ServerLimits(num_connections=num_strangers - 10, handshake_s=60.0)
+    owner, us = open_tcp("owner", TcpSettings(server=limits)), open_tcp("us")
+    ours, theirs = us.allocate(8, "ours"), owner.allocate(8, "theirs")
+    op = TransferOp(ours.region_id, 0, theirs.region_id, 0, 8)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(num_strangers):
+            strangers.enter_context(connect(owner))
+        assert move(us, Op.READ, owner.segment, [op]).error is None
+        (backend,) = owner.backends
+        assert isinstance(backend, TcpBackend)
+        until(
+            lambda: backend.num_connections <= MAX_STRANGERS + 1, lambda: threading.Event().wait(0)
+        )
+        for _ in range(num_strangers):
+            strangers.enter_context(connect(owner))
+        assert move(us, Op.READ, owner.segment, [op]).error is None
+    assert us.counters()["transfer_tcp_failures"] == 0, "who has proven itself stays"
 
 
 def test_endpoints_and_bad_settings(open_tcp: Open) -> None:
