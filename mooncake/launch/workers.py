@@ -105,4 +105,6 @@ def rdma_settings(config: ServeConfig) -> RdmaSettings:
         near=dict(config.rdma_near),
         gid_index=config.rdma_gid_index,
         mtu_bytes=config.rdma_mtu,
+        traffic_class=config.rdma_traffic_class,
+        service_level=config.rdma_service_level,
     )

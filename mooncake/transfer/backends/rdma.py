@@ -57,6 +57,9 @@ class RdmaSettings:
     """Location as in the topology matrix -> NICs to use for memory there before all others."""
     gid_index: int | None = None
     mtu_bytes: int | None = None
+    traffic_class: int = 0
+    """Of packets, where switches keep classes apart (RoCE: six bits of DSCP, two of ECN)."""
+    service_level: int = 0
     max_endpoints: int = 512
     """Queue pairs open to peers at a time (or fewer, where a NIC has too short a completion queue
     for as many); of more, those not used lately are closed.
@@ -419,7 +422,12 @@ def open_rdma(
 
     Raises ConfigError without pyverbs, without a device, or when one that was named is not usable.
     """
-    choices = NicChoices(gid_index=settings.gid_index, mtu_bytes=settings.mtu_bytes)
+    choices = NicChoices(
+        gid_index=settings.gid_index,
+        mtu_bytes=settings.mtu_bytes,
+        traffic_class=settings.traffic_class,
+        service_level=settings.service_level,
+    )
     nics = open_nics(settings.devices, choices)
     matrix = read_matrix([nic.address.name for nic in nics])
     memory = RdmaMemory(table, nics, prefer(matrix, settings.near))

@@ -98,6 +98,8 @@ class NicChoices:
 
     gid_index: int | None = None
     mtu_bytes: int | None = None
+    traffic_class: int = 0
+    service_level: int = 0
 
 
 class VerbsNic:
@@ -288,12 +290,16 @@ class VerbsNic:
         attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = _TIMEOUT_CODE, _RETRIES, 7
         gid = ":".join(peer.nic.gid.hex()[at : at + 4] for at in range(0, 32, 4))
         route = verbs.addr.GlobalRoute(
-            dgid=verbs.addr.GID(gid), sgid_index=self.gid_index, hop_limit=64
+            dgid=verbs.addr.GID(gid),
+            sgid_index=self.gid_index,
+            hop_limit=64,
+            traffic_class=self._choices.traffic_class,
         )
         attributes.ah_attr = verbs.addr.AHAttr(
             gr=route,
             is_global=int(self.address.ethernet),
             dlid=peer.nic.lid,
+            sl=self._choices.service_level,
             port_num=self._port,
         )
         return attributes

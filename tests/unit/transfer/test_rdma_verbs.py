@@ -9,12 +9,24 @@ from unittest.mock import MagicMock, call
 import pytest
 
 from mooncake.transfer.backends.rdma_nic import WorkRequest
-from mooncake.transfer.backends.rdma_verbs import VerbsPair
-from mooncake.transfer.backends.rdma_wire import NicAddress
+from mooncake.transfer.backends.rdma_verbs import NicChoices, VerbsNic, VerbsPair
+from mooncake.transfer.backends.rdma_wire import NicAddress, PairAddress
 
 INLINE, SIGNALED = 8, 2
 """IBV_SEND_INLINE, IBV_SEND_SIGNALED"""
 NIC = NicAddress("mlx5_0", bytes(16), 0, 5, True)
+
+
+def test_packets_are_of_the_class_that_was_chosen() -> None:
+    verbs: Any = MagicMock()
+    nic = object.__new__(VerbsNic)  # opening one needs a device
+    nic._verbs, nic._port, nic.gid_index, nic.address = verbs, 1, 3, NIC
+    nic._choices = NicChoices(traffic_class=106, service_level=5)
+    attributes = nic.pair_attributes(PairAddress(NIC, 1, 0), PairAddress(NIC, 2, 0))
+    assert verbs.addr.GlobalRoute.call_args.kwargs["traffic_class"] == 106
+    asked = verbs.addr.AHAttr.call_args.kwargs
+    assert (asked["gr"], asked["sl"]) == (verbs.addr.GlobalRoute.return_value, 5)
+    assert attributes.ah_attr is verbs.addr.AHAttr.return_value
 
 
 class NoMemory:
