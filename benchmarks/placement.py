@@ -37,6 +37,7 @@ from mooncake.base import (
     WorkerHello,
     WorkerLoad,
     WorkerRef,
+    pack_tokens,
 )
 from mooncake.scheduler.admission import Rejection
 from mooncake.scheduler.conductor import Conductor
@@ -126,7 +127,7 @@ class World:
         fresh = self.random.randbytes(KEY_BYTES * (self.num_blocks - known))
         request = GenerateRequest(
             request_id=f"r{self._count}",
-            prompt_tokens=self.prompt,
+            prompt=pack_tokens(self.prompt),
             sampling=SamplingParams(max_tokens=512),
         )
         return request, KeyChain(chain[:known].packed + fresh)

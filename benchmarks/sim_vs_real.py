@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.live_cluster import SEED, LiveCluster, Stream, finish, live_cluster
 from benchmarks.servers import ROOT, family, load, machine, process_cpu_s
 from benchmarks.simulated_twin import Known, Outcome, Played, Rehearsal, Tuning, Twin
-from mooncake.base import GenerateRequest, SamplingParams
+from mooncake.base import GenerateRequest, SamplingParams, pack_tokens
 from mooncake.launch import model_files
 from mooncake.launch.machine_facts import num_cores
 from mooncake.launch.plan import ServePlan, make_plan
@@ -125,7 +125,7 @@ def _request(name: str, line: TraceLine) -> GenerateRequest:
         tokens += Random(hash_id).choices(range(1, LAST_TOKEN), k=BLOCK_TOKENS)
     return GenerateRequest(
         request_id=name,
-        prompt_tokens=tokens[: max(1, line.input_length // SCALE)],
+        prompt=pack_tokens(tokens[: max(1, line.input_length // SCALE)]),
         sampling=SamplingParams(
             max_tokens=max(2, line.output_length // SCALE), temperature=0.0, ignore_eos=True
         ),
@@ -138,7 +138,7 @@ def alone() -> list[GenerateRequest]:
     return [
         GenerateRequest(
             request_id=f"alone-{number}",
-            prompt_tokens=random.choices(range(1, LAST_TOKEN), k=64 + 128 * number),
+            prompt=pack_tokens(random.choices(range(1, LAST_TOKEN), k=64 + 128 * number)),
             sampling=SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True),
         )
         for number in range(NUM_ALONE)

@@ -24,6 +24,7 @@ from mooncake.base import (
     TokenLogprobs,
     TokensEvent,
     Unavailable,
+    pack_tokens,
 )
 
 
@@ -202,7 +203,7 @@ class BeamStream:
             msgspec.structs.replace(
                 first,
                 request_id=f"{first.request_id}-{self._step}-{at}",
-                prompt_tokens=[*first.prompt_tokens, *beam.tokens],
+                prompt=first.prompt + pack_tokens(beam.tokens),
                 sampling=sampling,
             )
             for at, beam in enumerate(search.live)

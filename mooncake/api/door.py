@@ -31,6 +31,7 @@ from mooncake.base import (
     SamplingParams,
     SystemIds,
     Unavailable,
+    pack_tokens,
 )
 
 _log = logging.getLogger(__name__)
@@ -164,12 +165,13 @@ class Door:
         base = "-".join(filter(None, (call_id, self.config.gateway_id, self._ids.hex(4))))
         requests: list[GenerateRequest] = []
         for tokens, sampling in prompts:
+            prompt = pack_tokens(tokens)
             for _ in range(n):
                 which = len(requests)
                 requests.append(
                     GenerateRequest(
                         request_id=f"{base}-{which}",
-                        prompt_tokens=tokens,
+                        prompt=prompt,
                         sampling=msgspec.structs.replace(
                             sampling, seed=choice_seed(seed, which % n)
                         ),

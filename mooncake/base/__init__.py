@@ -8,6 +8,8 @@ from mooncake.base.blocks import (
     block_keys,
     chain_root,
     extend_chain,
+    pack_tokens,
+    unpack_tokens,
 )
 from mooncake.base.bounded import (
     BoundedQueue,
@@ -186,8 +188,10 @@ __all__ = [
     "chain_root",
     "extend_chain",
     "format_bytes",
+    "pack_tokens",
     "packed_places",
     "page_places",
     "parse_bytes",
+    "unpack_tokens",
     "yarn_mscale",
 ]

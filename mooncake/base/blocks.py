@@ -78,6 +78,21 @@ class KeyChain(Sequence[BlockKey]):
         return f"KeyChain of {len(self)}"
 
 
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Return token ids in one piece of memory, 4 bytes each: an object that full collections do
+    not walk, and messages carry as it is. `unpack_tokens` reads them.
+
+    Raises:
+        OverflowError: an id does not fit 32 bits, or is below 0.
+    """
+    return tokens.tobytes() if isinstance(tokens, memoryview) else array("I", tokens).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> memoryview[int]:
+    """Return a view of packed token ids. Raises TypeError where half an id is at the end."""
+    return memoryview(packed).cast("I")
+
+
 def chain_root(layout_fingerprint: str, tenant: str = "", cache_salt: str = "") -> BlockKey:
     """Return the key that stands before a sequence's first block."""
     digest = blake2b(digest_size=KEY_BYTES, person=b"mooncake-root")
@@ -93,7 +108,7 @@ def extend_chain(parent: BlockKey, tokens: Sequence[int], block_tokens: int) -> 
 
     A partial last block has no key. Token ids must fit 32 bits.
     """
-    data = array("I", tokens).tobytes()
+    data = pack_tokens(tokens)
     step = 4 * block_tokens
     keys: list[BlockKey] = []
     for start in range(0, len(data) - step + 1, step):

@@ -22,7 +22,7 @@ from mooncake.base.request import (
     TokenLogprobs,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Role(str, Enum):

@@ -12,10 +12,13 @@ RequestState: the life of a request as the gateway sees it (one table of legal m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
+from typing import Annotated
 
 import msgspec
 
+from mooncake.base.blocks import pack_tokens, unpack_tokens
 from mooncake.base.sampling import SamplingParams
 
 
@@ -39,12 +42,12 @@ _CLASS_ORDER = {priority: order for order, priority in enumerate(Priority)}
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate. `n > 1` is `n` of these, made by the door.
 
-    `prompt_tokens` is never empty; `len(prompt_tokens) + sampling.max_tokens` fits the model's
-    context.
+    The prompt is never empty; `len(prompt_tokens) + sampling.max_tokens` fits the model's context.
     """
 
     request_id: str
-    prompt_tokens: list[int]
+    prompt: Annotated[bytes, msgspec.Meta(min_length=4)]
+    """Its token ids, made by `pack_tokens`."""
     sampling: SamplingParams
     tenant: str = ""
     """Salts the block keys: one tenant can neither hit nor time another's cache."""
@@ -55,6 +58,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     tbt_slo_s: float | None = None
     timeout_s: float | None = None
     """The request fails with 408 when it has not finished this long after it was accepted."""
+
+    def __post_init__(self) -> None:
+        unpack_tokens(self.prompt)
+
+    @property
+    def prompt_tokens(self) -> memoryview[int]:
+        return unpack_tokens(self.prompt)
+
+    def tokens_with(self, output_tokens: Sequence[int]) -> memoryview[int]:
+        """Return the tokens of the prompt and of its output so far."""
+        return unpack_tokens(self.prompt + pack_tokens(output_tokens))
 
 
 class RequestState(str, Enum):

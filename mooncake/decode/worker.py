@@ -109,7 +109,7 @@ class DecodeWorker:
                 return
             self._abort(known, now)
         layout, request = self.instance.layout, order.request
-        tokens = request.prompt_tokens + order.output_tokens
+        tokens = request.tokens_with(order.output_tokens)
         keys = block_keys(
             layout.fingerprint, tokens, layout.block_tokens, request.tenant, request.cache_salt
         )

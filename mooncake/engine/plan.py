@@ -8,6 +8,8 @@ in this process or many ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from mooncake.base.request import TokenLogprobs
@@ -19,7 +21,7 @@ class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):
 
     sequence_id: int
     sampling: SamplingParams
-    prompt_tokens: list[int]
+    prompt_tokens: Sequence[int]
     output_tokens: list[int]
     """Sampled before (elsewhere, or before a preemption): penalties count them, seeds go on after
     them.

@@ -36,6 +36,7 @@ class Sequence:
     sequence_id: int
     """Unique in its engine for all time; the runner knows the sequence by it."""
     request: GenerateRequest
+    prompt_tokens: memoryview[int] = field(init=False)
     attempt: int = 0
     turn: float = 0.0
     """Its place among those of its class: smaller goes first."""
@@ -70,6 +71,7 @@ class Sequence:
     """Collected so far, where the request asks for them; None = not wanted or delivered."""
 
     def __post_init__(self) -> None:
+        self.prompt_tokens = self.request.prompt_tokens
         if self.max_new_tokens == 0:
             self.max_new_tokens = self.request.sampling.max_tokens
         wanted = self.request.sampling.num_prompt_logprobs is not None
@@ -77,13 +79,9 @@ class Sequence:
             self.prompt_logprobs = [None]
 
     @property
-    def prompt_tokens(self) -> list[int]:
-        return self.request.prompt_tokens
-
-    @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and output so far."""
-        return len(self.request.prompt_tokens) + len(self.output_tokens)
+        return len(self.prompt_tokens) + len(self.output_tokens)
 
     @property
     def num_missing(self) -> int:
@@ -95,17 +93,15 @@ class Sequence:
         """Tokens computed in this engine if nothing ends the sequence early (the last token
         sampled is not).
         """
-        return len(self.request.prompt_tokens) + self.max_new_tokens - 1
+        return len(self.prompt_tokens) + self.max_new_tokens - 1
 
     def tokens_between(self, start: int, stop: int) -> list[int]:
         """Return the known tokens at positions [start, stop)."""
-        prompt = self.request.prompt_tokens
+        prompt = self.prompt_tokens
         cut = len(prompt)
-        if stop <= cut:
-            return prompt[start:stop]
         if start >= cut:
             return self.output_tokens[start - cut : stop - cut]
-        return prompt[start:] + self.output_tokens[: stop - cut]
+        return prompt[start:stop].tolist() + self.output_tokens[: max(0, stop - cut)]
 
     def extend_keys(self, layout_fingerprint: str, block_tokens: int) -> list[BlockKey]:
         """Bring `keys` up to date with the known tokens and return it."""

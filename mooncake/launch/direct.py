@@ -19,6 +19,7 @@ from mooncake.base import (
     InvalidRequest,
     MonotonicClock,
     SamplingParams,
+    pack_tokens,
 )
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
@@ -132,7 +133,7 @@ class DirectEngine:
                 )
             number = self._num_requests = self._num_requests + 1
             request = GenerateRequest(
-                request_id=f"direct-{number}", prompt_tokens=list(prompt), sampling=settings
+                request_id=f"direct-{number}", prompt=pack_tokens(prompt), sampling=settings
             )
             made.append(EngineSequence(sequence_id=number, request=request))
         return made

@@ -131,7 +131,7 @@ class PrefillWorker:
         if self._ended.get(order.request.request_id, -1) >= order.attempt:
             return
         instance, request = self.instance, order.request
-        tokens = request.prompt_tokens + order.output_tokens
+        tokens = request.tokens_with(order.output_tokens)
         layout = instance.layout
         keys = block_keys(
             layout.fingerprint, tokens, layout.block_tokens, request.tenant, request.cache_salt

@@ -12,7 +12,7 @@ from mooncake.base.errors import ProtocolError
 from mooncake.base.messages import PROTOCOL_VERSION
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""Longest encoded message a channel carries; a 128k-token prompt takes about 0.6 MiB."""
+"""Longest encoded message a channel carries; a 128k-token prompt takes 0.5 MiB."""
 
 _MAGIC = 0x4D
 _PREFIX = bytes((_MAGIC, PROTOCOL_VERSION))

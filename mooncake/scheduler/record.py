@@ -188,11 +188,7 @@ class RequestRecord:
             self.keys, self.keys_layout = KeyChain(), layout
         request = self.request
         done = len(self.keys) * layout.block_tokens
-        num_prompt = len(request.prompt_tokens)
-        if done < num_prompt:
-            tail = request.prompt_tokens[done:] + self.order.tokens
-        else:
-            tail = self.order.tokens[done - num_prompt :]
+        tail = request.tokens_with(self.order.tokens)[done:]
         parent = (
             self.keys[-1]
             if self.keys

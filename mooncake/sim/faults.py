@@ -12,7 +12,7 @@ from random import Random
 
 import msgspec
 
-from mooncake.base import GenerateRequest, KvLayout, Priority, SamplingParams
+from mooncake.base import GenerateRequest, KvLayout, Priority, SamplingParams, pack_tokens
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.machine import Machine
 from mooncake.base.messages import Role
@@ -185,7 +185,7 @@ class Trial:
         random = self._random
         request = GenerateRequest(
             request_id=f"r{index}",
-            prompt_tokens=prompt,
+            prompt=pack_tokens(prompt),
             sampling=SamplingParams(max_tokens=random.choice([1, 2, 12, 40]), seed=index),
             tenant=random.choice(["", "", "other"]),
             priority=random.choice([Priority.INTERACTIVE, *Priority]),

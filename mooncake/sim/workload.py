@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mooncake.base import ConfigError, GenerateRequest, Priority, SamplingParams
+from mooncake.base import ConfigError, GenerateRequest, Priority, SamplingParams, pack_tokens
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens that one id of `hash_ids` stands for (Mooncake's published traces)."""
@@ -92,7 +92,7 @@ class Arrival:
         room = max_model_len - self.line.input_length
         return GenerateRequest(
             request_id=self.request_id,
-            prompt_tokens=prompt_tokens(self.line),
+            prompt=pack_tokens(prompt_tokens(self.line)),
             sampling=SamplingParams(
                 max_tokens=max(1, min(room, max(MAX_TOKENS, self.num_output_tokens))),
                 seed=self.index,

@@ -20,7 +20,7 @@ from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.fields import UNSUPPORTED_FIELDS
 from mooncake.api.schema.tokens import TokenizeRequest
 from mooncake.api.stream import Detokenizer, StopMatcher
-from mooncake.base import GenerateRequest, InvalidRequest, SamplingParams, TokensEvent
+from mooncake.base import GenerateRequest, InvalidRequest, SamplingParams, TokensEvent, pack_tokens
 from tests.support.door import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -84,7 +84,8 @@ def test_answers_are_cut_the_same_at_every_grouping(
     tokens: list[int], cuts: list[int], stops: list[str]
 ) -> None:
     def play(bounds: list[int]) -> tuple[str, str, list[list[str]], str | None]:
-        request = GenerateRequest(request_id="r", prompt_tokens=[1], sampling=SamplingParams())
+        prompt = pack_tokens([1])
+        request = GenerateRequest(request_id="r", prompt=prompt, sampling=SamplingParams())
         options = TextOptions(markers=MARKERS, stops=tuple(stops))
         choice = Choice(0, request, TOKENIZER, options, [])
         content, reasoning, calls = "", "", []

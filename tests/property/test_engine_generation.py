@@ -105,7 +105,7 @@ def received(bench: Bench, order: GenerateRequest) -> Sequence | None:
         if pages is not None:
             bench.engine.pool.release(pages)
         return None
-    history = History(bench.layout, order.prompt_tokens)
+    history = History(bench.layout, order.prompt_tokens.tolist())
     for index, page in enumerate(pages):
         for layer in range(bench.layout.num_layers):
             data = history.slice(layer, index)

@@ -11,7 +11,15 @@ from random import Random
 import msgspec
 import pytest
 
-from mooncake.base import CostSample, FinishReason, GenerateRequest, KvLayout, Role, SamplingParams
+from mooncake.base import (
+    CostSample,
+    FinishReason,
+    GenerateRequest,
+    KvLayout,
+    Role,
+    SamplingParams,
+    pack_tokens,
+)
 from mooncake.base.machine import Machine
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan
@@ -123,7 +131,7 @@ def flip(world: World, seed: int = 0, phase_s: float = PHASE_S) -> list[Stream]:
         num_prompt, num_output = (100, 4) if prompts_first else (20, 50)
         request = GenerateRequest(
             request_id=f"r{at_s:.6f}",
-            prompt_tokens=[random.randrange(1, 1 << 20) for _ in range(num_prompt)],
+            prompt=pack_tokens([random.randrange(1, 1 << 20) for _ in range(num_prompt)]),
             sampling=SamplingParams(max_tokens=num_output, seed=int(at_s * 1e6)),
         )
         world.heap.at(at_s, arrival(request))

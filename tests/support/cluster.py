@@ -8,7 +8,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from mooncake.base import CostSample, FinishReason, GenerateRequest, Role, SamplingParams
+from mooncake.base import (
+    CostSample,
+    FinishReason,
+    GenerateRequest,
+    Role,
+    SamplingParams,
+    pack_tokens,
+)
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan, StepResult
 from mooncake.instance import InstanceConfig
@@ -201,6 +208,6 @@ def request(
     """Return a greedy-like request of the fake model."""
     return GenerateRequest(
         request_id=name,
-        prompt_tokens=prompt_tokens,
+        prompt=pack_tokens(prompt_tokens),
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from mooncake.base import pack_tokens
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.request import GenerateRequest, Priority
 from mooncake.base.sampling import SamplingParams
@@ -37,7 +38,7 @@ def request(
     """Return a request for `max_tokens` tokens after `prompt`."""
     return GenerateRequest(
         request_id=name,
-        prompt_tokens=prompt,
+        prompt=pack_tokens(prompt),
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
         priority=priority,
         tenant=tenant,

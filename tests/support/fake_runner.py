@@ -97,7 +97,7 @@ def expected_output(
     vocab_size: int = VOCAB_SIZE,
 ) -> list[int]:
     """Return the output tokens that `request` must get, however it is scheduled: the oracle."""
-    history = History(layout, request.prompt_tokens)
+    history = History(layout, request.prompt_tokens.tolist())
     sampling = request.sampling
     outputs: list[int] = []
     while len(outputs) < sampling.max_tokens and len(history.tokens) < max_model_len:
@@ -115,7 +115,7 @@ class _State:
     def __init__(self, layout: KvLayout, start: SequenceStart) -> None:
         self.sampling = start.sampling
         self.num_prompt_tokens = len(start.prompt_tokens)
-        self.history = History(layout, start.prompt_tokens + start.output_tokens)
+        self.history = History(layout, [*start.prompt_tokens, *start.output_tokens])
 
 
 class FakeRunner:

@@ -16,6 +16,7 @@ from mooncake.base import (
     OutputEvent,
     SamplingParams,
     TokensEvent,
+    pack_tokens,
 )
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import RunnerEvent, StepPlan
@@ -164,4 +165,4 @@ class LocalWorld:
 def request(number: int, prompt: list[int], max_tokens: int = 12, **more: Any) -> GenerateRequest:
     """Return a greedy request."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)
-    return GenerateRequest(request_id=f"r{number}", prompt_tokens=prompt, sampling=sampling)
+    return GenerateRequest(request_id=f"r{number}", prompt=pack_tokens(prompt), sampling=sampling)

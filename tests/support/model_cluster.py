@@ -20,6 +20,7 @@ from mooncake.base import (
     SeededIds,
     TokensEvent,
     WorkerRef,
+    pack_tokens,
 )
 from mooncake.launch.driver import Driver
 from mooncake.launch.local import LocalCluster
@@ -182,6 +183,6 @@ def request(name: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) 
     settings = {"temperature": 0.0, "ignore_eos": True, **sampling}
     return GenerateRequest(
         request_id=name,
-        prompt_tokens=list(prompt),
+        prompt=pack_tokens(prompt),
         sampling=SamplingParams(max_tokens=max_tokens, **settings),
     )

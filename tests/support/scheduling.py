@@ -33,6 +33,7 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
     block_keys,
+    pack_tokens,
 )
 from mooncake.base.messages import FinishInfo
 from mooncake.scheduler.conductor import Conductor
@@ -79,9 +80,10 @@ def request(name: str = "r", num_prompt: int = 16, max_tokens: int = 4, **fields
     """Return a request with a prompt of its own."""
     sampling = {k: fields.pop(k) for k in list(fields) if k in SamplingParams.__struct_fields__}
     prompt = fields.pop("prompt_tokens", None)
+    prompt = prompt or [(sum(name.encode()) * 31 + i) % 1000 for i in range(num_prompt)]
     return GenerateRequest(
         request_id=name,
-        prompt_tokens=prompt or [(sum(name.encode()) * 31 + i) % 1000 for i in range(num_prompt)],
+        prompt=pack_tokens(prompt),
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
         **fields,
     )

@@ -30,6 +30,7 @@ from mooncake.base import (
     Welcome,
     WorkerLoad,
     WorkerRef,
+    pack_tokens,
 )
 from mooncake.base.messages import FinishInfo
 from mooncake.scheduler.conductor import Conductor
@@ -335,7 +336,7 @@ class UnrulyCluster:
         name = f"r{len(self.clients)}"
         request = GenerateRequest(
             request_id=name,
-            prompt_tokens=[7] * self.random.randrange(1, 60),
+            prompt=pack_tokens([7] * self.random.randrange(1, 60)),
             sampling=SamplingParams(
                 max_tokens=self.random.randrange(1, 12),
                 stop_token_ids=[STOP_TOKEN] if self.random.random() < 0.5 else [],

@@ -96,7 +96,7 @@ class ChatRenderer:
                 for delta in deltas
             ],
             usage=call_usage(call),
-            prompt_token_ids=prompt_tokens if body.return_token_ids else UNSET,
+            prompt_token_ids=prompt_tokens.tolist() if body.return_token_ids else UNSET,
         )
         if prompt_logprobs is not None:
             reply.prompt_logprobs = self._speller.prompt(prompt_tokens, prompt_logprobs)
@@ -108,7 +108,7 @@ class ChatRenderer:
             text = ChatText(role="assistant", content=self._echo)
             chunk = self._chunk(call, [ChatChunkChoice(choice.index, text, None, None)])
             if self._body.return_token_ids and not chunks:
-                chunk.prompt_token_ids = call.requests[0].prompt_tokens
+                chunk.prompt_token_ids = call.requests[0].prompt_tokens.tolist()
             chunks.append(event(encode(chunk)))
         return chunks
 

@@ -178,21 +178,23 @@ class CompletionRenderer:
             and ("length" if self._prompt_only else delta.finish_reason),
             stop_reason=None if self._prompt_only else delta.stop_reason,
             token_ids=tokens if self._body.return_token_ids else UNSET,
-            prompt_token_ids=prompt_tokens if first and self._body.return_token_ids else UNSET,
+            prompt_token_ids=prompt_tokens.tolist()
+            if first and self._body.return_token_ids
+            else UNSET,
         )
         if self._body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
             choice.prompt_logprobs = self._speller.prompt(prompt_tokens, delta.prompt_logprobs)
         return choice
 
     def _logprobs(
-        self, delta: Delta, prompt_tokens: list[int], tokens: list[int], *, first: bool
+        self, delta: Delta, prompt_tokens: memoryview[int], tokens: list[int], *, first: bool
     ) -> CompletionLogprobs | None:
         offset = self._offsets.setdefault(delta.index, 0)
         if self._body.logprobs is None:
             return None
         entries: list[TokenLogprobs | None] = list(delta.logprobs) if tokens else []
         if first and self._body.echo and delta.prompt_logprobs is not None:
-            tokens = prompt_tokens + tokens
+            tokens = prompt_tokens.tolist() + tokens
             entries = delta.prompt_logprobs + entries
         columns = self._speller.completion(tokens, entries, offset)
         if tokens:

@@ -264,7 +264,7 @@ class _Sequence:
         biases = [(t, value) for t, value in sampling.logit_bias.items() if 0 <= t < vocab_size]
         seen = None
         if sampling.repetition_penalty != 1.0:
-            seen = marked(start.prompt_tokens + start.output_tokens)
+            seen = marked([*start.prompt_tokens, *start.output_tokens])
         allowed = sampling.allowed_token_ids
         return cls(
             sampling=sampling,

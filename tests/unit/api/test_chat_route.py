@@ -202,7 +202,7 @@ def test_extras_reach_the_engine() -> None:
         assert sampling.logit_bias == {4: 2}
         assert (asked.cache_salt, asked.priority.value) == ("s", "batch")
         dump = reply.model_dump()
-        assert dump["prompt_token_ids"] == asked.prompt_tokens
+        assert dump["prompt_token_ids"] == asked.prompt_tokens.tolist()
         assert dump["choices"][0]["token_ids"] == TOKENIZER.encode(TEXT)[:7]
         assert dump["prompt_logprobs"][0] is None
         token = asked.prompt_tokens[1]
@@ -236,7 +236,7 @@ def test_token_ids_in_a_stream() -> None:
             dump = chunk.model_dump()
             prompt += dump.get("prompt_token_ids") or []
             tokens += dump["choices"][0].get("token_ids") or []
-        assert prompt == backend.requests[0].prompt_tokens
+        assert prompt == backend.requests[0].prompt_tokens.tolist()
         assert tokens == TOKENIZER.encode(TEXT + "<|im_end|>")
 
     run(says(TEXT), test)

@@ -43,7 +43,7 @@ def run(
 def test_prompts_in_all_forms(prompt: Any, expected: list[list[int]]) -> None:
     async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
         reply = await client.completions.create(model="tiny", prompt=prompt)
-        assert [asked.prompt_tokens for asked in backend.requests] == expected
+        assert [asked.prompt_tokens.tolist() for asked in backend.requests] == expected
         assert [choice.index for choice in reply.choices] == list(range(len(expected)))
         assert all(choice.text == TEXT for choice in reply.choices)
         assert reply.usage is not None
@@ -60,7 +60,7 @@ def test_choices_are_ordered_prompt_by_prompt() -> None:
         reply = await client.completions.create(model="tiny", prompt=["a", "b"], n=3, seed=10)
         assert [choice.index for choice in reply.choices] == list(range(6))
         asked = backend.requests
-        assert [one.prompt_tokens for one in asked] == [[97]] * 3 + [[98]] * 3
+        assert [one.prompt_tokens.tolist() for one in asked] == [[97]] * 3 + [[98]] * 3
         assert [one.sampling.seed for one in asked] == [10, 11, 12] * 2
         base = asked[0].request_id.removesuffix("-0")
         assert [one.request_id for one in asked] == [f"{base}-{i}" for i in range(6)]
@@ -200,7 +200,7 @@ def test_long_prompts_are_encoded_beside_the_loop_with_the_same_result() -> None
         await client.completions.create(
             model="tiny", prompt=text, extra_body={"truncate_prompt_tokens": 10}
         )
-        assert backend.requests[0].prompt_tokens == TOKENIZER.encode(text)[-10:]
+        assert backend.requests[0].prompt_tokens.tolist() == TOKENIZER.encode(text)[-10:]
 
     run(says(TEXT), test)
 

@@ -22,6 +22,7 @@ from mooncake.base import (
     OutputEvent,
     SamplingParams,
     TokensEvent,
+    pack_tokens,
 )
 
 
@@ -144,7 +145,7 @@ def run(test: Callable[[RecordingMachine, PipeInbox, GatewayBackend], object]) -
 
 
 def request(name: str) -> GenerateRequest:
-    return GenerateRequest(request_id=name, prompt_tokens=[1], sampling=SamplingParams())
+    return GenerateRequest(request_id=name, prompt=pack_tokens([1]), sampling=SamplingParams())
 
 
 def test_messages_reach_the_machine_in_order_and_are_followed_by_a_tick() -> None:

@@ -20,6 +20,7 @@ from mooncake.base import (
     SamplingParams,
     TokensEvent,
     Unavailable,
+    pack_tokens,
 )
 from tests.support.door import ScriptedBackend, answer, says, tiny_tokenizer
 
@@ -32,7 +33,7 @@ def request(name: str = "r", **sampling: object) -> GenerateRequest:
     settings = {"max_tokens": 100, "stop_token_ids": [EOS]} | sampling
     return GenerateRequest(
         request_id=name,
-        prompt_tokens=[1, 2, 3],
+        prompt=pack_tokens([1, 2, 3]),
         sampling=SamplingParams(**settings),  # type: ignore[arg-type]
     )
 

@@ -90,8 +90,8 @@ def prompt_of(config: ApiConfig) -> list[int]:
             reply = await http.post(f"{url}/v1/chat/completions", json=ask)
             assert reply.status_code == 200
             counted = await http.post(f"{url}/tokenize", json=ask)
-            assert counted.json()["tokens"] == backend.requests[0].prompt_tokens
-        return backend.requests[0].prompt_tokens
+            assert counted.json()["tokens"] == backend.requests[0].prompt_tokens.tolist()
+        return backend.requests[0].prompt_tokens.tolist()
 
     return asyncio.run(main())
 

@@ -18,7 +18,7 @@ from mooncake.api.message_parser import (
     reasoning_is_open,
 )
 from mooncake.api.tokenizer import TiktokenTokenizer
-from mooncake.base import GenerateRequest, SamplingParams
+from mooncake.base import GenerateRequest, SamplingParams, pack_tokens
 from tests.support.door import answer, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -141,7 +141,7 @@ def play(text: str, cuts: tuple[int, ...], *, max_calls: int | None = None) -> S
     """Answer with `text`, its tokens grouped as `cuts` says."""
     asked = GenerateRequest(
         request_id="r",
-        prompt_tokens=[1],
+        prompt=pack_tokens([1]),
         sampling=SamplingParams(max_tokens=10_000, stop_token_ids=[EOS]),
     )
     choice = Choice(0, asked, TOKENIZER, TextOptions(markers=MARKERS, max_calls=max_calls), [EOS])
@@ -199,7 +199,7 @@ def test_further_calls_are_dropped_when_not_parallel() -> None:
 
 def test_length_keeps_what_came() -> None:
     asked = GenerateRequest(
-        request_id="r", prompt_tokens=[1], sampling=SamplingParams(max_tokens=25)
+        request_id="r", prompt=pack_tokens([1]), sampling=SamplingParams(max_tokens=25)
     )
     choice = Choice(0, asked, TOKENIZER, TextOptions(markers=MARKERS), [EOS])
     for event in answer(asked, TOKENIZER.encode(f'{S}{B}functions.f:0{A}{{"abcdefgh": 1}}{Z}')):
@@ -214,7 +214,7 @@ def test_stop_strings_do_not_cut_tool_calls(stop: str) -> None:
     text = f'x {S}{B}functions.f:0{A}{{"a": 1}}{Z}{E} y{stop}z'
     asked = GenerateRequest(
         request_id="r",
-        prompt_tokens=[1],
+        prompt=pack_tokens([1]),
         sampling=SamplingParams(max_tokens=1000, stop_token_ids=[EOS]),
     )
     options = TextOptions(markers=MARKERS, stops=(stop,))
@@ -230,7 +230,7 @@ def test_stop_strings_do_not_cut_tool_calls(stop: str) -> None:
 def test_reasoning_tokens_are_counted() -> None:
     asked = GenerateRequest(
         request_id="r",
-        prompt_tokens=[1],
+        prompt=pack_tokens([1]),
         sampling=SamplingParams(max_tokens=1000, stop_token_ids=[EOS]),
     )
     choice = Choice(0, asked, TOKENIZER, TextOptions(markers=MARKERS), [EOS])

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.base import KEY_BYTES, KeyChain, block_keys, chain_root, extend_chain
+from mooncake.base import (
+    KEY_BYTES,
+    GenerateRequest,
+    KeyChain,
+    SamplingParams,
+    block_keys,
+    chain_root,
+    extend_chain,
+    pack_tokens,
+    unpack_tokens,
+)
 
 KNOWN_KEYS = [
     "383207ce7d7674d0f7253a8825f97c48",
@@ -75,6 +87,21 @@ def test_equal_keys_mean_equal_tokens(left: list[int], right: list[int], step: i
     ):
         same = left[: (index + 1) * step] == right[: (index + 1) * step]
         assert (one == two) == same
+
+
+@given(TOKENS, TOKENS)
+def test_packed_tokens_are_the_same_tokens(prompt: list[int], output: list[int]) -> None:
+    packed = pack_tokens(prompt)
+    assert unpack_tokens(packed).tolist() == prompt
+    assert pack_tokens(unpack_tokens(packed)[1:]) == pack_tokens(prompt[1:])
+    assert block_keys("m", unpack_tokens(packed), 4) == block_keys("m", prompt, 4)
+    request = GenerateRequest(request_id="r", prompt=packed, sampling=SamplingParams())
+    assert request.tokens_with(output).tolist() == prompt + output
+
+
+def test_prompts_are_one_object_to_the_garbage_collector() -> None:
+    request = GenerateRequest(request_id="r", prompt=pack_tokens([1]), sampling=SamplingParams())
+    assert not gc.is_tracked(request.prompt)
 
 
 def test_tokens_beyond_32_bits_are_refused() -> None:

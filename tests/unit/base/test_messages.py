@@ -20,6 +20,7 @@ from mooncake.base import (
     StepOutputs,
     Tier,
     WorkerRef,
+    pack_tokens,
 )
 
 WORKER = WorkerRef("prefill-0", "e1", "tcp://127.0.0.1:1")
@@ -50,7 +51,7 @@ def test_a_message_cannot_be_changed_after_it_was_sent() -> None:
 
 
 def test_the_union_tells_messages_apart() -> None:
-    request = GenerateRequest(request_id="r", prompt_tokens=[1], sampling=SamplingParams())
+    request = GenerateRequest(request_id="r", prompt=pack_tokens([1]), sampling=SamplingParams())
     messages: list[AnyMessage] = [
         AbortTask(request_id="r", attempt=1),
         PinBlocks(reader=WORKER, ticket=3, keys=[b"k" * 16]),

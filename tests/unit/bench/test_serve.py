@@ -58,7 +58,7 @@ def test_answers_are_read_whole_and_timed(kind: str) -> None:
 def test_prompts_may_be_token_ids() -> None:
     backend = ScriptedBackend(says("x"))
     asyncio.run(against_door(backend, [sample([97, 98, 99])]))
-    assert backend.requests[0].prompt_tokens == [97, 98, 99]
+    assert backend.requests[0].prompt_tokens.tolist() == [97, 98, 99]
 
 
 def test_fields_lengths_and_ids_reach_the_server() -> None:

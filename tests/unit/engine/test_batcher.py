@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mooncake.base.request import Priority
+from mooncake.base.request import GenerateRequest, Priority
 from mooncake.engine.batcher import Batch, Batcher
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.sequence import Sequence, SequenceState
@@ -25,14 +25,18 @@ class Planner:
 
     def add(self, num_prompt_tokens: int, *, num_received: int = 0, **settings: Any) -> Sequence:
         """Put a sequence in line; with `num_received` pages, in which its prompt's KV lies."""
+        order = request([self.last_id + 1] * num_prompt_tokens, **settings)
+        return self.add_request(order, num_received)
+
+    def add_request(self, order: GenerateRequest, num_received: int = 0) -> Sequence:
         self.last_id += 1
-        sequence = Sequence(self.last_id, request([self.last_id] * num_prompt_tokens, **settings))
+        sequence = Sequence(self.last_id, order)
         sequence.arrival = self.last_id
         if num_received:
             sequence.output_tokens.append(1)
             sequence.pages = self.pool.allocate(num_received) or []
             assert sequence.pages
-            sequence.num_computed = num_prompt_tokens
+            sequence.num_computed = len(order.prompt_tokens)
         sequence.extend_keys("fp", self.config.block_tokens)
         self.batcher.enqueue(sequence)
         return sequence
@@ -124,9 +128,7 @@ def test_cached_blocks_are_shared_but_the_last_token_is_computed() -> None:
     first = planner.add(8)
     planner.plan()
     publish(planner, first)
-    second = planner.add(0)
-    second.request = first.request
-    second.extend_keys("fp", 4)
+    second = planner.add_request(first.request)
     assert planner.plan()[2] == 4  # 8 tokens are cached, the last block is computed again
     assert second.pages[0] == first.pages[0]
     assert second.pages[1] != first.pages[1]
@@ -154,9 +156,7 @@ def test_a_failed_admission_holds_nothing() -> None:
     first = planner.add(8, max_tokens=1)
     planner.plan()
     publish(planner, first)
-    twin = planner.add(0)
-    twin.request = request(first.prompt_tokens + [5] * 9)
-    twin.extend_keys("fp", 4)
+    twin = planner.add_request(request([*first.prompt_tokens, *[5] * 9]))
     assert 2 not in planner.plan()  # 5 blocks, 2 of them cached; 2 are left
     assert [planner.pool.ref_count(page) for page in first.pages] == [1, 1, 1]
     assert twin.pages == []

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mooncake.base import pack_tokens
 from mooncake.base.blocks import block_keys
 from mooncake.base.request import FinishReason
 from mooncake.engine.sequence import Sequence, request_finish
@@ -33,7 +34,7 @@ def test_keys_grow_with_the_tokens_and_equal_those_made_at_once(tenant: str, sal
     order = request([1, 2, 3], tenant=tenant)
     order = type(order)(
         request_id="r",
-        prompt_tokens=order.prompt_tokens,
+        prompt=pack_tokens(order.prompt_tokens),
         sampling=order.sampling,
         tenant=tenant,
         cache_salt=salt,

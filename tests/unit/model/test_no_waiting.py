@@ -18,7 +18,7 @@ from mooncake_kernels.dispatch import kernel
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mooncake.base import GenerateRequest, SamplingParams
+from mooncake.base import GenerateRequest, SamplingParams, pack_tokens
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import SequenceStart, StepResult
@@ -206,7 +206,7 @@ class Bench:
             for number, sampling in joins.get(step, []):
                 request = GenerateRequest(
                     request_id=str(number), sampling=sampling,
-                    prompt_tokens=random_tokens(5 + number, seed=number),
+                    prompt=pack_tokens(random_tokens(5 + number, seed=number)),
                 )  # fmt: skip
                 made[number] = Sequence(sequence_id=number, request=request)
                 assert self.engine.add(made[number], 0.0)

@@ -29,7 +29,7 @@ class GreedySampler:
         self.logprob_rows: list[int] = []
 
     def start(self, start: SequenceStart) -> None:
-        self.history[start.sequence_id] = start.prompt_tokens + start.output_tokens
+        self.history[start.sequence_id] = [*start.prompt_tokens, *start.output_tokens]
 
     def forget(self, sequence_id: int) -> None:
         self.forgotten.append(sequence_id)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from mooncake.base import messages as m
+from mooncake.base import pack_tokens
 from mooncake.base import pool_messages as p
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import ProtocolError
@@ -19,7 +20,10 @@ from mooncake.rpc.codec import decode, encode
 WORKER = m.WorkerRef("decode-0", "e1", "tcp://127.0.0.1:1")
 PLACES = BlockPlaces(SegmentRef("eng", {"tcp": "127.0.0.1:2"}, "h"), 3, 4096, [0, 8192])
 REQUEST = GenerateRequest(
-    request_id="r1", prompt_tokens=[1, 2, 163839], sampling=SamplingParams(max_tokens=5), tenant="t"
+    request_id="r1",
+    prompt=pack_tokens([1, 2, 163839]),
+    sampling=SamplingParams(max_tokens=5),
+    tenant="t",
 )
 KEY = b"\x00\xffa block's key."
 SOURCE = m.BlockSource(store=WORKER, first=0, stop=2)
@@ -79,7 +83,9 @@ EXAMPLES: list[AnyMessage] = [
     m.StopPrefetch(reader=WORKER, ticket=1),
     p.FindBlocks(asker=WORKER, ticket=1, keys=[KEY]),
     p.RemoveBlocks(asker=WORKER, ticket=1, keys=[KEY]),
-    p.FindHolders(asker=WORKER, ticket=1, keys=[KEY]),
+    p.DescribeBlocks(asker=WORKER, ticket=1, keys=[KEY]),
+    p.ForgetBlocks(asker=WORKER, ticket=1, keys=[KEY]),
+    p.FindHolders(asker=WORKER, ticket=1, keys=[KEY], every=True),
     p.HoldersFound(ticket=1, stores=[WORKER], num_blocks=[1]),
     p.AskPool(asker=WORKER, ticket=1),
     p.FindHomes(asker=WORKER, ticket=1, keys=[KEY]),
@@ -89,7 +95,10 @@ EXAMPLES: list[AnyMessage] = [
     p.KeepBlocks(asker=WORKER, ticket=1, keys=[KEY], keep=p.Keep.HARD, epoch="e"),
     p.BlocksKept(ticket=1, store=WORKER, kept=[True, False]),
     p.BlocksFound(ticket=1, store=WORKER, tiers=[m.Tier.SSD, None]),
-    p.BlocksRemoved(ticket=1, store=WORKER, removed=[True]),
+    p.BlocksRemoved(ticket=1, store=WORKER, removed=[True], left=[False]),
+    p.BlocksDescribed(
+        ticket=1, store=WORKER, copies=[[p.BlockCopy(m.Tier.DRAM, 64, p.Keep.SOFT, 2)], []]
+    ),
     p.PoolState(
         ticket=1, store=WORKER, load=m.WorkerLoad(), layout_fingerprint="f", block_bytes=4096,
         drain=p.DrainProgress(over=True, num_copied=3),
@@ -144,6 +153,17 @@ def test_another_version_is_named() -> None:
 def test_garbage_is_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(data)
+
+
+@pytest.mark.parametrize("prompt", [b"", b"four+", [1, 2, 3], "text"])
+def test_prompts_are_whole_token_ids_and_at_least_one(prompt: object) -> None:
+    task = m.DecodeTask(request=REQUEST, attempt=1, gateway=WORKER, prefill=None)
+    data = encode(task)
+    plain = msgspec.msgpack.decode(data[2:])
+    assert decode(data[:2] + msgspec.msgpack.encode(plain)) == task
+    plain["request"]["prompt"] = prompt
+    with pytest.raises(ProtocolError):
+        decode(data[:2] + msgspec.msgpack.encode(plain))
 
 
 def test_each_truncation_is_a_protocol_error() -> None:
