@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from mooncake.base.errors import TransferError
+from mooncake.base.errors import ProtocolError, TransferError
 from mooncake.base.ids import IdSource
+from mooncake.transfer.decoding import decode
 
 HANDSHAKE_VERSION = 1
 MAX_HANDSHAKE_BYTES = 16384
@@ -57,16 +58,15 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 
 _Message = Hello | Challenge | Proof | Welcome | Refusal
-_DECODER = msgspec.msgpack.Decoder(_Message)
+_DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 def _decode(data: bytes | memoryview) -> _Message:
     try:
-        message: _Message = _DECODER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return decode(_DECODER, data, "handshake")
+    except ProtocolError as error:
         raise HandshakeRefused(f"the peer does not speak this protocol: {error}") from error
-    return message
 
 
 def _mac(secret: str, side: bytes, transcript: bytes) -> bytes:

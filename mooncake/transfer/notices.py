@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from mooncake.base.errors import ProtocolError
+from mooncake.transfer.decoding import decode
 from mooncake.transfer.engine import MAX_NOTICE_BYTES, Notice
 
 MAX_PAYLOADS = 128
@@ -50,10 +51,7 @@ def encode(message: Words | Answer) -> bytes:
 
 def decode_words(data: bytes) -> Words:
     """Return what a peer says. Raises ProtocolError."""
-    try:
-        words = _WORDS.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"malformed notice: {error}") from error
+    words = decode(_WORDS, data, "notice")
     if len(words.payloads) > MAX_PAYLOADS or any(
         len(payload) > MAX_NOTICE_BYTES for payload in words.payloads
     ):
@@ -63,10 +61,7 @@ def decode_words(data: bytes) -> Words:
 
 def decode_answer(data: bytes) -> Answer:
     """Return how a peer answers. Raises ProtocolError."""
-    try:
-        return _ANSWER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"malformed answer to a notice: {error}") from error
+    return decode(_ANSWER, data, "answer to a notice")
 
 
 class Sayable(Protocol):

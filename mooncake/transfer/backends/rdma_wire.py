@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from mooncake.base.errors import ProtocolError
+from mooncake.transfer.decoding import decode
 
 MAX_NICS = 64
 
@@ -96,8 +97,8 @@ class PairClosed(msgspec.Struct, frozen=True, tag="closed"):
 
 Ask = AskRegion | OpenPair | ClosePair
 Answer = Inventory | RegionKeys | RegionUnknown | PairOpened | PairRefused | PairClosed
-_ASK = msgspec.msgpack.Decoder(Ask)
-_ANSWER = msgspec.msgpack.Decoder(Answer)
+_ASK: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
+_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -108,10 +109,7 @@ def encode(message: Ask | Answer) -> bytes:
 
 def decode_ask(data: bytes | memoryview) -> Ask:
     """Return a visitor's message. Raises ProtocolError."""
-    try:
-        ask: Ask = _ASK.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"malformed request about RDMA: {error}") from error
+    ask = decode(_ASK, data, "request about RDMA")
     if isinstance(ask, OpenPair):
         _check(ask.visitor.nic)
     return ask
@@ -119,10 +117,7 @@ def decode_ask(data: bytes | memoryview) -> Ask:
 
 def decode_answer(data: bytes | memoryview) -> Answer:
     """Return an owner's message. Raises ProtocolError."""
-    try:
-        answer: Answer = _ANSWER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"malformed answer about RDMA: {error}") from error
+    answer = decode(_ANSWER, data, "answer about RDMA")
     if isinstance(answer, Inventory):
         if len(answer.nics) > MAX_NICS:
             raise ProtocolError(f"an engine with {len(answer.nics)} NICs")

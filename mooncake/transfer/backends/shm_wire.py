@@ -12,7 +12,7 @@ import socket
 
 import msgspec
 
-from mooncake.base.errors import ProtocolError
+from mooncake.transfer.decoding import decode
 
 MAX_MESSAGE_BYTES = 16384
 STATE_SLOTS = 8192
@@ -44,7 +44,7 @@ class RegionRefused(msgspec.Struct, frozen=True, tag="refused"):
 
 Answer = RegionOpened | RegionRefused
 _ASK = msgspec.msgpack.Decoder(OpenRegion)
-_ANSWER = msgspec.msgpack.Decoder(Answer)
+_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -55,19 +55,12 @@ def encode(message: OpenRegion | Answer) -> bytes:
 
 def decode_ask(data: bytes) -> OpenRegion:
     """Return a visitor's message. Raises ProtocolError."""
-    try:
-        return _ASK.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"malformed request for shared memory: {error}") from error
+    return decode(_ASK, data, "request for shared memory")
 
 
 def decode_answer(data: bytes) -> Answer:
     """Return an owner's message. Raises ProtocolError."""
-    try:
-        answer: Answer = _ANSWER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"malformed answer about shared memory: {error}") from error
-    return answer
+    return decode(_ANSWER, data, "answer about shared memory")
 
 
 def receive_packet(sock: socket.socket) -> tuple[bytes, list[int]]:

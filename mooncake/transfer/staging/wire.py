@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from mooncake.base.errors import ProtocolError
+from mooncake.transfer.decoding import decode
 
 MAX_RANGES = 1024
 
@@ -93,8 +94,8 @@ class Drop(msgspec.Struct, frozen=True, tag="drop", array_like=True):
 
 Ask = AskRegion | Open | Land | Settle | Flush | Drop
 Answer = RegionFacts | Granted | Done | Refused
-_ASK = msgspec.msgpack.Decoder(Ask)
-_ANSWER = msgspec.msgpack.Decoder(Answer)
+_ASK: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
+_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -105,10 +106,7 @@ def encode(message: Ask | Answer) -> bytes:
 
 def decode_ask(data: bytes | memoryview) -> Ask:
     """Return a visitor's message. Raises ProtocolError."""
-    try:
-        ask: Ask = _ASK.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"malformed request about windows: {error}") from error
+    ask = decode(_ASK, data, "request about windows")
     if isinstance(ask, Open) and not (
         0 < len(ask.ranges) <= MAX_RANGES and all(length > 0 for _, length in ask.ranges)
     ):
@@ -118,10 +116,7 @@ def decode_ask(data: bytes | memoryview) -> Ask:
 
 def decode_answer(data: bytes | memoryview) -> Answer:
     """Return an owner's message. Raises ProtocolError."""
-    try:
-        answer: Answer = _ANSWER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"malformed answer about windows: {error}") from error
+    answer = decode(_ANSWER, data, "answer about windows")
     if isinstance(answer, RegionFacts) and answer.window_bytes < 1:
         raise ProtocolError(f"windows of {answer.window_bytes} bytes")
     return answer
