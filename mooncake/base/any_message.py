@@ -31,12 +31,15 @@ from mooncake.base.messages import (
 )
 from mooncake.base.pool_messages import (
     AskPool,
+    BlocksDescribed,
     BlocksFound,
     BlocksKept,
     BlocksRemoved,
+    DescribeBlocks,
     FindBlocks,
     FindHolders,
     FindHomes,
+    ForgetBlocks,
     HoldersFound,
     HomesFound,
     KeepBlocks,
@@ -53,6 +56,6 @@ AnyMessage = (
     | Replicate | Prefetch | GatewayNews | FindBlocks | RemoveBlocks | KeepBlocks | AskPool
     | BlocksFound | BlocksRemoved | BlocksKept | PoolState
     | FindHolders | HoldersFound | FindHomes | HomesFound | TakeOver | TakenOver
-    | StopPrefetch
+    | StopPrefetch | DescribeBlocks | BlocksDescribed | ForgetBlocks
 )  # fmt: skip
 """The tagged union that travels on a channel."""

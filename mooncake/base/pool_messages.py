@@ -35,7 +35,10 @@ class FindBlocks(Message, frozen=True, tag="find"):
 
 
 class RemoveBlocks(Message, frozen=True, tag="remove"):
-    """Take blocks out of all tiers, but for those in use: answered by `BlocksRemoved`."""
+    """Take blocks out of all tiers for good, but for those with a hard pin: answered by
+    `BlocksRemoved` once no boot of the node will find them. Readers keep what they read until they
+    have read it. From a gateway: what was removed while the node was away.
+    """
 
     asker: WorkerRef
     ticket: int
@@ -53,6 +56,16 @@ class KeepBlocks(Message, frozen=True, tag="keep"):
     keep: Keep
     epoch: str = ""
     """Of the boot that is meant; another one does nothing. Empty: whichever it is."""
+    lift: bool = False
+    """Bring up first what lies on SSD only."""
+
+
+class DescribeBlocks(Message, frozen=True, tag="describe"):
+    """Ask what a node has of blocks, without holding or using it: answered by `BlocksDescribed`."""
+
+    asker: WorkerRef
+    ticket: int
+    keys: list[BlockKey]
 
 
 class AskPool(Message, frozen=True, tag="ask_pool"):
@@ -70,6 +83,8 @@ class FindHolders(Message, frozen=True, tag="find_holders"):
     asker: WorkerRef
     ticket: int
     keys: list[BlockKey]
+    every: bool = False
+    """Name all there are."""
 
 
 class TakeOver(Message, frozen=True, tag="take_over"):
@@ -93,6 +108,16 @@ class TakeOver(Message, frozen=True, tag="take_over"):
 class FindHomes(Message, frozen=True, tag="find_homes"):
     """A node that drains asks which of its blocks are elsewhere too, and who could take the others:
     answered by `HomesFound`.
+    """
+
+    asker: WorkerRef
+    ticket: int
+    keys: list[BlockKey]
+
+
+class ForgetBlocks(Message, frozen=True, tag="forget_blocks"):
+    """Tell a gateway that blocks are being removed from all nodes: one that is away hears of it
+    when it comes back. Answered by `HoldersFound` with every node there is now.
     """
 
     asker: WorkerRef
@@ -149,11 +174,33 @@ class HoldersFound(Message, frozen=True, tag="holders"):
 
 
 class BlocksRemoved(Message, frozen=True, tag="removed"):
-    """Whether each block named is gone; False: it was not there, or is in use."""
+    """Whether each block named was here and is gone for good."""
 
     ticket: int
     store: WorkerRef
     removed: list[bool]
+    left: list[bool]
+    """Whether it is here still, or may be again: a hard pin is on it, or its disk could not erase
+    it.
+    """
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+    """What a node has of one block in one tier."""
+
+    tier: Tier
+    num_bytes: int
+    keep: Keep = Keep.NO
+    num_readers: int = 0
+    """That hold it now, the node itself included."""
+
+
+class BlocksDescribed(Message, frozen=True, tag="described"):
+    """What a node has of each block asked for, the fastest tier first."""
+
+    ticket: int
+    store: WorkerRef
+    copies: list[list[BlockCopy]]
 
 
 class BlocksKept(Message, frozen=True, tag="kept"):

@@ -9,17 +9,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooncake.base import BlockKey, MooncakeError, Tier, TransferError, WorkerRef
+from mooncake.base.messages import Replicate
 from mooncake.base.pool_messages import (
+    AskPool,
+    BlocksDescribed,
     BlocksFound,
     BlocksKept,
     BlocksRemoved,
+    DescribeBlocks,
+    FindBlocks,
     HoldersFound,
+    KeepBlocks,
     PoolState,
+    RemoveBlocks,
     TakenOver,
 )
 from mooncake.kvstore.block_memory import BlockMemory, Places
 
-Answer = BlocksFound | BlocksRemoved | BlocksKept | PoolState | HoldersFound | TakenOver
+Question = FindBlocks | RemoveBlocks | KeepBlocks | DescribeBlocks | AskPool | Replicate
+Answer = (
+    BlocksFound | BlocksRemoved | BlocksKept | BlocksDescribed
+    | PoolState | HoldersFound | TakenOver
+)  # fmt: skip
 
 Wrote = Callable[[list[BlockKey] | MooncakeError], None]
 """The blocks that were written; the others were there already, or there was no room."""

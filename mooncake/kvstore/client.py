@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -37,11 +38,13 @@ from mooncake.base import (
 from mooncake.base.messages import Replicate, WhoAreYou
 from mooncake.base.pool_messages import (
     AskPool,
+    BlocksDescribed,
     BlocksFound,
     BlocksKept,
     BlocksRemoved,
     FindBlocks,
     FindHolders,
+    ForgetBlocks,
     HoldersFound,
     Keep,
     KeepBlocks,
@@ -62,6 +65,7 @@ from mooncake.kvstore.calls import (
     Here,
     Kept,
     Put,
+    Question,
     Removed,
     Stated,
     Wrote,
@@ -72,7 +76,7 @@ from mooncake.transfer.engine import Op, Region, Transfer, TransferBatch, Transf
 
 REPORT_INTERVAL_S = 0.5
 
-_Question = FindBlocks | RemoveBlocks | KeepBlocks | AskPool | Replicate
+Kind = TypeVar("Kind", bound=Answer)
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ class PoolClient:
     def remove(
         self, keys: Sequence[BlockKey], done: Removed, now: float, at: Attempt | None = None
     ) -> None:
-        """Take blocks out of all tiers, but for those in use."""
+        """Take blocks out of all tiers of a node, but for those with a hard pin."""
         self._ask(
             lambda ticket: RemoveBlocks(asker=self._worker, ticket=ticket, keys=list(keys)),
             lambda answer: done(answer.removed if isinstance(answer, BlocksRemoved) else _odd()),
@@ -238,10 +242,36 @@ class PoolClient:
             self._ports.channel.send(at.store.address, Drain())
             self.stat(done, now, at)
 
+    def ask(
+        self,
+        at: Attempt,
+        make: Callable[[WorkerRef, int], Question],
+        kind: type[Kind],
+        done: Callable[[Kind | MooncakeError], None],
+    ) -> None:
+        """Ask a node what `make` makes of who asks and the ticket; its answer is of one kind."""
+        self._ask(
+            lambda ticket: make(self._worker, ticket),
+            lambda answer: done(answer if isinstance(answer, kind) else _odd()),
+            done,
+            at,
+        )
+
     def find_holders(self, keys: Sequence[BlockKey], done: Held, deadline_s: float) -> None:
-        """Ask the gateways which pool nodes hold a run, and which there are; the first to answer
-        counts.
-        """
+        """Ask the gateways which pool nodes hold a run, and which there are."""
+        self.ask_gateways(
+            lambda asker, ticket: FindHolders(asker=asker, ticket=ticket, keys=list(keys)),
+            done,
+            deadline_s,
+        )
+
+    def ask_gateways(
+        self,
+        make: Callable[[WorkerRef, int], FindHolders | ForgetBlocks],
+        done: Held,
+        deadline_s: float,
+    ) -> None:
+        """Ask all gateways; the first to answer counts."""
         addresses = self._membership.gateway_addresses
         gateway = WorkerRef("", "", addresses[0])
 
@@ -249,7 +279,7 @@ class PoolClient:
             done(answer if isinstance(answer, HoldersFound) else _odd())
 
         ticket = self._open(Ask(Attempt(gateway, deadline_s), done, done=answered))
-        question = FindHolders(asker=self._worker, ticket=ticket, keys=list(keys))
+        question = make(self._worker, ticket)
         for address in addresses:
             self._ports.channel.send(address, question)
 
@@ -264,7 +294,9 @@ class PoolClient:
                 self._on_pin_granted(event)
             case TransferDone():
                 self._on_transfer_done(event)
-            case BlocksFound() | BlocksRemoved() | BlocksKept() | PoolState() | TakenOver():
+            case BlocksFound() | BlocksRemoved() | BlocksKept() | BlocksDescribed():
+                self._on_answer(event, event.store.address)
+            case PoolState() | TakenOver():
                 self._on_answer(event, event.store.address)
             case HoldersFound():
                 self._on_answer(event, None)
@@ -392,7 +424,7 @@ class PoolClient:
 
     def _ask(
         self,
-        message: Callable[[int], _Question],
+        message: Callable[[int], Question],
         done: Callable[[Answer], None],
         fail: Callable[[MooncakeError], None],
         at: Attempt | None,
@@ -432,7 +464,7 @@ class PoolClient:
     def _send(
         self,
         store: WorkerRef,
-        message: PutStart | PutEnd | PinBlocks | Unpin | _Question,
+        message: PutStart | PutEnd | PinBlocks | Unpin | Question,
     ) -> None:
         self._ports.channel.send(store.address, message)
 

@@ -277,6 +277,7 @@ class _FileDisk:
     def scan(self, number: int) -> DiskScanned:
         """Read the header of every slot of every file."""
         newest: dict[bytes, tuple[int, int, BlockHeader]] = {}
+        outdated: list[DiskBlock] = []
         num_dropped = self.files.num_foreign
         for slot, page in self._existing_headers():
             header = unpack_block_header(page) if page is not None else None
@@ -287,6 +288,10 @@ class _FileDisk:
             num_dropped += known is not None
             if known is None or known[0] < header.sequence_no:
                 newest[header.key] = (header.sequence_no, slot, header)
+            if known is not None:
+                older = slot if newest[header.key] is known else known[1]
+                outdated.append(DiskBlock(header.key, older, 0))
+        self.erase(outdated)  # lest one is found when the newest is gone
         order = sorted(newest.values(), key=lambda one: one[:2])
         self._sequence_no = order[-1][0] if order else 0
         found = [FoundBlock(h.key, slot, h.tenant, h.checksum) for _, slot, h in order]

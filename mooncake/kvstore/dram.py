@@ -70,9 +70,11 @@ class UniformAllocator:
 
 
 class _Block:
-    """One block that is being written (`whole` False) or stored."""
+    """One block that is being written (`whole` False), stored, or `condemned`: its readers have it
+    still, nobody else.
+    """
 
-    __slots__ = ("checksum", "keep", "offset", "pins", "tenant", "whole")
+    __slots__ = ("checksum", "condemned", "keep", "offset", "pins", "tenant", "whole")
 
     def __init__(self, offset: int, tenant: str) -> None:
         self.offset = offset
@@ -81,6 +83,7 @@ class _Block:
         self.pins = 0
         self.keep = Keep.NO
         self.whole = False
+        self.condemned = False
 
     @property
     def loose(self) -> bool:
@@ -89,7 +92,9 @@ class _Block:
 
 
 class DramTier:
-    """Blocks by key in one arena. Every block is free, writing, stored or in quarantine."""
+    """Blocks by key in one arena. Every block is free, writing, stored, condemned or in
+    quarantine.
+    """
 
     def __init__(self, config: KvStoreConfig, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
@@ -99,6 +104,7 @@ class DramTier:
         self._eviction = TenantEviction(POLICIES[config.eviction], quotas)
         self._blocks: dict[BlockKey, _Block] = {}
         self._num_writing = 0
+        self._num_condemned = 0
         self._num_pinned = 0
         self._num_kept: Counter[Keep] = Counter()
         self._max_hard = math.floor(num_blocks * config.hard_pin_share)
@@ -120,11 +126,11 @@ class DramTier:
     @property
     def num_stored(self) -> int:
         """Whole blocks, pinned or not."""
-        return len(self._blocks) - self._num_writing
+        return len(self._blocks) - self._num_writing - self._num_condemned
 
     @property
     def num_pinned(self) -> int:
-        """Stored blocks with at least one pin."""
+        """Blocks, stored or condemned, with at least one pin."""
         return self._num_pinned
 
     @property
@@ -154,7 +160,7 @@ class DramTier:
         return block is not None and block.whole
 
     def is_known(self, key: BlockKey) -> bool:
-        """Whether a block of that key is stored or being written here."""
+        """Whether a block of that key is stored, condemned or being written here."""
         return key in self._blocks
 
     # ------------------------------------------------------------------ writing
@@ -229,6 +235,21 @@ class DramTier:
         self._allocator.free(self._blocks.pop(key).offset)
         return True
 
+    def condemn(self, key: BlockKey) -> bool:
+        """Give up a stored block: nobody finds it any more, and its memory is free once nobody
+        holds it. False when it is not stored.
+        """
+        block = self._blocks.get(key)
+        if block is None or not block.whole:
+            return False
+        if block.pins:
+            self.keep(key, Keep.NO)
+            self._num_kept[Keep.NO] -= 1
+            block.whole, block.condemned = False, True
+            self._num_condemned += 1
+            return True
+        return self.discard(key)
+
     def end_quarantine(self, now: float) -> float | None:
         """Free what has waited long enough; return when the next block will have."""
         while self._quarantine and self._quarantine[0][0] <= now:
@@ -267,7 +288,11 @@ class DramTier:
             block.pins -= 1
             if not block.pins:
                 self._num_pinned -= 1
-                if block.loose:
+                if block.condemned:
+                    self._eviction.forget(key)
+                    self._num_condemned -= 1
+                    self._allocator.free(self._blocks.pop(key).offset)
+                elif block.loose:
                     loose.append(key)
         self._eviction.release(loose)
 
@@ -298,6 +323,10 @@ class DramTier:
         """Whether a hard pin is on a block."""
         block = self._blocks.get(key)
         return block is not None and block.keep is Keep.HARD
+
+    def num_pins(self, key: BlockKey) -> int:
+        """Return how many pins and holds are on a block that is known here."""
+        return self._blocks[key].pins
 
     def num_kept(self, keep: Keep) -> int:
         """Return how many stored blocks are kept so."""
@@ -374,12 +403,17 @@ class DramTier:
         return {key: block.pins for key, block in self._blocks.items() if block.pins}
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless free + writing + stored + quarantined = total, all apart."""
+        """Raise AssertionError unless free + writing + stored + condemned + quarantined = total,
+        all apart.
+        """
         held = [block.offset for block in self._blocks.values()]
         held += [offset for _, offset in self._quarantine]
         assert len(set(held)) == len(held), "two blocks share memory"
         assert self.num_free + len(held) == self.num_blocks, "memory was lost or freed twice"
-        writing = [block for block in self._blocks.values() if not block.whole]
+        condemned = [block for block in self._blocks.values() if block.condemned]
+        assert len(condemned) == self._num_condemned
+        assert all(block.pins and not block.whole for block in condemned), "nobody holds it"
+        writing = [b for b in self._blocks.values() if not (b.whole or b.condemned)]
         assert len(writing) == self._num_writing
         assert not any(block.pins for block in writing), "a half-written block is pinned"
         assert all(block.pins >= 0 for block in self._blocks.values())

@@ -17,9 +17,10 @@ import msgspec
 from mooncake.base import BlockKey, MooncakeError, PeerLost, Tier, Unavailable, Welcome, WorkerRef
 from mooncake.base.pool_messages import HoldersFound, Keep
 from mooncake.kvstore.block_memory import Where
-from mooncake.kvstore.calls import Attempt, Found, Got, Kept, Removed, Stated, Wrote
+from mooncake.kvstore.calls import Attempt, Found, Got, Removed, Stated, Wrote
 from mooncake.kvstore.client import PoolClient
 from mooncake.kvstore.spread import Spread, Spreads
+from mooncake.kvstore.whole_pool import AllStated, Described, Keepers, WholePool
 
 MAX_ATTEMPTS = 3
 """Nodes that a call turns to in vain before it fails."""
@@ -87,6 +88,7 @@ class FailoverClient:
         self._client = client
         self._timeout_s = timeout_s
         self._now = float("-inf")
+        self._whole = WholePool(client, timeout_s, lambda: self._now)
         self._known: dict[str, WorkerRef] = {}
         """By id, in the order in which they are turned to."""
         self._missing: set[str] = set()
@@ -152,17 +154,34 @@ class FailoverClient:
         )  # fmt: skip
 
     def remove(self, keys: Sequence[BlockKey], done: Removed, now: float) -> None:
-        """As `PoolClient.remove`."""
-        self._client.remove(keys, done, now, self._at_home(now))
+        """As `WholePool.remove`."""
+        self._now = now
+        self._whole.remove(keys, done)
 
     def keep(
-        self, keys: Sequence[BlockKey], keep: Keep, done: Kept, now: float, epoch: str = ""
+        self,
+        keys: Sequence[BlockKey],
+        keep: Keep,
+        done: Keepers,
+        now: float,
+        epochs: Sequence[str] = (),
     ) -> None:
-        """As `PoolClient.keep`."""
-        self._client.keep(keys, keep, done, now, epoch, self._at_home(now))
+        """As `WholePool.keep`."""
+        self._now = now
+        self._whole.keep(keys, keep, done, epochs)
+
+    def describe(self, keys: Sequence[BlockKey], done: Described, now: float) -> None:
+        """As `WholePool.describe`."""
+        self._now = now
+        self._whole.describe(keys, done)
+
+    def stat_all(self, done: AllStated, now: float) -> None:
+        """As `WholePool.stat`."""
+        self._now = now
+        self._whole.stat(done)
 
     def stat(self, done: Stated, now: float) -> None:
-        """As `PoolClient.stat`."""
+        """As `PoolClient.stat`, of this client's own node."""
         self._client.stat(done, now, self._at_home(now))
 
     def drain(self, done: Stated, now: float) -> None:

@@ -65,6 +65,8 @@ class Hashing:
         keys, self._keys, self._op_id = self._keys, [], None
         self._dram.unpin(keys)
         for key, checksum in zip(keys, event.checksums, strict=True):
+            if not self._dram.has(key):  # it was removed meanwhile
+                continue
             known = self._dram.checksum(key)
             if known is None:
                 self._dram.learn_checksum(key, checksum)

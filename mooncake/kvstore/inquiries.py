@@ -15,9 +15,12 @@ from mooncake.base import BlockKey, KvLayout, Tier, WorkerLoad, WorkerRef
 from mooncake.base.messages import Prefetch, StopPrefetch
 from mooncake.base.pool_messages import (
     AskPool,
+    BlockCopy,
+    BlocksDescribed,
     BlocksFound,
     BlocksKept,
     BlocksRemoved,
+    DescribeBlocks,
     DrainProgress,
     FindBlocks,
     Keep,
@@ -29,6 +32,8 @@ from mooncake.base.pool_messages import (
 from mooncake.kvstore.dram import DramTier
 from mooncake.kvstore.prefetch import Prefetcher
 from mooncake.kvstore.promotion import Promotions
+from mooncake.kvstore.removal import Removals
+from mooncake.kvstore.replicate import Replicator
 from mooncake.kvstore.tiering import Tiering
 from mooncake.rpc.channel import Channel
 
@@ -41,7 +46,7 @@ class Inquiries:
         worker: WorkerRef,
         layout: KvLayout,
         channel: Channel,
-        tiers: tuple[DramTier, Tiering, Promotions],
+        parts: tuple[DramTier, Tiering, Promotions, Replicator],
         figures: Callable[[], tuple[WorkerLoad, bool, bool, DrainProgress | None]],
         gone: Callable[[list[BlockKey]], None],
         counters: Counter[str],
@@ -52,11 +57,12 @@ class Inquiries:
         self._worker = worker
         self._layout = layout
         self._channel = channel
-        self._dram, self._tiering, promotions = tiers
+        self._dram, self._tiering, self._promotions, replicator = parts
         self._figures = figures
-        self._gone = gone
-        self._counters = counters
-        self._prefetcher = Prefetcher((self._dram, self._tiering), promotions, counters)
+        tiers = (self._dram, self._tiering)
+        self._prefetcher = Prefetcher(tiers, self._promotions, counters)
+        self._removals = Removals(tiers, replicator, gone, counters)
+        self._num_lifts = 0
 
     def handle(self, event: msgspec.Struct, now: float) -> None:
         """Answer, if it is for us."""
@@ -67,17 +73,15 @@ class Inquiries:
                 BlocksFound(ticket=event.ticket, store=self._worker, tiers=tiers),
             )
         elif isinstance(event, RemoveBlocks):
-            removed = [self._remove(key) for key in event.keys]
+            self._remove(event, now)
+        elif isinstance(event, DescribeBlocks):
+            copies = [self._copies(key) for key in event.keys]
             self._channel.send(
                 event.asker.address,
-                BlocksRemoved(ticket=event.ticket, store=self._worker, removed=removed),
+                BlocksDescribed(ticket=event.ticket, store=self._worker, copies=copies),
             )
         elif isinstance(event, KeepBlocks):
-            meant = event.epoch in ("", self._worker.epoch)
-            kept = [meant and self._dram.keep(key, event.keep) for key in event.keys]
-            self._channel.send(
-                event.asker.address, BlocksKept(ticket=event.ticket, store=self._worker, kept=kept)
-            )
+            self._keep(event, len(event.keys) + 1, now)
         elif isinstance(event, AskPool):
             self._channel.send(event.asker.address, self.state(event.ticket))
         elif isinstance(event, Prefetch):
@@ -114,25 +118,45 @@ class Inquiries:
     def _tier_of(self, key: BlockKey) -> Tier | None:
         if self._dram.has(key):
             return Tier.DRAM
-        return Tier.SSD if self._tiering.ssd.has(key) else None
+        return Tier.SSD if self._tiering.stores(key) else None
 
-    def _remove(self, key: BlockKey) -> bool:
-        """Take a block out of all tiers; False when it is not here, somebody uses it, or a
-        hard pin is on it.
-        """
-        if not self._dram.has(key):
-            found = not self._dram.is_known(key) and self._tiering.drop(key)
-        else:
-            on_ssd = self._tiering.ssd.is_known(key)
-            free = not self._dram.is_kept(key) and (not on_ssd or self._tiering.can_drop(key))
-            found = free and self._dram.discard(key)
-            if found:
-                self._gone([key])
-                if on_ssd:
-                    self._tiering.drop(key)
-        self._counters["blocks_removed"] += found
-        return found
+    def _copies(self, key: BlockKey) -> list[BlockCopy]:
+        size, dram = self._layout.block_bytes, self._dram
+        copies = []
+        if dram.has(key):
+            copies.append(BlockCopy(Tier.DRAM, size, dram.kept(key), dram.num_pins(key)))
+        if self._tiering.stores(key):
+            copies.append(BlockCopy(Tier.SSD, size))
+        return copies
+
+    def _remove(self, event: RemoveBlocks, now: float) -> None:
+        def done(removed: list[bool], left: list[bool]) -> None:
+            self._channel.send(
+                event.asker.address,
+                BlocksRemoved(ticket=event.ticket, store=self._worker, removed=removed, left=left),
+            )
+
+        self._removals.begin(event.keys, now, done)
+
+    def _keep(self, event: KeepBlocks, num_missing: int, now: float) -> None:
+        """Keep what is in DRAM, and bring up more of it as long as `num_missing` shrinks."""
+        meant = event.epoch in ("", self._worker.epoch)
+        kept = [meant and self._dram.keep(key, event.keep) for key in event.keys]
+        missing = [key for key, is_kept in zip(event.keys, kept, strict=True) if not is_kept]
+
+        def settled(at: float, _more: bool) -> None:
+            self._keep(event, len(missing), at)
+
+        if meant and event.lift and 0 < len(missing) < num_missing:
+            self._num_lifts += 1
+            name = ("keep", self._num_lifts)
+            if self._promotions.begin(name, missing, now, settled) is None:
+                return
+        self._channel.send(
+            event.asker.address, BlocksKept(ticket=event.ticket, store=self._worker, kept=kept)
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a run waits to be brought up for ever."""
         self._prefetcher.check_integrity()
+        self._removals.check_integrity()

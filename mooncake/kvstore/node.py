@@ -104,8 +104,8 @@ class KvNode:
             hello.worker, self._on_copied, self._counters,
         )  # fmt: skip
         self._inquiries = Inquiries(
-            hello.worker, layout, channel, (*tiers, self._promotions), self._figures, self._gone,
-            self._counters,
+            hello.worker, layout, channel, (*tiers, self._promotions, self._replicator),
+            self._figures, self._gone, self._counters,
         )  # fmt: skip
         self._evacuation = Evacuation(
             config, hello.worker, channel, tiers, lambda: self._membership.welcoming,

@@ -38,7 +38,9 @@ Copied = Callable[[list[BlockKey], list[BlockKey]], None]
 
 
 class _Pull:
-    __slots__ = ("answer", "batch_id", "checksums", "deadline_s", "keys", "order", "source")
+    __slots__ = (
+        "answer", "batch_id", "checksums", "deadline_s", "keys", "order", "source", "unwanted",
+    )  # fmt: skip
 
     def __init__(
         self, order: _Order, answer: TakenOver, keys: list[BlockKey], deadline_s: float
@@ -51,6 +53,8 @@ class _Pull:
         self.deadline_s = deadline_s
         self.batch_id: int | None = None
         self.checksums: list[int] = []
+        self.unwanted: set[BlockKey] = set()
+        """Removed from the pool while they came."""
 
 
 class Replicator:
@@ -89,7 +93,7 @@ class Replicator:
         """Pull what is not known here of a run, as far as there is room from its first block on;
         `refused`: this node goes, and takes nothing.
         """
-        run = dict.fromkeys(order.keys)
+        run = dict.fromkeys(self._wanted(order, now))
         here = [key for key in run if self._dram.has(key)]
         wanted = [key for key in run if not self._dram.is_known(key)]
         granted: dict[BlockKey, int] = {}
@@ -115,9 +119,10 @@ class Replicator:
             self._pull(order, {}, answer, now)
             return
         ssd, known = self._tiering.ssd, self._dram.is_known
-        here = [key for key in order.keys if self._dram.has(key) or ssd.has(key)]
+        run = self._wanted(order, now)
+        here = [key for key in run if self._dram.has(key) or ssd.has(key)]
         self._inherit(order, [key for key in here if self._dram.has(key)])
-        wanted = [key for key in order.keys if not (known(key) or ssd.has(key))]
+        wanted = [key for key in run if not (known(key) or ssd.has(key))]
         answer = TakenOver(ticket=order.ticket, store=self._worker, keys=here)
         granted: dict[BlockKey, int] = {}
         if wanted and len(self._pulls) < MAX_PULLS:
@@ -126,6 +131,11 @@ class Replicator:
             is_full = len(granted) < len(wanted)
             answer = msgspec.structs.replace(answer, is_full=is_full)
         self._pull(order, granted, answer, now)
+
+    def _wanted(self, order: _Order, now: float) -> list[BlockKey]:
+        """Leave out what is being removed from the pool: who has it still has not heard of that."""
+        removed = self._tiering.removed
+        return [key for key in order.keys if not removed.is_unwanted(key, now)]
 
     def _may_evict(self, order: TakeOver) -> Callable[[BlockKey], bool]:
         if order.keep is not Keep.NO:
@@ -178,13 +188,14 @@ class Replicator:
             return
         pull = self._pulls[ticket]
         if event.error is None:
+            came, pull.keys = pull.keys, [key for key in pull.keys if key not in pull.unwanted]
             self._dram.commit(pull.keys)
-            for key, checksum in zip(pull.keys, pull.checksums, strict=False):
-                if checksum:
+            for key, checksum in zip(came, pull.checksums, strict=False):
+                if checksum and key not in pull.unwanted:
                     self._dram.learn_checksum(key, checksum)
             self._own(pull, now)
             self._copied(pull.keys, [])
-            pull.keys = []
+            pull.keys = [key for key in came if key in pull.unwanted]
         self._end(ticket)
 
     def _own(self, pull: _Pull, now: float) -> None:
@@ -209,6 +220,12 @@ class Replicator:
         for key in keys if order.keep is not Keep.NO else []:
             if self._dram.kept(key) is not Keep.HARD and not self._dram.keep(key, order.keep):
                 self._dram.keep(key, Keep.SOFT)
+
+    def forget(self, key: BlockKey) -> None:
+        """A block is removed from the pool: if it is being pulled, it never becomes whole."""
+        for pull in self._pulls.values():
+            if key in pull.keys:
+                pull.unwanted.add(key)
 
     def on_peer_lost(self, worker: WorkerRef) -> None:
         """Runs that were not being read yet do not come; a read under way fails by itself."""

@@ -125,9 +125,17 @@ class SsdTier:
 
     # ------------------------------------------------------------------ disks
 
-    def open_disk(self, number: int, found: Iterable[FoundBlock]) -> list[BlockKey]:
-        """Use a disk that has been scanned; return the keys it holds. A block that another disk
-        has too is forgotten here.
+    @property
+    def num_closed(self) -> int:
+        """Disks that have not been scanned."""
+        return sum(not disk.is_open for disk in self._disks)
+
+    def open_disk(
+        self, number: int, found: Iterable[FoundBlock]
+    ) -> tuple[list[BlockKey], list[tuple[BlockKey, int]]]:
+        """Use a disk that has been scanned. Returns (keys it holds, (key, slot) of what may not
+        stay, to be erased): a block that another disk has too is forgotten here, as is what is over
+        its tenant's quota.
         """
         disk = self._disks[number]
         if disk.is_open:
@@ -135,25 +143,31 @@ class SsdTier:
         disk.is_open = True
         kept: dict[BlockKey, None] = {}
         taken: set[int] = set()
+        stale: list[tuple[BlockKey, int]] = []
         for one in found:
-            if one.key in self._blocks or one.slot in taken or one.slot >= disk.num_slots:
+            if one.slot in taken or one.slot >= disk.num_slots:
+                continue
+            taken.add(one.slot)
+            if one.key in self._blocks:
+                stale.append((one.key, one.slot))
                 continue
             if disk.policy.is_full(one.tenant):
                 loser = disk.policy.pop(one.tenant)
                 if loser is None:
+                    stale.append((one.key, one.slot))
                     continue
-                taken.discard(self._blocks.pop(loser).slot)
+                stale.append((loser, self._blocks.pop(loser).slot))
                 del kept[loser]
             disk.policy.charge(one.key, one.tenant)
             disk.policy.release([one.key])
             block = SsdBlock(number, one.slot, one.tenant, one.checksum)
             block.state = _State.STORED
             self._blocks[one.key] = block
-            taken.add(one.slot)
             kept[one.key] = None
         disk.free = [slot for slot in range(disk.num_slots) if slot not in taken]
+        disk.num_erasing += len(stale)
         self._num_stored += len(kept)
-        return list(kept)
+        return list(kept), stale
 
     def pause(self, disk: int, until_s: float) -> None:
         """Write nothing to a disk until then: it failed, or is full."""

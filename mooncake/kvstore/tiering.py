@@ -15,6 +15,7 @@ from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.disk import DiskBlock, DiskDone, Disks, DiskScanned, Outcome
 from mooncake.kvstore.dram import DramTier
 from mooncake.kvstore.eviction import POLICIES
+from mooncake.kvstore.removed import RemovalWatcher, Removed
 from mooncake.kvstore.ssd import SsdTier
 
 MAX_OP_BYTES = 16 << 20
@@ -38,11 +39,13 @@ Loaded = Callable[[list[BlockKey], list[BlockKey], float], None]
 class _Move:
     """An operation under way; its blocks are held in DRAM (down) or on the disk (up)."""
 
-    __slots__ = ("disk", "keys")
+    __slots__ = ("disk", "keys", "lost")
 
-    def __init__(self, disk: int, keys: list[BlockKey]) -> None:
+    def __init__(self, disk: int, keys: list[BlockKey], lost: Sequence[BlockKey] = ()) -> None:
         self.disk = disk
         self.keys = keys
+        self.lost = lost
+        """Blocks that are overwritten by it."""
 
 
 class Tiering:
@@ -78,7 +81,15 @@ class Tiering:
         """The last block of a run that is due -> the run: once it is down, all of it is."""
         self._writes: dict[int, _Move] = {}
         self._loads: dict[int, _Move] = {}
-        self._erases: dict[int, tuple[int, int]] = {}
+        self._erases: dict[int, tuple[int, int, BlockKey]] = {}
+        self._fading: Counter[BlockKey] = Counter()
+        """Traces of blocks on disks that are being erased or overwritten."""
+        self._doomed: dict[BlockKey, None] = {}
+        """On their way up or down, and removed meanwhile: forgotten at its end."""
+        self._haunted: set[BlockKey] = set()
+        """What a refused write or erasure may have left on a disk: the next boot may find it."""
+        self.removed = Removed()
+        self.watcher: RemovalWatcher | None = None
         self._loading: dict[BlockKey, None] = {}
         self._expected: dict[BlockKey, None] = {}
         """Brought up for readers to come, and not asked for since."""
@@ -185,7 +196,8 @@ class Tiering:
             dram.hold(keys)
             self._num_writing += len(keys)
             disk = self.ssd.block(keys[0]).disk
-            self._writes[self._disks.write(disk, self._blocks(keys))] = _Move(disk, keys)
+            self._fading.update(gone)
+            self._writes[self._disks.write(disk, self._blocks(keys))] = _Move(disk, keys, gone)
 
     def _is_stale(self, key: BlockKey) -> bool:
         """Drop a candidate that came to a disk by other ways (a disk scanned late holds it), or
@@ -204,6 +216,10 @@ class Tiering:
         self._dram.unpin(move.keys)
         stored: list[BlockKey] = []
         for key, outcome, checksum in zip(move.keys, done.outcomes, done.checksums, strict=True):
+            if key in self._doomed:
+                self.ssd.commit(key, checksum)  # as far as it got
+                self._erase(key)
+                continue
             if outcome is Outcome.OK:
                 self.ssd.commit(key, checksum)
                 self._dram.learn_checksum(key, checksum)
@@ -212,9 +228,11 @@ class Tiering:
             self._candidates[key] = None
             retry_s = now + self._config.ssd_retry_s
             if outcome is Outcome.FULL:
+                self._haunted.update(move.lost)
                 self._counters["ssd_blocks_no_room"] += 1
                 self.ssd.no_room(key, retry_s)
             else:
+                self._haunted.update((*move.lost, key))
                 self._counters["ssd_write_errors"] += 1
                 self.ssd.abandon(key)
                 self.ssd.pause(move.disk, retry_s)
@@ -223,6 +241,8 @@ class Tiering:
             self.ssd.touch(self._runs.pop(key, []))
         self._counters["ssd_blocks_written"] += len(stored)
         self._announce(Tier.SSD, stored, [])
+        for key in move.lost:
+            self._faded(key, all(outcome is Outcome.OK for outcome in done.outcomes))
 
     # ------------------------------------------------------------------ up
 
@@ -268,13 +288,16 @@ class Tiering:
         self.ssd.release(move.keys)
         for key, outcome, checksum in zip(move.keys, done.outcomes, done.checksums, strict=True):
             del self._loading[key]
-            if outcome is Outcome.OK:
+            if outcome is Outcome.OK and key not in self._doomed:
                 self._dram.learn_checksum(key, checksum)
                 whole.append(key)
                 continue
             self._dram.abandon(key, None)
             self._expected.pop(key, None)
             lost.append(key)
+            if key in self._doomed:
+                self.drop(key)
+                continue
             corrupt = outcome is Outcome.CORRUPT
             self._counters["ssd_blocks_corrupt" if corrupt else "ssd_read_errors"] += 1
             self.drop(key)
@@ -301,11 +324,26 @@ class Tiering:
     # ------------------------------------------------------------------ disks
 
     def on_scanned(self, event: DiskScanned) -> None:
-        """A disk tells what an earlier boot left there."""
-        kept = self.ssd.open_disk(event.disk, event.found)
+        """A disk tells what an earlier boot left there. What may not stay is erased, so that the
+        next boot does not find it either.
+        """
+        found, stale = self.ssd.open_disk(event.disk, event.found)
+        for key, slot in stale:
+            self._erase_slot(event.disk, slot, key)
+        unwanted = [key for key in found if key in self.removed]
+        for key in unwanted:
+            self._erase(key)
+        kept = [key for key in found if key not in self.removed]
         self._counters["ssd_blocks_found"] += len(kept)
         self._counters["ssd_blocks_torn"] += event.num_dropped
         self._announce(Tier.SSD, kept, [])
+        if self.watcher is not None:
+            self.watcher.on_scanned(unwanted)
+
+    @property
+    def num_unscanned(self) -> int:
+        """Disks of which it is not known what an earlier boot left there."""
+        return self.ssd.num_closed
 
     def on_done(self, event: DiskDone, now: float) -> None:
         """An operation ended; those of others are ignored."""
@@ -314,7 +352,12 @@ class Tiering:
         elif (load := self._loads.pop(event.op_id, None)) is not None:
             self._load_ended(load, event, now)
         elif (erase := self._erases.pop(event.op_id, None)) is not None:
-            self.ssd.erased(*erase, well=event.outcomes == [Outcome.OK])
+            disk, slot, key = erase
+            well = event.outcomes == [Outcome.OK]
+            self.ssd.erased(disk, slot, well=well)
+            if not well:
+                self._haunted.add(key)
+            self._faded(key, well)
 
     def can_drop(self, key: BlockKey) -> bool:
         """Whether a block is on a disk, and neither on its way up nor down."""
@@ -324,10 +367,49 @@ class Tiering:
         """Forget a block on a disk, for this boot and the next ones; False while it is in use."""
         if not self.can_drop(key):
             return False
-        disk, slot = self.ssd.condemn(key)
-        self._erases[self._disks.erase(disk, [DiskBlock(key, slot, 0)])] = (disk, slot)
+        self._erase(key)
         self._announce(Tier.SSD, [], [key])
         return True
+
+    def remove(self, key: BlockKey) -> bool:
+        """As `drop`, but for a block on its way too: that is forgotten when it has come to its end.
+        While it `is_fading`, a boot after this one may find it.
+        """
+        if self.drop(key):
+            return True
+        if self.ssd.is_known(key):
+            self._doomed[key] = None
+            return True
+        return False
+
+    def may_come_back(self, key: BlockKey) -> bool:
+        """Whether a disk that refused something may hold a trace of a block that is not known."""
+        return key in self._haunted
+
+    def is_fading(self, key: BlockKey) -> bool:
+        """Whether a trace of a block that was given up is on a disk, and about to go."""
+        return key in self._fading or key in self._doomed
+
+    def stores(self, key: BlockKey) -> bool:
+        """Whether a block can be had from a disk."""
+        return self.ssd.has(key) and key not in self._doomed
+
+    def _erase(self, key: BlockKey) -> None:
+        disk, slot = self.ssd.condemn(key)
+        self._erase_slot(disk, slot, key)
+        self._doomed.pop(key, None)
+
+    def _erase_slot(self, disk: int, slot: int, key: BlockKey) -> None:
+        self._fading[key] += 1
+        op_id = self._disks.erase(disk, [DiskBlock(key, slot, 0)])
+        self._erases[op_id] = (disk, slot, key)
+
+    def _faded(self, key: BlockKey, well: bool) -> None:
+        self._fading[key] -= 1
+        if not self._fading[key]:
+            del self._fading[key]
+        if self.watcher is not None:
+            self.watcher.on_faded(key, well)
 
     def _blocks(self, keys: Sequence[BlockKey]) -> list[DiskBlock]:
         offsets = self._dram.offsets(keys)
@@ -359,6 +441,11 @@ class Tiering:
         moving = [key for move in self._loads.values() for key in move.keys]
         assert sorted(moving) == sorted(self._loading)
         assert not any(self._dram.has(key) for key in moving)
+        on_way = {*self._loading, *(key for move in self._writes.values() for key in move.keys)}
+        assert self._doomed.keys() <= on_way
+        fading = Counter(key for _, _, key in self._erases.values())
+        fading.update(key for move in self._writes.values() for key in move.lost)
+        assert fading == self._fading
         assert all(self._dram.has(key) for key in self._uses)
-        assert all(self._dram.is_known(key) for key in self._expected)
         assert all(key in self._uses for key in [*self._candidates, *self._runs])
+        assert all(self._dram.is_known(key) for key in self._expected)

@@ -6,7 +6,6 @@ is a call each.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -31,11 +30,12 @@ from mooncake.base import (
     WorkerRef,
     format_bytes,
 )
-from mooncake.base.pool_messages import BlocksKept, Keep, PoolState
+from mooncake.base.pool_messages import Keep, PoolState
 from mooncake.kvstore import values
 from mooncake.kvstore.block_memory import BlockMemory, Where
 from mooncake.kvstore.client import ClientPorts, PoolClient
 from mooncake.kvstore.failover import MAX_ATTEMPTS, FailoverClient
+from mooncake.kvstore.whole_pool import KeptAt, Replica
 from mooncake.launch import machine_facts
 from mooncake.launch.client import Client
 from mooncake.launch.driver import Driver
@@ -90,16 +90,6 @@ def locate(url: str, cluster_secret: str, api_key: str | None = None) -> PoolSes
         )
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise MooncakeError(f"{url} is no pool node of this version: {error}") from error
-
-
-@dataclasses.dataclass(frozen=True)
-class Pinned:
-    """What became of a wish to pin or unpin."""
-
-    epoch: str
-    """Of the node's boot that holds the pins."""
-    blocks: list[bool]
-    """False: it is not in DRAM, or there is no more room for hard pins."""
 
 
 class PoolSession:
@@ -358,7 +348,7 @@ class PoolSession:
         return [] if head is None else [key, *head.keys(layout, tenant)]
 
     def remove_value(self, name: str, tenant: str = "") -> bool:
-        """Take a value out of all tiers; False: it was not there, or is in use."""
+        """Take a value out of the pool for good; False: it was not there, or is left (`remove`)."""
         keys = self.value_keys(name, tenant)
         if not keys or not all(self.remove(keys[:1])):
             return False
@@ -371,25 +361,47 @@ class PoolSession:
         return answer
 
     def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Take blocks out of all tiers; False: it was not there, or is in use."""
+        """Take blocks out of all nodes and tiers for good: no node finds them again, not after a
+        restart nor when it was away meanwhile. Who is reading reads on. False: it was not there, or
+        is left: a hard pin is on it, or a disk could not erase it.
+
+        Raises Unavailable when a node, or every gateway, does not answer: some may have it still.
+        """
         answer: list[bool] = self._call(partial(FailoverClient.remove, keys=keys))
         return answer
 
-    def pin(self, keys: Sequence[BlockKey], *, hard: bool = False) -> Pinned:
-        """Have blocks in DRAM stay there after this session's end, until `unpin` or the end of the
-        node: hard pins are never evicted, soft ones after all other blocks.
+    def pin(self, keys: Sequence[BlockKey], *, hard: bool = False) -> KeptAt:
+        """Have blocks stay in the DRAM of all nodes that have them there, after this session's end,
+        until `unpin` or the end of the node: hard pins are never evicted, soft ones after all other
+        blocks. What is on SSD only, one node brings up. Of each, False: it is not in the pool, or
+        there is no room, or none for more hard pins.
         """
         return self._keep(keys, Keep.HARD if hard else Keep.SOFT)
 
-    def unpin(self, keys: Sequence[BlockKey], epoch: str = "") -> Pinned:
-        """Undo `pin`; with the epoch that `pin` returned, only that boot's pins."""
-        return self._keep(keys, Keep.NO, epoch)
+    def unpin(self, keys: Sequence[BlockKey], epochs: Sequence[str] = ()) -> KeptAt:
+        """Undo `pin` on all nodes; with the epochs that `pin` returned, only those boots' pins."""
+        return self._keep(keys, Keep.NO, epochs)
 
-    def _keep(self, keys: Sequence[BlockKey], keep: Keep, epoch: str = "") -> Pinned:
-        answer: BlocksKept = self._call(
-            partial(FailoverClient.keep, keys=keys, keep=keep, epoch=epoch)
+    def _keep(self, keys: Sequence[BlockKey], keep: Keep, epochs: Sequence[str] = ()) -> KeptAt:
+        answer: KeptAt = self._call(
+            partial(FailoverClient.keep, keys=keys, keep=keep, epochs=epochs)
         )
-        return Pinned(answer.store.epoch, answer.kept)
+        return answer
+
+    def replicas(self, keys: Sequence[BlockKey]) -> list[list[Replica]]:
+        """Return all copies of each block: node, tier, bytes, pins. Holds nothing.
+
+        Raises Unavailable when a node, or every gateway, does not answer.
+        """
+        answer: list[list[Replica]] = self._call(partial(FailoverClient.describe, keys=keys))
+        return answer
+
+    def stat_all(self) -> list[tuple[WorkerRef, PoolState | MooncakeError]]:
+        """Return how each node of the pool is doing, or why it does not say."""
+        answer: list[tuple[WorkerRef, PoolState | MooncakeError]] = self._call(
+            FailoverClient.stat_all
+        )
+        return answer
 
     def replicate(self, keys: Sequence[BlockKey], num_nodes: int, tenant: str = "") -> int:
         """Have a run lie whole on `num_nodes` nodes; return on how many it does: less when there
@@ -401,7 +413,7 @@ class PoolSession:
         return count
 
     def stat(self) -> PoolState:
-        """Return how the node is doing."""
+        """Return how this session's own node is doing."""
         answer: PoolState = self._call(FailoverClient.stat)
         return answer
 

@@ -20,6 +20,7 @@ DRAIN_POLL_S = 0.1
 
 STATS_EXAMPLES = """examples:
   mooncake pool stats
+  mooncake pool stats --all           all nodes of the pool, and their sums
   mooncake pool stats --url http://10.0.0.7:8100 --json | jq .counters.blocks_hit
 """
 PUT_EXAMPLES = """examples:
@@ -34,6 +35,10 @@ GET_EXAMPLES = """examples:
 EVICT_EXAMPLES = """examples:
   mooncake pool evict notes models.tar
   mooncake pool evict --block 5d41402abc4b2a76b9719d911017c592
+"""
+WHERE_EXAMPLES = """examples:
+  mooncake pool where notes           which nodes hold it, in which tier, what is pinned
+  mooncake pool where --block 5d41402abc4b2a76b9719d911017c592 --json
 """
 PIN_EXAMPLES = """examples:
   mooncake pool pin notes             evicted after all that is not pinned
@@ -62,6 +67,10 @@ def add(commands: Any, command: AddCommand) -> None:
     pool = command(commands, "pool", "look at a pool node, put and get", None, STATS_EXAMPLES)
     kinds = pool.add_subparsers(title="commands", required=True, metavar="COMMAND")
     stats = command(kinds, "stats", "what a node holds and has done", _stats, STATS_EXAMPLES)
+    stats.add_argument("--all", action="store_true", help="of all nodes of the pool")
+    where = command(kinds, "where", "which nodes hold a value", _where, WHERE_EXAMPLES)
+    where.add_argument("name", metavar="NAME", nargs="?", help="of a value")
+    where.add_argument("--block", metavar="HEX", help="a block by its key instead")
     put = command(kinds, "put", "store a file under a name", _put, PUT_EXAMPLES)
     put.add_argument("name", metavar="NAME", help="what it is asked for by")
     put.add_argument("file", metavar="FILE", help="-: standard input")
@@ -69,7 +78,7 @@ def add(commands: Any, command: AddCommand) -> None:
     get.add_argument("name", metavar="NAME", nargs="?", help="what it was put under")
     get.add_argument("--block", metavar="HEX", help="a block by its key instead")
     get.add_argument("--out", metavar="FILE", help="default: standard output")
-    evict = command(kinds, "evict", "take values out of all tiers", _evict, EVICT_EXAMPLES)
+    evict = command(kinds, "evict", "take values out of all nodes", _evict, EVICT_EXAMPLES)
     evict.add_argument("name", metavar="NAME", nargs="*", help="of values")
     evict.add_argument(
         "--block", metavar="HEX", action="append", default=[], help="a block, may be repeated"
@@ -99,7 +108,7 @@ def add(commands: Any, command: AddCommand) -> None:
     drain.add_argument(
         "--wait", type=float, default=60.0, metavar="S", help="at most so long (default: 60)"
     )
-    for each in (stats, put, get, evict, pin, unpin, copies, bench, drain):
+    for each in (stats, where, put, get, evict, pin, unpin, copies, bench, drain):
         each.add_argument(
             "--url",
             default=DEFAULT_URL,
@@ -109,13 +118,40 @@ def add(commands: Any, command: AddCommand) -> None:
             "--cluster-secret", metavar="TEXT", help="of the pool (env MOONCAKE_CLUSTER_SECRET)"
         )
         each.add_argument("--json", action="store_true", help="print one JSON document")
-    for each in (put, get, evict, pin, unpin, copies):
+    for each in (where, put, get, evict, pin, unpin, copies):
         each.add_argument("--tenant", default="", metavar="NAME", help="whose value it is")
+
+
+def _stats_all(arguments: argparse.Namespace) -> int:
+    from mooncake.launch import pool_view
+
+    with _session(arguments) as session:
+        shown = pool_view.pool_document(session.stat_all())
+    _tell(arguments, shown, pool_view.pool_words(shown))
+    return 1 if shown["total"]["nodes_silent"] else 0
+
+
+def _where(arguments: argparse.Namespace) -> int:
+    from mooncake.launch import pool_view
+
+    if (arguments.name is None) == (arguments.block is None):
+        raise ConfigError("give a NAME or --block HEX")
+    with _session(arguments) as session:
+        if arguments.name is not None:
+            keys = session.value_keys(arguments.name, arguments.tenant)
+        else:
+            keys = [_key(arguments.block)]
+        replicas = session.replicas(keys) if keys else []
+    shown = pool_view.replica_document(keys, replicas)
+    _tell(arguments, shown, pool_view.replica_words(replicas))
+    return 0 if keys and not shown["num_missing"] else 1
 
 
 def _stats(arguments: argparse.Namespace) -> int:
     from mooncake.launch import pool_metrics
 
+    if arguments.all:
+        return _stats_all(arguments)
     with _session(arguments) as session:
         shown = pool_metrics.document(session.stat())
     if arguments.json:
@@ -182,7 +218,8 @@ def _evict(arguments: argparse.Namespace) -> int:
         gone = {name: session.remove_value(name, arguments.tenant) for name in arguments.name}
         gone |= dict(zip(keys, session.remove(list(keys.values())), strict=True))
     left = [name for name, is_gone in gone.items() if not is_gone]
-    words = [f"{name}: {'gone' if done else 'not there, or in use'}" for name, done in gone.items()]
+    why = "not there, or left: a hard pin is on it, or its disk could not erase it"
+    words = [f"{name}: {'gone' if done else why}" for name, done in gone.items()]
     _tell(arguments, gone, "\n".join(words))
     return 1 if left else 0
 

@@ -25,7 +25,7 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.messages import DoubtPeers, GatewayNews
-from mooncake.base.pool_messages import FindHolders, FindHomes
+from mooncake.base.pool_messages import FindHolders, FindHomes, ForgetBlocks
 from mooncake.rpc.channel import Channel
 from mooncake.scheduler.admission import draining
 from mooncake.scheduler.balance import RoleChange
@@ -34,9 +34,10 @@ from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.desk import RequestDesk
 from mooncake.scheduler.peer_gateways import PeerGateways
 from mooncake.scheduler.pool_homes import find_homes
-from mooncake.scheduler.pool_search import find_holders
+from mooncake.scheduler.pool_search import find_all, find_holders
 from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.record import Sink
+from mooncake.scheduler.removals import RemovedBlocks
 from mooncake.scheduler.role_switching import RoleSwitching
 from mooncake.scheduler.roster import Roster
 from mooncake.scheduler.status import (
@@ -82,6 +83,7 @@ class Gateway:
         ports = GatewayPorts(worker=worker, channel=channel, ids=ids, recorder=recorder)
         self._desk = RequestDesk(config, ports, conductor, self._roster)
         self._switching = RoleSwitching(config, channel, self._roster, conductor, self._desk)
+        self._removed = RemovedBlocks(worker)
         self._draining_since_s: float | None = None
 
     # ------------------------------------------------------- the door's side
@@ -153,6 +155,8 @@ class Gateway:
         logger.warning("worker %s (%s) is lost: %s", worker_id, hello.role.value, reason)
         self._peers.tell(PeerLost(worker=hello.worker))
         self._conductor.on_lost(worker_id)
+        if hello.role is Role.KVSTORE:
+            self._removed.lost(worker_id)
         self._desk.counters["workers_lost"] += 1
         self._recorder.record(
             WorkerLeft(worker_id=worker_id, at_s=now, role=hello.role, reason=reason)
@@ -189,6 +193,9 @@ class Gateway:
                 self._on_hello(event, now)
             case FindHolders():
                 self._channel.send(event.asker.address, find_holders(event, self._conductor))
+            case ForgetBlocks():
+                self._removed.add(event.keys)
+                self._channel.send(event.asker.address, find_all(event, self._conductor))
             case FindHomes():
                 self._channel.send(event.asker.address, find_homes(event, self._conductor))
             case PeerLost() if self._roster.live(event.worker):
@@ -266,6 +273,8 @@ class Gateway:
             self._roster.refuse(worker, reason)
             return
         self._roster.join(hello, now)
+        for missed in self._removed.back(hello) if hello.role is Role.KVSTORE else ():
+            self._channel.send(worker.address, missed)
         logger.info("worker %s (%s) is up on %s", worker.worker_id, hello.role.value, hello.host)
         self._recorder.record(
             WorkerJoined(

@@ -8,7 +8,7 @@ import heapq
 from zlib import crc32
 
 from mooncake.base import Role
-from mooncake.base.pool_messages import FindHolders, HoldersFound
+from mooncake.base.pool_messages import FindHolders, ForgetBlocks, HoldersFound
 from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.views import InstanceView
 
@@ -16,10 +16,19 @@ MAX_HOLDERS = 16
 """Nodes named in one answer."""
 
 
+def find_all(question: FindHolders | ForgetBlocks, conductor: Conductor) -> HoldersFound:
+    """Return all pool nodes there are."""
+    stores = [view.worker for view in conductor.views if view.role is Role.KVSTORE]
+    num_blocks = [0] * len(stores)
+    return HoldersFound(ticket=question.ticket, stores=stores, num_blocks=num_blocks)
+
+
 def find_holders(question: FindHolders, conductor: Conductor) -> HoldersFound:
     """Return the pool nodes that hold the longest part of the run, then others that take blocks, in
     an order of the asker's own: the clients of a lost node spread over those that are left.
     """
+    if question.every:
+        return find_all(question, conductor)
     held = conductor.holders(question.keys) if question.keys else {}
     asker = question.asker.worker_id
 

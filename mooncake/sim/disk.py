@@ -215,12 +215,15 @@ class SimDisks:
 
     def _scan(self, disk: int) -> None:
         newest = {kept.key: slot for slot, kept in self._media[disk].slots.items()}
+        outdated = [s for s, kept in self._media[disk].slots.items() if newest[kept.key] != s]
         found = [
             FoundBlock(kept.key, slot, kept.tenant, kept.checksum)
             for slot, kept in self._media[disk].slots.items()
             if newest[kept.key] == slot and slot < self.num_slots[disk]
         ]
         dropped = len(self._media[disk].slots) - len(found)
+        for slot in outdated:
+            del self._media[disk].slots[slot]
         self._finish(DiskScanned(disk=disk, found=found, num_dropped=dropped))
 
     def _finish(self, event: DiskDone | DiskScanned) -> None:

@@ -183,9 +183,9 @@ def test_pins_outlive_their_client_and_are_fenced_by_the_nodes_boot(node: PoolPr
         for key, data in many.items():
             session.put({key: data})
         assert session.get(list(blocks)) == list(blocks.values()), "not evicted"
-        assert session.unpin(list(blocks), epoch="an earlier boot").blocks == [False] * 3
+        assert session.unpin(list(blocks), epochs=["an earlier boot"]).blocks == [False] * 3
         assert session.stat().num_hard_pinned == 3
-        assert session.unpin(list(blocks), epoch=pinned.epoch).blocks == [True] * 3
+        assert session.unpin(list(blocks), epochs=pinned.epochs).blocks == [True] * 3
         assert session.stat().num_hard_pinned == 0
         session.remove([*blocks, *many])
 

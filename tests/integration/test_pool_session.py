@@ -1,10 +1,11 @@
-"""The pool's blocking client against a real pool node: real sockets, real transfers, no gateway."""
+"""The pool's blocking client against a real pool node and gateway: real sockets and transfers."""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,7 @@ from mooncake.base import (
     MonotonicClock,
     MooncakeError,
     Role,
+    SystemIds,
     Tier,
     TransferError,
     WorkerHello,
@@ -23,9 +25,14 @@ from mooncake.launch import machine_facts
 from mooncake.launch.driver import Driver
 from mooncake.launch.pool_session import PoolSession, PoolSessionConfig
 from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.scheduler.conductor import Conductor
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.gateway import Gateway
+from mooncake.telemetry.events import EventList
 from mooncake.transfer.device import read_now, write_now
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from tests.support.fake_device import FakeDeviceMemory
+from tests.support.pool_process import until
 
 LAYOUT = KvLayout(num_layers=3, block_tokens=8, kv_width=40, dtype="float16", fingerprint="test")
 SECRET = "a secret of this test"
@@ -54,18 +61,26 @@ def session(request: pytest.FixtureRequest) -> Iterator[PoolSession]:
         KvStoreConfig(dram_bytes=NUM_BLOCKS * LAYOUT.block_bytes), hello, LAYOUT, channel,
         transfer, gateway.address,
     )  # fmt: skip
-    driver = Driver(node, channel, transfer=transfer, clock=clock)
-    thread = threading.Thread(target=driver.run)
-    thread.start()
+    plan, ids, own = SchedulerConfig(), SystemIds(), WorkerRef("gateway", "g1", gateway.address)
+    machine = Gateway(plan, own, Conductor(plan, ids), gateway, ids, EventList())
+    drivers = [
+        Driver(node, channel, transfer=transfer, clock=clock), Driver(machine, gateway, own=own),
+    ]  # fmt: skip
+    threads = [threading.Thread(target=driver.run) for driver in drivers]
+    for thread in threads:
+        thread.start()
     settings = PoolSessionConfig(
         gateway_address=gateway.address, cluster_secret=SECRET, layout=LAYOUT,
         store_address=channel.address, transfer_protocols=["tcp", "shm"], num_places=4,
         timeout_s=20.0,
     )  # fmt: skip
     with PoolSession(settings) as opened:
+        workers = partial(drivers[1].call, lambda front, _: front.status(0.0).workers)
+        until(lambda: len(workers().result()) == 1, "the gateway knows the node")
         yield opened
-    driver.stop()
-    thread.join()
+    for driver, thread in zip(drivers, threads, strict=True):
+        driver.stop()
+        thread.join()
     channel.close()
     gateway.close()
     transfer.close()

@@ -32,7 +32,7 @@ from mooncake.base import (
     Welcome,
     WorkerRef,
 )
-from mooncake.base.pool_messages import BlocksKept, Keep, KeepBlocks
+from mooncake.base.pool_messages import BlocksKept, BlocksRemoved, Keep, KeepBlocks, RemoveBlocks
 from mooncake.kvstore.eviction import POLICIES
 from tests.support.kvstore_world import GATEWAY, STORE, NodeWorld, key, worker
 
@@ -80,6 +80,8 @@ class NodeAgainstModel(RuleBasedStateMachine):
         self.pins: dict[tuple[WorkerRef, int], tuple[list[bytes], PinGranted]] = {}
         self.zombies: list[tuple[float, Grant]] = []
         self.stored: set[bytes] = set()
+        self.condemned: set[bytes] = set()
+        """Removed, and still read."""
         self.hard: set[bytes] = set()
         self.last_ticket = 0
 
@@ -90,6 +92,10 @@ class NodeAgainstModel(RuleBasedStateMachine):
 
     def pinned_keys(self) -> set[bytes]:
         return {block for run, _ in self.pins.values() for block in run}
+
+    def forget_condemned(self) -> None:
+        """Readers have ended."""
+        self.condemned &= self.pinned_keys()
 
     def bring(self, message: AnyMessage) -> list[AnyMessage]:
         """Hand a message over, follow evictions, and return the answers to peers."""
@@ -121,14 +127,14 @@ class NodeAgainstModel(RuleBasedStateMachine):
         [granted] = self.bring(message)
         assert isinstance(granted, PutGranted)
         assert (granted.ticket, granted.store) == (self.last_ticket, STORE)
-        assert set(granted.keys) <= set(run) - self.stored - writing
+        assert set(granted.keys) <= set(run) - self.stored - writing - self.condemned
         assert granted.keys == [block for block in run if block in granted.keys], "out of order"
         open_tickets = sum(at[0] == message.writer for at in [*self.grants, *self.pins])
         room = self.num_blocks - sum(1 for _ in self.open_places())
-        room -= len(self.pinned_keys() | self.hard)
+        room -= len(self.pinned_keys() | self.hard | self.condemned)
         room -= sum(len(zombie.open) for _, zombie in self.zombies)
         room -= len(self.stored & set(run) - self.pinned_keys() - self.hard)
-        wanted = set(run) - self.stored - writing
+        wanted = set(run) - self.stored - writing - self.condemned
         if open_tickets < 6 and not tenant:
             assert len(granted.keys) >= min(len(wanted), room), "room was there"
         if granted.keys:
@@ -200,6 +206,7 @@ class NodeAgainstModel(RuleBasedStateMachine):
         del self.pins[at]
         message = Unpin(reader=at[0], ticket=at[1])
         assert self.bring(message) == []
+        self.forget_condemned()
         return message
 
     @precondition(lambda self: self.stored)
@@ -227,6 +234,21 @@ class NodeAgainstModel(RuleBasedStateMachine):
                 if keep is Keep.HARD:
                     self.hard.add(block)
         assert len(self.hard) <= self.num_blocks // 2
+
+    @rule(target=messages, name=a_name, run=a_run)
+    def remove(self, name: str, run: list[bytes]) -> AnyMessage:
+        """What is removed is found no more, and readers keep it until they end."""
+        self.last_ticket += 1
+        asked = RemoveBlocks(asker=self.ref(name), ticket=self.last_ticket, keys=run)
+        going = (set(run) & self.stored) - self.hard
+        self.stored -= going
+        self.condemned |= going & self.pinned_keys()
+        sent = self.world.handle(asked)
+        [answer] = [message for _, message in sent if isinstance(message, BlocksRemoved)]
+        assert answer.removed == [block in going for block in run]
+        assert answer.left == [block in self.hard for block in run]
+        assert self.world.inventory == self.stored
+        return Unpin(reader=asked.asker, ticket=asked.ticket)
 
     # ------------------------------------------------------------------ trouble
 
@@ -256,6 +278,7 @@ class NodeAgainstModel(RuleBasedStateMachine):
             self.zombies.append((self.world.now + QUARANTINE_S, self.grants.pop(at)))
         for at in [at for at in self.pins if at[0] == lost]:
             del self.pins[at]
+        self.forget_condemned()
         assert self.bring(PeerLost(worker=lost)) == []
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 3.0, QUARANTINE_S]))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mooncake.base import PeerLost, PinBlocks, PinGranted, PutGranted, Unpin
+from mooncake.base.pool_messages import BlocksRemoved, RemoveBlocks
 from mooncake.kvstore.eviction import POLICIES
 from mooncake.sim.disk import SimMedium
 from tests.support.kvstore_world import GATEWAY, NodeWorld, key, worker
@@ -64,6 +65,9 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
         self.pins: dict[int, tuple[str, list[bytes], PinGranted]] = {}
         self.asked: dict[int, tuple[str, list[bytes]]] = {}
         self.grants: dict[int, tuple[str, PutGranted]] = {}
+        self.removing: dict[int, list[bytes]] = {}
+        self.gone: set[bytes] = set()
+        """Removed for good, and not put since."""
         self.num_seen = 0
         self.own: set[int] = set()
         """Tickets that `read` has dealt with."""
@@ -78,6 +82,8 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
         """Take in what the node has said to peers since."""
         sent, self.num_seen = self.world.channel.sent[self.num_seen :], len(self.world.channel.sent)
         for address, message in sent:
+            if isinstance(message, BlocksRemoved):
+                self.removed(message)
             if address == GATEWAY.address or not isinstance(message, PinGranted):
                 continue
             name, run = self.asked.pop(message.ticket, (None, []))
@@ -89,6 +95,18 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
             elif message.num_blocks:
                 assert set(run[: message.num_blocks]) <= self.ever_put
                 self.pins[message.ticket] = (name, run[: message.num_blocks], message)
+
+    def removed(self, message: BlocksRemoved) -> None:
+        for block, left in zip(self.removing.pop(message.ticket), message.left, strict=True):
+            if not left:
+                self.gone.add(block)
+
+    def stored(self, blocks: list[bytes]) -> None:
+        self.hear()  # what was removed before they came
+        self.ever_put |= set(blocks)
+        self.gone -= set(blocks)
+        for run in self.removing.values():  # it may be answered any time: a put since is no matter
+            run[:] = [b"" if block in blocks else block for block in run]
 
     # ------------------------------------------------------------------ peers
 
@@ -104,7 +122,11 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
     @rule(name=a_name, run=a_run, seconds=st.sampled_from([0.0, 1e-4, 1.0]))
     def put(self, name: str, run: list[bytes], seconds: float) -> None:
         """A whole put, and a moment for the disks."""
-        self.ever_put |= set(self.world.put(self.ref(name), run))
+        granted = self.world.start(self.ref(name), run)
+        for block, offset in zip(granted.keys, granted.places.offsets, strict=True):
+            self.world.write(granted.places, offset, block)
+        self.stored(granted.keys)
+        self.world.end(self.ref(name), granted)
         self.world.tick(self.world.now + seconds)
 
     @precondition(lambda self: self.grants)
@@ -114,7 +136,7 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
         for block, offset in zip(granted.keys, granted.places.offsets, strict=True):
             self.world.write(granted.places, offset, block)
         written = granted.keys if well else []
-        self.ever_put |= set(written)
+        self.stored(written)
         dropped = [] if well else granted.keys
         self.world.end(self.ref(name), granted, written=written, dropped=dropped)
 
@@ -158,6 +180,13 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
         self.grants = {t: grant for t, grant in self.grants.items() if grant[0] != name}
         self.world.handle(PeerLost(worker=lost))
 
+    @rule(name=a_name, run=a_run)
+    def remove(self, name: str, run: list[bytes]) -> None:
+        ticket = self.world.ticket()
+        self.removing[ticket] = list(run)
+        self.world.handle(RemoveBlocks(asker=self.ref(name), ticket=ticket, keys=run))
+        assert self.world.inventory.isdisjoint(run), "found after it was removed"
+
     # ------------------------------------------------------------------ disks and time
 
     @rule(seconds=st.sampled_from([0.0, 1e-4, 2e-4, 0.02, 1.0]))
@@ -182,6 +211,8 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
     @precondition(lambda self: self.ever_put)
     @rule(scan=st.sampled_from([0.0, 1.0]))
     def crash(self, scan: float) -> None:
+        self.hear()
+        self.removing = {}
         self.world.boot()
         self.world.tick(self.world.now + scan)
         self.num_seen = 0
@@ -216,6 +247,8 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
             for block, checksum in zip(run, granted.checksums, strict=False):
                 assert checksum in (0, self.world.checksum(block)), "a wrong promise"
         assert self.world.inventory <= self.ever_put
+        found = self.gone & (self.world.inventory | self.world.on_ssd)
+        assert not found, "removed for good, and back"
 
     def teardown(self) -> None:
         """When everybody has gone and disks work again, all memory is there and nothing moves."""

@@ -190,6 +190,9 @@ def test_of_two_blocks_of_a_key_the_newer_counts_across_restarts(benches) -> Non
     bench = benches(ALIGNED)
     assert [found.slot for found in bench.scanned.found] == [3]
     assert bench.scanned.num_dropped == 1
+    bench.disks.erase(0, [bench.block(1, 3, 0)])
+    bench.wait(1)
+    assert benches(ALIGNED).scanned.found == [], "the older one went with it"
 
 
 def test_an_erased_block_stays_gone(benches) -> None:
