@@ -22,6 +22,18 @@ _DEAD_HOST_S = 20.0
 _AT_ONCE = struct.pack("ii", 1, 0)
 
 
+def begin_to_connect(address: tuple[str, int]) -> socket.socket:
+    """Return a socket on its way to `address`; how it went is its first event. Raises OSError."""
+    sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    try:
+        sock.setblocking(False)
+        sock.connect_ex(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
 class ControlLink:
     """One connected, or connecting, stream socket. `on_end` is called once, unless we `close`."""
 

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 
 from mooncake.base.errors import ConfigError
-from mooncake.transfer.backends.control_link import ControlLink
+from mooncake.transfer.backends.control_link import ControlLink, begin_to_connect
 from mooncake.transfer.backends.io_loop import IoLoop, Timer
 from mooncake.transfer.backends.listener import Listener, tcp_listener
 from mooncake.transfer.backends.tcp import TcpSettings, parse_endpoint
@@ -160,13 +160,9 @@ class _Speaker:
 
     def _open(self) -> None:
         self._num_connections += 1
-        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
         try:
-            sock.connect_ex(self._address)  # how it went is the stream's first event
+            sock = begin_to_connect(self._address)
         except OSError as failure:
-            sock.close()
             self._give_up(str(failure))
             return
         if self._patience is None:

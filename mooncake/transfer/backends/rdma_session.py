@@ -6,12 +6,11 @@ Lives in an I/O loop; what the answers mean is its peer's business, how they are
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 from mooncake.base.errors import TransferError
-from mooncake.transfer.backends.control_link import ControlLink
+from mooncake.transfer.backends.control_link import ControlLink, begin_to_connect
 from mooncake.transfer.backends.io_loop import IoLoop
 from mooncake.transfer.handshake import Credentials
 
@@ -64,15 +63,10 @@ class VisitorSession(Generic[Ask, Answer]):
         self._codec = codec
         self._handshake = credentials.connect(peer.engine_id, fenced)
         self.connection_id = self._handshake.hello.connection_id
-        family = socket.AF_INET6 if ":" in peer.address[0] else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
         try:
-            error = sock.connect_ex(peer.address)
+            sock = begin_to_connect(peer.address)
         except OSError as failure:
-            sock.close()
             raise TransferError(f"{peer.engine_id}: {failure}") from failure
-        del error  # in progress; how it went is the stream's first event
         self._link = ControlLink(loop, sock, self._on_frame, self._on_end)
         self._timer = loop.call_later(connect_s, self._on_silence)
         # Not from here: it may fail at once, and our peer does not know us yet.

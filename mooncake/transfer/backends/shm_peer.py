@@ -103,9 +103,8 @@ class ShmPeer:
         """
         self._on_reached, self._on_gone = on_reached, on_gone
         self._handshake = credentials.connect(self.engine_id)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sock = sock
         try:
+            sock = self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             sock.setblocking(False)
             sock.connect("\0" + endpoint.removeprefix("@"))
             self._poller.register(sock, READABLE)

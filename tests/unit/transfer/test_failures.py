@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import select
@@ -18,6 +19,7 @@ from mooncake.base.errors import TransferError
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.router import RoutedTransfer
+from tests.support.rdma_engines import until
 from tests.unit.transfer.driving import WAIT_S, WIRED, move, open_engine, wait_for
 from tests.unit.transfer.peer_process import PeerProcess, digest_of
 
@@ -333,3 +335,29 @@ def test_the_owner_lets_go_of_visitors_that_leave(protocol: str) -> None:
         visit(stays, mine)  # a round trip through the owner's loops
     stays.close()
     owner.close()
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "shm"])
+@pytest.mark.parametrize("what", ["bytes", "notice"])
+def test_out_of_descriptors_a_batch_fails_and_later_ones_do_not(
+    open_us: OpenUs, monkeypatch: pytest.MonkeyPatch, protocol: str, what: str
+) -> None:
+    us, owner = open_us(protocol), open_us(protocol, engine_id="owner")
+    ours, theirs = us.allocate(8, "ours"), owner.allocate(8, "theirs")
+    op = TransferOp(ours.region_id, 0, theirs.region_id, 0, 8)
+
+    def go(notify: bytes | None) -> str | None:
+        batch = TransferBatch(op=Op.READ, peer=owner.segment, ops=[op], notify=notify)
+        batch_id = us.submit(batch)
+        return wait_for(us, [batch_id])[batch_id].error
+
+    def no_socket(*_arguments: object, **_more: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    notify = b"done" if what == "notice" else None
+    if notify is not None:
+        assert go(None) is None
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", no_socket)
+        assert "Too many open files" in (go(notify) or "")
+    until(lambda: go(notify) is None, lambda: None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import select
+import socket
 import threading
 from collections.abc import Callable, Iterator
 
@@ -251,3 +253,19 @@ def test_memory_is_let_go_by_all_nics_though_one_refuses(
         us.transfer.unregister(region)
     assert not fabric.keys
     assert (kept.alive, kept.fd) == (False, None), "peers could still map it"
+
+
+def test_without_a_descriptor_for_its_control_stream_a_batch_fails(
+    opened: Open, fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    us, owner, ours, theirs = pair_of(opened, MIB)
+
+    def no_socket(*_arguments: object, **_more: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    go = functools.partial(move, us.transfer, Op.READ, owner.transfer.segment, whole(ours, theirs))
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", no_socket)
+        assert "Too many open files" in (go().error or "")
+    until(lambda: go().error is None, lambda: None)
+    assert ours.buffer == theirs.buffer
