@@ -122,6 +122,8 @@ class LoadReport(Message, frozen=True, tag="load"):
     load: WorkerLoad
     samples: list[CostSample] = []
     """Steps measured since the last report (at most 64)."""
+    block_nos: dict[Tier, int] = {}
+    """Number of the last block events of each tier, so that the loss of the last ones shows too."""
 
 
 class BlockEvents(Message, frozen=True, tag="blocks"):

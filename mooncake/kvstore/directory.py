@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,6 +138,17 @@ class Directory:
             self._enter()
         return whole
 
+    def expect(self, worker: WorkerRef, numbers: Mapping[Tier, int]) -> None:
+        """A worker has sent events up to these numbers: those that have not come are missed."""
+        tiers = self._streams.get(worker.worker_id)
+        if not tiers or next(iter(tiers.values())).worker.epoch != worker.epoch:
+            return
+        for tier, number in numbers.items():
+            if tier not in tiers:
+                self.add_worker(worker, tier)
+            if number >= tiers[tier].next_no:
+                tiers[tier].needs_snapshot = True
+
     def _enter(self) -> None:
         """Enter recent changes into the table."""
         words, changes = self._recent.take()
@@ -249,6 +260,15 @@ class Directory:
         """Return all copies of `key` held by workers known now, in slot order."""
         found = (self._slots[slot] for slot in slots_of(self.mask(key) & self._live))
         return [Replica(stream.worker, stream.tier) for stream in found if stream is not None]
+
+    def held_by(self, worker_id: str, tier: Tier) -> set[BlockKey]:
+        """Return all keys that a worker holds in a tier; looks at every key (for checks)."""
+        stream = self._streams.get(worker_id, {}).get(tier)
+        if stream is None:
+            return set()
+        self._enter()
+        bit = 1 << stream.slot
+        return {key for key, number in self._table.items() if self._sets.masks[number] & bit}
 
     def check_integrity(self) -> None:
         """Raise AssertionError when slots or masks contradict each other."""

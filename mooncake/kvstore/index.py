@@ -5,7 +5,7 @@ Pure; owned by the Conductor. It holds no state but a `Directory` and a cache of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
 from mooncake.kvstore.directory import Directory, Replica, slots_of
@@ -38,6 +38,10 @@ class PrefixIndex:
     def apply(self, events: BlockEvents) -> bool:
         """Take in a worker's events; False = events were missed, ask it for a snapshot."""
         return self._directory.apply(events)
+
+    def expect(self, worker: WorkerRef, numbers: Mapping[Tier, int]) -> None:
+        """A worker has sent events up to these numbers, of each tier."""
+        self._directory.expect(worker, numbers)
 
     def needs_snapshot(self, worker_id: str) -> bool:
         """Whether a gap was seen and no snapshot has come since (to ask again)."""
@@ -94,6 +98,10 @@ class PrefixIndex:
     def holders(self, key: BlockKey) -> list[str]:
         """Return the ids of the workers that hold `key`, each once."""
         return list(dict.fromkeys(r.worker.worker_id for r in self.replicas(key)))
+
+    def held_by(self, worker_id: str, tier: Tier) -> set[BlockKey]:
+        """Return all keys that a worker is known to hold in a tier; slow (for checks)."""
+        return self._directory.held_by(worker_id, tier)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the directory contradicts itself."""

@@ -31,8 +31,9 @@ Vectored = Callable[[int, list[memoryview], int], int]
 
 
 class SegmentFiles:
-    """All segment files of a directory. A file of another layout is deleted: it is a cache, the
-    directory is this node's, and nothing will ever ask for those blocks here.
+    """All segment files of a directory. A file of another layout, or with a header that cannot be
+    read, is deleted: it is a cache, the directory is this node's, and nothing will ever ask for
+    those blocks here.
     """
 
     def __init__(self, directory: Path, layout: KvLayout, num_bytes: int, *, direct: bool) -> None:
@@ -48,7 +49,7 @@ class SegmentFiles:
         self._fds: dict[int, int] = {}
         self._direct = direct
         self.num_foreign = 0
-        """Files found that hold something else, and were deleted."""
+        """Files found that hold something else, or nothing that can be read, and were deleted."""
         try:
             self._open_existing()
         except OSError as error:
@@ -144,10 +145,14 @@ class SegmentFiles:
             return None
         with mmap.mmap(-1, PAGE_BYTES) as page:
             view = memoryview(page)
-            num_bytes = os.preadv(fd, [view], 0)
-            header = unpack_file_header(bytes(view)) if num_bytes == PAGE_BYTES else None
-            view.release()
-        return header
+            try:
+                num_bytes = os.preadv(fd, [view], 0)
+            except OSError:
+                return None
+            finally:
+                data = bytes(view)
+                view.release()
+        return unpack_file_header(data) if num_bytes == PAGE_BYTES else None
 
     def _write_page(self, fd: int, data: bytes) -> None:
         with mmap.mmap(-1, PAGE_BYTES) as page:

@@ -180,9 +180,11 @@ class Membership:
             if gateway.welcomed:
                 report = load() if report is None else report
                 gateway.next_s = now + self._report_interval_s
-                self._send(
-                    gateway, LoadReport(worker=self.worker, load=report, samples=gateway.samples)
-                )
+                said = LoadReport(
+                    worker=self.worker, load=report, samples=gateway.samples,
+                    block_nos=dict(gateway.sequence_nos),
+                )  # fmt: skip
+                self._send(gateway, said)
                 gateway.samples = []
             else:
                 gateway.next_s = now + HELLO_RETRY_S

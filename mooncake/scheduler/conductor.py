@@ -136,6 +136,10 @@ class Conductor:
         """Return who holds one block, and in which tier."""
         return self._index.replicas(key)
 
+    def held_by(self, worker_id: str, tier: Tier) -> set[BlockKey]:
+        """Return all blocks that a worker is known to hold in a tier; slow (for checks)."""
+        return self._index.held_by(worker_id, tier)
+
     def view(self, worker_id: str) -> InstanceView | None:
         """Return what is known of a live worker."""
         return self._views.get(worker_id)
@@ -175,6 +179,7 @@ class Conductor:
         view = self._views.get(report.worker.worker_id)
         if view is None or view.worker != report.worker:
             return
+        self._index.expect(report.worker, report.block_nos)
         self._fetch.observe(report.worker.worker_id, report.load.counters)
         view.observe(report.load, now)
         if report.load.draining and not view.draining:

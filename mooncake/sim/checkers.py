@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from mooncake.base import FinishReason
 from mooncake.base.machine import Machine
-from mooncake.base.messages import Role
+from mooncake.base.messages import Tier
 from mooncake.decode.worker import DecodeWorker
 from mooncake.kvstore.node import KvNode
 from mooncake.prefill.worker import PrefillWorker
 from mooncake.sim.runner import sampled_token
 from mooncake.sim.world import Stream, World
+
+SETTLED_S = 5.0
+"""So long after the last fault gateways have heard again what they missed."""
 
 WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -79,9 +82,20 @@ def check_quiet(world: World) -> None:
 
 
 def check_index(world: World) -> None:
-    """At the end: what the Conductor believes of living workers' blocks is so."""
-    for view in world.conductor.views:
-        machine = world.workers[view.worker_id].machine
-        if view.role == Role.KVSTORE and isinstance(machine, KvNode):
-            believed = view.load.num_cached_blocks
-            assert believed <= view.load.num_total_blocks, f"{view.worker_id}: {believed} blocks"
+    """At the end, `SETTLED_S` after the last word: what each Conductor believes of the blocks of
+    pool nodes is so.
+    """
+    for name, door in world.doors.items():
+        for view in door.conductor.views:
+            machine = world.workers[view.worker_id].machine
+            if not isinstance(machine, KvNode) or view.draining:
+                continue
+            state, where = machine.state(), f"{name} about {view.worker_id}"
+            assert state.store == view.worker, f"{where}: another boot of it lives"
+            in_dram = door.conductor.held_by(view.worker_id, Tier.DRAM)
+            gone = [key for key in in_dram if not machine.stores(key)]
+            assert not gone, f"{where}: {len(gone)} blocks believed to be there are not"
+            missing = state.load.num_cached_blocks - len(in_dram)
+            assert not missing, f"{where}: {missing} blocks are there that it does not know of"
+            on_ssd = len(door.conductor.held_by(view.worker_id, Tier.SSD))
+            assert on_ssd == state.num_ssd_stored, f"{where}: {on_ssd} blocks believed on SSD"

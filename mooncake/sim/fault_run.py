@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.machine import Machine
 from mooncake.base.request import OutputEvent, TokensEvent
-from mooncake.sim.checkers import check_index, check_machine, check_quiet, is_quiet
+from mooncake.sim.checkers import SETTLED_S, check_index, check_machine, check_quiet, is_quiet
 from mooncake.sim.fault_plan import Fault, check_faults, random_fault
 from mooncake.sim.faults import KEPT_EVENTS, SETTLE_S, TrialReport
 from mooncake.sim.injector import Injector
@@ -82,6 +82,7 @@ class FaultyRun:
         end_s = heap.now() + SETTLE_S
         while heap.now() < end_s and not is_quiet(self._world):
             heap.run_until(heap.now() + 5.0)
+        heap.run_until(heap.now() + SETTLED_S)
         for request in self.simulation.measures.requests:
             name = request.arrival.request_id
             if not request.abandoned:

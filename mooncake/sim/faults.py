@@ -22,6 +22,7 @@ from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
 from mooncake.sim.checkers import (
+    SETTLED_S,
     check_ended,
     check_index,
     check_machine,
@@ -180,6 +181,7 @@ class Trial:
         heap.run_until(after_s)
         while heap.now() < after_s + SETTLE_S and not is_quiet(self.world):
             heap.run_until(heap.now() + 5.0)
+        heap.run_until(heap.now() + SETTLED_S)
 
     def _submission(self, index: int, prompt: list[int]) -> Callable[[], None]:
         random = self._random

@@ -74,6 +74,16 @@ class IndexAgainstModel(RuleBasedStateMachine):
             self.gaps.add(at)
         assert self.index.apply(events), "a repeat is no gap"
 
+    @rule(worker_id=some_worker, tier=some_tier, ahead=st.integers(-1, 1), alive=st.booleans())
+    def expect(self, worker_id: str, tier: Tier, ahead: int, alive: bool) -> None:
+        """A worker says how many reports there have been; some may have been lost, or are late."""
+        if worker_id not in self.known:
+            return
+        worker = self.known[worker_id] if alive else WorkerRef(worker_id, "before", "inproc://gone")
+        self.index.expect(worker, {tier: self.numbers.get((worker_id, tier), 0) + ahead})
+        if alive and ahead > 0:
+            self.gaps.add((worker_id, tier))
+
     @rule(worker_id=some_worker, keys=some_keys)
     def report_of_a_dead_epoch(self, worker_id: str, keys: list[bytes]) -> None:
         old = WorkerRef(worker_id, "before", "inproc://gone")

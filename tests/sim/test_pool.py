@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.base import block_keys
+from mooncake.base import AnyMessage, BlockEvents, Tier, block_keys
 from mooncake.base.messages import Replicate
 from mooncake.kvstore import KvNode
 from mooncake.sim.disk import SimMedium
-from mooncake.sim.network import NetworkConfig
+from mooncake.sim.network import Endpoint, NetworkConfig
 from tests.sim.test_cluster import EAGER, PROMPT, prompts
 from tests.support.cluster import LAYOUT, Cluster, engine_config, request, specs
+from tests.support.kvstore_world import keys
+from tests.support.pool_world import PoolWorld
 
 NUM_FULL_BLOCKS = len(PROMPT) // 4
 
@@ -156,3 +158,26 @@ def test_blocks_come_up_from_ssd_while_their_request_waits_its_turn() -> None:
     cluster.run(20)
     cluster.check_streams()
     cluster.check_quiet()
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.SSD])
+def test_the_loss_of_the_last_word_about_blocks_is_made_up_for(tier: Tier) -> None:
+    """Nothing else happens at the node, so no other word shows that one is missing."""
+    world = PoolWorld()
+    world.start("a", 16, ssd_blocks=16, ssd_write_at=0.0, ssd_min_uses=1)
+    send, lost = world.network.send, []
+
+    def lossy(source: Endpoint, address: str, message: AnyMessage) -> None:
+        is_news = isinstance(message, BlockEvents) and message.tier is tier and message.stored
+        if is_news and address == "gateway" and not lost:
+            lost.append(message)
+        else:
+            send(source, address, message)
+
+    world.network.send = lossy
+    [key] = keys(1)
+    world.put("a", [key])
+    world.run(5.0)
+    assert lost
+    known = world.gateway._conductor.replicas(key)
+    assert [replica.tier for replica in known] == [Tier.DRAM, Tier.SSD]

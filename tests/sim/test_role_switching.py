@@ -231,16 +231,20 @@ def test_no_request_is_lost_when_workers_die_as_they_change(seed: int) -> None:
     }  # fmt: skip
     world = cluster(seed, network, role_switching=True, **patience)
     victims = [worker_id for worker_id in world.workers if not worker_id.startswith("pool")]
+    killed: list[str] = []
 
     def disturb() -> None:
         draining = [view for view in world.conductor.views if view.draining]
-        if draining and random.random() < 0.15:
-            world.kill(random.choice(victims), noticed=random.random() < 0.5)
+        if not draining and random.random() < 0.1:
+            world.change_role(random.choice(victims))
+        if draining and random.random() < 0.4:
+            killed.append(random.choice(victims))
+            world.kill(killed[-1], noticed=random.random() < 0.5)
         world.heap.after(1.0, disturb)
 
     world.heap.after(1.0, disturb)
     streams = flip(world, seed, phase_s=25.0)
-    assert any(worker.former for worker in world.workers.values()), "nobody changed"
+    assert killed, "nobody died while somebody changed"
     for stream in streams:
         check_stream(stream)
         check_ended(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -240,9 +241,11 @@ def test_torn_headers_are_dropped_at_the_start_and_counted(benches, tmp_path: Pa
     assert bench.scanned.num_dropped == 1
 
 
-@pytest.mark.parametrize("trouble", ["another model", "torn header", "cut short", "less room"])
+@pytest.mark.parametrize(
+    "trouble", ["another model", "torn header", "unreadable header", "cut short", "less room"]
+)
 def test_files_of_another_layout_or_size_are_not_believed(
-    benches, tmp_path: Path, trouble: str
+    benches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     bench = benches(ALIGNED)
     bench.write(bench.block(1, 0, 0))
@@ -252,6 +255,16 @@ def test_files_of_another_layout_or_size_are_not_believed(
                           | {"fingerprint": "b"})  # fmt: skip
     elif trouble == "torn header":
         overwrite(tmp_path, 20, b"\xff\xff")
+    elif trouble == "unreadable header":
+        refused = [OSError(errno.EIO, "Input/output error")]
+        real = os.preadv
+
+        def preadv(*args) -> int:
+            if refused:
+                raise refused.pop()
+            return real(*args)
+
+        monkeypatch.setattr(os, "preadv", preadv)
     elif trouble == "cut short":
         os.truncate(tmp_path / "segment-00000.kv", 3 * PAGE_BYTES)
     else:
