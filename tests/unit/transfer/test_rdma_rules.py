@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mooncake.base import TransferError
 from mooncake.transfer.backends.rdma_nic import Outcome, WorkRequest
 from mooncake.transfer.engine import Op, TransferBatch, TransferDone, TransferOp
 from tests.support.fake_nics import Copied, FakeFabric, FakeNic
@@ -145,6 +146,21 @@ def test_keys_found_stale_are_asked_for_again(opened: Open, fabric: FakeFabric) 
     assert "owner refused" in ended.error
     fabric.fails = lambda nic, request: None
     assert go().error is None, "a refusal is not held against the path"
+
+
+def test_memory_that_a_nic_refuses_is_registered_nowhere_and_the_rest_goes_on(
+    opened: Open, fabric: FakeFabric
+) -> None:
+    us, owner, ours, theirs = pair_of(opened, MIB)
+    before = dict(fabric.keys)
+    us.nics[1].refuses_registrations = True  # the limit of locked memory, or of the device
+    with pytest.raises(TransferError, match="us-1 registers nothing"):
+        us.transfer.register(memoryview(bytearray(MIB)), "more")
+    assert fabric.keys == before, "the other NIC has forgotten it too"
+    go = functools.partial(move, us.transfer, Op.READ, owner.transfer.segment)
+    assert go(whole(ours, theirs)).error is None
+    us.nics[1].refuses_registrations = False
+    assert filled(us, MIB, 5).num_bytes == MIB
 
 
 def test_memory_withdrawn_by_either_side_is_not_reached(opened: Open, fabric: FakeFabric) -> None:
