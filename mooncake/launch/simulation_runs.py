@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,13 +52,14 @@ Figures = TypeVar("Figures", ModelFigures, HardwareFigures)
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Run `mooncake simulate`."""
+    check_writable(arguments.json, arguments.report)
     config = simulation_config(arguments)
     console, begun_s = Console(stderr=True), time.process_time()
     result = run(config, workload_of(arguments), console)
     took_s = time.process_time() - begun_s
     console.print(
         f"{result.duration_s:,.0f} s of {result.num_nodes} nodes, {result.num_events:,} events, "
-        f"simulated in {took_s:,.0f} s of one core: {result.duration_s / max(took_s, 1e-3):.2g} "
+        f"simulated in {took_s:,.0f} s of one core: {result.duration_s / max(took_s, 1e-3):,.1f} "
         "times as fast as life"
     )
     write(arguments.json, as_json(result))
@@ -68,6 +70,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Run `mooncake plan`."""
+    check_writable(arguments.json, arguments.report)
     console = Console(stderr=True)
     base = SimulationConfig(
         model=figures("models", arguments.model, ModelFigures),
@@ -239,6 +242,18 @@ def _positive(value: float, flag: str) -> float:
 def as_json(value: object) -> str:
     """Return JSON that is the same for the same value."""
     return json.dumps(msgspec.to_builtins(value), indent=1, sort_keys=True) + "\n"
+
+
+def check_writable(*names: str | None) -> None:
+    """Raise ConfigError where a file could not be written: before the work, not after it."""
+    for name in names:
+        if name is None:
+            continue
+        path = Path(name).absolute()
+        if not path.parent.is_dir():
+            raise ConfigError(f"{name}: its directory is not there")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"{name}: cannot be written")
 
 
 def write(name: str | None, text: str) -> None:

@@ -7,9 +7,7 @@ as K2-Thinking (routed experts only). Owns nothing once it returns. Held in memo
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from mooncake.model.quant import (
 )
 from mooncake.model.tensor_shapes import tensor_shapes
 from mooncake.model.weights import Checkpoint
+from mooncake.model.whole_directory import whole_directory
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) of the source."""
@@ -90,27 +89,13 @@ def convert_checkpoint(
     source, out = Path(source), Path(out)
     if format_name not in QUANTIZATION_CONFIGS:
         raise ConfigError(f"to: {format_name!r} is not one of {', '.join(QUANTIZATION_CONFIGS)}")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(
-            f"{out}: exists and is not an empty directory; remove it or choose another"
-        )
     checkpoint = Checkpoint.open(source)
     checkpoint.check_names(tensor_shapes(checkpoint.spec))
     if checkpoint.quantization is not None:
         raise ConfigError(f"{source}: is quantized already; convert the unquantized checkpoint")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with whole_directory(out) as staging:
         _copy_beside(source, staging, QUANTIZATION_CONFIGS[format_name])
         _write(checkpoint, staging, QUANTIZATION_CONFIGS[format_name], progress, shard_bytes)
-        staging.chmod(0o755)
-        try:
-            os.rename(staging, out)
-        except OSError as error:
-            raise ConfigError(f"{out}: cannot be put in place ({error.strerror})") from error
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     return out
 
 

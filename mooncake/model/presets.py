@@ -10,8 +10,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from mooncake.model.checkpoint_files import INDEX_NAME
 from mooncake.model.tensor_shapes import Shapes, tensor_shapes
 from mooncake.model.tokenizer_files import NUM_SPECIAL, special_token_id, write_tokenizer_files
 from mooncake.model.weights import SPEC_DTYPES
+from mooncake.model.whole_directory import whole_directory
 
 Progress = Callable[[int, int], None]
 """Called with (bytes written, bytes in all)."""
@@ -149,22 +148,8 @@ def init_checkpoint(
     """
     out = Path(out)
     config = preset_config(preset, dtype, overrides)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(
-            f"{out}: exists and is not an empty directory; remove it or choose another"
-        )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with whole_directory(out) as staging:
         _write_all(staging, config, PRESETS[preset], seed, progress)
-        staging.chmod(0o755)
-        try:
-            os.rename(staging, out)
-        except OSError as error:
-            raise ConfigError(f"{out}: cannot be put in place ({error.strerror})") from error
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     return out
 
 

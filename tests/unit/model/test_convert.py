@@ -148,6 +148,6 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
         save_file(*args, **options)
 
     monkeypatch.setattr("mooncake.model.convert.save_file", fail_at_the_second)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigError, match="disk full"):
         convert_checkpoint(plain, tmp_path / "out", "fp8", shard_bytes=1000)
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]

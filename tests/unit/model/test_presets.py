@@ -138,7 +138,7 @@ class TestWriting:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(presets, "save_file", full)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(ConfigError, match="No space"):
             init_checkpoint("k2-nano", 0, tmp_path / "x")
         assert list(tmp_path.iterdir()) == []
 
