@@ -117,6 +117,8 @@ class RdmaBackend:
         self._served: RdmaPeer | None = None
         """Of those, the one whose turn it is."""
         self._down: set[str] = set()
+        self._looked_after: set[str] = set()
+        """Of those, the ones a timer is set for."""
         self._closed = False
         self._owner = RdmaOwner(
             control.bind_host, credentials, memory, self.nics, loop, settings.owner
@@ -370,7 +372,14 @@ class RdmaBackend:
             _LOG.warning("the link of %s is down", name)
             self._down.add(name)
             self._fail_paths(name, f"the link of {name} is down")
-        self.loop.call_later(self._settings.link_look_s, functools.partial(self._look_at, nic))
+        if name not in self._looked_after:
+            self._looked_after.add(name)
+            again = functools.partial(self._look_again, nic)
+            self.loop.call_later(self._settings.link_look_s, again)
+
+    def _look_again(self, nic: Nic) -> None:
+        self._looked_after.discard(nic.address.name)
+        self._look_at(nic)
 
     def _lose(self, nic: Nic, reason: str) -> None:
         """A device has failed: go on without it until it can be opened again."""

@@ -269,3 +269,24 @@ def test_without_a_descriptor_for_its_control_stream_a_batch_fails(
         assert "Too many open files" in (go().error or "")
     until(lambda: go().error is None, lambda: None)
     assert ours.buffer == theirs.buffer
+
+
+def test_a_link_that_is_down_is_looked_at_once_in_a_while_however_much_is_said_of_it(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    us = opened("us", num_nics=1)
+    (nic,) = us.nics
+    nic.set_link(False)
+    until(lambda: not us.rdma.is_up("us-0"), lambda: select.select([], [], [], 0.001))
+    pending = us.loop._timers
+    for _ in range(20):
+        told = threading.Event()
+        monkeypatch.setattr(nic, "take_events", lambda: (FakeNic.take_events(nic), told.set()))
+        nic.set_link(False)
+        assert told.wait(WAIT_S)
+    turned = threading.Event()
+    us.loop.post(turned.set)
+    assert turned.wait(WAIT_S)
+    assert len(pending) < 5
+    nic.set_link(True)
+    until(lambda: us.rdma.is_up("us-0"), lambda: select.select([], [], [], 0.001))
