@@ -37,6 +37,8 @@ MAX_ROUNDS = 3
 """Of a removal: when a node is lost meanwhile, gateways are told again, who tell it later."""
 GATEWAY_SHARE = 0.25
 """Of the time, what a gateway has to name the nodes."""
+LOOK_SHARE = 0.5
+"""Of the time left then, what nodes have to say where blocks are that are to be kept."""
 
 Kind = TypeVar("Kind", bound=Answer)
 Ask = tuple[WorkerRef, Callable[[WorkerRef, int], Question]]
@@ -136,7 +138,8 @@ class WholePool:
                     asker=asker, ticket=ticket, keys=list(keys)
                 )) for store in meant
             ]  # fmt: skip
-            self._ask_all(asks, BlocksFound, deadline_s, looked)
+            now = self._clock()
+            self._ask_all(asks, BlocksFound, now + (deadline_s - now) * LOOK_SHARE, looked)
 
         def looked(answers: list[tuple[WorkerRef, BlocksFound | MooncakeError]]) -> None:
             go_on(self._wishes(keys, keep, answers), _failure(answers))

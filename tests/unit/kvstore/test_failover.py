@@ -21,12 +21,13 @@ from mooncake.base.pool_messages import FindHolders
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.kvstore.calls import Attempt
 from mooncake.kvstore.client import ClientPorts, PoolClient
+from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.failover import REFRESH_S, SUSPECT_S, FailoverClient
 from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway import Gateway
 from mooncake.sim.clock import EventHeap
-from mooncake.sim.disk import SimDiskConfig, SimDisks
+from mooncake.sim.disk import SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.network import Endpoint, Network, NetworkConfig, SimChannel, SimTransfer
 from mooncake.sim.process import SimProcess
 from mooncake.telemetry.events import EventList
@@ -43,8 +44,14 @@ class Scene:
     slow that a block takes a millisecond.
     """
 
-    def __init__(self, num_nodes: int = 3, heartbeat_timeout_s: float = 2.0) -> None:
+    def __init__(
+        self, num_nodes: int = 3, heartbeat_timeout_s: float = 2.0, ssd_blocks: int = 0, **settings
+    ) -> None:
+        """`ssd_blocks`: each node has a disk of so many, which outlives it."""
         self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.ssd_blocks = ssd_blocks
+        self.settings = {"dram_bytes": 32 * BLOCK, "quarantine_s": 1.0, **settings}
+        self.media: dict[str, list[SimMedium]] = {}
         self.heap = EventHeap()
         rate = BLOCK / 1e-3
         config = NetworkConfig(
@@ -106,8 +113,11 @@ class Scene:
     def boot_node(self, number: int) -> None:
         name = f"kv{number}"
         channel, transfer, process, hello = self._worker(name, Role.KVSTORE, f"n{number}")
-        disks = SimDisks(self.heap, SimDiskConfig(), [], [], BLOCK, process.deliver)
-        config = KvStoreConfig(dram_bytes=32 * BLOCK, quarantine_s=1.0)
+        sizes = [self.ssd_blocks] if self.ssd_blocks else []
+        media = self.media.setdefault(name, [SimMedium() for _ in sizes])
+        disks = SimDisks(self.heap, SimDiskConfig(), media, sizes, BLOCK, process.deliver)
+        ssd = [SsdConfig(directory="/0", num_bytes=size * BLOCK) for size in sizes]
+        config = KvStoreConfig(ssd=ssd, **self.settings)
         self.nodes[name] = KvNode(config, hello, LAYOUT, channel, transfer, "gateway", disks)
         process.start(self.nodes[name])
 
