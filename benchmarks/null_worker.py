@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from mooncake.base import KvLayout, MonotonicClock, SystemIds
+from mooncake.base import Grammar, KvLayout, MonotonicClock, SystemIds
 from mooncake.engine.plan import LayerDone, RunnerEvent, Sample, StepPlan, StepResult
 from mooncake.engine.ports import PolledRunner
 from mooncake.launch import machine_facts
@@ -39,6 +39,9 @@ class NullRunner:
         self._readable, self._signal = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def prepare(self, grammar: Grammar) -> None:
+        """There are none here."""
 
     def submit(self, plan: StepPlan) -> None:
         """Answer `plan` in a while, at the driver's next look if there is nothing to wait for."""

@@ -113,6 +113,7 @@ class DecodeWorker:
         keys = block_keys(
             layout.fingerprint, tokens, layout.block_tokens, request.tenant, request.cache_salt
         )
+        self.instance.engine.prepare(request)
         job = DecodeJob(order, keys)
         self._jobs[job.request_id] = job
         if self.instance.draining:

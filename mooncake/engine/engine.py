@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from mooncake.base.blocks import BlockKey
 from mooncake.base.errors import InternalError, InvalidRequest, MooncakeError
 from mooncake.base.messages import CostSample, WorkerLoad
-from mooncake.base.request import Failure, FinishReason, TokenLogprobs
+from mooncake.base.request import Failure, FinishReason, GenerateRequest, TokenLogprobs
 from mooncake.engine.audit import check_holds, check_lines, check_pages, check_steps
 from mooncake.engine.batcher import Batch, Batcher
 from mooncake.engine.block_pool import BlockPool
@@ -87,6 +87,11 @@ class Engine:
             sequence.num_cached_tokens = 0
         self._batcher.enqueue(sequence)
         return True
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """A sequence of this request will be added: no step ought to wait for its grammar then."""
+        if request.sampling.grammar is not None:
+            self._runner.prepare(request.sampling.grammar)
 
     def extend_keys(self, sequence: Sequence) -> list[BlockKey]:
         """Bring the block keys of a sequence (added or not) up to date and return them."""

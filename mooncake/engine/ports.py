@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from mooncake.base.grammar import Grammar
 from mooncake.engine.plan import RunnerEvent, StepPlan
 
 
 class Runner(Protocol):
     """Runs steps in order on the model. Events are brought to the role's `handle` by the driver."""
+
+    def prepare(self, grammar: Grammar) -> None:
+        """A sequence with this grammar comes soon: begin what takes long; never blocks."""
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step; never blocks. Exactly one `StepResult` follows, after any `LayerDone`s."""

@@ -1,13 +1,15 @@
 """Token masks from grammars. Owns compiled grammars (shared) and where each sequence stands in its
 own (one `Follower` a sequence, dropped with it).
 
-Nothing is kept between workers: a follower is rebuilt from the grammar and the output tokens. The
-next mask is computed on a thread while the model runs the next step, so it costs the step nothing
-unless it takes longer than the forward pass. Which grammars are right is the door's business.
+A grammar is compiled when its request comes, before there is a step to wait for it. Nothing is kept
+between workers: a follower is rebuilt from the grammar and the output tokens. The next mask is
+computed on a thread while the model runs the next step, so it costs the step nothing unless it
+takes longer than the forward pass. Which grammars are right is the door's business.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,6 +25,7 @@ from mooncake.model.grammar_tokens import GrammarTokens
 
 MAX_COMPILED = 256
 """Compiled grammars kept, the ones used last; a compilation takes about a millisecond."""
+MAX_PREPARING = 64
 MAX_REASON_CHARS = 200
 """Of the library's words in an error."""
 NUM_THREADS = 2
@@ -33,17 +36,53 @@ class Grammars:
     """Compiles grammars over one vocabulary; shared by all runners of a process."""
 
     def __init__(self, vocab_size: int, load: Callable[[], GrammarTokens]) -> None:
-        """`load` is called with the first grammar: most workers never see one."""
+        """`load` is called by `read_vocabulary`, or with the first grammar."""
         self._vocab_size = vocab_size
         self._load = load
         self._lock = threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
+        self._early = ThreadPoolExecutor(1, thread_name_prefix="grammar-early")
+        self._preparing: set[str] = set()
 
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
+
+    def read_vocabulary(self) -> None:
+        """Do what the first grammar would wait for: with 160,000 tokens the library holds Python's
+        lock for about a second. What is wrong with it, the first grammar says.
+        """
+        with contextlib.suppress(Exception):
+            self._vocabulary()
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compile a grammar that comes soon, on a thread that no mask waits for. What is too much
+        for it is left to the first step.
+        """
+        text = grammar.text
+        with self._lock:
+            wanted = text not in self._compiled and text not in self._preparing
+            if not wanted or len(self._preparing) >= MAX_PREPARING:
+                return
+            self._preparing.add(text)
+        self._early.submit(self._prepare, text)
+
+    def _prepare(self, text: str) -> None:
+        try:
+            self.matcher(text).compute_bitmask()  # copies share what the library finds out here
+        except MooncakeError:
+            pass  # who follows it says what is wrong
+        finally:
+            with self._lock:
+                self._preparing.remove(text)
+
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer(self._load(), self._vocab_size)
+            return self._tokenizer
 
     def follow(self, grammar: Grammar, output_tokens: Sequence[int]) -> Follower:
         """Return a follower of `grammar` that stands behind `output_tokens`; never blocks."""
@@ -64,11 +103,8 @@ class Grammars:
             if known is not None:
                 self._compiled.move_to_end(text)
                 return known.deep_copy()
-            if self._tokenizer is None:
-                self._tokenizer = _tokenizer(self._load(), self._vocab_size)
-            tokenizer = self._tokenizer
         made = llguidance.LLMatcher(
-            tokenizer, llguidance.LLMatcher.grammar_from_lark(text), log_level=0
+            self._vocabulary(), llguidance.LLMatcher.grammar_from_lark(text), log_level=0
         )
         if made.is_error():
             raise InternalError(f"the grammar does not compile: {_first_line(made.get_error())}")

@@ -148,6 +148,7 @@ class ModelSource:
             kv = KvTensors.allocate(layout, config.num_blocks, self._device)
         else:
             kv = KvTensors.view(layout, config.num_blocks, pages)
+        self._grammars.read_vocabulary()
         copies = CudaCopies(self._device) if self._device.type == "cuda" else None
         decoder = self._decoder(model, kv, config, copies)
         if isinstance(pages, PageMemory) and decoder is not None:

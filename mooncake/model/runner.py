@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from mooncake.base import TokenLogprobs
+from mooncake.base import Grammar, TokenLogprobs
 from mooncake.engine.plan import (
     LayerDone,
     RunnerEvent,
@@ -45,6 +45,9 @@ class TokenSampler(Protocol):
 
     def start(self, start: SequenceStart) -> None:
         """Begin to keep a sequence's settings and history."""
+
+    def prepare(self, grammar: Grammar) -> None:
+        """A sequence with this grammar comes soon; from any thread."""
 
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence."""
@@ -111,6 +114,10 @@ class ModelRunner:
         self._readable, self._signal = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="model-runner", daemon=True)
         self._thread.start()
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Begin to compile a grammar that comes soon; never blocks."""
+        self._sampler.prepare(grammar)
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a step; never blocks. RuntimeError: the runner is closed."""

@@ -136,6 +136,7 @@ class PrefillWorker:
         keys = block_keys(
             layout.fingerprint, tokens, layout.block_tokens, request.tenant, request.cache_salt
         )
+        instance.engine.prepare(request)
         job = PrefillJob(order, keys, instance.open_push())
         self._jobs[job.request_id] = job
         if instance.draining:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 
+from mooncake.base.grammar import Grammar
 from mooncake.base.sampling import SamplingParams
 from mooncake.engine.plan import LayerDone, Sample, StepPlan, StepResult
 from mooncake.sim.clock import EventHeap
@@ -78,6 +79,9 @@ class SimRunner:
         self._busy_until_s = 0.0
         self.busy_s = 0.0
         """Seconds spent computing, of steps that were begun."""
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Grammars cost nothing here."""
 
     def submit(self, plan: StepPlan) -> None:
         for sequence_id in plan.ended:

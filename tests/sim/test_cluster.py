@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from mooncake.base import FinishReason
+from mooncake.base import FinishReason, Grammar, Role
 from mooncake.instance import InstanceConfig
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.telemetry.events import FirstToken
-from tests.support.cluster import Cluster, engine_config, request, specs
+from tests.support.cluster import Cluster, HeapRunner, engine_config, request, specs
 
 PROMPT = list(range(1, 60))
 EAGER = SchedulerConfig(fetch_latency_s=0.0, local_bytes_per_s=1e12, remote_bytes_per_s=1e12)
@@ -126,6 +126,27 @@ def test_what_waits_for_room_on_a_decode_worker_ends_once(bound: dict[str, int])
     cluster.check_quiet()
     cluster.check_streams()
     assert [len(stream.finals) for stream in streams] == [1] * 300
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_grammars_are_prepared_before_their_first_step(num_prefill: int) -> None:
+    """Steps wait for masks, and everybody in the batch with them."""
+    cluster = Cluster(specs(num_prefill, 1))
+    grammar = Grammar(text='start: "a"', end_ids=[1])
+    cluster.world.submit(request("plain", PROMPT))
+    cluster.world.submit(request("bound", PROMPT, grammar=grammar))
+    waiting = {Role.PREFILL: num_prefill, Role.DECODE: 1}
+    while any(waiting.values()):
+        assert cluster.world.heap.step()
+        for role, runner in ((r, one) for r in waiting for one in cluster.world.runners(r)):
+            assert isinstance(runner, HeapRunner)
+            starts = [start for plan in runner.inner.plans for start in plan.starts]
+            bound = [start for start in starts if start.sampling.grammar is not None]
+            if runner.inner.prepared:
+                waiting[role] = 0
+            assert runner.inner.prepared == [grammar] or not bound, "it came unprepared"
+    cluster.run(20)
+    cluster.check_streams()
 
 
 def test_prompt_logprobs_are_complete_in_spite_of_a_warm_cache() -> None:

@@ -12,6 +12,7 @@ from mooncake.base import (
     CostSample,
     FinishReason,
     GenerateRequest,
+    Grammar,
     Role,
     SamplingParams,
     pack_tokens,
@@ -44,6 +45,9 @@ class HeapRunner:
         self._heap = heap
         self._deliver = deliver
         self._running = False
+
+    def prepare(self, grammar: Grammar) -> None:
+        self.inner.prepare(grammar)
 
     def submit(self, plan: StepPlan) -> None:
         self.inner.submit(plan)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b, shake_128
 
+from mooncake.base.grammar import Grammar
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.request import GenerateRequest, TokenLogprobs
 from mooncake.base.sampling import SamplingParams
@@ -144,10 +145,14 @@ class FakeRunner:
         self._states: dict[int, _State] = {}
         self._steps: deque[Iterator[RunnerEvent]] = deque()
         self._errors: deque[str] = deque()
+        self.prepared: list[Grammar] = []
         self.plans: list[StepPlan] = []
         """All that were submitted, oldest first."""
 
     # ------------------------------------------------------------ Runner
+
+    def prepare(self, grammar: Grammar) -> None:
+        self.prepared.append(grammar)
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)

@@ -12,6 +12,7 @@ import msgspec
 from mooncake.base import (
     FinalEvent,
     GenerateRequest,
+    Grammar,
     KvLayout,
     OutputEvent,
     SamplingParams,
@@ -39,6 +40,9 @@ class PolledFakeRunner:
     def __init__(self, runner: FakeRunner) -> None:
         self.inner = runner
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def prepare(self, grammar: Grammar) -> None:
+        self.inner.prepare(grammar)
 
     def submit(self, plan: StepPlan) -> None:
         self.inner.submit(plan)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from mooncake_kernels.reference import sampling as on_device
 
-from mooncake.base import InternalError, MooncakeError, SamplingParams, TokenLogprobs
+from mooncake.base import Grammar, InternalError, MooncakeError, SamplingParams, TokenLogprobs
 from mooncake.engine.plan import Sample, SequenceStart
 from mooncake.model.copies import Arriving, Copies, HostCopies
 from mooncake.model.grammar import Follower, Grammars
@@ -83,6 +83,11 @@ class Sampler:
                 raise InternalError(f"sequence {start.sequence_id}: no grammars are followed here")
             sequence.follower = self._grammars.follow(grammar, start.output_tokens)
         self._sequences[start.sequence_id] = sequence
+
+    def prepare(self, grammar: Grammar) -> None:
+        """A sequence with this grammar comes soon. From any thread."""
+        if self._grammars is not None:
+            self._grammars.prepare(grammar)
 
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence; one that is not known is passed over."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mooncake.base import InternalError, ManualClock, Role
+from mooncake.base import Grammar, InternalError, ManualClock, Role
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan, StepResult
 from mooncake.launch.profile import (
@@ -41,6 +41,9 @@ class TimedRunner:
         self._seen: set[int] = set()
         self._results: list[StepResult] = []
         self._fd = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def prepare(self, grammar: Grammar) -> None:
+        raise AssertionError("no grammar is timed")
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)

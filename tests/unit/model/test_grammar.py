@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import NoReturn
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from mooncake.api.grammar import ToolRule, choice_rule, json_rule, tool_rules
 from mooncake.base import CheckpointError, Grammar, InternalError, SamplingParams
 from mooncake.engine.plan import SequenceStart
-from mooncake.model.grammar import MAX_COMPILED, Grammars
+from mooncake.model.grammar import MAX_COMPILED, MAX_PREPARING, Grammars
+from mooncake.model.grammar_tokens import GrammarTokens
 from mooncake.model.layers.sampler import Sampler
 from tests.support.grammars import (
     ARGUMENT,
@@ -27,6 +29,7 @@ from tests.support.grammars import (
     refused_at,
     special,
     tiny_grammars,
+    tiny_tokens,
 )
 
 SCHEMA = {
@@ -286,6 +289,52 @@ class TestInTheSampler:
         assert "odd" in reason
         assert "\n" not in reason
         assert len(reason) < 300
+
+    def test_what_takes_long_is_done_before_the_sequence_comes(self) -> None:
+        num_loads = 0
+
+        def load() -> GrammarTokens:
+            nonlocal num_loads
+            num_loads += 1
+            return tiny_tokens()
+
+        grammars = Grammars(TOKENIZER.vocab_size, load)
+        grammars.read_vocabulary()
+        assert num_loads == 1
+        sampler = Sampler(TOKENIZER.vocab_size, grammars)
+        grammar, wrong = grammar_of('"ab"'), grammar_of('"')
+        for each in (wrong, grammar, grammar):
+            sampler.prepare(each)
+        grammars._early.submit(lambda: None).result(60)  # behind them
+        assert list(grammars._compiled) == [grammar.text]
+        sampler.start(start(grammar, 1))
+        sampler.start(start(wrong, 2))
+        assert sampler.broken([1, 2]).keys() == {2}
+        assert allowed_next(grammars.follow(grammar, [])) <= {encode("a")[0], encode("ab")[0]}
+        assert num_loads == 1
+
+    def test_a_flood_of_grammars_is_prepared_in_part(self) -> None:
+        grammars, go_on = tiny_grammars(), threading.Event()
+        grammars._early.submit(go_on.wait, 60)
+        for number in range(2 * MAX_PREPARING):
+            grammars.prepare(grammar_of(f'"{number}"'))
+        go_on.set()
+        grammars._early.submit(lambda: None).result(60)
+        assert len(grammars._compiled) == MAX_PREPARING
+        assert allowed_next(grammars.follow(grammar_of('"a"'), [])) == {encode("a")[0]}
+
+    def test_a_vocabulary_that_cannot_be_read_keeps_no_worker_from_starting(self) -> None:
+        def load() -> NoReturn:
+            raise KeyError("odd")
+
+        grammars = Grammars(TOKENIZER.vocab_size, load)
+        grammars.read_vocabulary()
+        grammars.prepare(grammar_of('"a"'))
+        grammars._early.submit(lambda: None).result(60)
+        assert not grammars._preparing
+        sampler = Sampler(TOKENIZER.vocab_size, grammars)
+        sampler.start(start(grammar_of('"a"')))
+        assert "odd" in sampler.broken([0])[0]
 
     def test_without_grammars_none_may_come(self) -> None:
         sampler = Sampler(TOKENIZER.vocab_size)
