@@ -76,7 +76,9 @@ def document(state: PoolState) -> dict[str, Any]:
         **figures(state),
         "draining": state.draining,
         "drained": state.drained,
-        "tenants": [msgspec.structs.asdict(use) for use in state.tenants],
+        "tenants": [
+            msgspec.structs.asdict(use) | {"tier": use.tier.value} for use in state.tenants
+        ],
         "counters": state.load.counters,
     }
 

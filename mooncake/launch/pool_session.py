@@ -40,6 +40,7 @@ from mooncake.launch import machine_facts
 from mooncake.launch.client import Client
 from mooncake.launch.driver import Driver
 from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.transfer.backends.rdma import RdmaSettings
 from mooncake.transfer.backends.tcp import TcpSettings
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import Region
@@ -64,6 +65,7 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     bind_host: str = "127.0.0.1"
     """Where the pool's answers come to."""
     transfer_protocols: list[str] = msgspec.field(default_factory=lambda: list(usable_protocols()))
+    rdma: RdmaSettings = RdmaSettings()
     num_places: int = 16
     """Blocks of memory that data passes through: the most one transfer carries."""
     timeout_s: float = 10.0
@@ -112,6 +114,7 @@ class PoolSession:
                 host=machine_facts.boot_id(),
                 protocols=config.transfer_protocols,
                 tcp=TcpSettings(bind_host=config.bind_host),
+                rdma=config.rdma,
             ),
             ids.hex(8),
             clock,
@@ -276,7 +279,8 @@ class PoolSession:
         return found
 
     def put_value(self, name: str, data: bytes, tenant: str = "") -> bool:
-        """Store a value of any size; False when there is one of that name.
+        """Store a value of any size; False when there is one of that name. Tensors of any type and
+        shape are the value `safetensors.torch.save(tensors)`.
 
         Raises:
             Unavailable: there is no room for it.

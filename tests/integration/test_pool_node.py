@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import urllib.error
 import urllib.request
@@ -30,7 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolProcess]:
     home = tmp_path_factory.mktemp("node")
-    with PoolProcess(model, home / "log", "--dram", "1MiB") as running:
+    words = ("--dram", "1MiB", "--tenant-quota", "alice=256KiB")
+    with PoolProcess(model, home / "log", *words) as running:
         yield running
 
 
@@ -129,7 +131,12 @@ def test_the_pool_command(
     assert (tmp_path / "out").read_bytes() == data
     stats = json.loads(pool("stats", "--json")[1])
     assert stats["dram_blocks_stored"] >= 100_000 // stats["block_bytes"]
-    assert b"dram_blocks_stored" in pool("stats")[1]
+    (tmp_path / "hers").write_bytes(data[: 3 * stats["block_bytes"]])
+    assert pool("put", "hers", str(tmp_path / "hers"), "--tenant", "alice")[0] == 0
+    said = pool("stats")[1]
+    assert b"dram_blocks_stored" in said
+    may = (256 << 10) // stats["block_bytes"]
+    assert re.search(rb"tenant alice +dram: 4 of %d " % may, said), "three blocks and a head"
     assert pool("pin", "thing", "--hard") == (0, b"thing: pinned\n")
     assert pool("replicate", "thing", "--nodes", "1") == (0, b"thing: on 1 nodes\n")
     assert pool("replicate", "thing") == (1, b"thing: on 1 nodes\n"), "there is no other"

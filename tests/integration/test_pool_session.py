@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
+import safetensors.torch
+import torch
 
 from mooncake.base import (
     KvLayout,
@@ -162,6 +164,20 @@ def test_places_that_there_are_not_are_refused_before_anybody_is_asked(
         session.register(memoryview(bytes(session.block_bytes)))
     with pytest.raises(ValueError, match="2 regions for 3 layers"):
         session.register(*(memoryview(bytearray(9)) for _ in range(2)))
+
+
+def test_tensors_are_values(session: PoolSession) -> None:
+    tensors = {
+        "a.weight": torch.arange(700, dtype=torch.bfloat16).reshape(7, 100),
+        "b": torch.tensor([], dtype=torch.int8),
+        "c": torch.tensor(3.5),
+    }
+    assert session.put_value("layer", safetensors.torch.save(tensors))
+    found = safetensors.torch.load(session.get_value("layer") or b"")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
 
 
 def test_data_of_the_wrong_size_is_refused(session: PoolSession) -> None:
