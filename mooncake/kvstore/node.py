@@ -66,13 +66,10 @@ class KvNode:
         disks: Disks | None = None,
     ) -> None:
         """Allocate the arena and start to scan the disks. `num_blocks` and `block_bytes` of `hello`
-        are filled in here.
-
-        Raises ConfigError when the byte limit holds no block.
+        are filled in here. Raises ConfigError when the byte limit holds no block.
         """
         num_blocks = config.num_blocks(layout)
-        self._config = config
-        self._layout = layout
+        self._config, self._layout = config, layout
         self._channel = channel
         self._segment, self._moved = transfer.segment, transfer.counters
         self._region = transfer.allocate(num_blocks * layout.block_bytes, "kvstore-dram")
@@ -128,6 +125,11 @@ class KvNode:
     def stores(self, key: BlockKey) -> bool:
         """Whether a whole block of that key lies in DRAM here."""
         return self._tier.has(key)
+
+    @property
+    def joined(self) -> bool:
+        """Whether some gateway knows this node: until then nobody is sent to it."""
+        return self._membership.welcomed
 
     @property
     def num_open(self) -> int:
@@ -487,13 +489,12 @@ class KvNode:
         return self._load(), self._draining, self.drained, self._evacuation.progress()
 
     def _load(self) -> WorkerLoad:
-        tier = self._tier
         return WorkerLoad(
             num_running=sum(len(state.pins) for state in self._peers.states.values()),
             num_waiting=self._peers.num_puts,
-            num_free_blocks=tier.num_free,
-            num_total_blocks=tier.num_blocks,
-            num_cached_blocks=tier.num_stored,
+            num_free_blocks=self._tier.num_free,
+            num_total_blocks=self._tier.num_blocks,
+            num_cached_blocks=self._tier.num_stored,
             draining=self._draining,
             counters={**self.counters, **self._moved()},
         )

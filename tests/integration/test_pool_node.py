@@ -96,7 +96,7 @@ def test_more_than_dram_holds_comes_back_from_ssd(model: Path, tmp_path: Path) -
 
 
 def test_what_operators_ask(node: PoolProcess) -> None:
-    assert ask(f"{node.url}/health", key="")[0] == 200
+    until(lambda: ask(f"{node.url}/health", key="")[0] == 200, "it has joined")
     assert ask(f"{node.url}/v1/pool/stats", key="wrong")[0] == 401
     assert ask(f"{node.url}/v1/pool/drain", "POST", key="")[0] == 401
     assert ask(f"{node.url}/v1/pool/drain")[0] == 405
