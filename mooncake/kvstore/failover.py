@@ -99,6 +99,8 @@ class FailoverClient:
         self._lost: dict[str, None] = {}
         self._refresh_s = float("-inf")
         self._gateway_silent = False
+        self._has_learnt = False
+        """A gateway has named the nodes, once."""
         self._used = ""
         self.num_moves = 0
         """How often `put_from` and `exists` went to another node than the time before."""
@@ -247,6 +249,7 @@ class FailoverClient:
         if isinstance(answer, MooncakeError):
             self._refresh_s = min(self._refresh_s, self._now + GATEWAY_S)
             return
+        self._has_learnt = True
         named = {ref.worker_id: ref for ref in answer.stores}
         doubtful = {
             worker_id: ref
@@ -400,7 +403,8 @@ class FailoverClient:
             self._search(run, run.keys[run.num_whole :], partial(self._on_found, run))
 
     def _has_others(self, run: _Run) -> bool:
-        return any(ref.address not in run.tried for ref in self._known.values())
+        """Whether there are other nodes, as far as is known."""
+        return not self._has_learnt or any(ref.address not in run.tried for ref in self._known.values())
 
     def _on_found(self, run: _Run, answer: HoldersFound | MooncakeError) -> None:
         """Go on with those that hold the next block; while nobody knows with those that are well,

@@ -248,6 +248,17 @@ def test_what_nobody_has_is_a_miss_and_no_error(scene: Scene) -> None:
     assert scene.call("get_into", keys(77), [0]) == 0
 
 
+def test_a_client_that_knows_no_other_node_yet_asks_who_has_what_its_own_has_not() -> None:
+    scene = Scene()
+    scene.store("kv1", *RUN)
+    fresh = FailoverClient(scene.inner, TIMEOUT_S)
+    ended: list = []
+    fresh.get_into(keys(*RUN), offsets(5), ended.append, scene.heap.now())
+    scene.run(TIMEOUT_S)
+    assert ended == [5]
+    assert scene.found(*RUN)
+
+
 def test_a_lone_node_is_asked_and_nobody_else() -> None:
     scene = Scene(num_nodes=1)
     assert scene.call("get_into", keys(77), [0]) == 0
