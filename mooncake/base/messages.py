@@ -377,13 +377,34 @@ class PinGranted(Message, frozen=True, tag="pin_granted"):
 # ---------------------------------------------------------------- to kvstore
 
 
+class ChainHead(msgspec.Struct, frozen=True, array_like=True):
+    """The blocks of a chain before those that a message names. The same request uses them, wherever
+    its worker has them from: so they are not taken for cold, and outlive what follows them.
+    """
+
+    keys: list[BlockKey] = []
+    num_counted: int = 0
+    """So many, from the first on, have been counted as used by this request."""
+
+    @property
+    def counted(self) -> frozenset[BlockKey]:
+        """Those that have."""
+        return frozenset(self.keys[: self.num_counted])
+
+
+NO_HEAD = ChainHead()
+
+
 class PutStart(Message, frozen=True, tag="put_start"):
-    """Ask for room to write these blocks. Two-phase: nobody sees a block before its `PutEnd`."""
+    """Ask for room to write these blocks. Two-phase: nobody sees a block before its `PutEnd`.
+    Without any it tells that `head` was used.
+    """
 
     writer: WorkerRef
     ticket: int
     keys: list[BlockKey]
     tenant: str = ""
+    head: ChainHead = NO_HEAD
 
 
 class PutEnd(Message, frozen=True, tag="put_end"):
@@ -405,6 +426,7 @@ class PinBlocks(Message, frozen=True, tag="pin"):
     reader: WorkerRef
     ticket: int
     keys: list[BlockKey]
+    head: ChainHead = NO_HEAD
 
 
 class Unpin(Message, frozen=True, tag="unpin"):

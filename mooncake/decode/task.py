@@ -44,6 +44,12 @@ class DecodeJob:
         self.reuse: PrefixReuse | None = None
         self.sequence: Sequence | None = None
         self.num_blocks_put = 0
+        self.first_own = 0
+        """The first block that is in this node's pool, if it keeps what it is given: those that
+        prefill pushed are in its own.
+        """
+        self.num_counted = 0
+        """Leading blocks that the pool has been told of as used."""
         """Leading blocks that are in a pool already, or on their way."""
 
     @property

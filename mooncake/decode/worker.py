@@ -15,6 +15,7 @@ import msgspec
 from mooncake.base.blocks import block_keys
 from mooncake.base.messages import (
     AbortTask,
+    ChainHead,
     DecodeTask,
     FinishInfo,
     KVReady,
@@ -188,7 +189,9 @@ class DecodeWorker:
             reusable = []  # every prompt token's logits are wanted
 
         def gathered(pages: list[int], at: float) -> None:
-            job.reuse = None
+            reuse, job.reuse = job.reuse, None
+            if reuse is not None:
+                job.num_counted = reuse.num_counted(self.instance.kvstore)
             if self._jobs.get(job.request_id) is not job:
                 self.instance.pool.release(pages)
                 return
@@ -217,7 +220,7 @@ class DecodeWorker:
             return
         for key, page in zip(job.keys, job.pages, strict=False):
             self.instance.pool.publish(key, page)
-        job.num_blocks_put = len(job.keys)
+        job.num_blocks_put = job.first_own = job.num_counted = len(job.keys)
         self._run(job, job.num_tokens, now)
 
     def _run(self, job: DecodeJob, num_computed: int, now: float) -> None:
@@ -291,8 +294,11 @@ class DecodeWorker:
             return
         num_cached = sequence.num_cached_tokens // self.instance.layout.block_tokens
         indexes = range(max(job.num_blocks_put, num_cached), num_full)
-        job.num_blocks_put = num_full
+        before = sequence.keys[job.first_own : indexes.start]
+        head = ChainHead(before, job.num_counted - job.first_own)
+        job.num_blocks_put = job.num_counted = num_full
         if not indexes:
+            self.instance.tell_used(head)
             return
         push = self.instance.open_push()  # one for these blocks alone: it holds them only briefly
         for index in indexes:
@@ -300,7 +306,7 @@ class DecodeWorker:
         push.advance(indexes, self.instance.layout.num_layers, now)
         blocks = {sequence.keys[index]: index for index in indexes}
         tenant = job.order.request.tenant
-        self.instance.put(push, blocks, tenant, lambda at: self.instance.close_push(push, at))
+        self.instance.put(push, blocks, tenant, lambda at: self.instance.close_push(push, at), head)
 
     # ------------------------------------------------------------ endings
 

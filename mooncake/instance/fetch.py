@@ -11,7 +11,14 @@ from collections import deque
 from collections.abc import Callable
 
 from mooncake.base.blocks import BlockKey
-from mooncake.base.messages import PinBlocks, PinGranted, Unpin, WorkerRef
+from mooncake.base.messages import (
+    NO_HEAD,
+    ChainHead,
+    PinBlocks,
+    PinGranted,
+    Unpin,
+    WorkerRef,
+)
 from mooncake.instance.mover import SliceMover
 from mooncake.instance.verify import PageChecksums
 from mooncake.rpc.channel import Channel
@@ -37,6 +44,7 @@ class _Fetch:
         pages: list[int],
         deadline_s: float,
         fetched: Fetched,
+        head: ChainHead,
     ) -> None:
         self.number = number
         self.store = store
@@ -45,6 +53,8 @@ class _Fetch:
         """Of this piece and those to come, as are the keys."""
         self.deadline_s = deadline_s
         self.fetched = fetched
+        self.head = head
+        """What lies before this piece."""
         self.num_arrived = 0
         """In the pieces before."""
         self.batch_id: int | None = None
@@ -56,6 +66,8 @@ class _Fetch:
     def advance(self, num_blocks: int) -> None:
         """So many blocks, a whole piece, have arrived: turn to the next."""
         self.num_arrived += num_blocks
+        before = [*self.head.keys, *self.keys[:num_blocks]]
+        self.head = ChainHead(before, len(before))
         self.keys, self.pages = self.keys[num_blocks:], self.pages[num_blocks:]
         self.batch_id, self.more = None, False
         self.checksums, self.num_verified = [], 0
@@ -98,10 +110,13 @@ class Fetcher:
         pages: list[int],
         now: float,
         fetched: Fetched,
+        head: ChainHead = NO_HEAD,
     ) -> int:
-        """Fetch the blocks `keys` into `pages` (held by the caller); return the fetch's number."""
+        """Fetch the blocks `keys`, which follow `head`, into `pages` (held by the caller); return
+        the fetch's number.
+        """
         number = self._last_ticket + 1
-        self._ask(_Fetch(number, store, keys, pages, now + self._timeout_s, fetched))
+        self._ask(_Fetch(number, store, keys, pages, now + self._timeout_s, fetched, head))
         return number
 
     def _ask(self, fetch: _Fetch) -> None:
@@ -109,7 +124,9 @@ class Fetcher:
         self._fetches[self._last_ticket] = fetch
         self._send(
             fetch.store,
-            PinBlocks(reader=self._worker, ticket=self._last_ticket, keys=fetch.keys),
+            PinBlocks(
+                reader=self._worker, ticket=self._last_ticket, keys=fetch.keys, head=fetch.head
+            ),
         )
 
     def cancel(self, number: int, now: float) -> None:

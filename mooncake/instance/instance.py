@@ -16,6 +16,8 @@ from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
 from mooncake.base.kv_layout import BlockPlaces, KvLayout, page_places
 from mooncake.base.messages import (
+    NO_HEAD,
+    ChainHead,
     Drain,
     FinishInfo,
     PeerLost,
@@ -211,10 +213,18 @@ class Instance:
         blocks: dict[BlockKey, int],
         tenant: str,
         settled: Callable[[float], None],
+        head: ChainHead = NO_HEAD,
     ) -> None:
-        """Write blocks (key -> index) through to this node's pool, if there is one."""
+        """Write blocks (key -> index) through to this node's pool, if there is one, and tell it
+        that what lies before them is used too.
+        """
         if blocks and self.kvstore is not None:
-            self.write_through.put(self.kvstore, push, blocks, tenant, settled)
+            self.write_through.put(self.kvstore, push, blocks, tenant, settled, head)
+
+    def tell_used(self, head: ChainHead) -> None:
+        """Tell this node's pool that a chain is used of which nothing is to be written."""
+        if head.num_counted < len(head.keys) and self.kvstore is not None:
+            self.write_through.tell(self.kvstore, head)
 
     def close_push(
         self, push: Push, now: float, then: Callable[[float], None] | None = None

@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mooncake.base.blocks import BlockKey
-from mooncake.base.messages import PutEnd, PutGranted, PutStart, WorkerRef
+from mooncake.base.messages import (
+    NO_HEAD,
+    ChainHead,
+    PutEnd,
+    PutGranted,
+    PutStart,
+    WorkerRef,
+)
 from mooncake.instance.push import Destination, Push
 from mooncake.rpc.channel import Channel
 
@@ -56,8 +63,10 @@ class WriteThrough:
         blocks: dict[BlockKey, int],
         tenant: str,
         settled: Settled,
+        head: ChainHead = NO_HEAD,
     ) -> None:
         """Ask `store` for room for `blocks` (key -> index in the sequence); `push` will fill it.
+        `head` lies before them, and is used as they are.
 
         `settled` is called when the put has ended, well or not.
         """
@@ -66,7 +75,18 @@ class WriteThrough:
         self._tickets[ticket] = _Ticket(store, push, blocks, settled)
         self._send(
             store,
-            PutStart(writer=self._worker, ticket=ticket, keys=list(blocks), tenant=tenant),
+            PutStart(
+                writer=self._worker, ticket=ticket, keys=list(blocks), tenant=tenant, head=head
+            ),
+        )
+
+    def tell(self, store: WorkerRef, head: ChainHead) -> None:
+        """Tell `store` that a chain is used of which nothing is to be written; should the word be
+        lost, so be it.
+        """
+        self._last_ticket += 1
+        self._send(
+            store, PutStart(writer=self._worker, ticket=self._last_ticket, keys=[], head=head)
         )
 
     def is_open(self, push: Push) -> bool:

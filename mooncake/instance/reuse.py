@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mooncake.base.blocks import BlockKey
-from mooncake.base.messages import BlockSource
+from mooncake.base.messages import BlockSource, ChainHead, WorkerRef
 from mooncake.instance.fetch import Fetcher
 from mooncake.instance.pages import PagePool
 
@@ -37,6 +37,7 @@ class PrefixReuse:
         self._gathered = gathered
         self._pages: list[int] = []
         self._num_fetched = 0
+        self._told: dict[WorkerRef, int] = {}
         self._ticket: int | None = None
         self._cancelled = False
 
@@ -45,6 +46,10 @@ class PrefixReuse:
         self._pages = list(self._pool.match(self._keys))
         self._pool.hold(self._pages)
         self._next(now)
+
+    def num_counted(self, store: WorkerRef | None) -> int:
+        """Return how many leading blocks that pool node knows to be used by this request."""
+        return self._told.get(store, 0) if store is not None else 0
 
     def cancel(self, now: float) -> None:
         """Fetch no more; the callback comes as soon as nothing writes to the pages."""
@@ -73,6 +78,8 @@ class PrefixReuse:
     def _fetch(self, source: BlockSource, pages: list[int], have: int, now: float) -> None:
         def fetched(num_blocks: int, at: float) -> None:
             self._ticket = None
+            if num_blocks:
+                self._told[source.store] = have + num_blocks
             for offset in range(num_blocks):
                 self._pool.publish(self._keys[have + offset], pages[offset])
             self._pages.extend(pages[:num_blocks])
@@ -84,7 +91,8 @@ class PrefixReuse:
             self._next(at)
 
         keys = self._keys[have : have + len(pages)]
-        self._ticket = self._fetcher.start(source.store, keys, pages, now, fetched)
+        head = ChainHead(self._keys[:have], self.num_counted(source.store))
+        self._ticket = self._fetcher.start(source.store, keys, pages, now, fetched, head)
 
 
 def _next_replica(source: BlockSource) -> BlockSource:

@@ -14,7 +14,7 @@ from typing import Protocol
 from mooncake.base import BlockKey, InternalError
 from mooncake.base.pool_messages import Keep
 from mooncake.kvstore.config import KvStoreConfig
-from mooncake.kvstore.eviction import POLICIES
+from mooncake.kvstore.eviction import NONE, POLICIES, Keys
 from mooncake.kvstore.tenants import TenantEviction
 
 
@@ -170,16 +170,17 @@ class DramTier:
         keys: Sequence[BlockKey],
         tenant: str,
         may_evict: Callable[[BlockKey], bool] | None = None,
+        head: Sequence[BlockKey] = (),
     ) -> tuple[dict[BlockKey, int], list[BlockKey]]:
         """Make room for those of `keys` that are neither stored nor being written. With `may_evict`
         only up to the high watermark, and evicting only what it allows while that comes first.
 
         Returns (key -> byte offset of what was granted, in the order asked; keys evicted for it).
         Stops at the first block there is no room for. Blocks of the same run are never evicted for
-        one another: a tail without its head is worth nothing.
+        one another, nor those of its `head`: a tail without its head is worth nothing.
         """
         run = dict.fromkeys(keys)
-        here = [key for key in run if self.has(key)]
+        here = [key for key in dict.fromkeys((*head, *run)) if self.has(key)]
         for key in here:
             self._eviction.hold(key)
         granted: dict[BlockKey, int] = {}
@@ -265,14 +266,8 @@ class DramTier:
                 return number
         return len(keys)
 
-    def pin(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Keep stored blocks until `unpin`; return their byte offsets. Counts as a use."""
-        self._eviction.access(keys)
-        self.hold(keys)
-        return self.offsets(keys)
-
     def hold(self, keys: Sequence[BlockKey]) -> None:
-        """Keep stored blocks until `unpin`, for the node's own ends."""
+        """Keep stored blocks until `unpin`."""
         for key in keys:
             block = self._blocks[key]
             if not block.pins:
@@ -281,7 +276,7 @@ class DramTier:
             block.pins += 1
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Undo one `pin` or `hold` of the same keys."""
+        """Undo one `hold` of the same keys."""
         loose = []
         for key in keys:
             block = self._blocks[key]
@@ -350,9 +345,11 @@ class DramTier:
         if block is not None:
             block.checksum = checksum
 
-    def use(self, keys: Sequence[BlockKey]) -> None:
-        """A request used this run without reading it; keys not stored are skipped."""
-        self._eviction.access(keys)
+    def use(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
+        """A request used this run; keys not stored are skipped. Of those `counted` it was known
+        before: they are put in order only.
+        """
+        self._eviction.access(keys, counted)
 
     # ------------------------------------------------------------------ eviction
 

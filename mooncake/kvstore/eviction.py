@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Protocol
 
 from mooncake.base import BlockKey
+
+Keys = Set[BlockKey]
+NONE: Keys = frozenset()
 
 
 class EvictionPolicy(Protocol):
@@ -30,8 +33,10 @@ class EvictionPolicy(Protocol):
     def forget(self, key: BlockKey) -> None:
         """This block is gone."""
 
-    def access(self, keys: Sequence[BlockKey]) -> None:
-        """A request wrote or read this run, all at once; keys never released here are skipped."""
+    def access(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
+        """A request wrote or read this run, all at once; keys never released here are skipped. Of
+        those `counted` it was known before: they are put in order only.
+        """
 
     def pop(self) -> BlockKey | None:
         """Choose, forget and return the block to evict; None when none may be."""
@@ -78,7 +83,8 @@ class LruPolicy:
         self._held.pop(key, None)
         self._aside.pop(key, None)
 
-    def access(self, keys: Sequence[BlockKey]) -> None:
+    def access(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
+        del counted
         for key in reversed(keys):
             if key in self._order:
                 self._order.move_to_end(key)
@@ -154,13 +160,13 @@ class RankedPolicy:
         self.hold(key)
         self._usages.pop(key, None)
 
-    def access(self, keys: Sequence[BlockKey]) -> None:
+    def access(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
         self._num_accesses += 1
         for depth in range(len(keys) - 1, -1, -1):
             usage = self._usages.get(keys[depth])
             if usage is None:
                 continue
-            usage.accesses += 1
+            usage.accesses += keys[depth] not in counted
             usage.depth = max(usage.depth, depth)
             usage.rest = len(keys) - depth
             usage.last_access_no = self._num_accesses
@@ -302,9 +308,9 @@ class LastPolicy:
         else:
             self._first.forget(key)
 
-    def access(self, keys: Sequence[BlockKey]) -> None:
+    def access(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
         for policy, part in self._split(keys):
-            policy.access(part)
+            policy.access(part, counted)
 
     def pop(self) -> BlockKey | None:
         key = self._first.pop()

@@ -36,6 +36,7 @@ from mooncake.kvstore.counters import COUNTERS
 from mooncake.kvstore.disk import DiskDone, Disks, DiskScanned, NoDisks
 from mooncake.kvstore.dram import DramTier
 from mooncake.kvstore.evacuation import Evacuation
+from mooncake.kvstore.eviction import Keys
 from mooncake.kvstore.hashing import Hashing
 from mooncake.kvstore.inquiries import Inquiries
 from mooncake.kvstore.peers import Grant, Peers, PeerState, peer_of
@@ -158,7 +159,7 @@ class KvNode:
         if isinstance(event, PutStart):
             self._on_put_start(event, now)
         elif isinstance(event, PutEnd):
-            self._on_put_end(event)
+            self._on_put_end(event, now)
         elif isinstance(event, PinBlocks):
             self._on_pin(event, now)
         elif isinstance(event, Unpin):
@@ -257,19 +258,16 @@ class KvNode:
         peer = peer_of(message.writer)
         state = self._peers.get(peer)
         grant = state.grants.get(message.ticket) if state is not None else None
-        if (
-            grant is None
-            and self._peers.may_open(peer, "put", message.ticket)
-            and not self._draining
-        ):
+        may_open = grant is None and not self._draining
+        if may_open and self._peers.may_open(peer, "put", message.ticket):
             wanted = [key for key in message.keys if not self._tiering.can_load(key)]
-            granted, evicted = self._tier.reserve(wanted, message.tenant)
+            head = message.head
+            granted, evicted = self._tier.reserve(wanted, message.tenant, head=head.keys)
             self._evicted(evicted)
+            new = Grant(message, list(granted))
+            self._use(new.before if granted else new.run, head.counted, message.writer, now)
             if granted:
-                grant = Grant(message.keys, list(granted))
-                self._peers.grant(message.writer, message.ticket, grant, now)
-            else:
-                self._use(message.keys)
+                grant = self._peers.grant(message, new, now)
             self._count_put(message.keys, granted)
         if grant is None:
             self._peers.remember_ended(peer, "put", message.ticket)
@@ -289,7 +287,7 @@ class KvNode:
             ),
         )
 
-    def _on_put_end(self, message: PutEnd) -> None:
+    def _on_put_end(self, message: PutEnd, now: float) -> None:
         peer = peer_of(message.writer)
         state = self._peers.get(peer)
         grant = state.grants.get(message.ticket) if state is not None else None
@@ -316,7 +314,7 @@ class KvNode:
         self._membership.send_blocks(written, [])
         self._evacuation.add(written)
         if not grant.pending:
-            self._use(grant.run)
+            self._use(grant.run, frozenset(grant.before), message.writer, now)
             grant.run = []
             del state.grants[message.ticket]
             self._peers.remember_ended(peer, "put", message.ticket)
@@ -351,11 +349,10 @@ class KvNode:
     def _pin(self, message: PinBlocks, num_blocks: int, now: float, *, more: bool = False) -> None:
         peer = peer_of(message.reader)
         run = message.keys[:num_blocks]
-        self._tier.pin(run)
-        if not self._evacuation.is_home(message.reader):
-            self._tiering.used(run)
-        self._replicator.used(run, now)
         if run:
+            head = message.head
+            self._use([*head.keys, *run], head.counted, message.reader, now)
+            self._tier.hold(run)
             self._peers.state_of(message.reader, now).pins[message.ticket] = run
         else:
             self._peers.remember_ended(peer, "pin", message.ticket)
@@ -474,9 +471,11 @@ class KvNode:
         if self._tier.discard(key):
             self._gone([key])
 
-    def _use(self, run: list[BlockKey]) -> None:
-        self._tier.use(run)
-        self._tiering.used(run)
+    def _use(self, run: list[BlockKey], counted: Keys, user: WorkerRef, now: float) -> None:
+        self._tier.use(run, counted)
+        if not self._evacuation.is_home(user):  # a node that copies is no request
+            self._tiering.used(run, counted)
+        self._replicator.used(run, now)
 
     def _count_put(self, keys: list[BlockKey], granted: dict[BlockKey, int]) -> None:
         self._counters["puts"] += 1

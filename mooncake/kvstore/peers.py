@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
-from mooncake.base import BlockKey, WorkerRef
+from mooncake.base import BlockKey, PutStart, WorkerRef
 from mooncake.kvstore.config import KvStoreConfig
 
 MAX_REMEMBERED = 4_096
@@ -24,11 +24,14 @@ def peer_of(worker: WorkerRef) -> Peer:
 class Grant:
     """A put between `PutStart` and its last `PutEnd`."""
 
-    __slots__ = ("pending", "run")
+    __slots__ = ("before", "pending", "run")
 
-    def __init__(self, run: list[BlockKey], granted: Sequence[BlockKey]) -> None:
-        self.run = run
-        """All keys asked for, head first: one use of a chain, whether stored before or now."""
+    def __init__(self, message: PutStart, granted: Sequence[BlockKey]) -> None:
+        keys = set(message.keys)
+        self.before = [key for key in message.head.keys if key not in keys]
+        """What lies before the keys asked for: its use is known when the put begins."""
+        self.run = [*self.before, *message.keys]
+        """One use of a chain, whether stored before or now; its order is when the put ends."""
         self.pending = dict.fromkeys(granted)
 
 
@@ -83,10 +86,11 @@ class Peers:
         """Return what a peer has open, for opening more."""
         return self.states.setdefault(peer_of(worker), PeerState(worker, now))
 
-    def grant(self, writer: WorkerRef, ticket: int, grant: Grant, now: float) -> None:
+    def grant(self, message: PutStart, grant: Grant, now: float) -> Grant:
         """A put is open from now on."""
-        self.state_of(writer, now).grants[ticket] = grant
+        self.state_of(message.writer, now).grants[message.ticket] = grant
         self._overdue_at.append((now + self._put_timeout_s, grant))
+        return grant
 
     def tick(self, now: float) -> float | None:
         """Count the puts that have been open for too long; return when to come again."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from mooncake.base import BlockKey, InternalError
 from mooncake.kvstore.disk import FoundBlock
-from mooncake.kvstore.eviction import EvictionPolicy
+from mooncake.kvstore.eviction import NONE, EvictionPolicy, Keys
 from mooncake.kvstore.tenants import TenantEviction
 
 
@@ -270,10 +270,12 @@ class SsdTier:
             if not block.readers:
                 self._disks[block.disk].policy.release([key])
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
-        """A request used this run without reading it here; keys not stored are skipped."""
+    def touch(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
+        """A request used this run without reading it here; keys not stored are skipped. Of those
+        `counted` it was known before.
+        """
         for disk in self._disks:
-            disk.policy.access(keys)
+            disk.policy.access(keys, counted)
 
     # ------------------------------------------------------------------ giving up
 

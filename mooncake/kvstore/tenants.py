@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mooncake.base import BlockKey
-from mooncake.kvstore.eviction import EvictionPolicy, LastPolicy
+from mooncake.kvstore.eviction import NONE, EvictionPolicy, Keys, LastPolicy
 
 
 class TenantEviction:
@@ -72,11 +72,11 @@ class TenantEviction:
         if (own := self._policy_of(key)) is not None:
             own.set_last(key, last)
 
-    def access(self, keys: Sequence[BlockKey]) -> None:
-        """A request wrote or read this run."""
-        self._all.access(keys)
+    def access(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
+        """A request wrote or read this run; see `EvictionPolicy`."""
+        self._all.access(keys, counted)
         for tenant, own_keys in self._by_tenant(keys).items():
-            self._own[tenant].access(own_keys)
+            self._own[tenant].access(own_keys, counted)
 
     def forget(self, key: BlockKey) -> None:
         """This block is gone, or was never finished: its tenant may have another."""

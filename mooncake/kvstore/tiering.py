@@ -14,7 +14,7 @@ from mooncake.base import BlockKey, Tier
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.disk import DiskBlock, DiskDone, Disks, DiskScanned, Outcome
 from mooncake.kvstore.dram import DramTier
-from mooncake.kvstore.eviction import POLICIES
+from mooncake.kvstore.eviction import NONE, POLICIES, Keys
 from mooncake.kvstore.removed import RemovalWatcher, Removed
 from mooncake.kvstore.ssd import SsdTier
 
@@ -105,14 +105,16 @@ class Tiering:
 
     # ------------------------------------------------------------------ what DRAM does
 
-    def used(self, keys: Sequence[BlockKey]) -> None:
-        """A request wrote or asked for this run; of no interest but for blocks in DRAM."""
+    def used(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
+        """A request wrote or asked for this run; of no interest but for blocks in DRAM. Of those
+        `counted` it was known before.
+        """
         for key in keys:
             self._expected.pop(key, None)
-        here = [key for key in keys if self._dram.has(key)]
+        here = [key for key in keys if key not in counted and self._dram.has(key)]
         self._used({key: self._uses.get(key, 0) + 1 for key in here}, keys)
         if self.ssd.num_slots:
-            self.ssd.touch(keys)
+            self.ssd.touch(keys, counted)
 
     def adopt(self, keys: Sequence[BlockKey]) -> None:
         """Take these blocks as asked for often enough to go down: they were, elsewhere."""

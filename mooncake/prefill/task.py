@@ -40,6 +40,8 @@ class PrefillJob:
         """Leading blocks that the push knows of and that need no more computing."""
         self.put_asked = False
         self.num_cached_tokens = 0
+        self.num_counted = 0
+        """Leading blocks that the own pool has been told of as used."""
         self.token: int | None = None
         self.sampled_s = 0.0
         self.handed_over = False

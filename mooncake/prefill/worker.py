@@ -16,6 +16,7 @@ from mooncake.base.blocks import block_keys
 from mooncake.base.messages import (
     AbortTask,
     BlockSource,
+    ChainHead,
     FinishInfo,
     KVReady,
     PeerLost,
@@ -153,8 +154,9 @@ class PrefillWorker:
         job.reuse.start(now)
 
     def _on_gathered(self, job: PrefillJob, pages: list[int], now: float) -> None:
-        job.reuse = None
-        instance = self.instance
+        instance, reuse, job.reuse = self.instance, job.reuse, None
+        if reuse is not None:
+            job.num_counted = reuse.num_counted(instance.kvstore)
         if job.ended:
             instance.pool.release(pages)
             self._close(job, now)
@@ -241,7 +243,10 @@ class PrefillWorker:
             own = range(num_cached, len(job.keys))
             new = {job.keys[index]: index for index in (*hot, *own)}
             tenant = job.order.request.tenant
-            self.instance.put(job.push, new, tenant, lambda at: self._settle(job, at))
+            head = ChainHead(job.keys[:num_cached], job.num_counted)
+            self.instance.put(job.push, new, tenant, lambda at: self._settle(job, at), head)
+            if not new:
+                self.instance.tell_used(head)
 
     def _on_step(self, result: StepResult, now: float) -> None:
         if result.error is None:

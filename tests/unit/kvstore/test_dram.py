@@ -76,7 +76,7 @@ def test_a_key_twice_in_one_pin_is_pinned_twice() -> None:
     tier = tier_of(1)
     tier.reserve(keys(1), "")
     tier.commit(keys(1))
-    assert tier.pin(keys(1, 1)) == [0, 0]
+    tier.hold(keys(1, 1))
     assert (tier.num_pinned, tier.pin_counts()) == (1, {key(1): 2})
     tier.unpin(keys(1))
     assert tier.reserve(keys(2), "") == ({}, [])

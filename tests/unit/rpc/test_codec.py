@@ -59,7 +59,7 @@ EXAMPLES: list[AnyMessage] = [
     m.AbortTask(request_id="r1", attempt=1),
     m.PutGranted(ticket=1, store=WORKER, keys=[KEY], places=PLACES),
     m.PinGranted(ticket=1, store=WORKER, num_blocks=2, places=PLACES),
-    m.PutStart(writer=WORKER, ticket=1, keys=[KEY]),
+    m.PutStart(writer=WORKER, ticket=1, keys=[KEY], head=m.ChainHead([KEY], 1)),
     m.PutEnd(writer=WORKER, ticket=1, written=[KEY]),
     m.PinBlocks(reader=WORKER, ticket=1, keys=[KEY]),
     m.Unpin(reader=WORKER, ticket=1),
