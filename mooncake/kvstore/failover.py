@@ -404,7 +404,8 @@ class FailoverClient:
 
     def _has_others(self, run: _Run) -> bool:
         """Whether there are other nodes, as far as is known."""
-        return not self._has_learnt or any(ref.address not in run.tried for ref in self._known.values())
+        known = self._known.values()
+        return not self._has_learnt or any(ref.address not in run.tried for ref in known)
 
     def _on_found(self, run: _Run, answer: HoldersFound | MooncakeError) -> None:
         """Go on with those that hold the next block; while nobody knows with those that are well,
