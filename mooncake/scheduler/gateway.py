@@ -152,7 +152,8 @@ class Gateway:
         hello = self._roster.lose(worker_id, now)
         if hello is None:
             return
-        logger.warning("worker %s (%s) is lost: %s", worker_id, hello.role.value, reason)
+        level = logging.INFO if hello.role is Role.CLIENT else logging.WARNING  # they come and go
+        logger.log(level, "worker %s (%s) is lost: %s", worker_id, hello.role.value, reason)
         self._peers.tell(PeerLost(worker=hello.worker))
         self._conductor.on_lost(worker_id)
         if hello.role is Role.KVSTORE:
