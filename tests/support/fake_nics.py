@@ -53,7 +53,7 @@ class FakeFabric:
     def hold(self) -> None:
         """From now on what is posted stays under way."""
         with self.lock:
-            self._held = []
+            self._held = self._held or []
 
     @property
     def num_held(self) -> int:

@@ -35,7 +35,9 @@ def begin_to_connect(address: tuple[str, int]) -> socket.socket:
 
 
 class ControlLink:
-    """One connected, or connecting, stream socket. `on_end` is called once, unless we `close`."""
+    """One connected, or connecting, stream socket. `on_end` is called once, unless we `close`, and
+    never from within `send`.
+    """
 
     def __init__(
         self,
@@ -52,6 +54,8 @@ class ControlLink:
         self._received = bytearray()
         self._unsent = bytearray()
         self._events = READABLE
+        self._failure: str | None = None
+        """What `send` has come upon."""
         self.closed = False
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         watch_host(sock, _DEAD_HOST_S)
@@ -63,7 +67,7 @@ class ControlLink:
             return
         self._unsent += len(body).to_bytes(_LENGTH_BYTES, "little") + body
         if len(self._unsent) > _MAX_UNSENT_BYTES:
-            self._end("the peer asks and does not listen")
+            self._end_soon("the peer asks and does not listen")
         else:
             self._flush()
 
@@ -85,7 +89,7 @@ class ControlLink:
             pass
         except OSError as error:
             if error.errno != errno.ENOTCONN:  # still connecting
-                self._end(error.strerror or str(error))
+                self._end_soon(error.strerror or str(error))
                 return
         self._watch(READABLE | WRITABLE if self._unsent else READABLE)
 
@@ -124,10 +128,15 @@ class ControlLink:
         del self._received[: _LENGTH_BYTES + length]
         return body
 
+    def _end_soon(self, reason: str) -> None:
+        """Who sends is in the middle of something: it is told when it is through."""
+        self._failure = self._failure or reason
+        self._loop.post(lambda: self._end(reason))
+
     def _end(self, reason: str) -> None:
         if not self.closed:
             self.close()
-            self._on_end(reason)
+            self._on_end(self._failure or reason)
 
     def abort(self) -> None:
         """Hang up, and have the peer forget what it has not read."""

@@ -129,9 +129,10 @@ class PeerPaths:
                 ready = endpoint.state is EndpointState.READY and not endpoint.leaving
                 return (endpoint, False) if ready else (None, True)
             breaker = self.breaker(path)
-            if breaker.may_try(now):
-                if self._asked_s.get(path) == now:  # in vain, for another slice of this round
-                    return None, False
-                self._asked_s[path] = now
-                return None, self._open_path(path, breaker)
+            in_vain = self._asked_s.get(path) == now  # for another slice of this round
+            if in_vain or not breaker.may_try(now):
+                continue
+            self._asked_s[path] = now
+            if self._open_path(path, breaker):
+                return None, True
         return None, False

@@ -69,9 +69,7 @@ class VisitorSession(Generic[Ask, Answer]):
             raise TransferError(f"{peer.engine_id}: {failure}") from failure
         self._link = ControlLink(loop, sock, self._on_frame, self._on_end)
         self._timer = loop.call_later(connect_s, self._on_silence)
-        # Not from here: it may fail at once, and our peer does not know us yet.
-        first = self._handshake.first_message
-        loop.post(lambda: self._link.send(first))
+        self._link.send(self._handshake.first_message)
 
     def _on_silence(self) -> None:
         self._link.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -68,3 +69,23 @@ def test_a_host_that_is_gone_without_a_word_is_found_out(ends: Ends) -> None:
     count = ends.sock.getsockopt(tcp, socket.TCP_KEEPCNT)
     assert idle_s + count * interval_s <= 30, "while nothing is said"
     assert 0 < ends.sock.getsockopt(tcp, socket.TCP_USER_TIMEOUT) <= 30_000, "while something is"
+
+
+def test_who_sends_in_vain_is_told_when_it_is_through(ends: Ends) -> None:
+    """Not within `send`: what it is in the middle of would be ended under its feet."""
+    ends.peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    told: queue.Queue[bool] = queue.Queue()
+
+    def send_and_look() -> None:
+        ends.peer.close()
+        for _ in range(3):
+            ends.link.send(b"in vain")
+        told.put(ends.endings.empty())
+
+    ends.link._loop.post(send_and_look)
+    assert told.get(timeout=WAIT_S)
+    assert ends.endings.get(timeout=WAIT_S)
+    turned: queue.Queue[bool] = queue.Queue()
+    ends.link._loop.post(lambda: turned.put(True))
+    assert turned.get(timeout=WAIT_S)
+    assert ends.endings.empty(), "told once"
