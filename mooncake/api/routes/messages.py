@@ -39,8 +39,8 @@ def messages_routes(door: Door) -> APIRouter:
         door.check_model(body.model)
         door.check_fields(body)
         with named_as(PARAMS):
-            name = call_id("msg", request, body.request_id)
-            call = await new_chat_call(door, messages_chat(body), name)
+            chat = await asyncio.to_thread(messages_chat, body)  # of a thousand turns it takes long
+            call = await new_chat_call(door, chat, call_id("msg", request, body.request_id))
         return CallResponse(door, call, MessagesRenderer(door, call), stream=bool(body.stream))
 
     @router.post(
@@ -53,7 +53,7 @@ def messages_routes(door: Door) -> APIRouter:
         door.check_model(body.model)
         door.check_fields(body)
         with named_as(PARAMS):
-            tokens = await asyncio.to_thread(chat_prompt, door, messages_chat(body))
+            tokens = await asyncio.to_thread(lambda: chat_prompt(door, messages_chat(body)))
         return json_response(encode(TokenCount(len(tokens))))
 
     return router

@@ -4,6 +4,7 @@ call may reach another gateway.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -46,7 +47,7 @@ def responses_routes(door: Door) -> APIRouter:
         door.check_model(body.model)
         door.check_fields(body)
         with named_as(PARAMS):
-            chat = responses_chat(body)
+            chat = await asyncio.to_thread(responses_chat, body)  # of many items it takes long
             call = await new_chat_call(door, chat, call_id("resp", request, body.request_id))
         renderer = ResponsesRenderer(door, body, chat, call)
         return CallResponse(door, call, renderer, stream=bool(body.stream))
