@@ -58,9 +58,10 @@ def prefill(rows: int) -> None:
     kernel("mla_prefill", "triton")(zeros(rows, 4, 192), keys, batch)
 
 
-def experts(name: str, tokens: int) -> None:
+def experts(name: str, tokens: int, dtype: torch.dtype = BF16) -> None:
     if name == "experts":
-        made = zeros(STACKED, 2 * INNER, HIDDEN), zeros(STACKED, HIDDEN, INNER)
+        shapes = (STACKED, 2 * INNER, HIDDEN), (STACKED, HIDDEN, INNER)
+        made = zeros(*shapes[0], dtype=dtype), zeros(*shapes[1], dtype=dtype)
     elif name == "experts_fp8":
         made = (
             zeros(STACKED, 2, INNER, HIDDEN, dtype=FP8), torch.zeros(STACKED, 2, 2, 56),
@@ -75,7 +76,7 @@ def experts(name: str, tokens: int) -> None:
     shape = type(fast.shape)(fast.shape.format, EXPERTS, INNER, HIDDEN)
     fast.config = default_experts_config(shape, tokens * TOP_K)
     chosen = torch.zeros(tokens, TOP_K, dtype=torch.int64)
-    fast(zeros(tokens, HIDDEN), chosen, chosen.float())
+    fast(zeros(tokens, HIDDEN, dtype=dtype), chosen, chosen.float())
 
 
 def layer_ops() -> None:
@@ -133,6 +134,13 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         f"{name}, {tokens} tokens": lambda name=name, tokens=tokens: experts(name, tokens)  # type: ignore[misc]
         for name in ("experts", "experts_fp8", "experts_int4")
         for tokens in (16, 512, 4096)
+    },
+    **{
+        f"{name}, {tokens} tokens, float32": lambda name=name, tokens=tokens: experts(  # type: ignore[misc]
+            name, tokens, torch.float32
+        )
+        for name in ("experts", "experts_int4")
+        for tokens in (512, 1024, 4096)
     },
     "layer ops": layer_ops,
     "fixed products": fixed_products,

@@ -59,6 +59,13 @@ class _GroupedExperts:
         """Take for every batch the tiles of `rows` rows an expert: bits then depend on no batch."""
         self.config = default_experts_config(self.shape, rows * self._num_experts)
 
+    def _config(self, pairs: int, x: torch.Tensor) -> ExpertsConfig:
+        """Return the tiles for a batch; tables are of bfloat16."""
+        if self.config is not None:
+            return self.config
+        measured = None if x.dtype == torch.float32 else target(x.device)
+        return experts_config(self.shape, pairs, measured)
+
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
@@ -68,7 +75,7 @@ class _GroupedExperts:
         out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
         if not tokens:
             return out
-        config = self.config or experts_config(self.shape, pairs, target(x.device))
+        config = self._config(pairs, x)
         tiles = expert_tiles(experts, self._num_experts, config.block_t)
         inner = torch.empty(pairs, self._gate_up.rows, dtype=x.dtype, device=x.device)
         parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
@@ -86,7 +93,7 @@ class _GroupedExperts:
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return the two grouped products of a batch, each ready to be launched: for measuring."""
         pairs = experts.numel()
-        config = self.config or experts_config(self.shape, pairs, target(x.device))
+        config = self._config(pairs, x)
         tiles = expert_tiles(experts, self._num_experts, config.block_t)
         inner = torch.empty(pairs, self._gate_up.rows, dtype=x.dtype, device=x.device)
         parts = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
@@ -122,6 +129,8 @@ class _GroupedExperts:
         # Both quantized formats have a step fixed by their groups.
         step = tile.block_k if self._kind == grouped.PLAIN.value else INT4_COLUMNS
         x, x_factors = rows
+        # Tiles of float32 are twice as long: more of them in flight than two do not fit.
+        stages = min(tile.stages, 2) if x.dtype == torch.float32 else tile.stages
         most = tiles.max_tiles * triton.cdiv(w.rows, tile.block_w)
         programs = min(num_programs(x.device) * tile.programs, most)
         kernel[(programs,)](
@@ -130,7 +139,7 @@ class _GroupedExperts:
             w.rows, w.columns, w.values.numel() // w.matrices, w.factors.numel() // w.matrices,
             extra,
             FORMAT=self._kind, SWAP=config.swap, BLOCK_W=tile.block_w, BLOCK_T=config.block_t,
-            BLOCK_K=step, GROUP_T=tile.group_t, STAGES=tile.stages, num_warps=tile.warps,
+            BLOCK_K=step, GROUP_T=tile.group_t, STAGES=stages, num_warps=tile.warps,
         )  # fmt: skip
 
 
