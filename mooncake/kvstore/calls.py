@@ -6,7 +6,7 @@ Values and records; the client owns which are open and when they end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mooncake.base import BlockKey, MooncakeError, Tier, TransferError, WorkerRef
 from mooncake.base.messages import Replicate
@@ -83,13 +83,32 @@ class Put(Call):
 
 @dataclass(kw_only=True)
 class Get(Call):
-    """A run of blocks from a node to memory."""
+    """A run of blocks from a node to memory, in pieces where it comes up from disks."""
 
     places: Places
+    """Of this piece and those to come, as are the keys."""
     keys: list[BlockKey] = field(default_factory=list)
+    num_arrived: int = 0
+    """In the pieces before."""
     num_blocks: int = 0
+    more: bool = False
+    """The node has blocks behind this piece."""
     checksums: list[int] = field(default_factory=list)
     done: Got = lambda _count: None
+
+    def advance(self) -> None:
+        """This piece has arrived whole: turn to the next."""
+        self.num_arrived += self.num_blocks
+        self.keys, self.places = self.keys[self.num_blocks :], self.places[self.num_blocks :]
+        self.batch_id, self.more = None, False
+        self.at = replace(self.at, answer_by_s=self.at.deadline_s)  # the node has answered
+
+    def end(self, answer: int | MooncakeError) -> None:
+        """Tell what has come of it; what came before an error counts."""
+        if isinstance(answer, int):
+            self.done(self.num_arrived + answer)
+        else:
+            self.done(self.num_arrived or answer)
 
     def looked_at(self) -> tuple[int | MooncakeError, list[BlockKey]]:
         """Return how many blocks, from the first on, are what was promised, and one that is not."""

@@ -166,9 +166,11 @@ class PoolClient:
         at = at or self._own(done, now)
         if at is None:
             return
-        call = Get(at, done, places=places, keys=list(keys), done=done)
+        self._pin(Get(at, done, places=places, keys=list(keys), done=done))
+
+    def _pin(self, call: Get) -> None:
         ticket = self._open(call)
-        self._send(at.store, PinBlocks(reader=self._worker, ticket=ticket, keys=list(keys)))
+        self._send(call.at.store, PinBlocks(reader=self._worker, ticket=ticket, keys=call.keys))
 
     def exists(
         self, keys: Sequence[BlockKey], done: Found, now: float, at: Attempt | None = None
@@ -372,10 +374,11 @@ class PoolClient:
             return
         call.num_blocks = min(message.num_blocks, len(call.keys))
         call.checksums = message.checksums
+        call.more = message.more and call.num_blocks < len(call.keys)
         if not call.num_blocks:
             del self._calls[message.ticket]
             self._send(call.at.store, Unpin(reader=self._worker, ticket=message.ticket))
-            call.done(0)
+            call.end(0)
             return
         places = call.places[: call.num_blocks]
         ops = places.memory.ops(places.offsets, message.places)
@@ -383,8 +386,13 @@ class PoolClient:
 
     def _get_ended(self, ticket: int, call: Get, error: str | None) -> None:
         answer, corrupt = call.looked_at() if error is None else (TransferError(error), [])
-        call.done(answer)
+        go_on = call.more and answer == call.num_blocks
+        if not go_on:
+            call.end(answer)
         self._send(call.at.store, Unpin(reader=self._worker, ticket=ticket, corrupt=corrupt))
+        if go_on:
+            call.advance()
+            self._pin(call)
 
     # ------------------------------------------------------------------ both
 
@@ -450,7 +458,9 @@ class PoolClient:
         call = self._calls.pop(ticket)
         if isinstance(call, Get):
             self._send(call.at.store, Unpin(reader=self._worker, ticket=ticket))
-        elif isinstance(call, Put):
+            call.end(error)
+            return
+        if isinstance(call, Put):
             dropped = list(call.blocks)
             self._send(call.at.store, PutEnd(writer=self._worker, ticket=ticket, dropped=dropped))
         call.fail(error)
