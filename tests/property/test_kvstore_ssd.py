@@ -234,6 +234,11 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
     def trouble(self, disk: int, fault: str, on: bool) -> None:
         setattr(self.world.media[disk % len(self.world.media)], fault, on)
 
+    @rule(disk=st.integers(0, 1), room=st.sampled_from([None, 0, 2]))
+    def less_room(self, disk: int, room: int | None) -> None:
+        """The file system takes so many slots: what is there can be overwritten."""
+        self.world.media[disk % len(self.world.media)].num_slots_with_room = room
+
     # ------------------------------------------------------------------ what must hold
 
     @invariant()
@@ -256,6 +261,7 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
             return
         for medium in self.world.media:
             medium.refuses_reads = medium.refuses_writes = medium.is_full = False
+            medium.num_slots_with_room = None
         for name in NAMES:
             self.world.handle(PeerLost(worker=self.ref(name)))
         self.world.tick(self.world.now + QUARANTINE_S)
