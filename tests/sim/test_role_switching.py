@@ -231,6 +231,7 @@ def test_no_request_is_lost_when_workers_die_as_they_change(seed: int) -> None:
     }  # fmt: skip
     world = cluster(seed, network, role_switching=True, **patience)
     victims = [worker_id for worker_id in world.workers if not worker_id.startswith("pool")]
+    phase_s = 25.0
     killed: list[str] = []
 
     def disturb() -> None:
@@ -240,10 +241,11 @@ def test_no_request_is_lost_when_workers_die_as_they_change(seed: int) -> None:
         if draining and random.random() < 0.4:
             killed.append(random.choice(victims))
             world.kill(killed[-1], noticed=random.random() < 0.5)
-        world.heap.after(1.0, disturb)
+        if world.heap.now() < 2 * phase_s:  # then what is open has time to end
+            world.heap.after(1.0, disturb)
 
     world.heap.after(1.0, disturb)
-    streams = flip(world, seed, phase_s=25.0)
+    streams = flip(world, seed, phase_s)
     assert killed, "nobody died while somebody changed"
     for stream in streams:
         check_stream(stream)
