@@ -273,9 +273,9 @@ class RoutedTransfer:
 
     def poll(self) -> Sequence[TransferDone]:
         """Return the batches that ended since the last call, without waiting."""
+        self.expire()  # before anything more is done for those whose time is up
         for backend in self._backends:
             backend.pump()
-        self.expire()
         return self._book.poll()
 
     def wait(self, timeout_s: float | None = None) -> Sequence[TransferDone]:
