@@ -30,7 +30,7 @@ from benchmarks.bars import bars, write_page
 from benchmarks.cores import Ends
 from benchmarks.plain_values import PlainValues
 from benchmarks.servers import load, machine
-from mooncake.base import KvLayout, MonotonicClock, Role, WorkerHello, WorkerRef
+from mooncake.base import KvLayout, MonotonicClock, Role, SystemIds, WorkerHello, WorkerRef
 from mooncake.base.memory import format_bytes, parse_bytes
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.launch import machine_facts
@@ -38,6 +38,10 @@ from mooncake.launch.disks import open_disks
 from mooncake.launch.driver import Driver
 from mooncake.launch.pool_session import PoolSession, PoolSessionConfig
 from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.scheduler.conductor import Conductor
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.gateway import Gateway
+from mooncake.telemetry.events import Recorders
 from mooncake.transfer.factory import TransferConfig, open_transfer
 
 MIB = 2**20
@@ -53,9 +57,13 @@ Way = Callable[[str, int, int], float]
 
 
 def serve_node(pipe: Connection) -> None:
-    """One pool node, driven until the pipe says otherwise."""
-    channel, gateway = (ZmqChannel("127.0.0.1", secret=SECRET) for _ in range(2))
-    clock = MonotonicClock()
+    """One pool node and the pool's registry, driven until the pipe says otherwise."""
+    channel, registry_channel = (ZmqChannel("127.0.0.1", secret=SECRET) for _ in range(2))
+    clock, ids, scheduler = MonotonicClock(), SystemIds(), SchedulerConfig()
+    gateway = WorkerRef("gateway", ids.hex(8), registry_channel.address)
+    registry = Gateway(
+        scheduler, gateway, Conductor(scheduler, ids), registry_channel, ids, Recorders()
+    )
     wanted = TransferConfig(secret=SECRET, host=machine_facts.boot_id(), protocols=["tcp", "shm"])
     transfer = open_transfer(wanted, "values-node", clock)
     hello = WorkerHello(
@@ -65,16 +73,21 @@ def serve_node(pipe: Connection) -> None:
     config = KvStoreConfig(dram_bytes=NODE_BYTES)
     disks = open_disks(config, LAYOUT)
     node = KvNode(config, hello, LAYOUT, channel, transfer, gateway.address, disks)
-    driver = Driver(node, channel, transfer=transfer, disks=disks, clock=clock)
-    thread = threading.Thread(target=driver.run)
-    thread.start()
+    drivers = [
+        Driver(registry, registry_channel),
+        Driver(node, channel, transfer=transfer, disks=disks, clock=clock),
+    ]
+    threads = [threading.Thread(target=driver.run) for driver in drivers]
+    for thread in threads:
+        thread.start()
     pipe.send((channel.address, gateway.address))
     pipe.recv()
-    driver.stop()
-    thread.join()
+    for driver, thread in zip(drivers, threads, strict=True):
+        driver.stop()
+        thread.join()
     disks.close()
     channel.close()
-    gateway.close()
+    registry_channel.close()
     transfer.close()
 
 
@@ -264,6 +277,7 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     reason = "not asked for" if args.no_upstream else upstream.prepare("pool-values", list(argv))
     sizes = [parse_bytes(text) for text in args.sizes.split(",")]
+    about = machine()
     ends = Ends(apart=args.apart)
     with ExitStack() as opened:
         pools: dict[str, Pool] = {
@@ -275,7 +289,7 @@ def main(argv: Sequence[str]) -> int:
             pools["upstream"] = opened.enter_context(upstream_store(ends))
         figures = measure(pools, sizes, args.rounds)
     peer = f"upstream {upstream.VERSION}" if reason is None else f"without upstream ({reason})"
-    said = f"{machine()}; {args.rounds} rounds, load {load()}; {peer}\n\n{table(figures)}"
+    said = f"{about}; {args.rounds} rounds, load {load()}; {peer}\n\n{table(figures)}"
     print(said)
     groups = {
         format_bytes(size): {

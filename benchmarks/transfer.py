@@ -124,13 +124,14 @@ def main(argv: Sequence[str]) -> int:
     reason = "not asked for" if args.no_upstream else upstream.prepare("transfer", list(argv))
     sizes = [parse_bytes(text) for text in args.sizes.split(",")]
     cases = [(size, int(batch)) for batch in args.batches.split(",") for size in sizes]
+    about = machine()
     world = World(with_upstream=reason is None, apart=args.apart)
     try:
         speeds = measure(world.ways, cases, args.rounds)
     finally:
         world.close()
     peer = f"upstream {upstream.VERSION}" if reason is None else f"without upstream ({reason})"
-    said = f"{machine()}; {args.rounds} rounds, load {load()}; {peer}\n\n"
+    said = f"{about}; {args.rounds} rounds, load {load()}; {peer}\n\n"
     said += f"{table(speeds, fastest=False)}\n\n{table(speeds, fastest=True)}"
     print(said)
     write_page(args.page, "Moving bytes between two processes", said, plots(speeds))
