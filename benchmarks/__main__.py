@@ -7,7 +7,7 @@ import sys
 from benchmarks import (
     balance,
     constrained,
-    door,
+    frontend,
     kv_index,
     kv_ssd,
     overhead,
@@ -26,7 +26,7 @@ BENCHMARKS = {
     "serve": serve.main,
     "remote-prefix": remote_prefix.main,
     "overhead": overhead.main,
-    "door": door.main,
+    "frontend": frontend.main,
     "constrained": constrained.main,
     "paper": paper.main,
     "balance": balance.main,

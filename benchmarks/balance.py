@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mooncake.base import FinishReason, Priority
-from mooncake.launch.simulation_runs import figures
+from mooncake.launch.config.shipped import figures
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.sim.cost_model import HardwareFigures, ModelFigures
 from mooncake.sim.measure import RequestMeasure
 from mooncake.sim.simulation import Simulation, SimulationConfig
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine, Workload
+from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
 
 TTFT_S = 10.0
 TBT_S = 0.1
@@ -93,8 +93,8 @@ def _play(
     """Return all requests, in order."""
     simulation = Simulation(
         SimulationConfig(
-            model=figures("models", "llama3-70b", ModelFigures),
-            hardware=figures("hardware", "a800x8", HardwareFigures),
+            model=figures("llama3-70b", ModelFigures),
+            hardware=figures("a800x8", HardwareFigures),
             num_prefill=nodes[0],
             num_decode=nodes[1],
             scheduler=msgspec.convert(scheduler, SchedulerConfig),

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers import ROOT, SERVED_NAME, Server, load, machine, ours, running
-from mooncake.api.event_loop import run_in_loop
+from benchmarks.support.servers import ROOT, SERVED_NAME, Server, load, machine, ours, running
+from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.arrivals import Arrivals
 from mooncake.bench.endpoint import Target
 from mooncake.bench.http_client import HttpClient
-from mooncake.bench.samples import RandomShape, Words, random_samples
-from mooncake.bench.serve import Run, benchmark, shown_errors
+from mooncake.bench.run import Run
+from mooncake.bench.samples import PromptSource, RandomShape, random_samples
+from mooncake.bench.serve import benchmark, shown_errors
 
 ORDERS = {
     "type": "array",
@@ -65,7 +66,7 @@ class Round:
 async def _load(server: Server, args: argparse.Namespace, fields: Mapping[str, Any]) -> Round:
     vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
     shape = RandomShape(input_len=64, output_len=args.output_len)
-    samples = random_samples(shape, args.streams, Words(None, vocab), seed=time.time_ns())
+    samples = random_samples(shape, args.streams, PromptSource(None, vocab), seed=time.time_ns())
     target = Target(
         backend="openai",
         endpoint="/v1/completions",

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bars import bars, write_page
+from benchmarks.support.bars import bars, write_page
 from mooncake.base import KvLayout, format_bytes, parse_bytes
-from mooncake.kvstore.block_record import checksum_of
 from mooncake.kvstore.config import SsdConfig
-from mooncake.kvstore.disk import DiskBlock, DiskDone, Outcome
-from mooncake.kvstore.disk_files import FileDisks
-from mooncake.sim.network import SimRegion
+from mooncake.kvstore.storage.block_record import checksum_of
+from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, Outcome
+from mooncake.kvstore.storage.disk_files import FileDisks
+from mooncake.sim.world.network import SimRegion
 
 K2_BLOCK = KvLayout(
     num_layers=61, block_tokens=64, kv_width=576, dtype="bfloat16", fingerprint="bench"

@@ -18,14 +18,15 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.servers import ROOT, SERVED_NAME, load, machine, process_cpu_s
-from mooncake.api.event_loop import run_in_loop
+from benchmarks.support.servers import ROOT, SERVED_NAME, load, machine, process_cpu_s
+from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.arrivals import Arrivals
 from mooncake.bench.endpoint import Output, Target
 from mooncake.bench.http_client import HttpClient
 from mooncake.bench.metrics import Metrics
-from mooncake.bench.samples import RandomShape, Words, random_samples
-from mooncake.bench.serve import Run, benchmark, shown_errors
+from mooncake.bench.run import Run
+from mooncake.bench.samples import PromptSource, RandomShape, random_samples
+from mooncake.bench.serve import benchmark, shown_errors
 
 STREAMS = 64
 
@@ -42,7 +43,7 @@ class Cluster:
 @contextlib.contextmanager
 def cluster(model: Path, *, split: bool, step_s: float = 0.0) -> Iterator[Cluster]:
     """Start a gateway and workers that compute nothing; end them afterwards."""
-    command = [sys.executable, "-m", "benchmarks.null_gateway", str(model), str(int(split))]
+    command = [sys.executable, "-m", "benchmarks.support.null_gateway", str(model), str(int(split))]
     gateway = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -54,7 +55,7 @@ def cluster(model: Path, *, split: bool, step_s: float = 0.0) -> Iterator[Cluste
             worker = [
                 sys.executable,
                 "-m",
-                "benchmarks.null_worker",
+                "benchmarks.support.null_worker",
                 json.dumps(settings),
                 str(step_s),
             ]
@@ -82,7 +83,7 @@ async def _load(
     url: str, model: Path, shape: RandomShape, count: int, streams: int
 ) -> tuple[Metrics, list[Output]]:
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    samples = random_samples(shape, count, Words(None, vocab), seed=time.time_ns())
+    samples = random_samples(shape, count, PromptSource(None, vocab), seed=time.time_ns())
     client = HttpClient(url)
     target = Target(
         backend="openai",

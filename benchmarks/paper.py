@@ -19,10 +19,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.paper_tables import EXPERIMENTS, MODEL, Experiment, Play
-from mooncake.launch.simulation_runs import read_trace
-from mooncake.sim.report import comparison_page
-from mooncake.sim.result import SimulationResult
+from benchmarks.support.paper_tables import EXPERIMENTS, MODEL, Experiment, Play
+from mooncake.sim.files import read_trace
+from mooncake.sim.results.report import comparison_page
+from mooncake.sim.results.result import SimulationResult
 from mooncake.sim.workload import TraceLine
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.kv_index import fresh_keys, resident_bytes
-from benchmarks.servers import load, machine
+from benchmarks.support.servers import load, machine
 from mooncake.base import (
     KEY_BYTES,
     BlockEvents,
@@ -39,9 +39,9 @@ from mooncake.base import (
     WorkerRef,
     pack_tokens,
 )
-from mooncake.scheduler.admission import Rejection
-from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.placement.admission import Rejection
+from mooncake.scheduler.placement.conductor import Conductor
 
 BLOCK_TOKENS = 64
 BLOCK_BYTES = 4_500_000

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.paper_tables import CUT, SHORT, Play
-from mooncake.launch.simulation_runs import read_trace
+from benchmarks.support.paper_tables import CUT, SHORT, Play
+from mooncake.sim.files import read_trace
 
 HBM_TOKENS = 400_000
 POOL_TOKENS = 800_000

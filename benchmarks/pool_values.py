@@ -25,22 +25,22 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benchmarks import upstream
-from benchmarks.bars import bars, write_page
-from benchmarks.cores import Ends
-from benchmarks.plain_values import PlainValues
-from benchmarks.servers import load, machine
+from benchmarks.support import upstream
+from benchmarks.support.bars import bars, write_page
+from benchmarks.support.cores import Ends
+from benchmarks.support.plain_values import PlainValues
+from benchmarks.support.servers import load, machine
 from mooncake.base import KvLayout, MonotonicClock, Role, SystemIds, WorkerHello, WorkerRef
 from mooncake.base.memory import format_bytes, parse_bytes
 from mooncake.kvstore import KvNode, KvStoreConfig
-from mooncake.launch import machine_facts
-from mooncake.launch.disks import open_disks
-from mooncake.launch.driver import Driver
-from mooncake.launch.pool_session import PoolSession, PoolSessionConfig
+from mooncake.launch.host import machine_facts
+from mooncake.launch.host.driver import Driver
+from mooncake.launch.pool_client.session import PoolSession, PoolSessionConfig
+from mooncake.launch.pool_node.disks import open_disks
 from mooncake.rpc.zmq_channel import ZmqChannel
-from mooncake.scheduler.conductor import Conductor
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.gateway import Gateway
+from mooncake.scheduler.gateway.gateway import Gateway
+from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.telemetry.events import Recorders
 from mooncake.transfer.factory import TransferConfig, open_transfer
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from benchmarks.servers import load, machine
+from benchmarks.support.servers import load, machine
 from mooncake.base import pack_tokens
 
 NUM_TOKENS = 1 << 17

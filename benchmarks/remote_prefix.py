@@ -17,8 +17,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.servers import ROOT, SERVED_NAME, Server, load, machine, ours, running
-from mooncake.api.event_loop import run_in_loop
+from benchmarks.support.servers import ROOT, SERVED_NAME, Server, load, machine, ours, running
+from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.endpoint import Target, ask
 from mooncake.bench.http_client import HttpClient
 from mooncake.bench.samples import Sample

@@ -18,8 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import vllm_environment
-from benchmarks.servers import (
+from benchmarks.support import vllm_environment
+from benchmarks.support.servers import (
     BUILD,
     KEPT_HEAP,
     ROOT,
@@ -32,13 +32,14 @@ from benchmarks.servers import (
     running,
     vllm_cpu,
 )
-from mooncake.api.event_loop import run_in_loop
+from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.arrivals import Arrivals
 from mooncake.bench.endpoint import Target
 from mooncake.bench.http_client import HttpClient
 from mooncake.bench.metrics import Metrics
-from mooncake.bench.samples import RandomShape, Words, random_samples
-from mooncake.bench.serve import Run, benchmark, shown_errors
+from mooncake.bench.run import Run
+from mooncake.bench.samples import PromptSource, RandomShape, random_samples
+from mooncake.bench.serve import benchmark, shown_errors
 
 COLOCATED, SPLIT, SHARED = "colocated", "1P+1D", "1P+1D-shared"
 """The last: both engines may use all cores, instead of half of them each."""
@@ -78,7 +79,7 @@ def layouts(model: Path) -> list[Layout]:
 async def _drive(
     server: Server, samples_of: RandomShape, seed: int, args: argparse.Namespace
 ) -> Metrics:
-    words = Words(None, json.loads((args.model / "config.json").read_text())["vocab_size"])
+    words = PromptSource(None, json.loads((args.model / "config.json").read_text())["vocab_size"])
     client = HttpClient(server.url)
     target = Target(
         backend="openai",
@@ -155,7 +156,7 @@ def transformers_line(args: argparse.Namespace) -> str:
     batch, output_len = args.concurrency, args.output_len
     words = [str(args.model), str(batch), str(args.input_len)]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.transformers_generate", *words],
+        [sys.executable, "-m", "benchmarks.support.transformers_generate", *words],
         cwd=ROOT,
         env={**os.environ, **KEPT_HEAP},
         check=True,
@@ -204,7 +205,7 @@ def main(argv: Sequence[str]) -> int:
 def _write_model(model: Path) -> None:
     if not (model / "config.json").exists():
         preset = ["--preset", "k2-small", "--seed", "0", "--out", str(model)]
-        program = [sys.executable, "-m", "mooncake.launch.cli", "model", "init"]
+        program = [sys.executable, "-m", "mooncake.cli.main", "model", "init"]
         subprocess.run([*program, *preset], check=True, cwd=ROOT)
 
 

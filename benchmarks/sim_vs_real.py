@@ -23,17 +23,17 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.live_cluster import SEED, LiveCluster, Stream, finish, live_cluster
-from benchmarks.servers import ROOT, family, load, machine, process_cpu_s
-from benchmarks.simulated_twin import Known, Outcome, Played, Rehearsal, Tuning, Twin
+from benchmarks.support.live_cluster import SEED, LiveCluster, Stream, finish, live_cluster
+from benchmarks.support.servers import ROOT, family, load, machine, process_cpu_s
+from benchmarks.support.simulated_twin import Known, Outcome, Played, Rehearsal, Tuning, Twin
 from mooncake.base import GenerateRequest, SamplingParams, pack_tokens
-from mooncake.launch import model_files
-from mooncake.launch.machine_facts import num_cores
-from mooncake.launch.plan import ServePlan, make_plan
-from mooncake.launch.settings import ServeConfig
-from mooncake.launch.simulation_runs import read_trace
-from mooncake.sim.plots import Line, lines_plot
-from mooncake.sim.report import comparison_page
+from mooncake.launch.config.plan import ServePlan, make_plan
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host.machine_facts import num_cores
+from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.sim.files import read_trace
+from mooncake.sim.results.plots import Line, lines_plot
+from mooncake.sim.results.report import comparison_page
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine
 
 BLOCK_TOKENS = 64
@@ -352,7 +352,7 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     console = Console(width=TABLE_WIDTH)
     if not (args.model / "config.json").exists():
-        model_files.init("k2-tiny", 0, str(args.model))
+        init_checkpoint("k2-tiny", 0, args.model)
     config = ServeConfig(
         model=str(args.model), prefill=args.prefill, decode=1, kvstore=args.prefill, num_threads=1,
         max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=64 * 2**20,

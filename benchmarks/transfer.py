@@ -1,5 +1,5 @@
-"""Transfer speed between two processes: ours over TCP and shared memory beside upstream's transfer
-engine and what the machine can do.
+"""Transfer speed between two processes: ours over TCP, with tags and "unsealed", and shared memory
+beside upstream's transfer engine and what the machine can do.
 
     python -m benchmarks transfer [--sizes 1MiB,64MiB] [--batches 1,16] [--rounds N] [--page OUT]
 
@@ -19,17 +19,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import upstream
-from benchmarks.bars import bars, write_page
-from benchmarks.servers import load, machine
-from benchmarks.transfer_ways import Way, World
+from benchmarks.support import upstream
+from benchmarks.support.bars import bars, write_page
+from benchmarks.support.servers import load, machine
+from benchmarks.support.transfer_ways import Way, World
 from mooncake.base.memory import format_bytes, parse_bytes
 from mooncake.telemetry.stats import percentile
 
 BYTES_A_TURN = 16 * 2**20
 WARM_UP_BYTES = 2**16
 COMPARED = {
-    "tcp": ["upstream {op}", "raw sockets", "raw socket"],
+    "tcp": ["unsealed {op}", "upstream {op}", "raw sockets", "raw socket"],
     "shm": ["upstream {op}", "memcpy"],
 }
 """What ours is divided by."""

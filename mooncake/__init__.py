@@ -6,15 +6,38 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mooncake.launch.llm import LLM
+    from mooncake.api.adapters.python_output import CompletionOutput, RequestOutput
+    from mooncake.api.schema.sampling_params import SamplingParams
+    from mooncake.base import MooncakeError
+    from mooncake.launch.llm import LLM, AsyncLLM
+    from mooncake.launch.pool_client.session import PoolSession
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "MooncakeError",
+    "PoolSession",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "launch.llm",
+    "AsyncLLM": "launch.llm",
+    "CompletionOutput": "api.adapters.python_output",
+    "MooncakeError": "base",
+    "PoolSession": "launch.pool_client.session",
+    "RequestOutput": "api.adapters.python_output",
+    "SamplingParams": "api.schema.sampling_params",
+}
 
 
 def __getattr__(name: str) -> object:
-    """Bring `LLM` and all it needs only when somebody asks for it."""
-    if name == "LLM":
-        return importlib.import_module("mooncake.launch.llm").LLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import the module of `name` when it is first used: importing `mooncake` stays cheap."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"mooncake.{_HOMES[name]}"), name)

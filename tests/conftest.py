@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.examples import examples
+
 # Machines are slow at times: no test of a property is about how long an example takes.
-settings.register_profile("untimed", deadline=None)
+settings.register_profile("untimed", deadline=None, max_examples=examples(100))
 settings.load_profile("untimed")
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # every worker has a core: threads of its own would wait
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

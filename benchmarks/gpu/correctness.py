@@ -21,8 +21,8 @@ from mooncake_kernels.synthetic import KIMI_K2_TP8, TINY
 
 from benchmarks.gpu.work import Bench
 from mooncake.base import SamplingParams
-from mooncake.launch.direct import DirectEngine
-from mooncake.model.presets import init_checkpoint
+from mooncake.launch.worker.direct import DirectEngine
+from mooncake.model.checkpoint.presets import init_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("tests/kernels", "tests/unit/model/test_device_pages.py")

@@ -18,11 +18,11 @@ from benchmarks.gpu.work import Bench, Case, Work
 from mooncake.base import KvLayout, ModelSpec
 from mooncake.engine.plan import StepSlot
 from mooncake.model.backends import Backends
-from mooncake.model.graphs import DecodeGraphs, EagerSteps, Replay
+from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import QuantizedWeight, load_model
-from mooncake.model.tensor_shapes import tensor_shapes
 
 RANKS = 8
 KIMI_K2: dict[str, Any] = {

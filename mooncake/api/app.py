@@ -1,4 +1,4 @@
-"""Puts the door together: routes, access, errors, the OpenAPI document. Holds no state itself."""
+"""Puts the HTTP application together: routes, middleware, errors, the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mooncake import __version__
-from mooncake.api.access import Access, Keyring, unlimited_keys
+from mooncake.api.api_server import ApiServer
 from mooncake.api.backend import Backend
 from mooncake.api.config import ApiConfig
-from mooncake.api.door import Door
 from mooncake.api.errors import AnthropicError, ApiError, ErrorReply
-from mooncake.api.http import error_response
+from mooncake.api.http.access import Access, Keyring, unlimited_keys
+from mooncake.api.http.access_log import AccessLog
+from mooncake.api.http.response import ErrorResponse
 from mooncake.api.model import ServedModel
 from mooncake.api.routes.chat import chat_routes
 from mooncake.api.routes.completions import completion_routes
@@ -78,7 +79,7 @@ _REPLIES: list[type[msgspec.Struct]] = [
 
 
 class _App(FastAPI):
-    """FastAPI whose document also has what routes read and write themselves."""
+    """FastAPI with the bodies and replies that routes handle themselves in the OpenAPI document."""
 
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:
@@ -96,24 +97,26 @@ def create_app(
     recorder: Recorder | None = None,
     recent: Callable[[], Any] | None = None,
 ) -> FastAPI:
-    """Return the ASGI application; its `state.door` is the `Door`, which explains `recent`, its
-    `state.keyring` the `Keyring` of who may come in.
+    """Return the ASGI application.
 
-    `recorder` is told of requests that are refused here already, on `clock`.
+    Its `state.api_server` is the `ApiServer` (which explains `recent`), its `state.keyring` the
+    `Keyring`. `recorder` gets an event, timed by `clock`, for every request that a key's limit
+    refuses.
     """
+    clock = clock or MonotonicClock()
     ids = ids or SystemIds()
-    door = Door(backend, model, config, ids=ids, recent=recent)
+    api_server = ApiServer(backend, model, config, ids=ids, recent=recent)
     app = _App(
         title="Mooncake",
         version=__version__,
-        docs_url="/docs" if config.docs else None,
+        docs_url=None,  # FastAPI's page loads scripts from elsewhere; `page_routes` has our own
         redoc_url=None,
         openapi_url="/openapi.json" if config.docs else None,
     )
-    app.state.door = door
+    app.state.api_server = api_server
     app.state.keyring = keyring = Keyring(unlimited_keys(config.api_keys), config.keys)
     for routes in _ROUTES:
-        app.include_router(routes(door))
+        app.include_router(routes(api_server))
     app.add_exception_handler(MooncakeError, _on_mooncake_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
@@ -122,8 +125,9 @@ def create_app(
         Access,
         keyring=keyring,
         ids=ids,
-        clock=clock or MonotonicClock(),
+        clock=clock,
         recorder=recorder or Recorders(),
+        host=config.host,
     )
     if config.cors_origins:
         app.add_middleware(
@@ -133,31 +137,33 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
+    if config.access_log:
+        app.add_middleware(AccessLog, clock=clock)  # the last one added is the outermost
     return app
 
 
 async def _on_mooncake_error(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, MooncakeError)
-    return error_response(error)
+    return ErrorResponse(error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = _ERROR_TYPES.get(error.status_code, "BadRequestError")
     message = f"{error.detail}: {request.method} {request.url.path}"
-    if error.status_code in _ERROR_TYPES and (docs := request.app.docs_url):
-        message += f"; {docs} shows what there is"
-    response = error_response(ApiError(error.status_code, kind, message))
+    if error.status_code in _ERROR_TYPES and request.app.state.api_server.config.docs:
+        message += "; /docs shows what there is"
+    response = ErrorResponse(ApiError(error.status_code, kind, message))
     response.headers.update(error.headers or {})
     return response
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
     del request, error
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client is gone and does not read it
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(InternalError("the server failed on this request; its log says why"))
+    return ErrorResponse(InternalError("the server failed on this request; its log says why"))

@@ -1,11 +1,12 @@
-"""What the door needs behind it: take requests, give back tokens. All calls come from one event
-loop; nothing here knows HTTP or text.
+"""The port behind the API server: requests go in, events with tokens come out.
+
+All calls are made from one event loop. Nothing here knows HTTP or text.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -17,25 +18,25 @@ Sink = Callable[[OutputEvent], None]
 
 
 class Backend(Protocol):
-    """The generating side. Every submitted request gets exactly one `FinalEvent`, the last event
-    of it; after `abort` it comes without waiting for the model."""
+    """The generating side. Every submitted request gets exactly one `FinalEvent`, as its last
+    event; after `abort` it comes without waiting for the model."""
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be placed now: workers are there and nobody drains."""
+        """Whether a request would be placed now: the workers are there and nothing drains."""
 
     @property
     def missing(self) -> Sequence[str]:
-        """Roles of which a request would need a worker now and there is none."""
+        """The roles that a request needs a worker of and that have none now."""
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Start a request; a refusal comes as its `FinalEvent`."""
+        """Start a request; `sink` gets its events. A refusal comes as its `FinalEvent`."""
 
     def abort(self, request_id: str) -> None:
         """End a request early; unknown and ended ones are ignored."""
 
     def status(self) -> Any:
-        """Return what `mooncake status` shows: anything msgspec turns into a JSON object."""
+        """Return what `mooncake status` shows: anything that msgspec encodes as a JSON object."""
 
     def metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
@@ -45,31 +46,35 @@ class Backend(Protocol):
 
 
 class EventSource(Protocol):
-    """Where a call's events come from. Leaving the `async with` block ends what still runs."""
+    """The source of a call's events. Leaving the `async with` block ends what still runs."""
 
     async def __aenter__(self) -> EventSource: ...
 
     async def __aexit__(self, *error: object) -> None: ...
 
     async def batch(self) -> list[OutputEvent]:
-        """Return the events that came since the last call, waiting for the first; [] at the end."""
+        """Wait for events and return all since the last call; [] at the end."""
 
     def abort(self, request_id: str) -> None:
         """End one request early."""
 
     def fail(self, error: MooncakeError) -> None:
-        """End the call: whoever waits in `batch` gets `error` after what has arrived."""
+        """End the call: `batch` raises `error` once it has returned what had arrived."""
 
     def run_as(self, tenant: str) -> None:
-        """Give all requests to `tenant`; before it is entered."""
+        """Have all requests run for `tenant`; called before the block is entered."""
+
+    @property
+    def num_dropped_tokens(self) -> int:
+        """Tokens that were generated and are in no event."""
 
 
 class EventStream:
     """The events of all requests of one call, merged in order of arrival.
 
-    Leaving the `async with` block aborts whatever has not ended. The queue is bounded by what was
-    asked for: at most `max_tokens` + 1 events a request, so a slow reader never slows the engine
-    and costs no more memory than its whole answer.
+    Leaving the `async with` block aborts the requests that have not ended. The queue holds at most
+    `max_tokens` + 1 events a request, so a slow reader never slows the engine and costs no more
+    memory than its whole answer.
     """
 
     def __init__(self, backend: Backend, requests: Sequence[GenerateRequest]) -> None:
@@ -80,8 +85,12 @@ class EventStream:
         self._waiter: asyncio.Future[None] | None = None
         self._failure: MooncakeError | None = None
 
+    @property
+    def num_dropped_tokens(self) -> int:
+        return 0
+
     def run_as(self, tenant: str) -> None:
-        """Give all requests to `tenant`; before it is entered."""
+        """Have all requests run for `tenant`; called before the block is entered."""
         self._requests = [msgspec.structs.replace(each, tenant=tenant) for each in self._requests]
 
     async def __aenter__(self) -> EventStream:
@@ -98,7 +107,7 @@ class EventStream:
         self._abort_open()
 
     async def batch(self) -> list[OutputEvent]:
-        """Return the events that came since the last call, waiting for the first; [] at the end.
+        """Wait for events and return all since the last call; [] at the end.
 
         Raises:
             MooncakeError: the call was ended from outside by `fail`.
@@ -122,7 +131,7 @@ class EventStream:
             self._backend.abort(request_id)
 
     def fail(self, error: MooncakeError) -> None:
-        """End the call: whoever waits in `batch` gets `error` after what has arrived."""
+        """End the call: `batch` raises `error` once it has returned what had arrived."""
         self._failure = error
         self._wake()
 
@@ -142,11 +151,3 @@ class EventStream:
         ids, self._open = list(self._open), {}
         for request_id in ids:
             self._backend.abort(request_id)
-
-
-async def generate(backend: Backend, request: GenerateRequest) -> AsyncIterator[OutputEvent]:
-    """Yield the events of one request; closing the iterator early aborts it."""
-    async with EventStream(backend, [request]) as stream:
-        while events := await stream.batch():
-            for event in events:
-                yield event

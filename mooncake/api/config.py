@@ -1,4 +1,4 @@
-"""Settings of the door. Frozen; `launch` fills them from flags and files."""
+"""Settings of the API server. Frozen; `launch` fills them from flags and files."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class ApiKey:
-    """A key, whose it is and what it may use. A limit of None is no limit."""
+    """An API key, its owner and its limits. A limit of None is no limit."""
 
     digest: bytes = field(repr=False)
     """SHA-256 of the key: the key itself is not kept."""
     name: str
     """For messages."""
     tenant: str = ""
-    """Shares fairly with other tenants, and never their cached blocks."""
+    """Tenants share the cluster fairly, and never share cached blocks; "" = the key's name."""
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
     """Of prompts and answers together."""
@@ -37,7 +37,9 @@ class TlsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ApiConfig:
-    """How and to whom the door is open. Every limit's answer is an error that names the limit."""
+    """Where the API server listens, whom it serves, and its limits. A request over a limit gets an
+    error that names the limit.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -46,8 +48,8 @@ class ApiConfig:
     """This gateway's name in its cluster."""
     served_model_names: tuple[str, ...] = ()
     """Names that `model` may have, the first is reported back; empty = those of the model."""
-    api_keys: tuple[str, ...] = ()
-    """Any of them opens all routes; empty = no key is asked for."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Each of them opens all routes; empty = no key is needed."""
     keys: tuple[ApiKey, ...] = ()
     """Further keys, each with a tenant and limits."""
     tls: TlsConfig | None = None
@@ -57,8 +59,8 @@ class ApiConfig:
     max_body_bytes: int = 32 * 1024 * 1024
     """Larger bodies get 413. A prompt of 256k tokens is about 1.5 MB."""
     max_body_cost: int = 1 << 19
-    """Bodies of more values get 413 too: taking them in would hold up all streams. `json_cost` says
-    what counts how much."""
+    """Bodies of more values get 413 too: parsing them would stop all streams. `http.json_cost` says
+    how values count."""
     max_choices: int = 128
     """Largest `n`."""
     max_sequences: int = 1024
@@ -72,21 +74,22 @@ class ApiConfig:
     header_timeout_s: float = 15.0
     """A connection has this long to send a request's headers; slower ones get 408."""
     body_timeout_s: float = 30.0
-    """A body may take this long, and longer only as it comes with `min_body_bytes_per_s`."""
+    """A body may take this long, and longer only if it comes at `min_body_bytes_per_s`."""
     min_body_bytes_per_s: int = 4096
     write_timeout_s: float = 60.0
-    """A client that takes nothing of its answer for this long is cut off, its request aborted."""
+    """A client that reads nothing of its answer for so long is cut off and its request aborted."""
     keep_alive_s: int = 120
     """Idle connections stay open longer than usual proxies' 60 to 90 s, so that the proxy is the
     one to close and never sends a request into a closing connection."""
     drain_s: float = 30.0
     """On shutdown, running requests get this long before they are ended with an error."""
     allow_special_tokens_in_chat: bool = False
-    """Whether a message that spells a control token gets that token. No: it could end its turn and
-    speak as the system or the model. /v1/completions always takes a prompt as it is written."""
+    """Whether text in a message that spells a control token becomes that token. It could then end
+    its turn and speak as the system or the model. Prompts of /v1/completions always may."""
     max_listeners: int = 64
-    """Open pages that follow the cluster; more get 429."""
+    """The most clients that may follow the feed of cluster events; more get 429."""
     feed_s: float = 1.0
-    """Between two events of the cluster's feed."""
+    """Seconds between two events of that feed."""
     access_log: bool = False
+    """Log one line for every HTTP request."""
     docs: bool = True

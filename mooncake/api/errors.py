@@ -5,6 +5,7 @@ Validation errors of pydantic are put into one readable sentence that names the 
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -13,14 +14,23 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from mooncake.base import Failure, InvalidRequest, MooncakeError
+from mooncake.base import (
+    Failure,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    MooncakeError,
+    Overloaded,
+    RequestTimeout,
+    Unavailable,
+)
 
 MAX_ECHO_CHARS = 200
-"""Of a client's own input that is repeated in a message."""
+"""The most characters of a client's own input that a message repeats."""
 
 
 class ApiError(MooncakeError):
-    """An error with a status of its own: what a worker reported, or plain HTTP trouble."""
+    """An error of HTTP itself, which `mooncake.base` has no class for."""
 
     def __init__(
         self,
@@ -58,7 +68,7 @@ def error_reply(error: MooncakeError) -> bytes:
 
 
 ANTHROPIC_PATH = "/v1/messages"
-"""Clients of the paths that begin so expect Anthropic's errors."""
+"""Clients of the paths that begin with this expect Anthropic's errors."""
 
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
@@ -89,7 +99,7 @@ def anthropic_error(error: MooncakeError) -> bytes:
 
 
 def error_headers(error: MooncakeError) -> dict[str, str]:
-    """Return the headers for `error`: when to try again, whom to authenticate to."""
+    """Return the headers for `error`: when to try again, how to authenticate."""
     headers: dict[str, str] = {}
     if error.http_status in (429, 503):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
@@ -98,19 +108,32 @@ def error_headers(error: MooncakeError) -> dict[str, str]:
     return headers
 
 
-def failure_error(failure: Failure) -> ApiError:
+_KINDS: dict[int, type[MooncakeError]] = {
+    kind.http_status: kind
+    for kind in (InvalidRequest, ModelNotFound, RequestTimeout, Overloaded, Unavailable)
+}
+
+
+def failure_error(failure: Failure) -> MooncakeError:
     """Turn what the cluster reported into the error the client sees."""
-    return ApiError(
-        failure.status,
-        failure.error_type,
-        failure.message,
-        param=failure.param,
-        retry_after_s=failure.retry_after_s,
-    )
+    kind = _KINDS.get(failure.status, InternalError)
+    error = kind(failure.message, param=failure.param, retry_after_s=failure.retry_after_s)
+    error.http_status, error.error_type = failure.status, failure.error_type
+    return error
 
 
-def validation_error(error: ValidationError, body: bytes) -> InvalidRequest:
-    """Turn pydantic's findings about `body` into one error that names the first wrong field."""
+def unknown_field(name: str, known: Iterable[str]) -> InvalidRequest:
+    """Return the error for a field that nothing knows; it names the `known` one nearest to it."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    return InvalidRequest(f"{shorten(name)} is no known field{hint}", param=name)
+
+
+def validation_error(error: ValidationError, document: Any) -> InvalidRequest:
+    """Turn pydantic's findings about `document` into one error that names the first wrong field.
+
+    `document`: what was validated, as JSON text (bytes) or as Python has it.
+    """
     findings = error.errors(include_url=False, include_context=False)
     # A list that is too long is just that, whatever else it might have been.
     findings = [each for each in findings if each["type"] == "too_long"] or findings
@@ -118,7 +141,8 @@ def validation_error(error: ValidationError, body: bytes) -> InvalidRequest:
     if first["type"] == "json_invalid":
         problem = first["msg"].removeprefix("Invalid JSON: ")
         return InvalidRequest(f"the body is not valid JSON: {problem}")
-    document = _parse(body)
+    if isinstance(document, bytes):
+        document = _parse(document)
     start = _real_path(first, document)
     paths = [_real_path(finding, document) for finding in findings]
     # Of the alternatives at the first wrong place, the one that got furthest is what was meant.
@@ -135,17 +159,17 @@ def validation_error(error: ValidationError, body: bytes) -> InvalidRequest:
     return InvalidRequest(f"the body {message}" if message.startswith("must ") else message)
 
 
-def shorten(value: object) -> str:
-    """Return a client's value for a message, cut to a sensible length."""
-    text = repr(value)
-    return text if len(text) <= MAX_ECHO_CHARS else f"{text[: MAX_ECHO_CHARS - 1]}…"
-
-
 def _parse(body: bytes) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
         return None
+
+
+def shorten(value: object) -> str:
+    """Return a client's value for a message, cut to a sensible length."""
+    text = repr(value)
+    return text if len(text) <= MAX_ECHO_CHARS else f"{text[: MAX_ECHO_CHARS - 1]}…"
 
 
 def _real_path(finding: Mapping[str, Any], document: Any) -> tuple[int | str, ...]:
@@ -168,7 +192,7 @@ def _holds(document: Any, step: int | str) -> bool:
 
 
 _PHRASES = {"Input should be ": "must be ", "List should have ": "must have "}
-"""pydantic's words and ours."""
+"""How pydantic's messages begin -> how ours do."""
 
 
 def _spell(path: Iterable[int | str]) -> str:

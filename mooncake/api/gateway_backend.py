@@ -1,7 +1,7 @@
-"""Drives the gateway machine from an asyncio loop: messages in, timer, calls from the door.
+"""Drives the gateway machine from an asyncio loop: messages, timers, calls of the API server.
 
-Owns the loop's side only (reader, timer, thread hand-over). Every call into the machine is made in
-the loop's thread; `worker_lost_threadsafe` is the one entrance for other threads.
+Owns the loop's side only: reader, timer, hand-over between threads. Every call into the machine is
+made in the loop's thread; other threads may call `worker_lost_threadsafe` only.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mooncake.base import Clock, GenerateRequest
 _log = logging.getLogger(__name__)
 
 MAX_READS_A_TURN = 64
-"""Reads of the channel before other tasks of the loop get their turn."""
+"""The most reads of the channel before the loop's other tasks run."""
 
 
 RETRY_TICK_S = 1.0
-"""After a tick that failed."""
+"""Seconds until the next tick after one that failed."""
 
 
 class Status(Protocol):
-    """What the machine says about the cluster; more fields are shown as they are."""
+    """The fields of the machine's status that are used here; the others are shown as they are."""
 
     @property
     def ready(self) -> bool: ...
@@ -37,7 +37,7 @@ class Status(Protocol):
 
 
 class GatewayMachine(Protocol):
-    """The part of `scheduler.gateway.Gateway` that is used here."""
+    """The methods of `scheduler.gateway.gateway.Gateway` that are used here."""
 
     def submit(self, request: GenerateRequest, sink: Sink, now: float) -> None: ...
 
@@ -55,7 +55,7 @@ class GatewayMachine(Protocol):
 
 
 class Inbox(Protocol):
-    """The reading side of a channel (`rpc.channel.PolledChannel`)."""
+    """The reading side of a channel: part of `rpc.channel.PolledChannel`."""
 
     def fileno(self) -> int: ...
 
@@ -85,13 +85,13 @@ class GatewayBackend:
         self._draining = False
 
     def start(self) -> None:
-        """Begin to read the channel and to keep the machine's time."""
+        """Start to read the channel and to call the machine's ticks, in the running loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._inbox.fileno(), self._schedule_turn)
         self._schedule_turn()
 
     def stop(self) -> None:
-        """Leave the loop; the machine and the channel stay with their owner."""
+        """Stop both. The machine and the channel stay with their owner."""
         loop, self._loop = self._loop, None
         if loop is None:
             return
@@ -131,7 +131,7 @@ class GatewayBackend:
         self._schedule_turn()
 
     def worker_lost_threadsafe(self, worker_id: str) -> None:
-        """Tell the machine that a worker's process ended; callable from any thread."""
+        """Report to the machine that a worker's process ended; callable from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._worker_lost, worker_id)
 
@@ -140,7 +140,7 @@ class GatewayBackend:
         self._schedule_turn()
 
     def _schedule_turn(self) -> None:
-        """One turn is enough for everything that happens before the loop gets to it."""
+        """Have the loop read and tick once, however often this is called before it does."""
         if self._loop is not None and self._turn is None:
             self._turn = self._loop.call_soon(self._take_turn)
 
@@ -160,7 +160,7 @@ class GatewayBackend:
         now = self._clock.now()
         try:
             wake_s = self._gateway.tick(now)
-        except Exception:  # as below: it must go on for all the others
+        except Exception:  # as below: the other requests must go on
             _log.exception("the gateway failed on a tick")
             wake_s = now + RETRY_TICK_S
         if self._timer is not None:
@@ -172,5 +172,5 @@ class GatewayBackend:
     def _handle(self, event: msgspec.Struct) -> None:
         try:
             self._gateway.handle(event, self._clock.now())
-        except Exception:  # one bad message must not silence the gateway for everybody
+        except Exception:  # one bad message must not stop the gateway
             _log.exception("the gateway failed on a %s", type(event).__name__)

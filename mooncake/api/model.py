@@ -1,4 +1,4 @@
-"""The model as the door shows it: tokenizer, template, names, limits, the author's sampling."""
+"""The served model as the API server knows it: tokenizer, template, names, limits, defaults."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from mooncake.api.chat_template import ChatTemplate, load_chat_template
-from mooncake.api.tokenizer import Tokenizer, load_tokenizer
+from mooncake.api.text.chat_template import ChatTemplate, load_chat_template
+from mooncake.api.text.tokenizer import Tokenizer, load_tokenizer
 from mooncake.base import CheckpointError, ConfigError, ModelSpec
 from mooncake.base.vocabulary import read_json
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling the model's author asks for (`generation_config.json`); a request wins over it."""
+    """Sampling defaults of the checkpoint (`generation_config.json`); requests win over them."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -48,11 +48,11 @@ class ServedModel:
 def load_served_model(
     path: Path, *, names: tuple[str, ...] = (), max_model_len: int | None = None, created_s: int = 0
 ) -> ServedModel:
-    """Read what the door needs of the checkpoint directory `path` (no weights).
+    """Read from the checkpoint directory `path` what the API server needs (no weights).
 
     Raises:
         CheckpointError: a file is missing or broken; the message names it.
-        ConfigError: `max_model_len` is longer than the model can do.
+        ConfigError: `max_model_len` is longer than the model's context.
     """
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: no config.json there; is it a checkpoint directory?")
@@ -87,8 +87,7 @@ def _defaults(generation: dict[str, Any], path: Path) -> GenerationDefaults:
 
 
 def _eos_ids(generation: dict[str, Any], spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return every id that ends an answer: Kimi-K2 names [EOS] in one file, <|im_end|> in
-    another."""
+    """Return every id that ends an answer: Kimi-K2's two files name different ones."""
     named = generation.get("eos_token_id")
     ids = [named] if isinstance(named, int) else list(named or [])
     ids += spec.eos_token_ids

@@ -1,4 +1,4 @@
-"""The words everyone uses: requests, sampling, block keys, layouts, messages, errors, clock."""
+"""The vocabulary of all packages: requests, block keys, layouts, messages, errors, clock."""
 
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import (
@@ -11,12 +11,8 @@ from mooncake.base.blocks import (
     pack_tokens,
     unpack_tokens,
 )
-from mooncake.base.bounded import (
-    BoundedQueue,
-)
 from mooncake.base.clock import (
     Clock,
-    ManualClock,
     MonotonicClock,
 )
 from mooncake.base.errors import (
@@ -121,7 +117,6 @@ __all__ = [
     "BlockKey",
     "BlockPlaces",
     "BlockSource",
-    "BoundedQueue",
     "CheckpointError",
     "Clock",
     "ConfigError",
@@ -143,7 +138,6 @@ __all__ = [
     "KvLayout",
     "LoadReport",
     "Machine",
-    "ManualClock",
     "Message",
     "ModelNotFound",
     "ModelSpec",

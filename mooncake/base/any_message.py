@@ -1,4 +1,4 @@
-"""All messages there are, as the codec knows them. A new one is added here."""
+"""The union of all messages, which the codec decodes. New messages are added here."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mooncake.base.messages import (
     KVReady,
     LoadReport,
     PeerLost,
+    PeersHeard,
     PinBlocks,
     PinGranted,
     Prefetch,
@@ -33,18 +34,18 @@ from mooncake.base.pool_messages import (
     AskPool,
     BlocksDescribed,
     BlocksFound,
-    BlocksKept,
     BlocksRemoved,
     DescribeBlocks,
     FindBlocks,
-    FindHolders,
     FindHomes,
+    FindReplicas,
     ForgetBlocks,
-    HoldersFound,
     HomesFound,
-    KeepBlocks,
+    PinsSet,
     PoolState,
     RemoveBlocks,
+    ReplicasFound,
+    SetPins,
     TakenOver,
     TakeOver,
 )
@@ -53,9 +54,10 @@ AnyMessage = (
     WorkerHello | LoadReport | BlockEvents | StepOutputs | Welcome | PeerLost | Drain
     | PrefillTask | Reserved | DecodeTask | KVReady | PushEnded | AbortTask | PutGranted
     | PinGranted | PutStart | PutEnd | PinBlocks | Unpin | DoubtPeers | WhoAreYou
-    | Replicate | Prefetch | GatewayNews | FindBlocks | RemoveBlocks | KeepBlocks | AskPool
-    | BlocksFound | BlocksRemoved | BlocksKept | PoolState
-    | FindHolders | HoldersFound | FindHomes | HomesFound | TakeOver | TakenOver
+    | PeersHeard
+    | Replicate | Prefetch | GatewayNews | FindBlocks | RemoveBlocks | SetPins | AskPool
+    | BlocksFound | BlocksRemoved | PinsSet | PoolState
+    | FindReplicas | ReplicasFound | FindHomes | HomesFound | TakeOver | TakenOver
     | StopPrefetch | DescribeBlocks | BlocksDescribed | ForgetBlocks
 )  # fmt: skip
 """The tagged union that travels on a channel."""

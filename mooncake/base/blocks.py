@@ -1,12 +1,12 @@
-"""Names of KVCache blocks: a chained hash, so that equal keys mean equal bytes.
+"""Keys of KVCache blocks: a chained hash, so that equal keys mean equal bytes.
 
 A block is `block_tokens` consecutive tokens. Its key hashes its own tokens *and* the key before it
-(Mooncake, FAST'25, section 4: prefix hash chaining), starting from a root that names everything
-else the bytes depend on: model and weights revision, KV dtype and layout, tenant, salt. A wrong-
-but-matching block cannot exist.
+(Mooncake, FAST'25, section 4: prefix hash chaining). The chain starts from a root that names
+everything else the bytes depend on: model and weights revision, KV dtype and layout, tenant, salt.
+So a block that matches but is wrong cannot exist.
 
-BLAKE2b (128 bit) rather than a faster non-cryptographic hash: keys of one tenant must not be
-forgeable by another, and at about a microsecond a block it never shows (2,000 keys of a 128k-token
+BLAKE2b (128 bit) is used and not a faster non-cryptographic hash, because a tenant must not be able
+to forge the keys of another. It takes about a microsecond per block (2,000 keys of a 128k-token
 prompt: 3 ms, once).
 """
 
@@ -25,8 +25,8 @@ BlockKey = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BY
 
 
 class KeyChain(Sequence[BlockKey]):
-    """The keys of a prompt's blocks in one piece of memory: thousands of them are one object, to
-    the garbage collector as well.
+    """The keys of a prompt's blocks in one piece of memory: thousands of keys are one object for
+    the garbage collector.
     """
 
     __slots__ = ("packed",)
@@ -79,22 +79,22 @@ class KeyChain(Sequence[BlockKey]):
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Return token ids in one piece of memory, 4 bytes each: an object that full collections do
-    not walk, and messages carry as it is. `unpack_tokens` reads them.
+    """Return token ids in one piece of memory, 4 bytes each: the garbage collector does not
+    traverse it, and messages carry it unchanged. `unpack_tokens` reads it.
 
     Raises:
-        OverflowError: an id does not fit 32 bits, or is below 0.
+        OverflowError: an id is negative or does not fit 32 bits.
     """
     return tokens.tobytes() if isinstance(tokens, memoryview) else array("I", tokens).tobytes()
 
 
 def unpack_tokens(packed: bytes) -> memoryview[int]:
-    """Return a view of packed token ids. Raises TypeError where half an id is at the end."""
+    """Return a view of packed ids. Raises TypeError when the length is no multiple of 4."""
     return memoryview(packed).cast("I")
 
 
 def chain_root(layout_fingerprint: str, tenant: str = "", cache_salt: str = "") -> BlockKey:
-    """Return the key that stands before a sequence's first block."""
+    """Return the key that precedes a sequence's first block."""
     digest = blake2b(digest_size=KEY_BYTES, person=b"mooncake-root")
     for part in (layout_fingerprint, tenant, cache_salt):
         encoded = part.encode()
@@ -104,7 +104,7 @@ def chain_root(layout_fingerprint: str, tenant: str = "", cache_salt: str = "") 
 
 
 def extend_chain(parent: BlockKey, tokens: Sequence[int], block_tokens: int) -> list[BlockKey]:
-    """Return the keys of the full blocks in `tokens`, which follow the block named `parent`.
+    """Return the keys of the full blocks in `tokens`, which follow the block with the key `parent`.
 
     A partial last block has no key. Token ids must fit 32 bits.
     """

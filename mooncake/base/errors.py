@@ -21,7 +21,7 @@ from __future__ import annotations
 
 
 class MooncakeError(Exception):
-    """Root of all errors raised on purpose."""
+    """The root of all errors that are raised on purpose."""
 
     http_status: int = 500
     error_type: str = "InternalServerError"
@@ -37,6 +37,8 @@ class MooncakeError(Exception):
 
 
 class UserError(MooncakeError):
+    """The caller can correct the request or configuration."""
+
     http_status = 400
     error_type = "BadRequestError"
 
@@ -50,32 +52,42 @@ class ContextTooLong(UserError):
 
 
 class ModelNotFound(UserError):
+    """The requested model is not served here."""
+
     http_status = 404
     error_type = "NotFoundError"
 
 
 class Unauthorized(UserError):
+    """The API key is missing or wrong."""
+
     http_status = 401
     error_type = "Unauthorized"
 
 
 class ConfigError(UserError):
-    """A flag or configuration key is wrong; the message names it and the mend."""
+    """A flag or configuration key is wrong; the message names it and the correction."""
 
 
 class Overloaded(MooncakeError):
+    """The request would miss a limit, or a queue is full; `retry_after_s` says when to retry."""
+
     http_status = 429
     error_type = "RateLimitError"
     retryable = True
 
 
 class Unavailable(MooncakeError):
+    """No worker can take the request now."""
+
     http_status = 503
     error_type = "ServiceUnavailableError"
     retryable = True
 
 
 class RequestTimeout(MooncakeError):
+    """The request's own deadline has passed."""
+
     http_status = 408
     error_type = "RequestTimeoutError"
     retryable = True
@@ -86,12 +98,14 @@ class CheckpointError(MooncakeError):
 
 
 class TransferError(MooncakeError):
+    """Bytes did not arrive: read another replica, or compute the blocks again."""
+
     retryable = True
 
 
 class ProtocolError(MooncakeError):
-    """A peer broke the agreed protocol or speaks another version."""
+    """A peer violated the protocol or uses another version of it."""
 
 
 class InternalError(MooncakeError):
-    """Our own fault."""
+    """A bug in this project."""

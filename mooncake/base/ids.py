@@ -1,6 +1,4 @@
-"""Names and numbers that identify things. Randomness is passed in, never taken from the system
-here.
-"""
+"""Identifiers. Their randomness is passed in, never taken from the system here."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Protocol
 
 
 class IdSource(Protocol):
-    """Where fresh identifiers come from: the system in real life, a seed in the simulator."""
+    """The source of fresh identifiers: the system in production, a seed in the simulator."""
 
     def hex(self, num_bytes: int) -> str:
         """Return `num_bytes` random bytes as lower-case hex."""
@@ -19,7 +17,7 @@ class IdSource(Protocol):
 
 
 class SeededIds:
-    """An `IdSource` that a seed replays: `SeededIds(7)` always gives the same identifiers."""
+    """An `IdSource` that repeats: `SeededIds(7)` always returns the same identifiers."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -32,7 +30,7 @@ class SeededIds:
 
 
 class SystemIds:
-    """An `IdSource` over the operating system's randomness, unguessable by another tenant."""
+    """An `IdSource` from the operating system's randomness, which other tenants cannot guess."""
 
     def __init__(self) -> None:
         self._random = random.SystemRandom()

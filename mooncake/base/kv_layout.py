@@ -1,9 +1,9 @@
-"""How the KV of a block lies in memory, in every tier: the only place that knows byte offsets.
+"""The memory layout of a block's KV in every tier: the only place that computes byte offsets.
 
-A block is one *slice* a layer; a slice is `[block_tokens, kv_width]`, contiguous. Engine pages
+A block has one *slice* per layer; a slice is `[block_tokens, kv_width]`, contiguous. Engine pages
 keep all blocks of a layer together (`[layers, pages, block_tokens, width]`), the pool keeps all
-layers of a block together (`[layers, block_tokens, width]`). Both are said by one offset and one
-layer stride, so a copy need not know which is which.
+layers of a block together (`[layers, block_tokens, width]`). One offset and one layer stride
+describe both, so a copy works the same for both.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     kv_width: int
     dtype: str
     fingerprint: str
-    """Names model revision, weights and this layout; roots every block key, compared at every
-    handshake.
+    """Names model revision, weights and this layout. It is the root of every block key, and
+    compared at every handshake.
     """
 
     @property
@@ -51,9 +51,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     def for_model(
         cls, spec: ModelSpec, *, block_tokens: int, dtype: str, weights_revision: str
     ) -> KvLayout:
-        """Return the layout of `spec` with KV kept in `dtype`; `weights_revision` names the
-        weights.
-        """
+        """Return the layout of `spec` with KV in `dtype`; `weights_revision` names the weights."""
         parts = [
             "v1", weights_revision, dtype, str(block_tokens), str(spec.num_hidden_layers),
             str(spec.kv_lora_rank), str(spec.qk_rope_head_dim), str(spec.rope_interleave),
@@ -69,20 +67,17 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SegmentRef(msgspec.Struct, frozen=True, array_like=True):
-    """Names the registered memory of one process *and boot*: a restart gets a new `engine_id`."""
+    """The registered memory of one process *and boot*: a restart gets a new `engine_id`."""
 
     engine_id: str
     endpoints: dict[str, str]
-    """Protocol -> address, e.g. {"tcp": "127.0.0.1:4301", "shm": "/run/…sock"}; the caller picks.
-    """
+    """Protocol -> address, e.g. {"tcp": "127.0.0.1:4301"}; the reader chooses."""
     host: str
-    """Equal hosts may use same-host protocols."""
+    """Two processes with equal hosts may use same-host protocols."""
 
 
 class BlockPlaces(msgspec.Struct, frozen=True, array_like=True):
-    """Where some blocks lie: slice `layer` of block `i` starts at `offsets[i] + layer *
-    layer_stride`.
-    """
+    """Slice `layer` of block `i` starts at `offsets[i] + layer * layer_stride`."""
 
     segment: SegmentRef
     region: int
@@ -93,7 +88,7 @@ class BlockPlaces(msgspec.Struct, frozen=True, array_like=True):
 def page_places(
     layout: KvLayout, segment: SegmentRef, region: int, num_pages: int, pages: list[int]
 ) -> BlockPlaces:
-    """Return where engine pages lie in a `[layers, num_pages, block_tokens, width]` region."""
+    """Return the places of engine pages in a `[layers, num_pages, block_tokens, width]` region."""
     step = layout.slice_bytes
     return BlockPlaces(segment, region, num_pages * step, [page * step for page in pages])
 
@@ -101,5 +96,5 @@ def page_places(
 def packed_places(
     layout: KvLayout, segment: SegmentRef, region: int, offsets: list[int]
 ) -> BlockPlaces:
-    """Return where whole blocks lie that start at byte `offsets` of a pool region."""
+    """Return the places of whole blocks that start at the byte `offsets` of a pool region."""
     return BlockPlaces(segment, region, layout.slice_bytes, offsets)

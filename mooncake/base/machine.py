@@ -1,7 +1,7 @@
-"""The shape of everything that decides: a state machine moved by events and time, the world passed
-in as ports.
+"""The machine port: the form of everything that decides. A state machine is moved by events and
+time, and gets the world as ports.
 
-Real life drives it with a loop (`launch.driver`), tests and the simulator with a heap of events. A
+A loop drives it in production (`launch.driver`), a heap of events in tests and the simulator. A
 machine never waits, never reads a clock, never starts a thread.
 """
 
@@ -19,9 +19,7 @@ class Machine(Protocol):
         """Take one message, transfer completion or runner event. Unknown events are ignored."""
 
     def tick(self, now: float) -> float | None:
-        """Do what is due, start what can start; return when to be called again at the latest
-        (None: no timer).
-        """
+        """Do what is due; return the latest time of the next call (None: no timer)."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a resource was lost or freed twice (free + held = total)."""

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Sizes in bytes, as people write them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 
 
 def parse_bytes(text: str | int, name: str = "size") -> int:
-    """Return the number of bytes that `text` ("512MiB", "1.5GB", 4096) stands for; `name` is for
-    the error.
+    """Return the number of bytes in `text` ("512MiB", "1.5GB", 4096).
+
+    Raises:
+        ConfigError: `text` is not a size; the message contains `name`.
     """
     if isinstance(text, int):
         return text
@@ -32,7 +34,7 @@ def parse_bytes(text: str | int, name: str = "size") -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return `num_bytes` for a person, in binary units with three figures ("1.5 GiB")."""
+    """Return `num_bytes` as text in binary units with three digits ("1.5 GiB")."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if unit == "B" and size < 1024:

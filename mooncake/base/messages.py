@@ -1,10 +1,9 @@
-"""Everything that workers say to each other, grouped by receiver. Tagged structs, one codec
-(`rpc.codec`), no pickle.
+"""The messages between workers, grouped by receiver: tagged structs, one codec (`rpc.codec`), no
+pickle.
 
-Conventions: `attempt` counts placements of one request; a message of an older attempt is ignored.
-A worker is named by `WorkerRef`; its `epoch` is fresh at every start, so nothing that was said to
-a dead worker reaches its successor. Every message that wants an answer carries the `WorkerRef` to
-answer to and a `ticket` the answer repeats.
+Conventions: `attempt` counts the placements of one request; a message of an older attempt is
+ignored. A worker is named by a `WorkerRef`; its `epoch` is new at every start. Every message that
+needs an answer carries the `WorkerRef` to answer to and a `ticket`; the `Answer` repeats both.
 """
 
 from __future__ import annotations
@@ -26,30 +25,42 @@ PROTOCOL_VERSION = 3
 
 
 class Role(str, Enum):
+    """The role of a process in the cluster."""
+
     PREFILL = "prefill"
     DECODE = "decode"
     KVSTORE = "kvstore"
     GATEWAY = "gateway"
     CLIENT = "client"
-    """Uses the pool, serves nobody."""
+    """Uses the pool and serves no requests."""
 
 
 class Tier(str, Enum):
+    """Where a replica of a block lies."""
+
     HBM = "hbm"
     DRAM = "dram"
     SSD = "ssd"
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Root of all messages."""
+    """The base of all messages."""
+
+
+class Answer(Message, frozen=True):
+    """The base of answers to a message with a ticket."""
+
+    asker: WorkerRef
+    """Tickets begin anew with each boot: another boot at the same address ignores the answer."""
+    ticket: int
 
 
 class _Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Root of what travels in messages and is told apart by its tag."""
+    """The base of values inside messages that are distinguished by a tag."""
 
 
 class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
-    """One boot of one worker and where messages reach it."""
+    """One boot of one worker, and the address of its channel."""
 
     worker_id: str
     epoch: str
@@ -57,7 +68,7 @@ class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 def is_former(worker: WorkerRef, present: WorkerRef) -> bool:
-    """Say whether `worker` is an earlier life of `present`."""
+    """Return whether `worker` is an earlier epoch of `present`."""
     return worker.worker_id == present.worker_id and worker.epoch != present.epoch
 
 
@@ -65,19 +76,17 @@ def is_former(worker: WorkerRef, present: WorkerRef) -> bool:
 
 
 class CostSample(msgspec.Struct, frozen=True, array_like=True):
-    """One measured step: what it held and how long it took."""
+    """One measured step: its size and its duration."""
 
     num_new_tokens: int
     num_context_tokens: int
-    """Sum over sequences of the tokens each new token attends to before this step."""
+    """The sum over sequences of the tokens that each new token attends to before this step."""
     num_sequences: int
     seconds: float
 
 
 class WorkerHello(Message, frozen=True, tag="hello"):
-    """A worker is up. Sent at start, again whenever the gateway asks or was lost, until `Welcome`
-    comes.
-    """
+    """A worker is up. Repeated when a gateway asks or was lost, until `Welcome` comes."""
 
     worker: WorkerRef
     role: Role
@@ -93,7 +102,7 @@ class WorkerHello(Message, frozen=True, tag="hello"):
     max_num_seqs: int = 0
     max_batched_tokens: int = 0
     profile: list[CostSample] = []
-    """Measured at start; the Conductor fits its cost models to it."""
+    """Steps measured at start; the Conductor fits its cost models to them."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -110,24 +119,24 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_cached_blocks: int = 0
     """Free blocks that still hold reusable content."""
     draining: bool = False
-    """It takes no new work."""
+    """The worker accepts no new work."""
     counters: dict[str, float] = {}
-    """Monotonic counts since start, by name (`blocks_fetched`, `preemptions`, …); for /metrics."""
+    """Counts since start, by name (`blocks_fetched`, `preemptions`, …), for /metrics."""
 
 
 class LoadReport(Message, frozen=True, tag="load"):
-    """Sent every `report_interval_s`: the heartbeat."""
+    """The heartbeat, sent every `report_interval_s`."""
 
     worker: WorkerRef
     load: WorkerLoad
     samples: list[CostSample] = []
     """Steps measured since the last report (at most 64)."""
     block_nos: dict[Tier, int] = {}
-    """Number of the last block events of each tier, so that the loss of the last ones shows too."""
+    """The number of each tier's last block events, which shows when they were lost."""
 
 
 class BlockEvents(Message, frozen=True, tag="blocks"):
-    """What a worker's memory came to hold or lost, numbered so that a gap shows."""
+    """Blocks that a worker has stored or removed, numbered so that a gap is noticed."""
 
     worker: WorkerRef
     tier: Tier
@@ -135,7 +144,7 @@ class BlockEvents(Message, frozen=True, tag="blocks"):
     stored: list[BlockKey] = []
     removed: list[BlockKey] = []
     snapshot: bool = False
-    """`stored` is the whole inventory; forget what was known before."""
+    """`stored` is the whole inventory, which replaces everything known before."""
 
 
 class FinishInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -162,15 +171,17 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class StepOutputs(Message, frozen=True, tag="outputs"):
-    """The tokens of one step, all sequences in one message."""
+    """The tokens of one step, for all sequences of one gateway."""
 
     worker: WorkerRef
     outputs: list[RequestOutput]
 
 
 class DoubtPeers(Message, frozen=True, tag="doubt"):
-    """These peers have held something here for long. The gateway says `PeerLost` of each that is
-    not in the cluster (any more): its word may have been lost, or the gateway may be a new one.
+    """These peers have held resources here for long. The gateway sends `PeerLost` for each that is
+    not in the cluster: the first `PeerLost` may have been lost, or the gateway may have restarted.
+
+    Another gateway that sends this hears nothing of these workers, and is sent `PeersHeard`.
     """
 
     worker: WorkerRef
@@ -181,25 +192,25 @@ class DoubtPeers(Message, frozen=True, tag="doubt"):
 
 
 class Booking(_Value, frozen=True, tag="booking"):
-    """A request was placed: what it takes of its workers, as its gateway foresees it."""
+    """The predicted use of workers by a request that was placed."""
 
     request_id: str
     computing: WorkerRef
-    """Computes the prompt: a prefill worker, or `decode` itself."""
+    """The worker that computes the prompt: a prefill worker, or `decode` itself."""
     decode: WorkerRef
     keys: bytes
-    """Of all full blocks of the prompt, one after another: siblings find its prefix before it is
-    stored.
+    """Keys of all full blocks of the prompt, concatenated: similar requests find the prefix before
+    it is stored.
     """
     sources: tuple[BlockSource, ...]
     num_tokens: int
     num_new_tokens: int
-    """To be computed."""
+    """Tokens to be computed."""
     prefill_s: float
-    """Fetching and computing."""
+    """Predicted seconds of fetching and computing."""
     ttft_s: float
     num_blocks: int
-    """Of decode, by the time the request ends."""
+    """Blocks on decode when the request ends."""
 
 
 class BookingOver(_Value, frozen=True, tag="booking_over"):
@@ -210,23 +221,33 @@ class BookingOver(_Value, frozen=True, tag="booking_over"):
 
 
 class GatewayNews(Message, frozen=True, tag="gateway"):
-    """What a gateway did since it last spoke, in order. Sent with each change and every second."""
+    """The bookings and ends of a gateway since its last message, in order. Sent with each change
+    and every second.
+    """
 
     gateway: WorkerRef
     gateways: list[WorkerRef]
-    """The others it knows."""
+    """The other gateways it knows."""
     news: list[Booking | BookingOver] = []
     open: list[str] | None = None
-    """Now and then: all requests it has on its books, when whatever is not here is over."""
+    """Sometimes: the ids of all requests it has booked; bookings that are not listed have ended."""
     send_all: bool = False
-    """The receiver is new to it: tell of all bookings."""
+    """The sender does not know the receiver's bookings and asks for all of them."""
+
+
+class PeersHeard(Message, frozen=True, tag="heard"):
+    """The answer to `DoubtPeers` of another gateway: the workers that are heard here, and not."""
+
+    gateway: WorkerRef
+    heard: list[WorkerRef] = []
+    unheard: list[WorkerRef] = []
 
 
 # ---------------------------------------------------------------- to any worker
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The gateway knows this worker; it repeats what a restarted gateway must ask for."""
+    """The gateway knows this worker; it also repeats the questions of a restarted gateway."""
 
     gateway: WorkerRef
     kvstore: WorkerRef | None
@@ -234,24 +255,24 @@ class Welcome(Message, frozen=True, tag="welcome"):
     send_snapshot: bool
     """Answer with `BlockEvents(snapshot=True)`."""
     gateways: list[WorkerRef] = []
-    """Others that place requests in this cluster: say hello to them too."""
+    """Other gateways of this cluster: send a hello to them too."""
 
 
 class PeerLost(Message, frozen=True, tag="peer_lost"):
-    """A worker is gone for good: whatever it held, wrote or read is reclaimed now."""
+    """A worker is gone for good: what it held, wrote or read is reclaimed now."""
 
     worker: WorkerRef
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    """Take no new work; finish what runs."""
+    """Accept no new work; finish what runs."""
 
-    then: Role | None = None
-    """Leave when that is done, and come back in this role. Only for prefill and decode."""
+    next_role: Role | None = msgspec.field(default=None, name="then")
+    """Then leave, and come back in this role. Only for prefill and decode."""
 
 
 class WhoAreYou(Message, frozen=True, tag="who"):
-    """The gateway does not know whom it heard (it has just started): say hello to it again."""
+    """The gateway has restarted and does not know the sender of a message: send a hello again."""
 
     gateway: WorkerRef
 
@@ -260,33 +281,33 @@ class WhoAreYou(Message, frozen=True, tag="who"):
 
 
 class BlockSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Fetch the blocks [first, stop) of the prompt from that pool node, do not compute them."""
+    """Fetch the blocks [first, stop) of the prompt from this pool node."""
 
     store: WorkerRef
     first: int
     stop: int
     others: list[WorkerRef] = []
-    """They hold that run too, or its beginning: asked in turn for what `store` does not give."""
+    """Pool nodes that hold this run or its beginning, to ask when `store` fails."""
 
 
 class PrefillTask(Message, frozen=True, tag="prefill"):
-    """Compute the KV of prompt + `output_tokens`, push it to `decode`, sample one token."""
+    """Compute the KV of prompt + `output_tokens`, push it to `decode`, and sample one token."""
 
     request: GenerateRequest
     attempt: int
     gateway: WorkerRef
     decode: WorkerRef
     output_tokens: list[int] = []
-    """Already streamed by an earlier attempt."""
+    """Already delivered by an earlier attempt."""
     sources: list[BlockSource] = []
     turn: float = 0.0
     """Place among the requests of its class: smaller goes first."""
     num_replicate_blocks: int = 0
-    """So many leading blocks are hot: put them into the own node's pool even if reused."""
+    """This many leading blocks are hot: put them into the own node's pool even if reused."""
 
 
 class Reserved(Message, frozen=True, tag="reserved"):
-    """Decode has room: push these blocks there. Blocks it holds already are left out."""
+    """Decode has reserved pages: push these blocks, which it does not hold already."""
 
     request_id: str
     attempt: int
@@ -300,9 +321,7 @@ class Reserved(Message, frozen=True, tag="reserved"):
 
 
 class DecodeTask(Message, frozen=True, tag="decode"):
-    """Reserve room and wait for the KV from `prefill`, or do the whole request here when there is
-    none.
-    """
+    """Reserve pages for the KV from `prefill`; without `prefill` do the whole request here."""
 
     request: GenerateRequest
     attempt: int
@@ -310,13 +329,13 @@ class DecodeTask(Message, frozen=True, tag="decode"):
     prefill: WorkerRef | None
     output_tokens: list[int] = []
     sources: list[BlockSource] = []
-    """For the whole request done here."""
+    """For a request that is done whole here."""
     turn: float = 0.0
     """Place among the requests of its class: smaller goes first."""
 
 
 class KVReady(Message, frozen=True, tag="kv_ready"):
-    """All pushed blocks have arrived; the first token is sampled: join the batch."""
+    """All pushed blocks have arrived and the first token is sampled: join the batch."""
 
     request_id: str
     attempt: int
@@ -324,54 +343,52 @@ class KVReady(Message, frozen=True, tag="kv_ready"):
     token: int
     num_cached_tokens: int
     pushed: bool = True
-    """False: nothing was pushed (decode had no room in time); take the blocks from the pool or
-    recompute.
+    """False: nothing was pushed, because decode had no room in time; take the blocks from the pool
+    or compute them.
     """
     sources: list[BlockSource] = []
-    """Where the blocks are when not pushed."""
+    """The places of the blocks when they were not pushed."""
 
 
 class PushEnded(Message, frozen=True, tag="push_ended"):
-    """Prefill will write no more into the reserved pages: they may be freed."""
+    """Prefill will not write into the reserved pages any more: they may be freed."""
 
     request_id: str
     attempt: int
     prefill: WorkerRef
     failed: bool = False
-    """Nobody else tells the gateway that this attempt cannot go on: decode must."""
+    """Decode must tell the gateway that this attempt failed; prefill has not."""
 
 
 # ---------------------------------------------------------------- to prefill and decode
 
 
 class AbortTask(Message, frozen=True, tag="abort"):
-    """Forget this request. Answered to nobody; resources are freed as soon as transfers allow."""
+    """Drop this request. There is no answer; resources are freed as soon as transfers allow."""
 
     request_id: str
     attempt: int
-    """All attempts up to this one."""
+    """Applies to all attempts up to this one."""
 
 
-class PutGranted(Message, frozen=True, tag="put_granted"):
-    """Room for blocks asked for by `PutStart`; keys already stored (or no room) are left out."""
+class PutGranted(Answer, frozen=True, tag="put_granted"):
+    """Room for the blocks of a `PutStart`; keys already stored (or without room) are left out."""
 
-    ticket: int
     store: WorkerRef
     keys: list[BlockKey]
     places: BlockPlaces
 
 
-class PinGranted(Message, frozen=True, tag="pin_granted"):
-    """The asked blocks from the first on, as far as they are there; pinned until `Unpin`."""
+class PinGranted(Answer, frozen=True, tag="pin_granted"):
+    """The leading blocks of a `PinBlocks` that are present; pinned until `Unpin`."""
 
-    ticket: int
     store: WorkerRef
     num_blocks: int
     places: BlockPlaces
     checksums: list[int] = []
-    """xxh3-64 of each block where known, 0 where not; empty: of none."""
+    """xxh3-64 of each block, 0 where it is not known; empty: none is known."""
     more: bool = False
-    """Blocks that follow are here too, on a disk: unpin these, then ask for those."""
+    """The blocks that follow are on this node's disk: unpin these, then ask for those."""
 
 
 # ---------------------------------------------------------------- to kvstore
@@ -379,16 +396,17 @@ class PinGranted(Message, frozen=True, tag="pin_granted"):
 
 class ChainHead(msgspec.Struct, frozen=True, array_like=True):
     """The blocks of a chain before those that a message names. The same request uses them, wherever
-    its worker has them from: so they are not taken for cold, and outlive what follows them.
+    its worker found them: so they count as used too, and are evicted after the blocks that follow
+    them.
     """
 
     keys: list[BlockKey] = []
     num_counted: int = 0
-    """So many, from the first on, have been counted as used by this request."""
+    """This many leading blocks were already counted as used by this request."""
 
     @property
     def counted(self) -> frozenset[BlockKey]:
-        """Those that have."""
+        """The blocks already counted."""
         return frozenset(self.keys[: self.num_counted])
 
 
@@ -396,8 +414,8 @@ NO_HEAD = ChainHead()
 
 
 class PutStart(Message, frozen=True, tag="put_start"):
-    """Ask for room to write these blocks. Two-phase: nobody sees a block before its `PutEnd`.
-    Without any it tells that `head` was used.
+    """Ask for room to write these blocks. Two-phase: a block is not visible before its `PutEnd`.
+    Without keys it only reports that `head` was used.
     """
 
     writer: WorkerRef
@@ -408,16 +426,14 @@ class PutStart(Message, frozen=True, tag="put_start"):
 
 
 class PutEnd(Message, frozen=True, tag="put_end"):
-    """Writes of a ticket are over: `written` are whole, all other blocks of the ticket in
-    `dropped` are not.
-    """
+    """The writes of a ticket have ended: `written` are complete, `dropped` are not."""
 
     writer: WorkerRef
     ticket: int
     written: list[BlockKey] = []
     dropped: list[BlockKey] = []
     checksums: list[int] = []
-    """xxh3-64 of each block in `written`, from writers that have taken them; or empty."""
+    """xxh3-64 of each block in `written`, if the writer has computed them; else empty."""
 
 
 class PinBlocks(Message, frozen=True, tag="pin"):
@@ -430,17 +446,17 @@ class PinBlocks(Message, frozen=True, tag="pin"):
 
 
 class Unpin(Message, frozen=True, tag="unpin"):
-    """The read is over."""
+    """The read has ended."""
 
     reader: WorkerRef
     ticket: int
     corrupt: list[BlockKey] = []
-    """Blocks that did not arrive as their checksums say."""
+    """Blocks that did not match their checksums."""
 
 
 class Replicate(Message, frozen=True, tag="replicate"):
-    """Copy these blocks, a run of one chain, from another pool node. Told by block events, and to
-    who asks by `TakenOver`.
+    """Copy these blocks, a run of one chain, from another pool node. The copies show in block
+    events; an `asker` is answered with `TakenOver`.
     """
 
     source: WorkerRef
@@ -451,7 +467,7 @@ class Replicate(Message, frozen=True, tag="replicate"):
 
 
 class Prefetch(Message, frozen=True, tag="prefetch"):
-    """Bring this run up from SSD if there is room: its reader comes soon. Answered to nobody."""
+    """Load this run from SSD if there is room, because a reader comes soon. There is no answer."""
 
     reader: WorkerRef
     ticket: int
@@ -459,7 +475,7 @@ class Prefetch(Message, frozen=True, tag="prefetch"):
 
 
 class StopPrefetch(Message, frozen=True, tag="stop_prefetch"):
-    """Nobody comes to read that run; what of it is not on its way stays on SSD."""
+    """The reader of this run does not come; blocks that are not being loaded stay on SSD."""
 
     reader: WorkerRef
     ticket: int

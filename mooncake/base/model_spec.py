@@ -1,9 +1,9 @@
-"""The shape of a model, read from a checkpoint's `config.json`. Nothing about Kimi-K2 is hard-
-coded anywhere else.
+"""The specification of a model, read from a checkpoint's `config.json`. No size of Kimi-K2 is
+written anywhere else in the code.
 
-Knows `model_type` kimi_k2 and deepseek_v3 (the same architecture: MLA attention, routed experts),
-with rope settings in the older form (`rope_theta`, `rope_scaling`) and in transformers 5's
-(`rope_parameters`).
+Supports `model_type` kimi_k2 and deepseek_v3 (the same architecture: MLA attention, routed
+experts), with rope settings in the older form (`rope_theta`, `rope_scaling`) and in that of
+transformers 5 (`rope_parameters`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def softmax_scale(self) -> float:
-        """Attention scale: 1/sqrt(qk_head_dim), times YaRN's mscale squared (DeepSeek-V3)."""
+        """The attention scale: 1/sqrt(qk_head_dim), times YaRN's mscale squared (DeepSeek-V3)."""
         scale = 1.0 / math.sqrt(self.qk_head_dim)
         if self.yarn is not None and self.yarn.mscale_all_dim:
             scale *= yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim) ** 2
@@ -89,9 +89,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Build the spec from a parsed `config.json`.
 
         Raises:
-            CheckpointError: the architecture is not supported, or a key is missing or has the
-            wrong type; the
-                message names the key.
+            CheckpointError: the architecture is not supported, or a key is missing or has the wrong
+                type; the message names the key.
         """
         if "text_config" in config and config.get("model_type") not in SUPPORTED_MODEL_TYPES:
             config = config["text_config"]
@@ -130,9 +129,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Return YaRN's attention temperature term 0.1 * mscale * ln(factor) + 1 (1 when not
-    extended).
-    """
+    """Return YaRN's attention temperature 0.1 * mscale * ln(factor) + 1 (1 when `factor` <= 1)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

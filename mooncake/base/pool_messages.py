@@ -1,5 +1,5 @@
-"""What anybody may ask of a pool node besides reading and writing, and what it answers. Of the same
-kind as `messages`, which has the rules.
+"""Messages of the KVCache pool besides reading and writing blocks: questions to pool nodes and to
+gateways, and their answers. The rules are those of `messages`.
 """
 
 from __future__ import annotations
@@ -9,25 +9,29 @@ from enum import Enum
 import msgspec
 
 from mooncake.base.blocks import BlockKey
-from mooncake.base.messages import Message, Tier, WorkerLoad, WorkerRef
+from mooncake.base.messages import Answer, Message, Tier, WorkerLoad, WorkerRef
 
 
-class Keep(str, Enum):
-    """How a pool keeps a block that nobody uses."""
+class LastingPin(str, Enum):
+    """How a pool node protects a block that no request uses. It outlives the client that set it,
+    other than the short pin of a reader (`PinBlocks`).
+    """
 
-    NO = "no"
-    """As its eviction policy has it."""
+    NONE = "no"
+    """The eviction policy decides."""
     SOFT = "soft"
     """Evicted after all others."""
     HARD = "hard"
-    """Never evicted; it takes room of its tenant, and of what a node keeps so at most."""
+    """Never evicted. Such blocks count towards their tenant's quota, and a node has a limit on
+    them.
+    """
 
 
 # ---------------------------------------------------------------- to kvstore
 
 
 class FindBlocks(Message, frozen=True, tag="find"):
-    """Ask what is stored, without holding or using it: answered by `BlocksFound`."""
+    """Ask a node what it stores, without pinning or using it; answered by `BlocksFound`."""
 
     asker: WorkerRef
     ticket: int
@@ -35,9 +39,9 @@ class FindBlocks(Message, frozen=True, tag="find"):
 
 
 class RemoveBlocks(Message, frozen=True, tag="remove"):
-    """Take blocks out of all tiers for good, but for those with a hard pin: answered by
-    `BlocksRemoved` once no boot of the node will find them. Readers keep what they read until they
-    have read it. From a gateway: what was removed while the node was away.
+    """Take blocks out of all tiers of a node for good, except those with a hard pin; answered by
+    `BlocksRemoved` once no later boot of the node can find them. Readers finish what they read.
+    From a gateway: what was removed while the node was away.
     """
 
     asker: WorkerRef
@@ -45,23 +49,25 @@ class RemoveBlocks(Message, frozen=True, tag="remove"):
     keys: list[BlockKey]
 
 
-class KeepBlocks(Message, frozen=True, tag="keep"):
-    """Keep blocks in DRAM until told otherwise, whoever said so and whether it still lives:
-    answered by `BlocksKept`. A node that was started again has forgotten.
+class SetPins(Message, frozen=True, tag="set_pins"):
+    """Set the lasting pins of blocks in DRAM, which anyone may change later; answered by
+    `PinsSet`. A node that was started again has none.
     """
 
     asker: WorkerRef
     ticket: int
     keys: list[BlockKey]
-    keep: Keep
+    pin: LastingPin
     epoch: str = ""
-    """Of the boot that is meant; another one does nothing. Empty: whichever it is."""
+    """The boot of the node that is meant; another one does nothing. Empty: any."""
     lift: bool = False
-    """Bring up first what lies on SSD only."""
+    """Whether blocks that are on SSD only are brought up first."""
 
 
 class DescribeBlocks(Message, frozen=True, tag="describe"):
-    """Ask what a node has of blocks, without holding or using it: answered by `BlocksDescribed`."""
+    """Ask a node for its copies of blocks, without pinning or using them; answered by
+    `BlocksDescribed`.
+    """
 
     asker: WorkerRef
     ticket: int
@@ -69,45 +75,45 @@ class DescribeBlocks(Message, frozen=True, tag="describe"):
 
 
 class AskPool(Message, frozen=True, tag="ask_pool"):
-    """Ask a pool node how it is doing: answered by `PoolState`."""
+    """Ask a pool node for its figures; answered by `PoolState`."""
 
     asker: WorkerRef
     ticket: int
 
 
-class FindHolders(Message, frozen=True, tag="find_holders"):
-    """Ask a gateway which pool nodes hold a run of blocks, and which there are: answered by
-    `HoldersFound`.
+class FindReplicas(Message, frozen=True, tag="find_replicas"):
+    """Ask a gateway which pool nodes hold a run of blocks, and which nodes there are; answered by
+    `ReplicasFound`.
     """
 
     asker: WorkerRef
     ticket: int
     keys: list[BlockKey]
     every: bool = False
-    """Name all there are."""
+    """Whether all nodes are to be named."""
 
 
 class TakeOver(Message, frozen=True, tag="take_over"):
-    """A node that drains has these blocks of one tenant, and nobody else: copy them as your own.
-    Answered by `TakenOver`.
+    """Asks a node to copy blocks of one tenant that only the sender has, which drains; the copies
+    are the node's own from then on. Answered by `TakenOver`.
     """
 
     source: WorkerRef
     ticket: int
     keys: list[BlockKey]
     tenant: str = ""
-    keep: Keep = Keep.NO
-    """How they are to be kept, as far as there is room for it."""
+    pin: LastingPin = LastingPin.NONE
+    """Their lasting pin, which is set as far as the node has room for it."""
     reused: bool = False
-    """They have been asked for more than once: worth more than blocks that have not."""
+    """Whether they were asked for more than once: they are worth more than blocks that were not."""
 
 
 # ---------------------------------------------------------------- to a gateway
 
 
 class FindHomes(Message, frozen=True, tag="find_homes"):
-    """A node that drains asks which of its blocks are elsewhere too, and who could take the others:
-    answered by `HomesFound`.
+    """A node that drains asks which of its blocks other nodes hold too, and which nodes could take
+    the others; answered by `HomesFound`.
     """
 
     asker: WorkerRef
@@ -116,8 +122,8 @@ class FindHomes(Message, frozen=True, tag="find_homes"):
 
 
 class ForgetBlocks(Message, frozen=True, tag="forget_blocks"):
-    """Tell a gateway that blocks are being removed from all nodes: one that is away hears of it
-    when it comes back. Answered by `HoldersFound` with every node there is now.
+    """Tell a gateway that blocks are being removed from all nodes, so that it tells a node that is
+    away when that comes back. Answered by `ReplicasFound` with all nodes there are now.
     """
 
     asker: WorkerRef
@@ -125,60 +131,58 @@ class ForgetBlocks(Message, frozen=True, tag="forget_blocks"):
     keys: list[BlockKey]
 
 
-# ---------------------------------------------------------------- to those who asked
+# ---------------------------------------------------------------- answers
 
 
-class TakenOver(Message, frozen=True, tag="taken_over"):
-    """Those of the blocks asked for that lie here now."""
+class TakenOver(Answer, frozen=True, tag="taken_over"):
+    """Those of the blocks asked for that the node stores now."""
 
-    ticket: int
     store: WorkerRef
     keys: list[BlockKey]
     is_full: bool = False
-    """There is no room for more of their kind."""
+    """Whether the node has no room for more blocks of their kind."""
 
 
 class Home(msgspec.Struct, frozen=True, array_like=True):
-    """A pool node that stays."""
+    """A pool node that does not drain."""
 
     store: WorkerRef
     num_free_blocks: int
     """When it last reported."""
 
 
-class HomesFound(Message, frozen=True, tag="homes"):
-    """Where blocks of a node that drains are, or could be. A hint: nodes know what they hold."""
+class HomesFound(Answer, frozen=True, tag="homes"):
+    """Where blocks of a node that drains are, or could go: a hint, as only nodes know what they
+    hold.
+    """
 
-    ticket: int
     elsewhere: list[bool]
-    """Whether a pool node that stays holds it too; of each block asked for."""
+    """Of each block asked for, whether a node that does not drain holds it too."""
     homes: list[Home]
 
 
-class BlocksFound(Message, frozen=True, tag="found"):
+class BlocksFound(Answer, frozen=True, tag="found"):
     """The fastest tier of each block asked for; None: not stored."""
 
-    ticket: int
     store: WorkerRef
     tiers: list[Tier | None]
 
 
-class HoldersFound(Message, frozen=True, tag="holders"):
-    """Some pool nodes that live, those that hold most of the run first, and how many of its leading
-    blocks each holds. A hint: nodes know best what they hold.
+class ReplicasFound(Answer, frozen=True, tag="replicas"):
+    """Pool nodes that live, those that hold most of the run first, and how many of its leading
+    blocks each holds. A hint: only nodes know what they hold.
     """
 
-    ticket: int
     stores: list[WorkerRef]
     num_blocks: list[int]
 
 
-class BlocksRemoved(Message, frozen=True, tag="removed"):
-    """Whether each block named was here and is gone for good."""
+class BlocksRemoved(Answer, frozen=True, tag="removed"):
+    """What became of each block of a `RemoveBlocks`."""
 
-    ticket: int
     store: WorkerRef
     removed: list[bool]
+    """Whether it was here and is gone for good."""
     left: list[bool]
     """Whether it is here still, or may be again: a hard pin is on it, or its disk could not erase
     it.
@@ -190,45 +194,44 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
 
     tier: Tier
     num_bytes: int
-    keep: Keep = Keep.NO
+    pin: LastingPin = LastingPin.NONE
     num_readers: int = 0
-    """That hold it now, the node itself included."""
+    """Readers that have it pinned now; the node itself may be one."""
 
 
-class BlocksDescribed(Message, frozen=True, tag="described"):
-    """What a node has of each block asked for, the fastest tier first."""
+class BlocksDescribed(Answer, frozen=True, tag="described"):
+    """The copies that a node has of each block asked for, the fastest tier first."""
 
-    ticket: int
     store: WorkerRef
     copies: list[list[BlockCopy]]
 
 
-class BlocksKept(Message, frozen=True, tag="kept"):
-    """Whether each block is kept as was asked for; False: it is not in DRAM, there is no more room
-    for hard pins, or another boot was meant.
-    """
+class PinsSet(Answer, frozen=True, tag="pins_set"):
+    """What became of each block of a `SetPins`."""
 
-    ticket: int
     store: WorkerRef
-    kept: list[bool]
+    done: list[bool]
+    """Whether it has the pin asked for; False: it is not in DRAM, there is no room for more hard
+    pins, or another boot was meant.
+    """
 
 
 class DrainProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How far the blocks of a node that drains have been copied to others."""
 
     over: bool
-    """No more are copied: all that can be have been, or the time is up."""
+    """Whether no more are copied: all that can be have been, or the time is up."""
     num_copied: int = 0
     num_elsewhere: int = 0
-    """Lay on other nodes too."""
+    """Blocks that other nodes hold too."""
     num_left: int = 0
-    """Only here, in DRAM or on SSD."""
+    """Blocks that only this node holds, in DRAM or on SSD."""
     num_left_on_ssd: int = 0
-    """Of those, on a disk: the next boot finds them."""
+    """Of those, blocks on a disk: the next boot finds them."""
 
 
 class TenantUse(msgspec.Struct, frozen=True, array_like=True):
-    """What a tenant with a quota has of one tier of a node."""
+    """How many blocks a tenant with a quota has in one tier of a node."""
 
     tenant: str
     tier: Tier
@@ -237,10 +240,9 @@ class TenantUse(msgspec.Struct, frozen=True, array_like=True):
     max_blocks: int
 
 
-class PoolState(Message, frozen=True, tag="pool_state"):
-    """One pool node, as it is now."""
+class PoolState(Answer, frozen=True, tag="pool_state"):
+    """The figures of one pool node now."""
 
-    ticket: int
     store: WorkerRef
     load: WorkerLoad
     layout_fingerprint: str
@@ -248,16 +250,16 @@ class PoolState(Message, frozen=True, tag="pool_state"):
     num_ssd_blocks: int = 0
     num_ssd_stored: int = 0
     num_pinned: int = 0
-    """Blocks in DRAM that somebody reads."""
+    """Blocks in DRAM that are pinned by readers."""
     num_quarantined: int = 0
     num_hard_pinned: int = 0
     num_soft_pinned: int = 0
     draining: bool = False
     drained: bool = False
-    """Its process may be ended: nothing is open, nobody else takes more of its blocks, and what was
-    worth a disk is there.
+    """Whether the process may be ended: nothing is open, other nodes take no more of its blocks,
+    and what was worth a disk is there.
     """
     drain: DrainProgress | None = None
     """Of a node that drains."""
     tenants: tuple[TenantUse, ...] = ()
-    """Those that have a quota."""
+    """Tenants that have a quota."""

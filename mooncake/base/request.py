@@ -1,8 +1,8 @@
-"""A request and what comes back. Past the door a `GenerateRequest` is valid by construction:
-nothing checks it twice.
+"""A request and its events. Past the API server a `GenerateRequest` is valid by construction and is
+not checked again.
 
-RequestState: the life of a request as the gateway sees it (one table of legal moves,
-`TRANSITIONS`).
+RequestState: the life of a request as the gateway sees it (`TRANSITIONS` is the one table of legal
+transitions).
 
     QUEUED ──► PREFILLING ──► DECODING ──► FINISHED
        │            │  ▲          │  │
@@ -12,6 +12,7 @@ RequestState: the life of a request as the gateway sees it (one table of legal m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated
@@ -23,7 +24,7 @@ from mooncake.base.sampling import SamplingParams
 
 
 class Priority(str, Enum):
-    """Who yields to whom: premium before interactive before batch (job completion time only)."""
+    """The class of service: premium before interactive before batch."""
 
     PREMIUM = "premium"
     INTERACTIVE = "interactive"
@@ -31,26 +32,26 @@ class Priority(str, Enum):
 
     @property
     def order(self) -> int:
-        """0 goes first."""
+        """The rank of the class; 0 goes first."""
         return _CLASS_ORDER[self]
 
 
 _CLASS_ORDER = {priority: order for order, priority in enumerate(Priority)}
-"""In the order they are named."""
+"""In the order of their definition."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate. `n > 1` is `n` of these, made by the door.
+    """One sequence to generate. The API server makes `n` of these for `n > 1`.
 
     The prompt is never empty; `len(prompt_tokens) + sampling.max_tokens` fits the model's context.
     """
 
     request_id: str
     prompt: Annotated[bytes, msgspec.Meta(min_length=4)]
-    """Its token ids, made by `pack_tokens`."""
+    """Token ids, packed by `pack_tokens`."""
     sampling: SamplingParams
     tenant: str = ""
-    """Salts the block keys: one tenant can neither hit nor time another's cache."""
+    """Part of the root of the block keys: a tenant can neither hit nor probe another's cache."""
     cache_salt: str = ""
     priority: Priority = Priority.INTERACTIVE
     ttft_slo_s: float | None = None
@@ -67,11 +68,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         return unpack_tokens(self.prompt)
 
     def tokens_with(self, output_tokens: Sequence[int]) -> memoryview[int]:
-        """Return the tokens of the prompt and of its output so far."""
+        """Return the tokens of the prompt followed by its output so far."""
         return unpack_tokens(self.prompt + pack_tokens(output_tokens))
 
 
 class RequestState(str, Enum):
+    """The state of a request at the gateway; see the module's picture."""
+
     QUEUED = "queued"
     PREFILLING = "prefilling"
     DECODING = "decoding"
@@ -88,25 +91,23 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.DECODING: frozenset({RequestState.QUEUED, RequestState.FINISHED}),
     RequestState.FINISHED: frozenset(),
 }
-"""Legal moves; QUEUED again means "to be placed again" after a worker was lost."""
+"""Legal transitions; back to QUEUED means "to be placed again" after a worker was lost."""
 
 
 class FinishReason(str, Enum):
-    """Why a request ended. The first two are successes as OpenAI names them."""
+    """Why a request ended. STOP and LENGTH are successes, named as in OpenAI's API."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    """The client went away or asked for it."""
+    """The client disconnected or asked for it."""
     REJECTED = "rejected"
-    """Refused before any work was done; `Failure` has status and reason."""
+    """Refused before any work was done; `Failure` has the status and reason."""
     ERROR = "error"
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities of one token under the raw (temperature 1, unpenalised)
-    distribution.
-    """
+    """Natural-log probabilities of one token under the raw (temperature 1) distribution."""
 
     logprob: float
     """Of the token itself."""
@@ -126,27 +127,30 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     param: str | None = None
 
     @classmethod
+    def invalid(cls, message: str) -> Failure:
+        """Return a 400: no other worker could do this request."""
+        return cls(status=400, error_type="BadRequestError", message=message)
+
+    @classmethod
     def unavailable(cls, message: str) -> Failure:
-        """Return a 503: another placement, or a later try, may go well."""
+        """Return a 503: another worker, or a later retry, may succeed."""
         return cls(status=503, error_type="ServiceUnavailableError", message=message)
 
     @classmethod
     def turned_away(cls, message: str) -> Failure:
-        """Return a 429: a worker takes nothing (more) now, and has not tried."""
+        """Return a 429: a worker has no room now, and has not tried."""
         return cls(status=429, error_type="RateLimitError", message=message)
 
 
 class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
-    """New output tokens. `start` is the output position of the first, so a repeat can be
-    recognised.
-    """
+    """New output tokens. `start` is the output position of the first; repeats show by it."""
 
     request_id: str
     start: int
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """With the first tokens only: one entry a prompt token, None for the first."""
+    """With the first tokens only: one entry per prompt token, None for the first."""
 
 
 class FinalEvent(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
@@ -157,10 +161,27 @@ class FinalEvent(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was reused rather than computed."""
+    """Prompt tokens whose KV was reused instead of computed."""
     stop_token_id: int | None = None
     failure: Failure | None = None
     """Set exactly when `reason` is REJECTED or ERROR."""
 
 
 OutputEvent = TokensEvent | FinalEvent
+
+
+def request_finish(
+    request: GenerateRequest, output_tokens: Sequence[int], max_model_len: int | None = None
+) -> tuple[FinishReason | None, int | None]:
+    """Return (reason, stop token) when the newest of `output_tokens` ends the request, else Nones.
+
+    A stop token ends it only after `min_tokens` tokens before it, in agreement with the sampler's
+    mask.
+    """
+    sampling, num_outputs = request.sampling, len(output_tokens)
+    if num_outputs > sampling.min_tokens and output_tokens[-1] in sampling.stop_token_ids:
+        return FinishReason.STOP, output_tokens[-1]
+    num_tokens = len(request.prompt_tokens) + num_outputs
+    if num_outputs >= sampling.max_tokens or num_tokens >= (max_model_len or math.inf):
+        return FinishReason.LENGTH, None
+    return None, None

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the parameters of one request, already validated by the door."""
+"""Sampling parameters of one request, already validated by the API server."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mooncake.base.grammar import Grammar
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling settings of one request; names and defaults are those of the OpenAI API and vLLM.
 
-    A sampled token is a function of `seed` and its position in the output only, so a request can be
-    resumed on another worker and goes on with the very same tokens. The door draws `seed` when the
-    client gave none. Stop *strings* are text and therefore the door's business (`api`);
-    `stop_token_ids` are tokens and the engine's.
+    A sampled token depends only on `seed`, its position in the output, and the distribution, so a
+    request can be resumed on another worker and continues with the same tokens. The API server
+    draws `seed` when the client gave none. Stop *strings* are text and therefore handled in `api`;
+    `stop_token_ids` are tokens and handled by the engine.
     """
 
     max_tokens: int = 16
@@ -32,7 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int = 0
     """64-bit, unsigned."""
     stop_token_ids: list[int] = []
-    """Finish with reason `stop` when one is sampled; includes the model's EOS ids unless
+    """Sampling one of these ends the output with reason `stop`; includes the model's EOS ids unless
     `ignore_eos`.
     """
     ignore_eos: bool = False
@@ -40,7 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """None = no logprobs; 0 = of the sampled token only; n = also of the n most likely tokens."""
     num_prompt_logprobs: int | None = None
     bad_words: list[list[int]] = []
-    """Token sequences that never appear: their last token is held back after the others."""
+    """Token sequences that never appear: the last token of one is masked after its other tokens."""
     grammar: Grammar | None = None
     """None = any text."""
 

@@ -1,6 +1,7 @@
-"""What each token id means, read from the files of a checkpoint: bytes, or a name.
+"""The meaning of each token id, read from the files of a checkpoint: bytes, or a name.
 
-Shared by the door (text) and the model (grammars). Runs no code from the checkpoint; owns nothing.
+Shared by the API server (text) and the model (grammars). Runs no code from the checkpoint; owns no
+state.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ KIMI_K2_PATTERN = "|".join(
         r"\s+",
     ]
 )
-"""How Kimi-K2 cuts text before merging: Han runs apart from other letters (`&&` is class
-intersection)."""
+"""The pattern by which Kimi-K2 splits text before merging: runs of Han characters are separate from
+other letters (`&&` is class intersection).
+"""
 
 NUM_RESERVED_IDS = 256
-"""Kimi-K2 keeps this many ids after the base ranks for special tokens, named or not."""
+"""Kimi-K2 reserves this many ids after the base ranks for special tokens, named or not."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -45,11 +47,11 @@ class Vocabulary:
     """All tokens by id."""
 
     table: list[bytes]
-    """Bytes of each token, of added ones their name; an id without a meaning has none."""
+    """The bytes of each token, or the name of an added one; empty for an unused id."""
     added: Mapping[int, str]
-    """Names of the tokens that stand for no text: no text is ever encoded to them by merging."""
+    """Names of the tokens that stand for no text; text is never encoded to them by merging."""
     special: frozenset[int]
-    """Those of `added` that are left out when special tokens are skipped."""
+    """Those of `added` that are omitted when special tokens are skipped."""
 
 
 def tiktoken_vocabulary(ranks: Mapping[bytes, int], config: Mapping[str, Any]) -> Vocabulary:
@@ -141,7 +143,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def decoder_kind(document: Mapping[str, Any], path: Path) -> str:
-    """Say whether pieces are byte-level ("level") or text with byte pieces ("fallback").
+    """Return whether pieces are byte-level ("level") or text with byte pieces ("fallback").
 
     Raises:
         CheckpointError: neither; the message names `path`.
@@ -167,8 +169,9 @@ def _added_tokens(config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: bytes that print stand for themselves, the others for
-    the letters from U+0100 on, in order."""
+    """Return GPT-2's printable letters for bytes: printable bytes stand for themselves, the others
+    for the letters from U+0100 on, in order.
+    """
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): byte for byte in shown}
     hidden = [byte for byte in range(256) if byte not in set(shown)]

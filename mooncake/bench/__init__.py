@@ -1,1 +1,1 @@
-"""See the modules; nothing is imported here on purpose."""
+"""Benchmark clients: load on an OpenAI endpoint, or an engine timed in this process."""

@@ -13,7 +13,7 @@ from mooncake.base import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """A rate that grows from the first request to the last."""
+    """A request rate that grows from the first request to the last."""
 
     strategy: Literal["linear", "exponential"]
     start_rps: float
@@ -36,7 +36,7 @@ class Ramp:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """How requests are spread over time."""
+    """When requests are sent: a mean rate, its burstiness, and an optional ramp."""
 
     rate: float = math.inf
     """Requests per second; infinite: all at once."""

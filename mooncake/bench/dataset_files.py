@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from mooncake.base import ConfigError
-from mooncake.bench.samples import Sample, Words
+from mooncake.bench.samples import PromptSource, Sample
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens that one of a trace's `hash_ids` stands for."""
@@ -44,7 +44,13 @@ class _TraceLine(msgspec.Struct):
 
 
 def read_samples(
-    name: str, path: str | None, count: int, words: Words, *, seed: int, output_len: int | None
+    name: str,
+    path: str | None,
+    count: int,
+    prompts: PromptSource,
+    *,
+    seed: int,
+    output_len: int | None,
 ) -> list[Sample]:
     """Return up to `count` samples of the file `path` in the format called `name`.
 
@@ -59,11 +65,11 @@ def read_samples(
         raise ConfigError(f"dataset-path: {path}: {error.strerror}") from error
     try:
         if name == "sharegpt":
-            samples = sharegpt(data, count, words, seed=seed, output_len=output_len)
+            samples = sharegpt(data, count, prompts, seed=seed, output_len=output_len)
         elif name == "custom":
-            samples = custom(data, count, words, output_len=output_len)
+            samples = custom(data, count, prompts, output_len=output_len)
         else:
-            samples = trace(data, count, words, seed=seed)
+            samples = trace(data, count, prompts, seed=seed)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"dataset-path: {path} is not in the format of {name}: {error}") from None
     if not samples:
@@ -72,7 +78,7 @@ def read_samples(
 
 
 def sharegpt(
-    data: bytes, count: int, words: Words, *, seed: int, output_len: int | None
+    data: bytes, count: int, prompts: PromptSource, *, seed: int, output_len: int | None
 ) -> list[Sample]:
     """Return the first turns of random conversations, answers as long as the recorded ones."""
     conversations = [
@@ -86,7 +92,7 @@ def sharegpt(
         if len(samples) == count:
             break
         prompt, answer = each.conversations[0].value, each.conversations[1].value
-        num_prompt, num_answer = _count(prompt, words), _count(answer, words)
+        num_prompt, num_answer = _count(prompt, prompts), _count(answer, prompts)
         too_short = num_prompt < MIN_TOKENS or (output_len is None and num_answer < MIN_TOKENS)
         wanted = output_len or num_answer
         if too_short or num_prompt > MAX_PROMPT_TOKENS or num_prompt + wanted > MAX_TOKENS:
@@ -97,13 +103,15 @@ def sharegpt(
     return samples
 
 
-def custom(data: bytes, count: int, words: Words, *, output_len: int | None) -> list[Sample]:
+def custom(
+    data: bytes, count: int, prompts: PromptSource, *, output_len: int | None
+) -> list[Sample]:
     """Return prompts of JSON lines {"prompt": …, "output_tokens": …}, over and over if too few."""
     lines = msgspec.json.Decoder(_Custom).decode_lines(data)
     samples = [
         Sample(
             prompt=line.prompt,
-            num_prompt_tokens=_count(line.prompt, words),
+            num_prompt_tokens=_count(line.prompt, prompts),
             num_output_tokens=output_len or line.output_tokens or 256,
         )
         for line in lines
@@ -111,7 +119,7 @@ def custom(data: bytes, count: int, words: Words, *, output_len: int | None) -> 
     return _repeated(samples, count)
 
 
-def trace(data: bytes, count: int, words: Words, *, seed: int) -> list[Sample]:
+def trace(data: bytes, count: int, prompts: PromptSource, *, seed: int) -> list[Sample]:
     """Return a trace's requests with their times; equal leading hash ids give equal prefixes."""
     lines = msgspec.json.Decoder(_TraceLine).decode_lines(data)[:count]
     first_s = min((line.timestamp for line in lines), default=0.0) / 1000
@@ -122,12 +130,12 @@ def trace(data: bytes, count: int, words: Words, *, seed: int) -> list[Sample]:
         for hash_id in line.hash_ids:
             if hash_id not in blocks:
                 source = random.Random(f"{seed}/{hash_id}")
-                blocks[hash_id] = words.draw(source, TRACE_BLOCK_TOKENS)
+                blocks[hash_id] = prompts.draw(source, TRACE_BLOCK_TOKENS)
             tokens += blocks[hash_id]
         if line.input_length < 1 or len(tokens) < line.input_length:
             raise msgspec.ValidationError("hash_ids cover fewer tokens than input_length")
         tokens = tokens[: line.input_length]
-        text = tokens if words.tokenizer is None else words.tokenizer.decode(tokens)
+        text = tokens if prompts.tokenizer is None else prompts.tokenizer.decode(tokens)
         samples.append(
             Sample(
                 prompt=text,
@@ -143,7 +151,7 @@ def _repeated(samples: Sequence[Sample], count: int) -> list[Sample]:
     return [samples[number % len(samples)] for number in range(count)] if samples else []
 
 
-def _count(text: str, words: Words) -> int:
-    if words.tokenizer is None:
+def _count(text: str, prompts: PromptSource) -> int:
+    if prompts.tokenizer is None:
         return max(1, len(text) // CHARS_PER_TOKEN)
-    return len(words.tokenizer.encode(text))
+    return len(prompts.tokenizer.encode(text))

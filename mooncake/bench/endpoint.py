@@ -27,7 +27,7 @@ MAX_ERROR_BYTES = 2000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where requests go and what all of them say."""
+    """The endpoint under test and the fields that all requests share."""
 
     backend: BackendName
     endpoint: str
@@ -40,7 +40,7 @@ class Target:
 
 @dataclasses.dataclass(kw_only=True)
 class Output:
-    """What came of one request; all times in seconds."""
+    """The measured answer of one request; all times in seconds."""
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
@@ -111,7 +111,7 @@ def body_of(target: Target, sample: Sample) -> bytes:
 
 
 class _Reader:
-    """Turns the events of one stream into times."""
+    """Records the time of each token from the events of one stream."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -123,7 +123,7 @@ class _Reader:
         """The beginning of the body: of an answer that is no stream it holds the error."""
 
     def take(self, body: bytes, now: float) -> None:
-        """Take body bytes that came at `now`."""
+        """Parse body bytes received at `now` (seconds)."""
         if len(self.raw) < MAX_ERROR_BYTES:
             self.raw += body[:MAX_ERROR_BYTES]
         for data in self._events.feed(body):
@@ -152,7 +152,7 @@ class _Reader:
             output.num_output_tokens = event.usage.completion_tokens
 
     def end(self) -> None:
-        """The answer is whole: fill in what is only known now."""
+        """Fill in the fields that are known only when the answer is complete."""
         output = self._output
         output.text = "".join(self._texts)
         output.latency_s = (self._last_s or time.perf_counter()) - output.start_s
@@ -174,10 +174,10 @@ def _text(choice: _Choice) -> str:
 
 
 async def ask(client: HttpClient, target: Target, sample: Sample, number: int) -> Output:
-    """Send `sample` as request `number` and return what came of it; failures are in `error`."""
+    """Send `sample` as request `number` and return its measured answer; failures are in `error`."""
     output = Output(num_prompt_tokens=sample.num_prompt_tokens)
     reader = _Reader(output)
-    headers = target.headers
+    headers = {"Content-Type": "application/json", **target.headers}
     if target.request_id_prefix:
         headers = {**headers, "X-Request-Id": f"{target.request_id_prefix}{number}"}
     body = body_of(target, sample)

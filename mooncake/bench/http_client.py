@@ -1,6 +1,6 @@
-"""A light HTTP client over asyncio streams of bytes: keeps connections, hands over what comes.
+"""A light asyncio HTTP client: keeps connections open and hands body bytes over as they come.
 
-Owns its connections. What the bytes mean is the caller's business.
+Owns its connections; the caller interprets the bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ OnData = Callable[[bytes, float], None]
 
 
 class RequestFailed(Exception):
-    """No whole answer came; the message says why."""
+    """Raised when no complete answer came; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """How a request ended."""
+    """The status line of a completed answer."""
 
     status: int
     reason: str
@@ -91,7 +91,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether it may carry a further request."""
+        """Whether this connection may carry another request."""
         return self.transport is not None and not self.transport.is_closing()
 
     def close(self) -> None:
@@ -108,13 +108,13 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Requests to one server. To be closed in the loop that used it."""
+    """Sends requests to one server. Close it in the event loop that used it."""
 
     def __init__(self, base_url: str, *, insecure: bool = False) -> None:
         """Talk to `base_url` ("http://127.0.0.1:8000"); `insecure` takes any certificate.
 
         Raises:
-            ConfigError: this is no URL of a server.
+            ConfigError: `base_url` is not the URL of a server.
         """
         parts = urllib.parse.urlsplit(base_url)
         try:
@@ -136,7 +136,7 @@ class HttpClient:
         """Send a request, pass its body on as it comes, return how it ended.
 
         Raises:
-            RequestFailed: no whole answer came.
+            RequestFailed: no complete answer came.
         """
         head = request_head(method, self._prefix + path, self._netloc, headers, len(body))
         try:
@@ -177,7 +177,7 @@ class HttpClient:
         return connection
 
     def close(self) -> None:
-        """Close the connections that are kept."""
+        """Close the idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()

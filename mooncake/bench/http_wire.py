@@ -1,18 +1,20 @@
-"""HTTP/1.1 and server-sent events as bytes: what a measuring client needs and no more. Pure.
+"""One HTTP/1.1 response (by httptools) and its server-sent events, from bytes. Pure.
 
-A general HTTP library costs more per event than a small server takes to make one; on a machine that
-runs both, the client would be part of what it measures.
+Only the parser of a library: a whole client costs more per event than a small server takes to make
+one, and on a machine that runs both the client would be part of what it measures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import httptools
+
 MAX_HEAD_BYTES = 64 * 1024
 
 
 class WireError(Exception):
-    """The peer does not speak HTTP/1.1."""
+    """Raised when the peer does not speak HTTP/1.1."""
 
 
 def request_head(
@@ -31,126 +33,72 @@ class ResponseReader:
         self.status = 0
         self.reason = ""
         self.done = False
-        self.keep_alive = True
-        self._buffer = b""
-        self._left = 0
-        """Bytes left of the body, or of the chunk."""
-        self._chunked = False
-        self._in_chunk = False
-        """A chunk's contents have begun and the empty line after them has not come."""
-        self._in_trailer = False
-        self._until_close = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._keep_alive = True
+        self._num_head_bytes = 0
+        self._has_length = False
+        self._body: list[bytes] = []
 
     @property
     def started(self) -> bool:
         """Whether any byte of the response has come."""
-        return self.status != 0 or self._buffer != b""
+        return self._num_head_bytes > 0
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection may carry another request after this response."""
+        return self._keep_alive and self.done
 
     def feed(self, data: bytes) -> bytes:
-        """Take what came from the peer and return the body bytes in it.
+        """Parse what came from the peer and return the body bytes in it.
 
         Raises:
             WireError: this is no HTTP/1.1 response, or there is more than one.
         """
         if self.status == 0:
-            self._buffer += data
-            data = self._read_head()
-        if self.status == 0:
-            return b""
-        if self._chunked:
-            return self._read_chunks(data)
-        if self._until_close:
-            return data
-        if len(data) > self._left:
-            raise WireError("the server sent more than it announced")
-        self._left -= len(data)
-        self.done = self._left == 0
-        return data
+            self._num_head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise WireError(f"not an HTTP answer: {error}") from error
+        if self.status == 0 and self._num_head_bytes > MAX_HEAD_BYTES:
+            raise WireError("the head of the answer does not end")
+        body = b"".join(self._body)
+        self._body.clear()
+        return body
 
     def end(self) -> bool:
-        """The peer closed the connection; return whether the response was whole."""
-        self.keep_alive = False
-        if self._until_close and self.status:
+        """Note that the peer closed the connection; return whether the response was whole."""
+        self._keep_alive = False
+        if self.status and not self._has_length:
             self.done = True
         return self.done
 
-    def _read_head(self) -> bytes:
-        """Read the head when it is whole and return the bytes after it."""
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._buffer) > MAX_HEAD_BYTES:
-                raise WireError("the head of the answer does not end")
-            return b""
-        head, rest = self._buffer[:end].decode("latin-1"), self._buffer[end + 4 :]
-        self._buffer = b""
-        first, *lines = head.split("\r\n")
-        version, _, status = first.partition(" ")
-        code, _, self.reason = status.partition(" ")
-        if not version.startswith("HTTP/1.") or not code.isdigit():
-            raise WireError(f"not an HTTP answer: {first[:80]!r}")
-        if 100 <= int(code) < 200:
-            self._buffer = rest
-            return self._read_head()
-        self.status = int(code)
-        headers = {}
-        for line in lines:
-            name, _, value = line.partition(":")
-            headers[name.strip().lower()] = value.strip()
-        self._begin_body(version, headers)
-        return rest
+    # ------------------------------------------------------------- called by the parser
 
-    def _begin_body(self, version: str, headers: Mapping[str, str]) -> None:
-        connection = headers.get("connection", "").lower()
-        self.keep_alive = connection != "close" and (
-            version != "HTTP/1.0" or connection == "keep-alive"
-        )
-        if self.status in (204, 304):
-            self.done = True
-        elif "chunked" in headers.get("transfer-encoding", "").lower():
-            self._chunked = True
-        elif headers.get("content-length", "").isdigit():
-            self._left = int(headers["content-length"])
-            self.done = self._left == 0
-        else:
-            self._until_close = True
+    def on_message_begin(self) -> None:
+        if self.done:
+            raise WireError("the server sent more than one answer")
+        self.reason = ""
 
-    def _read_chunks(self, data: bytes) -> bytes:
-        """Return the chunks' contents in `data`; an unfinished line is kept for later."""
-        data = self._buffer + data
-        parts: list[bytes] = []
-        at = 0
-        while at < len(data) and not self.done:
-            if self._left:
-                part = data[at : at + self._left]
-                parts.append(part)
-                at += len(part)
-                self._left -= len(part)
-                continue
-            end = data.find(b"\r\n", at)
-            if end < 0:
-                break
-            self._read_chunk_line(data[at:end])
-            at = end + 2
-        self._buffer = data[at:]
-        if len(self._buffer) > MAX_HEAD_BYTES:
-            raise WireError("a chunk's size line does not end")
-        return b"".join(parts)
+    def on_status(self, status: bytes) -> None:
+        self.reason += status.decode("latin-1")  # comes in pieces, as the bytes do
 
-    def _read_chunk_line(self, line: bytes) -> None:
-        """Take a line between contents: the end of a chunk, a size, or what follows the last."""
-        if self._in_chunk:
-            if line:
-                raise WireError("a chunk is longer than its size says")
-            self._in_chunk = False
-        elif self._in_trailer:
-            self.done = not line
-        else:
-            try:
-                self._left = int(line.split(b";", 1)[0], 16)
-            except ValueError as error:
-                raise WireError(f"not a chunk's size: {line[:40]!r}") from error
-            self._in_chunk = self._left > 0
-            self._in_trailer = self._left == 0
+    def on_header(self, name: bytes, _value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._has_length = True
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self.status = status
+            self._keep_alive = self._parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        self.done = self.status != 0  # an interim answer (1xx) has another one behind it
 
 
 class EventSplitter:
@@ -160,15 +108,13 @@ class EventSplitter:
         self._rest = b""
 
     def feed(self, body: bytes) -> list[bytes]:
-        """Return the data of the events that became whole, without `data:`; comments are left
-        out.
-        """
+        """Return the data of the events completed by `body`, without `data:` and comments."""
         if self._rest:
             body = self._rest + body
         if b"\r" in body:
-            # A pair may be cut between the two: the lone one waits for its other half.
-            held = b"\r" if body.endswith(b"\r") else b""
-            body = body[: len(body) - len(held)].replace(b"\r\n", b"\n") + held
+            # A CRLF may be cut in two: a trailing CR waits for its LF.
+            rest = b"\r" if body.endswith(b"\r") else b""
+            body = body[: len(body) - len(rest)].replace(b"\r\n", b"\n") + rest
         *events, self._rest = body.split(b"\n\n")
         found: list[bytes] = []
         for event in events:

@@ -26,7 +26,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What the table and the JSON file are made of."""
+    """All figures of one benchmark run: the content of its table and its JSON file."""
 
     num_completed: int
     num_failed: int
@@ -135,8 +135,8 @@ def _busiest_second(outputs: Sequence[Output]) -> int:
 
 
 def _most_at_once(outputs: Sequence[Output]) -> int:
-    """Return the most requests that ran at the same time; one that ends as another starts has
-    made way for it.
+    """Return the largest number of requests that ran at the same time; a request that ends in the
+    moment another starts does not overlap it.
     """
     changes = [(output.start_s, 1) for output in outputs]
     changes += [(output.start_s + output.latency_s, -1) for output in outputs]

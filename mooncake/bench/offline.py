@@ -1,6 +1,6 @@
 """`mooncake bench throughput|latency`: an engine in this process, timed from outside.
 
-The engine is passed in as one function; where it comes from is `launch`'s business.
+The engine is passed in as one function, built by `launch`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """What came of one batch of requests."""
+    """Throughput of one batch of requests."""
 
     elapsed_s: float
     num_requests: int
@@ -59,7 +59,7 @@ class Throughput:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Times of equal batches, one after the other."""
+    """Latencies of equal batches run one after the other."""
 
     seconds: tuple[float, ...]
 
@@ -109,7 +109,7 @@ def latency(
 ) -> Latency:
     """Run the batches one after the other and return the times of all but the warm-ups.
 
-    `done` is called after each.
+    `done` is called after each batch.
     """
     seconds = []
     for number, batch in enumerate(batches):

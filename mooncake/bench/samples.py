@@ -1,4 +1,4 @@
-"""What a benchmark sends: prompts with their lengths, drawn at random. Pure: seed in, samples out.
+"""Random prompts and lengths that a benchmark sends. Pure: seed in, samples out.
 
 Samples read from files are made in `dataset_files`.
 """
@@ -61,8 +61,8 @@ class RepetitionShape:
     output_len: int = 128
 
 
-class Words:
-    """Draws tokens and makes prompts of them: text where a tokenizer is at hand, else ids."""
+class PromptSource:
+    """Draws random tokens and forms prompts: text when there is a tokenizer, else token ids."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self.tokenizer = tokenizer
@@ -97,22 +97,24 @@ class Words:
         return text, self.tokenizer.encode(text)
 
 
-def random_samples(shape: RandomShape, count: int, words: Words, seed: int) -> list[Sample]:
+def random_samples(
+    shape: RandomShape, count: int, prompts: PromptSource, seed: int
+) -> list[Sample]:
     """Return `count` random prompts.
 
     Raises:
-        ConfigError: the shape makes no sense.
+        ConfigError: the lengths of `shape` contradict each other.
     """
     if not 0 <= shape.range_ratio < 1:
         raise ConfigError("random-range-ratio: must be at least 0 and below 1")
     source = random.Random(seed)
-    prefix = words.draw(source, shape.prefix_len)
+    prefix = prompts.draw(source, shape.prefix_len)
     samples = []
     for _ in range(count):
-        tokens = prefix + words.draw(source, _length(source, shape.input_len, shape.range_ratio))
+        tokens = prefix + prompts.draw(source, _length(source, shape.input_len, shape.range_ratio))
         if not tokens:
             raise ConfigError("random-input-len: a prompt needs at least one token")
-        prompt, num_tokens = words.prompt(source, tokens)
+        prompt, num_tokens = prompts.prompt(source, tokens)
         samples.append(
             Sample(
                 prompt=prompt,
@@ -123,7 +125,9 @@ def random_samples(shape: RandomShape, count: int, words: Words, seed: int) -> l
     return samples
 
 
-def repetition_samples(shape: RepetitionShape, count: int, words: Words, seed: int) -> list[Sample]:
+def repetition_samples(
+    shape: RepetitionShape, count: int, prompts: PromptSource, seed: int
+) -> list[Sample]:
     """Return `count` prompts over `num_prefixes` prefixes, evenly and in random order.
 
     Raises:
@@ -135,11 +139,11 @@ def repetition_samples(shape: RepetitionShape, count: int, words: Words, seed: i
             f"there are {count}"
         )
     source = random.Random(seed)
-    prefixes = [words.draw(source, shape.prefix_len) for _ in range(shape.num_prefixes)]
+    prefixes = [prompts.draw(source, shape.prefix_len) for _ in range(shape.num_prefixes)]
     samples = []
     for number in range(count):
-        tokens = prefixes[number % shape.num_prefixes] + words.draw(source, shape.suffix_len)
-        prompt, num_tokens = words.prompt(source, tokens)
+        tokens = prefixes[number % shape.num_prefixes] + prompts.draw(source, shape.suffix_len)
+        prompt, num_tokens = prompts.prompt(source, tokens)
         samples.append(
             Sample(prompt=prompt, num_prompt_tokens=num_tokens, num_output_tokens=shape.output_len)
         )

@@ -1,13 +1,12 @@
 """`mooncake bench serve`: sends a dataset to an OpenAI endpoint as asked and measures the answers.
 
-Owns the run: who waits for whom, the clock, the progress bar. Figures are `metrics`' business.
+Owns the run: concurrency, the clock, the progress bar. Figures are computed by `metrics`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import math
 import sys
@@ -20,10 +19,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from mooncake.base import ConfigError, Unavailable
-from mooncake.bench.arrivals import Arrivals
 from mooncake.bench.endpoint import Output, Target, ask
 from mooncake.bench.http_client import HttpClient, RequestFailed
 from mooncake.bench.metrics import Metrics, metrics_of
+from mooncake.bench.run import Run
 from mooncake.bench.samples import Sample
 
 REFRESHES_PER_S = 2
@@ -32,29 +31,11 @@ READY_POLL_S = 1.0
 MAX_SHOWN_ERRORS = 10
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """One benchmark, as asked for."""
-
-    arrivals: Arrivals
-    max_concurrency: int | None = None
-    num_warmups: int = 0
-    """So many of the first samples are sent before, and not counted."""
-    ready_timeout_s: float = 0.0
-    """How long to wait for the server's first answer; 0: no look before the run."""
-    self_timed: bool = False
-    """Send at the dataset's own times."""
-    progress: bool = True
-    seed: int = 0
-    percentiles: tuple[float, ...] = (99.0,)
-    goodput_ms: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
 async def first_model(client: HttpClient, headers: dict[str, str]) -> str:
     """Return the name of the first model that the server has.
 
     Raises:
-        Unavailable: it does not say.
+        Unavailable: the server does not answer or lists no model.
     """
     body = bytearray()
     try:
@@ -123,7 +104,7 @@ async def _gated(
 
 
 async def _ready(client: HttpClient, target: Target, sample: Sample, timeout_s: float) -> None:
-    """Ask until an answer comes."""
+    """Poll the server until it answers."""
     end_s = time.perf_counter() + timeout_s
     while True:
         output = await ask(client, target, sample, 0)
@@ -147,7 +128,7 @@ def _progress(total: int, wanted: bool) -> Iterator[Callable[[object], None]]:
 
 
 def shown_errors(outputs: Sequence[Output]) -> str:
-    """Return the first errors as lines for a person; empty where all went well."""
+    """Return the first errors as lines to print; empty when all requests succeeded."""
     errors = [output.error for output in outputs if not output.success]
     lines = [f"Error {number}: {error}" for number, error in enumerate(errors[:MAX_SHOWN_ERRORS])]
     if len(errors) > MAX_SHOWN_ERRORS:
@@ -163,12 +144,12 @@ def file_name(label: str, model: str, rate: float, max_concurrency: int | None, 
 
 
 def rate_word(rate: float) -> float | str:
-    """Return the rate as it stands in results: JSON has no infinity."""
+    """Return the rate as results write it: JSON has no infinity."""
     return "inf" if rate == math.inf else rate
 
 
 def rendered(document: dict[str, Any], old: str | None) -> str:
-    """Return the text of a result file; with `old`, that of a file to which this is added.
+    """Return the text of a result file; with `old`, the old file's text with this run appended.
 
     Raises:
         ConfigError: `old` is no result file.

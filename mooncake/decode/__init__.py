@@ -1,4 +1,4 @@
-"""The decode role: take a prompt's KV from prefill and generate, or do a whole request."""
+"""The decode role: receives or computes the KV of prompts and generates their tokens."""
 
 from mooncake.decode.worker import DecodeWorker
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def has_room(num_needed: int, num_available: int, num_running: int) -> bool:
-    """Say whether `num_needed` pages may be reserved now.
+    """Return whether `num_needed` pages may be reserved now.
 
     Every running sequence keeps one page to grow into, so that a reservation never forces a
     preemption at once.
@@ -13,7 +13,7 @@ def has_room(num_needed: int, num_available: int, num_running: int) -> bool:
 
 
 def can_ever_fit(num_blocks: int, num_total: int) -> bool:
-    """Say whether a request of `num_blocks` blocks fits an otherwise empty worker, with a page to
-    grow into.
+    """Return whether a request of `num_blocks` blocks fits an otherwise empty worker of `num_total`
+    pages, with one page to grow into.
     """
     return num_blocks + 1 <= num_total

@@ -2,8 +2,8 @@
 arrived.
 
 Queues: tasks without room wait in `_waiting`, by class and turn (bound `max_reservations`; a full
-one turns it away). Pages that a prefill worker may be writing to are never freed before it
-said `PushEnded` (or `KVReady`) or was lost and quarantined.
+queue turns the task away). Pages that a prefill worker may be writing to are not freed before its
+`PushEnded` or `KVReady` has come, or it was lost and the pages have rested in quarantine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from bisect import insort
 
 import msgspec
 
-from mooncake.base.blocks import block_keys
 from mooncake.base.messages import (
     AbortTask,
     ChainHead,
@@ -26,7 +25,6 @@ from mooncake.base.messages import (
     Role,
     Welcome,
     WorkerRef,
-    is_former,
 )
 from mooncake.base.request import Failure
 from mooncake.decode.admission import can_ever_fit, has_room
@@ -34,6 +32,7 @@ from mooncake.decode.task import DecodeJob, Stage
 from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import Sequence, SequenceOutput
 from mooncake.instance import Instance, PrefixReuse
+from mooncake.instance.job_table import JobTable
 
 
 class DecodeWorker:
@@ -41,9 +40,9 @@ class DecodeWorker:
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        self._jobs: dict[str, DecodeJob] = {}
+        self._jobs: JobTable[DecodeJob] = JobTable()
         self._aborted: dict[tuple[str, int], DecodeJob] = {}
-        self._by_sequence: dict[int, DecodeJob] = {}
+        """(request, attempt) -> jobs to whose pages prefill may still write."""
         self._waiting: list[DecodeJob] = []
         self._next_ask_s = float("-inf")
 
@@ -58,8 +57,8 @@ class DecodeWorker:
             case PushEnded():
                 self._on_push_ended(event)
             case AbortTask():
-                job = self._jobs.get(event.request_id)
-                if job is not None and job.attempt <= event.attempt:
+                job = self._jobs.abort(event)
+                if job is not None:
                     self._abort(job, now)
             case StepResult():
                 self._take(self.instance.on_step(event, now), now)
@@ -68,10 +67,7 @@ class DecodeWorker:
                 self._on_peer_lost(event, now)
             case Welcome():
                 self.instance.handle(event, now)
-                former = [
-                    j for j in self._jobs.values() if is_former(j.order.gateway, event.gateway)
-                ]
-                for job in former:  # nobody is left to answer to
+                for job in self._jobs.on_welcome(event.gateway):
                     self._abort(job, now)
             case _:
                 self.instance.handle(event, now)
@@ -86,49 +82,46 @@ class DecodeWorker:
 
     @property
     def next_role(self) -> Role | None:
-        """What to come back as, now that nothing is in progress here any more; None: go on."""
+        """The role to restart in, now that nothing is in progress here any more; None: go on."""
         role = self.instance.next_role
         return role if role is not None and self.quiet else None
 
     @property
     def quiet(self) -> bool:
-        """Nothing is in progress here."""
+        """Whether nothing is in progress here."""
         return not self._jobs and not self._aborted and self.instance.quiet
 
     def check_integrity(self) -> None:
         self.instance.check_integrity(role_quiet=self.quiet)
+        self._jobs.check_integrity()
         for job in self._waiting:
             assert job.stage is Stage.WAITING, f"{job.request_id} waits in stage {job.stage}"
             assert not job.pages, f"{job.request_id} waits and holds pages"
 
     # ------------------------------------------------------------ taking a request in
 
-    def _on_task(self, order: DecodeTask, now: float) -> None:
-        known = self._jobs.get(order.request.request_id)
-        if known is not None:
-            if known.attempt >= order.attempt:
-                return
-            self._abort(known, now)
-        layout, request = self.instance.layout, order.request
-        tokens = request.tokens_with(order.output_tokens)
-        keys = block_keys(
-            layout.fingerprint, tokens, layout.block_tokens, request.tenant, request.cache_salt
-        )
-        self.instance.engine.prepare(request)
-        job = DecodeJob(order, keys)
-        self._jobs[job.request_id] = job
+    def _on_task(self, task: DecodeTask, now: float) -> None:
+        if not self._jobs.is_new(task):
+            return
+        older = self._jobs.get(task.request.request_id)
+        if older is not None:
+            self._abort(older, now)
+        layout = self.instance.layout
+        self.instance.engine.prepare(task.request)
+        job = DecodeJob(task, layout)
+        self._jobs.add(job)
         if self.instance.draining:
             self._fail(job, Failure.turned_away("this decode worker is shutting down"))
         elif not can_ever_fit(layout.num_blocks(job.num_tokens), self.instance.pool.num_blocks):
             message = f"{job.num_tokens} tokens do not fit the KV memory of a decode worker"
-            self._fail(job, Failure(status=400, error_type="BadRequestError", message=message))
+            self._fail(job, Failure.invalid(message))
         elif len(self._waiting) >= self.instance.config.max_reservations:
             self._fail(job, Failure.turned_away("the decode queue is full"))
         else:
             insort(self._waiting, job, key=DecodeJob.rank)
 
     def _admit(self, job: DecodeJob, now: float) -> bool:
-        """Start a waiting job if there is room; say whether it need not wait any more."""
+        """Start a waiting job if there is room; return whether it was started."""
         instance, layout = self.instance, self.instance.layout
         if job.local:
             self._gather(job, now)
@@ -148,13 +141,13 @@ class DecodeWorker:
         return True
 
     def _send_reserved(self, job: DecodeJob, now: float) -> None:
-        """Tell prefill where to push. Said again it changes nothing, but is answered with
-        `PushEnded` when prefill is done with the request.
+        """Tell prefill where to push. A repeat changes nothing, but prefill answers it with
+        `PushEnded` when it is done with the request.
         """
-        assert job.order.prefill is not None
+        assert job.task.prefill is not None
         job.asked_s = now
         self.instance.send(
-            job.order.prefill,
+            job.task.prefill,
             Reserved(
                 request_id=job.request_id,
                 attempt=job.attempt,
@@ -165,28 +158,24 @@ class DecodeWorker:
         )
 
     def _ask_again(self, now: float) -> float:
-        """Ask prefill about pages that have been reserved for long: its last word may have been
-        lost. Returns when to come again.
+        """Ask prefill about pages that have been reserved for long, because its last message may
+        have been lost. Returns when to ask again.
         """
         every_s = self.instance.config.ask_again_s
         if now >= self._next_ask_s:
             self._next_ask_s = now + every_s
             old: dict[WorkerRef, None] = {}
-            for job in (*self._jobs.values(), *self._aborted.values()):
+            for job in (*self._jobs, *self._aborted.values()):
                 held = job.stage in (Stage.RESERVED, Stage.ABORTED)
-                if held and now - job.asked_s >= every_s and job.order.prefill is not None:
+                if held and now - job.asked_s >= every_s and job.task.prefill is not None:
                     self._send_reserved(job, now)
-                    old[job.order.prefill] = None
-            self.instance.doubt(list(old))
+                    old[job.task.prefill] = None
+            self.instance.ask_about(list(old))
         return self._next_ask_s
 
     def _gather(self, job: DecodeJob, now: float) -> None:
         """Collect the cached prefix, then compute the rest in this engine."""
         job.stage = Stage.GATHERING
-        num_known = len(job.order.request.prompt_tokens) + len(job.output_tokens)
-        reusable = job.keys[: (num_known - 1) // self.instance.layout.block_tokens]
-        if job.order.request.sampling.num_prompt_logprobs is not None and not job.output_tokens:
-            reusable = []  # every prompt token's logits are wanted
 
         def gathered(pages: list[int], at: float) -> None:
             reuse, job.reuse = job.reuse, None
@@ -199,17 +188,19 @@ class DecodeWorker:
             self._run(job, len(pages) * self.instance.layout.block_tokens, at)
 
         job.reuse = PrefixReuse(
-            self.instance.pool, self.instance.fetcher, reusable, job.sources, gathered
+            self.instance.pool,
+            self.instance.fetcher,
+            job.reusable_keys(len(job.output_tokens)),
+            job.sources,
+            gathered,
         )
         job.reuse.start(now)
 
     def _on_kv_ready(self, message: KVReady, now: float) -> None:
         if self._release_aborted(message.request_id, message.attempt):
             return
-        job = self._jobs.get(message.request_id)
-        if job is None or job.attempt != message.attempt or job.local:
-            return
-        if job.stage not in (Stage.WAITING, Stage.RESERVED):
+        job = self._jobs.find(message.request_id, message.attempt)
+        if job is None or job.local or job.stage not in (Stage.WAITING, Stage.RESERVED):
             return
         job.output_tokens.append(message.token)
         if not message.pushed:
@@ -224,14 +215,14 @@ class DecodeWorker:
         self._run(job, job.num_tokens, now)
 
     def _run(self, job: DecodeJob, num_computed: int, now: float) -> None:
-        """Join the batch with the KV of the first `num_computed` tokens in `job.pages`."""
-        request = job.order.request
+        """Start the request; `job.pages` hold the KV of its first `num_computed` tokens."""
+        request = job.task.request
         pages, job.pages = job.pages, []
         sequence = Sequence(
             sequence_id=self.instance.next_sequence_id(),
             request=request,
             attempt=job.attempt,
-            turn=job.order.turn,
+            turn=job.task.turn,
             output_tokens=list(job.output_tokens),
             pages=pages,
             num_computed=num_computed,
@@ -241,24 +232,25 @@ class DecodeWorker:
             self.instance.pool.release(pages)
             self._fail(job, Failure.turned_away("the decode batch queue is full"))
             return
-        job.sequence, job.stage = sequence, Stage.RUNNING
-        self._by_sequence[sequence.sequence_id] = job
+        job.stage = Stage.RUNNING
+        self._jobs.start_sequence(job, sequence)
 
     # ------------------------------------------------------------ generating
 
     def _take(self, outputs: list[SequenceOutput], now: float) -> None:
-        """Pass tokens and ends on, put full blocks into the pool, let go of what ended."""
+        """Send tokens and ends to the gateways, put full blocks into the pool, drop ended jobs."""
         for output in outputs:
-            job = self._by_sequence[output.sequence.sequence_id]
+            job = self._jobs.of_sequence(output.sequence.sequence_id)
+            assert job is not None, "a sequence without a job"
             if output.failure is None:
                 self._write_through(job, now)
-            self._say(job, output)
+            self._send_output(job, output)
             if output.finish is not None:
                 self.instance.engine.release(output.sequence)
-                del self._by_sequence[output.sequence.sequence_id]
-                del self._jobs[job.request_id]
+                self._jobs.end_sequence(job)
+                self._jobs.remove(job)
 
-    def _say(self, job: DecodeJob, output: SequenceOutput) -> None:
+    def _send_output(self, job: DecodeJob, output: SequenceOutput) -> None:
         finish = None
         if output.finish is not None:
             finish = FinishInfo(
@@ -266,13 +258,13 @@ class DecodeWorker:
             )
         tokens = [output.token] if output.token is not None else []
         num_outputs = len(output.sequence.output_tokens)
-        first = job.local and num_outputs - len(tokens) == len(job.order.output_tokens)
+        first = job.local and num_outputs - len(tokens) == len(job.task.output_tokens)
         if first and tokens:
             cached = output.sequence.num_cached_tokens
             self.instance.count("prompt_tokens", job.num_tokens)
             self.instance.count("prompt_tokens_cached", cached)
-        self.instance.say(
-            job.order.gateway,
+        self.instance.queue_output(
+            job.task.gateway,
             RequestOutput(
                 request_id=job.request_id,
                 attempt=job.attempt,
@@ -298,21 +290,21 @@ class DecodeWorker:
         head = ChainHead(before, job.num_counted - job.first_own)
         job.num_blocks_put = job.num_counted = num_full
         if not indexes:
-            self.instance.tell_used(head)
+            self.instance.report_use(head)
             return
         push = self.instance.open_push()  # one for these blocks alone: it holds them only briefly
         for index in indexes:
             push.add_block(index, sequence.pages[index])
         push.advance(indexes, self.instance.layout.num_layers, now)
         blocks = {sequence.keys[index]: index for index in indexes}
-        tenant = job.order.request.tenant
+        tenant = job.task.request.tenant
         self.instance.put(push, blocks, tenant, lambda at: self.instance.close_push(push, at), head)
 
     # ------------------------------------------------------------ endings
 
     def _abort(self, job: DecodeJob, now: float) -> None:
-        """Forget a request; pages that prefill may write to stay until it has stopped."""
-        del self._jobs[job.request_id]
+        """End a job; pages that prefill may write to are kept until it has stopped."""
+        self._jobs.remove(job)
         match job.stage:
             case Stage.WAITING:
                 self._waiting.remove(job)
@@ -323,17 +315,17 @@ class DecodeWorker:
                 assert job.reuse is not None
                 job.reuse.cancel(now)
             case Stage.RUNNING:
-                assert job.sequence is not None
-                del self._by_sequence[job.sequence.sequence_id]
-                self.instance.engine.abort(job.sequence.sequence_id)
+                running = self._jobs.end_sequence(job)
+                assert running is not None
+                self.instance.engine.abort(running)
             case Stage.ABORTED:
                 raise AssertionError("an aborted job is not in the table")
 
     def _fail(self, job: DecodeJob, failure: Failure) -> None:
-        """End a job that holds nothing."""
-        self._jobs.pop(job.request_id, None)
-        start = len(job.order.output_tokens)
-        self.instance.fail(job.order.gateway, job.request_id, job.attempt, failure, start)
+        """Report a failure of a job that holds no pages, and drop it."""
+        self._jobs.remove(job)
+        start = len(job.task.output_tokens)
+        self.instance.fail(job.task.gateway, job.request_id, job.attempt, failure, start)
 
     def _unreserve(self, job: DecodeJob) -> None:
         pages, job.pages = job.pages, []
@@ -349,31 +341,32 @@ class DecodeWorker:
     def _on_push_ended(self, message: PushEnded) -> None:
         if self._release_aborted(message.request_id, message.attempt):
             return
-        job = self._jobs.get(message.request_id)
-        if job is None or job.attempt != message.attempt or job.stage is not Stage.RESERVED:
+        job = self._jobs.find(message.request_id, message.attempt)
+        if job is None or job.stage is not Stage.RESERVED:
             return
         self._unreserve(job)
-        del self._jobs[job.request_id]
+        self._jobs.remove(job)
         if message.failed:
             self._fail(job, Failure.unavailable("the prefill worker does not know this request"))
 
     def _on_peer_lost(self, message: PeerLost, now: float) -> None:
-        """Reservations for a lost prefill worker are over; it may still be writing for a moment."""
-        lost = [j for j in self._jobs.values() if j.order.prefill == message.worker]
-        for job in lost:
+        """Fail the jobs that waited for a lost prefill worker. It may still write for a moment, so
+        their pages rest in quarantine.
+        """
+        for job in [j for j in self._jobs if j.task.prefill == message.worker]:
             if job.stage in (Stage.WAITING, Stage.RESERVED) and not job.local:
                 if job.stage is Stage.WAITING:
                     self._waiting.remove(job)
                 self._rest(job, now)
                 self._fail(job, Failure.unavailable("the prefill worker was lost"))
-        for key in [k for k, j in self._aborted.items() if j.order.prefill == message.worker]:
+        for key in [k for k, j in self._aborted.items() if j.task.prefill == message.worker]:
             self._rest(self._aborted.pop(key), now)
 
     def _on_gateway_lost(self, gateway: WorkerRef, now: float) -> None:
-        """Nobody reads what its requests bring. Should it live after all, it places them again."""
+        """Fail and end a lost gateway's jobs. If it is alive after all, it places them again."""
         failure = Failure.unavailable("its gateway was taken for dead")
-        for job in [j for j in self._jobs.values() if j.order.gateway == gateway]:
-            start = len(job.order.output_tokens)
+        for job in self._jobs.of_gateway(gateway):
+            start = len(job.task.output_tokens)
             self.instance.fail(gateway, job.request_id, job.attempt, failure, start)
             self._abort(job, now)
 

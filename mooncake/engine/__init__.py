@@ -1,1 +1,1 @@
-"""See the modules; nothing is imported here on purpose."""
+"""Continuous batching of one instance: sequences, step plans, pages and the prefix cache."""

@@ -1,4 +1,4 @@
-"""What must hold of an engine's sequences and pages between two calls. Pure checks."""
+"""Integrity checks of an engine's sequences and pages, valid between two calls. Pure."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ from mooncake.engine.policy import rank
 from mooncake.engine.sequence import Sequence, SequenceState
 
 
-def check_lines(
+def check_queues(
     config: EngineConfig,
     waiting: Seq[Sequence],
     running: Seq[Sequence],
-    living: Mapping[int, Sequence],
+    live: Mapping[int, Sequence],
 ) -> None:
-    """Raise AssertionError unless each living sequence stands in its line once, in rank order."""
+    """Raise AssertionError unless each live sequence is in its queue once, in rank order."""
     ids = [sequence.sequence_id for sequence in (*waiting, *running)]
-    if sorted(ids) != sorted(living):
-        raise AssertionError("line and batch do not hold each living sequence once")
-    for line, state in ((waiting, SequenceState.WAITING), (running, SequenceState.RUNNING)):
-        if any(sequence.state is not state for sequence in line):
-            raise AssertionError(f"a sequence in the wrong state stands among the {state.value}")
-        if list(line) != sorted(line, key=rank):
+    if sorted(ids) != sorted(live):
+        raise AssertionError("queue and batch do not hold each live sequence once")
+    for queue, state in ((waiting, SequenceState.WAITING), (running, SequenceState.RUNNING)):
+        if any(sequence.state is not state for sequence in queue):
+            raise AssertionError(f"a sequence in the wrong state is among the {state.value}")
+        if list(queue) != sorted(queue, key=rank):
             raise AssertionError(f"the {state.value} sequences are out of order")
     if len(running) > config.max_num_seqs:
         raise AssertionError(f"{len(running)} sequences run, more than max_num_seqs")
 
 
-def check_steps(living: Iterable[Sequence], flying: Mapping[int, Iterable[Sequence]]) -> None:
-    """Raise AssertionError unless sequences and steps in flight name each other."""
+def check_steps(live: Iterable[Sequence], in_flight: Mapping[int, Iterable[Sequence]]) -> None:
+    """Raise AssertionError unless sequences and steps in flight refer to each other."""
     step_of = {
         sequence.sequence_id: step_id
-        for step_id, sequences in flying.items()
+        for step_id, sequences in in_flight.items()
         for sequence in sequences
     }
-    if len(step_of) != sum(len(list(sequences)) for sequences in flying.values()):
+    if len(step_of) != sum(len(list(sequences)) for sequences in in_flight.values()):
         raise AssertionError("a sequence is in two steps at a time")
-    for sequence in living:
+    for sequence in live:
         if sequence.step_id != step_of.pop(sequence.sequence_id, None):
-            raise AssertionError(f"sequence {sequence.sequence_id} is in another step than it says")
+            raise AssertionError(
+                f"sequence {sequence.sequence_id} is not in the step that it names"
+            )
     if step_of:
         raise AssertionError(f"sequences {sorted(step_of)} ended while a step computes them")
 
 
-def check_pages(config: EngineConfig, pool: BlockPool, living: Iterable[Sequence]) -> None:
-    """Raise AssertionError unless computed tokens have pages and no page to be written to is shared
-    or published.
+def check_pages(config: EngineConfig, pool: BlockPool, live: Iterable[Sequence]) -> None:
+    """Raise AssertionError unless computed tokens have pages, and no page that will be written to
+    is shared or published.
     """
     writers: Counter[int] = Counter()
-    for sequence in living:
+    for sequence in live:
         name = f"sequence {sequence.sequence_id}"
         if len(sequence.pages) * config.block_tokens < sequence.num_computed:
             raise AssertionError(f"{name} lacks pages for its KV")

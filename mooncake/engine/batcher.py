@@ -1,19 +1,19 @@
-"""What the next step computes. Plain planning over sequences and the block pool: no runner, no
-time, no messages. Owns the waiting line and the running batch.
+"""The planning of steps over sequences and the block pool: no runner, no time, no messages. Owns
+the waiting queue and the running batch.
 
 Rules, in the order they apply:
   1. Running sequences first; among them those that lack one token only (a stream waits for it),
      then prompts in chunks, each kind in rank order (`policy`), within the step's token budget.
   2. A sequence that needs a page takes it from the last in order that holds any; when all others go
-     before it, it keeps what it has and sits the step out.
-  3. Then waiting sequences, in rank order, while seats, tokens and pages last. A sequence is
-     admitted with pages for all its known tokens, so only newly sampled ones can lack one later. A
-     page for each running sequence that will grow is left alone. Only a lower priority class is
-     made to yield for a newcomer. A front that must wait for pages does not hold up those behind
-     it that have theirs already (KV received from elsewhere).
-  4. Nothing to compute and nothing in flight: the front of the line takes what it needs from all
-     behind it, in whatever place they are.
-A sequence that yields keeps its tokens; its full blocks stay in the prefix cache until reused.
+     before it, it keeps its pages and is left out of the step.
+  3. Then waiting sequences, in rank order, while the sequence limit, tokens and pages last. A
+     sequence is admitted with pages for all its known tokens, so only newly sampled ones can lack
+     one later. A page for each running sequence that will grow is left free. Only sequences of a
+     lower class are preempted for a new one. When the front of the queue waits for pages, those
+     behind it that have theirs already (KV received from elsewhere) may pass it.
+  4. Nothing to compute and nothing in flight: the front of the queue takes the pages it needs from
+     all behind it, running or waiting.
+A preempted sequence keeps its tokens; its full blocks stay in the prefix cache until evicted.
 Sequences in flight are left alone, so several steps can run at a time, each with its own sequences.
 """
 
@@ -34,15 +34,15 @@ from mooncake.engine.sequence import Sequence, SequenceState
 
 @dataclass(slots=True)
 class Batch:
-    """The plan of one step, being made."""
+    """The plan of one step while it is being made."""
 
     budget: int
-    """Tokens still to give."""
+    """Tokens that can still be added."""
     shares: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
     """sequence_id -> the sequence and how many tokens it computes, in order."""
     preempted: list[Sequence] = field(default_factory=list)
     failed: list[tuple[Sequence, Failure]] = field(default_factory=list)
-    """Sequences that can never run here; already out of line and batch, their pages still held."""
+    """Sequences that can never run here; removed from the queues, with their pages held."""
 
     def give(self, sequence: Sequence, max_tokens: int) -> None:
         num_tokens = sequence.num_missing
@@ -57,31 +57,29 @@ class Batch:
 
 
 class Batcher:
-    """The waiting line, the running batch, and the choice between them."""
+    """The waiting queue, the running batch, and the choice between them."""
 
     def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
         self._config = config
         self._pool = pool
         self.waiting: list[Sequence] = []
-        """In rank order. Some hold pages: their KV came from elsewhere."""
+        """In rank order. Some hold pages, because their KV came from elsewhere."""
         self.running: list[Sequence] = []
         """In rank order."""
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Put `sequence` in line."""
+        """Add `sequence` to the waiting queue."""
         sequence.state = SequenceState.WAITING
         insort(self.waiting, sequence, key=rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take `sequence` out of line or batch; its pages are left as they are."""
+        """Remove `sequence` from queue or batch; its pages stay held."""
         line = self.waiting if sequence.state is SequenceState.WAITING else self.running
         line.remove(sequence)
         sequence.state = SequenceState.ENDED
 
     def plan(self) -> Batch:
-        """Return the next step's shares; pages for them are allocated. No shares = nothing to
-        do now.
-        """
+        """Return the next step's shares, with pages allocated; none = nothing to compute."""
         batch = Batch(budget=self._config.max_batched_tokens)
         self._continue_running(batch)
         self._admit_waiting(batch)
@@ -103,7 +101,7 @@ class Batcher:
                 batch.give(sequence, self._config.max_chunk_tokens)
 
     def _grow(self, sequence: Sequence, batch: Batch) -> bool:
-        """See that `sequence` has pages for its known tokens; False = not in this step."""
+        """Allocate pages for the known tokens of `sequence`; False = not in this step."""
         config, num_tokens = self._config, sequence.num_tokens
         if len(sequence.pages) * config.block_tokens >= num_tokens < config.max_model_len:
             return True
@@ -140,7 +138,7 @@ class Batcher:
                 blocked = True
 
     def _admit_by_force(self, batch: Batch) -> None:
-        """Let the front of the line run at the cost of all behind it (rule 4)."""
+        """Run the front of the queue at the cost of all sequences behind it (rule 4)."""
         if not self.waiting or self._fail_if_too_long(self.waiting[0], batch):
             return
         front = self.waiting[0]
@@ -156,9 +154,9 @@ class Batcher:
     def _admit(
         self, sequence: Sequence, victims: list[Sequence], batch: Batch, *, allocate: bool
     ) -> bool:
-        """Seat `sequence` with pages for its known tokens, from the cache, the pool, or `victims`
-        (last first); False = not now, and nothing has changed. Without `allocate` it is seated
-        only if it needs no page.
+        """Move `sequence` to the running batch with pages for its known tokens, from the cache, the
+        pool, or `victims` (last first). Returns False, with nothing changed, when that is not
+        possible now. Without `allocate` it is moved only if it needs no page.
         """
         config = self._config
         matched = self._match(sequence)
@@ -187,8 +185,8 @@ class Batcher:
         return True
 
     def _match(self, sequence: Sequence) -> list[int]:
-        """Return the cached pages that spare `sequence` work: whole blocks, and never its last
-        known token, which has to be computed to sample the next.
+        """Return the cached pages that `sequence` can reuse: whole blocks, and never its last known
+        token, which must be computed to sample the next one.
         """
         if not self._config.enable_prefix_caching or sequence.pages:
             return []
@@ -199,7 +197,7 @@ class Batcher:
 
     def _make_room(self, num_pages: int, victims: list[Sequence], batch: Batch) -> bool:
         """See that `num_pages` can be allocated, if need be by preempting `victims`, last first;
-        False = it cannot be done and nobody was disturbed.
+        False = impossible; nothing was changed then.
         """
         yielding = {victim.sequence_id for victim in victims}
         reserve = sum(
@@ -243,7 +241,7 @@ class Batcher:
             self.enqueue(victim)
 
     def _fail_if_too_long(self, sequence: Sequence, batch: Batch) -> bool:
-        """Sort out a sequence that no amount of waiting could help."""
+        """Fail a sequence that would never fit, however long it waited; True if it failed."""
         config = self._config
         if sequence.num_tokens >= config.max_model_len:
             message = (

@@ -1,8 +1,8 @@
-"""The pages of one engine: who holds them, which are reused next. Pages are numbers; the bytes are
-the runner's.
+"""The pages of one engine: which are held, and which are reused next. Pages are numbers; the runner
+owns the bytes.
 
-A page is *held* (one or more references), *cached* (no reference, content still named by a key) or
-*free*. Whoever calls `allocate` or `hold` owes one `release` for it.
+A page is *held* (one or more references), *cached* (no reference, but its content has a key) or
+*free*. Each `allocate` or `hold` must be followed by one `release`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from mooncake.engine.prefix_cache import PrefixCache
 
 
 class BlockPool:
-    """Reference-counted pages with a prefix cache over them; least recently used content goes
-    first.
-    """
+    """Reference-counted pages with a prefix cache; least recently used content goes first."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -32,17 +30,17 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Pages without reference and without content."""
+        """Pages without references and content."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Pages without reference whose content can still be matched."""
+        """Pages without references whose content can still be matched."""
         return len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` could give now: free and cached ones."""
+        """Pages that `allocate` can return now: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -50,18 +48,18 @@ class BlockPool:
         return len(self._refs) - self.num_available
 
     def ref_count(self, page: int) -> int:
-        """Return how many holds there are on `page`."""
+        """Return the number of references to `page`."""
         return self._refs[page]
 
     def key_of(self, page: int) -> BlockKey | None:
-        """Return the key that `page` is published under."""
+        """Return the key under which `page` is published, or None."""
         return self._cache.key_of(page)
 
     def allocate(self, num_pages: int) -> list[int] | None:
-        """Return `num_pages` pages, held once and of undefined content; None when there are not
-        that many.
+        """Return `num_pages` pages with one reference each and undefined content, or None when
+        there are not enough.
 
-        Pages without content go first, then the least recently released content is forgotten.
+        Free pages are used first, then the least recently released content is evicted.
         """
         if num_pages > self.num_available:
             return None
@@ -78,10 +76,10 @@ class BlockPool:
         return pages
 
     def hold(self, pages: Sequence[int]) -> None:
-        """Take one more reference on each page.
+        """Add one reference to each page.
 
         Raises:
-            ValueError: a page is free: nothing is in it, so it can only be allocated.
+            ValueError: a page is free: it has no content, so it can only be allocated.
         """
         for page in pages:
             if self._refs[page] == 0 and page not in self._cached:
@@ -92,10 +90,11 @@ class BlockPool:
             self._refs[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give one reference back on each page; published content stays matchable until reused.
+        """Remove one reference from each page; published content can be matched until it is
+        evicted.
 
-        The last page counts as the least recently used: of a chain the tail goes before the head,
-        since a head without its tail can be matched and a tail without its head cannot.
+        The last page counts as the least recently used: of a chain the tail is evicted before the
+        head, because a head without its tail can be matched, but not the reverse.
 
         Raises:
             ValueError: a page is not held.
@@ -111,13 +110,13 @@ class BlockPool:
                     self._cached[page] = None
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return the pages of the longest prefix of `keys` here; they are not held by this."""
+        """Return the pages of the longest prefix of `keys` here, without adding references."""
         return self._cache.match(keys)
 
     def publish(self, key: BlockKey, page: int) -> bool:
-        """Name the content of a held page, which nobody writes to any more.
+        """Cache a held page under `key`; nothing may write to it any more.
 
-        Returns False when another page is known under `key`; this one then stays private.
+        Returns False when another page is published under `key`; this one stays private then.
 
         Raises:
             ValueError: the page is not held, or is published under another key.
@@ -127,7 +126,7 @@ class BlockPool:
         return self._cache.publish(key, page)
 
     def forget(self, key: BlockKey) -> None:
-        """Make the content of `key` unmatchable, for instance because it proved to be wrong."""
+        """Remove `key` from the cache, for instance because its content proved to be wrong."""
         page = self._cache.page_of(key)
         if page is None:
             return
@@ -137,11 +136,13 @@ class BlockPool:
             self._free.append(page)
 
     def drain_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Return the keys (stored, removed) on balance since the last call."""
+        """Return the keys (stored, removed) since the last call; those stored and removed since
+        then cancel out.
+        """
         return self._cache.drain_events()
 
     def inventory(self) -> list[BlockKey]:
-        """Return all matchable keys, oldest first."""
+        """Return all published keys, oldest first."""
         return self._cache.inventory()
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""Limits of one engine. Values only; resolved once by `launch`, never changed afterwards."""
+"""The limits of one engine. Values only; resolved once by `launch`, never changed afterwards."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class EngineConfig:
     """How much one engine may hold and do at a time.
 
     Raises:
-        ConfigError: a value is out of range or two do not go together; the message names the key.
+        ConfigError: a value is out of range, or two contradict each other; the key is named.
     """
 
     num_blocks: int
     """Pages of KV in this engine's memory."""
     max_num_seqs: int
-    """Sequences that hold a seat in the running batch."""
+    """Sequences in the running batch."""
     max_batched_tokens: int
     """Tokens computed in one step, over all sequences."""
     max_chunk_tokens: int
@@ -26,15 +26,15 @@ class EngineConfig:
     max_model_len: int
     """Prompt plus output tokens of one sequence."""
     max_waiting: int
-    """Sequences accepted and not yet running; `Engine.add` says no beyond. Preempted sequences
-    come back even so.
+    """Sequences accepted and not yet running; beyond this `Engine.add` returns False. Preempted
+    sequences come back in any case.
     """
     block_tokens: int = 64
     enable_prefix_caching: bool = True
     max_steps_in_flight: int = 1
-    """Steps handed to the runner and not ended. Steps in flight together never share a
-    sequence.
-    """
+    """Steps submitted to the runner and not ended; they never share a sequence."""
+    step_timeout_s: int = 120
+    """An engine whose steps make no progress for this long has failed: its worker ends."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

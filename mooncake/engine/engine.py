@@ -1,15 +1,15 @@
-"""One instance's continuous batching: sequences in, steps to the runner, tokens out.
+"""The engine of one instance: sequences in, steps to the runner, tokens out.
 
-The engine owns its sequences, its pages and the steps in flight; roles own everything that moves KV
-between workers. It is moved by calls only and holds no clock: `now` passes through.
+The engine owns its sequences, its pages and the steps in flight; the roles own everything that
+moves KV between workers. It acts only when called and holds no clock.
 
-Who owns pages. `add` takes over the holds a sequence comes with. While a sequence lives its pages
-are the engine's. When it ends by an output (`finish` is set) its pages stay held and unchanged
-until the role calls `release(sequence)`, at once or after it has moved the KV away. `abort` needs
-no `release`: the engine lets the pages go as soon as no step in flight uses them. A living sequence
-may also be preempted, which lets its pages go. So a role whose own transfers use pages of a
-sequence that has not ended takes its own hold on them (`pool.hold`) and gives it back
-(`pool.release`). `check_integrity` compares the books.
+Who owns pages: `add` takes over the references that a sequence comes with. While a sequence lives,
+its pages are the engine's. When it ends by an output (`finish` is set), its pages stay held and
+unchanged until the role calls `release(sequence)`, at once or after it has moved the KV away.
+`abort` needs no `release`: the engine releases the pages as soon as no step in flight uses them. A
+live sequence may also be preempted, which releases its pages. So a role whose own transfers use
+pages of a live sequence takes its own references (`pool.hold`) and gives them back
+(`pool.release`). `check_integrity` compares all references.
 """
 
 from __future__ import annotations
@@ -18,40 +18,57 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mooncake.base.blocks import BlockKey
-from mooncake.base.errors import InternalError, InvalidRequest, MooncakeError
+from mooncake.base.errors import InternalError
 from mooncake.base.messages import CostSample, WorkerLoad
-from mooncake.base.request import Failure, FinishReason, GenerateRequest, TokenLogprobs
-from mooncake.engine.audit import check_holds, check_lines, check_pages, check_steps
+from mooncake.base.request import (
+    Failure,
+    FinishReason,
+    GenerateRequest,
+    TokenLogprobs,
+    request_finish,
+)
+from mooncake.engine.audit import check_holds, check_pages, check_queues, check_steps
 from mooncake.engine.batcher import Batch, Batcher
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import Sample, SequenceStart, StepPlan, StepResult, StepSlot
 from mooncake.engine.ports import Runner
-from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState, request_finish
+from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
+
+_MAX_TICK_S = 1.0
+"""The time between two ticks counts as no more than this: a stopped process is not hung."""
+_LONG_STEP_TOKENS = 256
+"""Steps of as many prompt tokens report their layers as progress: a slow CPU may need longer than
+`step_timeout_s` for all of them.
+"""
+
+
+class EngineHung(InternalError):
+    """The runner has made no progress for too long; this engine cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step that the runner has and has not ended."""
+    """A step that was submitted to the runner and has not ended."""
 
     plan: StepPlan
     sequences: list[Sequence]
-    """Of `plan.slots`, in that order."""
+    """In the order of `plan.slots`."""
     submitted_s: float
 
 
 class Engine:
-    """Sequences, pages and steps of one model replica. See the module for who owns pages.
+    """Sequences, pages and steps of one model replica. The module docstring says who owns pages.
 
-    With `max_steps_in_flight > 1` further steps are made of the sequences that are not in flight,
-    so steps that overlap (the stages of a pipeline) never share a sequence.
+    With `max_steps_in_flight > 1` further steps are planned from the sequences that are not in
+    flight, so steps that overlap (the stages of a pipeline) never share a sequence.
     """
 
     def __init__(self, config: EngineConfig, layout_fingerprint: str, runner: Runner) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
-        """Monotonic counts since start, for `WorkerLoad.counters`."""
+        """Counts since start, for `WorkerLoad.counters`."""
         self._fingerprint = layout_fingerprint
         self._runner = runner
         self._batcher = Batcher(config, self.pool)
@@ -62,11 +79,15 @@ class Engine:
         self._next_step_id = 0
         self._next_arrival = 0
         self._cost: CostSample | None = None
+        self._ticked_s = 0.0
+        self._stalled_s = 0.0
+        """For how long steps have been in flight without progress."""
 
     # ------------------------------------------------------------ sequences in and out
 
     def add(self, sequence: Sequence, now: float) -> bool:
-        """Take over `sequence` and the pages it holds; False = the line is full, nothing changed.
+        """Take over `sequence` and its pages. Returns False when the queue is full; nothing changes
+        then.
 
         KV that came with it becomes part of the prefix cache.
 
@@ -89,22 +110,22 @@ class Engine:
         return True
 
     def prepare(self, request: GenerateRequest) -> None:
-        """A sequence of this request will be added: no step ought to wait for its grammar then."""
+        """Start compiling the grammar of a request whose sequence will be added soon."""
         if request.sampling.grammar is not None:
             self._runner.prepare(request.sampling.grammar)
 
     def extend_keys(self, sequence: Sequence) -> list[BlockKey]:
-        """Bring the block keys of a sequence (added or not) up to date and return them."""
+        """Extend the block keys of a sequence (added or not) to all known tokens."""
         return sequence.extend_keys(self._fingerprint, self.config.block_tokens)
 
     def get(self, sequence_id: int) -> Sequence | None:
-        """Return the sequence if it has been added and has not ended."""
+        """Return a sequence that was added and has not ended, or None."""
         return self._sequences.get(sequence_id)
 
     def abort(self, sequence_id: int) -> bool:
-        """End a sequence without any output; False = no such sequence lives here.
+        """End a sequence without any output; False = no such sequence is here.
 
-        Its pages are released by the engine, once no step in flight uses them.
+        The engine releases its pages, once no step in flight uses them.
         """
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.aborted:
@@ -116,10 +137,10 @@ class Engine:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Give back the pages of a sequence that ended by an output.
+        """Release the pages of a sequence that ended by an output.
 
         Raises:
-            ValueError: it has not ended so, or was released before.
+            ValueError: it has not ended that way, or was released before.
         """
         if self._unreleased.get(sequence.sequence_id) is not sequence:
             raise ValueError(f"sequence {sequence.sequence_id} has no pages to release")
@@ -132,8 +153,12 @@ class Engine:
         """Plan and submit steps while fewer than `max_steps_in_flight` run.
 
         Returns the ends of sequences that can never run here (too long for the memory or the
-        model): usually none, and never to be ignored.
+        model): usually none, but never to be ignored.
+
+        Raises:
+            EngineHung: the steps in flight have made no progress for `step_timeout_s`.
         """
+        self._check_progress(now)
         outputs: list[SequenceOutput] = []
         while len(self._in_flight) < self.config.max_steps_in_flight:
             batch = self._batcher.plan()
@@ -150,16 +175,33 @@ class Engine:
             self._submit(batch, now)
         return outputs
 
+    def on_progress(self) -> None:
+        """Record that a step in flight has come further."""
+        self._stalled_s = 0.0
+
+    @property
+    def hung(self) -> bool:
+        """Whether steps have been in flight for too long without progress."""
+        return self._stalled_s > self.config.step_timeout_s
+
+    def _check_progress(self, now: float) -> None:
+        passed_s, self._ticked_s = now - self._ticked_s, now
+        if self._in_flight:
+            self._stalled_s += min(passed_s, _MAX_TICK_S)
+        if self.hung:
+            limit_s = self.config.step_timeout_s
+            raise EngineHung(f"step {min(self._in_flight)} made no progress for {limit_s} s")
+
     def step(self, step_id: int) -> InFlight:
-        """Return a step that has been submitted and not ended.
+        """Return a step that was submitted and has not ended.
 
         Raises:
-            KeyError: there is none of that number.
+            KeyError: there is no such step.
         """
         return self._in_flight[step_id]
 
     def on_step(self, result: StepResult, now: float) -> list[SequenceOutput]:
-        """Commit the end of a step and return what it means for its sequences, in slot order.
+        """Commit the end of a step and return the outputs of its sequences, in slot order.
 
         Sequences with `finish` set have left the engine, except for their pages (`release`). A
         failed step ends all its sequences; what it wrote is never published.
@@ -170,6 +212,7 @@ class Engine:
         step = self._in_flight.pop(result.step_id, None)
         if step is None:
             raise InternalError(f"the runner ended step {result.step_id}, which is not in flight")
+        self.on_progress()
         self._account(step, result, now)
         samples = {sample.sequence_id: sample for sample in result.samples}
         outputs: list[SequenceOutput] = []
@@ -189,9 +232,7 @@ class Engine:
         return outputs
 
     def cost_sample(self) -> CostSample | None:
-        """Return the measure of the step that ended last; None when it failed or there was
-        none.
-        """
+        """Return the cost of the step that ended last; None when it failed."""
         return self._cost
 
     # ------------------------------------------------------------ figures
@@ -206,8 +247,8 @@ class Engine:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens accepted and not yet computed, without the one that each next step of a stream
-        computes anyway.
+        """Tokens accepted and not yet computed, without the one token per running stream that its
+        next step computes anyway.
         """
         return sum(
             sequence.num_missing - (1 if sequence.output_tokens else 0)
@@ -220,19 +261,8 @@ class Engine:
         return sum(sequence.num_computed for sequence in self._batcher.running)
 
     @property
-    def num_spare_blocks(self) -> int:
-        """Blocks that a role may take for sequences to come without starving those that wait:
-        available ones, less what the line still needs and one for each that runs.
-        """
-        wanted = sum(
-            self.config.num_pages(sequence.num_tokens) - len(sequence.pages)
-            for sequence in self._batcher.waiting
-        )
-        return max(0, self.pool.num_available - wanted - self.num_running)
-
-    @property
     def idle(self) -> bool:
-        """Whether nothing lives, runs or waits for its `release` here."""
+        """Whether no sequence is here, in flight, or waiting for its `release`."""
         return not (self._sequences or self._in_flight or self._unreleased)
 
     def load(self) -> WorkerLoad:
@@ -255,13 +285,14 @@ class Engine:
     ) -> None:
         """Raise AssertionError when pages or sequences are lost or owned twice.
 
-        `role_holds`: the pages the role itself holds by `pool.allocate` or `pool.hold` (one entry a
-        hold); given, every hold in the pool must be accounted for. `unreleased_ids`: the ended
-        sequences the role still means to release; given, any other one was forgotten.
+        `role_holds`: the pages that the role itself references by `pool.allocate` or `pool.hold`
+        (one entry per reference); if given, every reference in the pool must be accounted for.
+        `unreleased_ids`: the ended sequences that the role will still release; if given, any other
+        unreleased sequence is an error.
         """
         self.pool.check_integrity()
         config, waiting, running = self.config, self._batcher.waiting, self._batcher.running
-        check_lines(config, waiting, running, self._sequences)
+        check_queues(config, waiting, running, self._sequences)
         flying = {step_id: step.sequences for step_id, step in self._in_flight.items()}
         check_steps([*waiting, *running], flying)
         check_pages(config, self.pool, [*waiting, *running])
@@ -312,12 +343,14 @@ class Engine:
             )
             sequences.append(sequence)
             sequence.step_id = step_id
+        num_tokens = self.config.max_batched_tokens - batch.budget
         plan = StepPlan(
             step_id=step_id,
             starts=starts,
             slots=slots,
             ended=list(self._ended),
-            report_layers=any(sequence.report_layers for sequence in sequences),
+            report_layers=num_tokens - len(slots) >= _LONG_STEP_TOKENS
+            or any(sequence.report_layers for sequence in sequences),
         )
         self._ended.clear()
         self._in_flight[step_id] = InFlight(plan, sequences, now)
@@ -331,7 +364,7 @@ class Engine:
             self.counters["tokens_reused"] += sequence.num_cached_tokens
             self.counters["wait_s"] += now - sequence.added_s
         if sequence.sequence_id in self._ended:
-            # Preempted and back before the runner was told: it still knows all of it.
+            # Preempted and back before the runner was told to forget it: it is still known there.
             del self._ended[sequence.sequence_id]
             return []
         return [
@@ -346,14 +379,14 @@ class Engine:
     def _commit(
         self, sequence: Sequence, slot: StepSlot, logprobs: list[TokenLogprobs] | None
     ) -> None:
-        """The KV of `slot` is there."""
+        """Record that the KV of `slot` was computed."""
         sequence.num_computed = slot.start + len(slot.tokens)
         if sequence.prompt_logprobs is not None and logprobs is not None:
             sequence.prompt_logprobs += logprobs
         self._publish(sequence)
 
     def _publish(self, sequence: Sequence) -> None:
-        """Name the blocks of `sequence` that have become full."""
+        """Publish the blocks of `sequence` that have become full."""
         if not self.config.enable_prefix_caching:
             return
         num_full = sequence.num_computed // self.config.block_tokens
@@ -362,7 +395,7 @@ class Engine:
         sequence.num_published = max(sequence.num_published, num_full)
 
     def _append(self, sequence: Sequence, sample: Sample) -> SequenceOutput:
-        """Take the sampled token and see whether it was the last."""
+        """Append the sampled token and check whether it was the last."""
         sequence.output_tokens.append(sample.token)
         self.extend_keys(sequence)
         prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
@@ -389,14 +422,14 @@ class Engine:
         return SequenceOutput(sequence=sequence, finish=FinishReason.ERROR, failure=failure)
 
     def _end(self, sequence: Sequence) -> None:
-        """`sequence`, out of the batcher already, leaves by an output; the role owes a release."""
+        """Move `sequence`, which left the batcher, to those whose pages the role must release."""
         self.counters["sequences_ended"] += 1
         self._forget_in_runner(sequence)
         del self._sequences[sequence.sequence_id]
         self._unreleased[sequence.sequence_id] = sequence
 
     def _drop(self, sequence: Sequence) -> None:
-        """`sequence` leaves without an output; no step uses its pages any more."""
+        """Remove `sequence` without an output; no step uses its pages any more."""
         self._batcher.remove(sequence)
         self._forget_in_runner(sequence)
         del self._sequences[sequence.sequence_id]
@@ -425,18 +458,18 @@ class Engine:
 
 
 def _failure(result: StepResult, slot: StepSlot, sample: Sample | None) -> Failure | None:
-    """Return why the sequence of `slot` cannot go on: the whole step's error, or its own."""
-    refusal = result.failures.get(slot.sequence_id)
-    kind: type[MooncakeError] = InternalError
+    """Return why the sequence of `slot` failed, alone or with the whole step, or None."""
     if result.error is not None:
         message = f"the step that computed this request failed: {result.error}"
-    elif refusal is not None:
-        kind, message = InvalidRequest, refusal
+    elif slot.sequence_id in result.failures:
+        return result.failures[slot.sequence_id]
     elif slot.sample and sample is None:
         message = "the step that computed this request sampled no token"
     else:
         return None
-    return Failure(status=kind.http_status, error_type=kind.error_type, message=message)
+    return Failure(
+        status=InternalError.http_status, error_type=InternalError.error_type, message=message
+    )
 
 
 _COUNTERS = (

@@ -1,9 +1,9 @@
-"""What one step computes (`StepPlan`) and what comes out (`StepResult`): plain values, no tensors,
-no back-pointers.
+"""The plan of one step (`StepPlan`) and its result (`StepResult`): plain values, no tensors, no
+back-references.
 
-Facts are sent once: a sequence's sampling settings and history travel in its `SequenceStart`,
-later steps name it by `sequence_id` and send only what is new. So the same values drive one runner
-in this process or many ranks.
+Facts are sent once: a sequence's sampling settings and history travel in its `SequenceStart`; later
+steps name it by `sequence_id` and send only new tokens. So the same values drive one runner in this
+process or many ranks.
 """
 
 from __future__ import annotations
@@ -12,30 +12,28 @@ from collections.abc import Sequence
 
 import msgspec
 
-from mooncake.base.request import TokenLogprobs
+from mooncake.base.request import Failure, TokenLogprobs
 from mooncake.base.sampling import SamplingParams
 
 
 class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence the runner has not seen, or was told to forget."""
+    """A sequence that is new to the runner, or that the runner was told to forget."""
 
     sequence_id: int
     sampling: SamplingParams
     prompt_tokens: Sequence[int]
     output_tokens: list[int]
-    """Sampled before (elsewhere, or before a preemption): penalties count them, seeds go on after
-    them.
-    """
+    """Sampled before (elsewhere, or before a preemption): penalties and seeds count them."""
 
 
 class StepSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """The share of one sequence in a step: compute `tokens` at positions `start…`, maybe sample
-    after the last.
+    """The share of one sequence in a step: compute `tokens` from position `start` on, and sample
+    after the last one if `sample` is set.
     """
 
     sequence_id: int
     start: int
-    """Tokens whose KV lies in the pages already."""
+    """The number of tokens whose KV lies in the pages already."""
     tokens: list[int]
     pages: list[int]
     """The whole page table of the sequence, covering start + len(tokens) tokens."""
@@ -52,7 +50,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     ended: list[int]
     """Sequences the runner may forget. None of them is in `starts` or `slots`."""
     report_layers: bool = False
-    """Emit `LayerDone` as the KV of each layer is written."""
+    """Emit `LayerDone` when the KV of each layer is written."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,26 +66,26 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerDone(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV of `layer` for all tokens of the step lies in its pages: it may be pushed."""
+    """The KV of `layer` lies in the pages for all tokens of the step, so it can be pushed."""
 
     step_id: int
     layer: int
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a step: an event for the engine."""
+    """The end of a step, as an event for the engine."""
 
     step_id: int
     samples: list[Sample]
     seconds: float
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-    """sequence_id -> for each token of the slot, of the *next* prompt token (where asked for and
-    known).
+    """sequence_id -> logprobs of the *next* prompt token, for each token of the slot (where
+    requested and known).
     """
-    failures: dict[int, str] = {}
-    """sequence_id -> why this one alone cannot go on, whoever tries; it has no sample."""
+    failures: dict[int, Failure] = {}
+    """sequence_id -> why this sequence alone failed; it has no sample."""
     error: str | None = None
-    """The step failed as a whole; nothing it wrote can be trusted."""
+    """Why the whole step failed; nothing it wrote is valid."""
 
 
 RunnerEvent = LayerDone | StepResult

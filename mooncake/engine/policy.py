@@ -1,8 +1,9 @@
-"""Who goes first and who yields. Pure functions of sequences; the one place that knows the order.
+"""The order of sequences: which is served first, and which yields. Pure; the only place that
+defines it.
 
-One total order serves both ends: priority class, then the turn its gateway gave it, then arrival.
-The waiting line is served from its front, pages are taken back from its rear. So the first sequence
-of all can never be made to yield, and something always moves.
+One total order serves both ends: priority class, then the turn that the gateway assigned, then
+arrival. The waiting queue is served from its front, and pages are taken back from its rear. So the
+first sequence of all never yields, and there is always progress.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ def priority_class(sequence: Sequence) -> int:
 
 
 def rank(sequence: Sequence) -> tuple[int, float, int]:
-    """Return the place in the order: smaller goes first. Unique in an engine."""
+    """Return the sort key: smaller goes first. Unique in an engine."""
     return priority_class(sequence), sequence.turn, sequence.arrival
 
 
 def last_in_order(sequences: Iterable[Sequence]) -> Sequence | None:
-    """Return the one that yields first: the last in turn of the lowest class."""
+    """Return the sequence that yields first: the last in turn of the lowest class."""
     return max(sequences, key=rank, default=None)

@@ -1,4 +1,4 @@
-"""What the engine needs of the world: something that runs a step, and pages to run it on."""
+"""The ports of an engine: something that runs a step."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mooncake.engine.plan import RunnerEvent, StepPlan
 
 
 class Runner(Protocol):
-    """Runs steps in order on the model. Events are brought to the role's `handle` by the driver."""
+    """Runs steps in order on the model. The driver passes its events to the role's `handle`."""
 
     def prepare(self, grammar: Grammar) -> None:
-        """A sequence with this grammar comes soon: begin what takes long; never blocks."""
+        """Start compiling a grammar that a sequence will need soon; never blocks."""
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step; never blocks. Exactly one `StepResult` follows, after any `LayerDone`s."""
 
 
 class PolledRunner(Runner, Protocol):
-    """A runner that a driver's loop reads."""
+    """A runner that a driver's loop polls."""
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when an event is there."""
+        """Return a descriptor that is readable when an event is there."""
 
     def poll(self) -> Sequence[RunnerEvent]:
         """Return the events since the last call, oldest first, without waiting."""

@@ -1,6 +1,6 @@
-"""Which page holds which block: key -> page and back, and what changed since it was last told.
+"""The prefix cache: block key -> page and back, and the changes since they were last reported.
 
-Owned by `BlockPool`; knows nothing of who holds a page or which one to reuse next.
+Owned by `BlockPool`; it does not know which pages are held or reused next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PrefixCache:
         return len(self._page_of)
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return the pages of the longest prefix of `keys` that is here."""
+        """Return the pages of the longest cached prefix of `keys`."""
         pages: list[int] = []
         for key in keys:
             page = self._page_of.get(key)
@@ -39,7 +39,7 @@ class PrefixCache:
         return self._key_of.get(page)
 
     def publish(self, key: BlockKey, page: int) -> bool:
-        """Name the content of `page`; False when `key` is here already (that page stays).
+        """Cache `page` under `key`. Returns False when `key` has a page already, which stays.
 
         Raises:
             ValueError: the page is published under another key.
@@ -57,7 +57,7 @@ class PrefixCache:
         return True
 
     def forget_page(self, page: int) -> None:
-        """Drop what is known of `page`, if anything."""
+        """Remove `page` from the cache, if it is there."""
         key = self._key_of.pop(page, None)
         if key is None:
             return
@@ -72,7 +72,9 @@ class PrefixCache:
         return self._page_of.get(key)
 
     def drain_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Return the keys (stored, removed) on balance since the last call, in order."""
+        """Return the keys (stored, removed) since the last call, in order; those stored and removed
+        since then cancel out.
+        """
         stored, removed = list(self._stored), list(self._removed)
         self._stored.clear()
         self._removed.clear()

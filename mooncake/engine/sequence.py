@@ -1,8 +1,8 @@
-"""One sequence in an engine: tokens known, tokens computed, pages. Owned by the `Engine` it was
-added to.
+"""One sequence in an engine: its known tokens, computed tokens and pages. Owned by the `Engine` it
+was added to.
 
-There is no prefill and no decode here. A sequence whose known tokens are all computed but the last
-few gets them computed; after the last known token one more is sampled and so becomes known.
+There is no prefill and no decode here. Known tokens are computed until all are; after the last one
+a new token is sampled, which becomes known.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from mooncake.base.request import Failure, FinishReason, GenerateRequest, TokenL
 
 
 class SequenceState(str, Enum):
+    """Where a sequence is in its life."""
+
     NEW = "new"
-    """Not added yet: belongs to the caller."""
+    """Not added yet: owned by the caller."""
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
@@ -24,51 +26,51 @@ class SequenceState(str, Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Mutable. Before `Engine.add` the caller may fill in the first group of fields; afterwards
-    only the engine writes.
+    """Mutable. The caller may set the first group of fields before `Engine.add`; afterwards only
+    the engine writes.
 
-    KV that is there already (fetched, or pushed by another worker) is handed over by setting
-    `pages`, each held once for the sequence, and `num_computed`; `num_cached_tokens` is then the
-    caller's to set as well. A sequence prefilled elsewhere comes with its first output token in
+    KV that exists already (fetched, or pushed by another worker) is handed over by setting `pages`,
+    with one reference each for the sequence, and `num_computed`; the caller then sets
+    `num_cached_tokens` as well. A sequence prefilled elsewhere comes with its first output token in
     `output_tokens` and `num_computed = len(prompt_tokens)`.
     """
 
     sequence_id: int
-    """Unique in its engine for all time; the runner knows the sequence by it."""
+    """Never reused in its engine; the runner knows the sequence by it."""
     request: GenerateRequest
     prompt_tokens: memoryview[int] = field(init=False)
     attempt: int = 0
     turn: float = 0.0
-    """Its place among those of its class: smaller goes first."""
+    """Its place within its class: smaller goes first."""
     output_tokens: list[int] = field(default_factory=list)
     max_new_tokens: int = 0
-    """This engine is done at that many output tokens, those it came with included; 0 stands for
-    the request's `max_tokens`. A prefill worker sets `len(output_tokens) + 1`.
+    """The engine ends the sequence at this many output tokens, including those it came with; 0
+    stands for the request's `max_tokens`. A prefill worker sets `len(output_tokens) + 1`.
     """
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
-    """The first tokens, whose KV lies in `pages`."""
+    """Leading tokens whose KV lies in `pages`."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was reused rather than computed, at first admission."""
+    """Prompt tokens whose KV was reused instead of computed, at first admission."""
     report_layers: bool = False
     """Steps with this sequence report each layer (`LayerDone`)."""
 
     keys: list[BlockKey] = field(default_factory=list)
-    """Of all full blocks of known tokens; grows with them (`extend_keys`)."""
+    """Keys of all full blocks of known tokens; `extend_keys` updates them."""
     state: SequenceState = SequenceState.NEW
     arrival: int = -1
     added_s: float = 0.0
     started_s: float | None = None
     """When its first step was submitted."""
     step_id: int | None = None
-    """The step in flight that computes this sequence; its pages are in use until the step ends."""
+    """The step in flight that computes this sequence and uses its pages."""
     aborted: bool = False
     known_to_runner: bool = False
     num_published: int = 0
-    """Leading blocks that the prefix cache has been told about."""
+    """Leading blocks that were published in the prefix cache."""
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Collected so far, where the request asks for them; None = not wanted or delivered."""
+    """Collected so far, if the request asks for them; None = not wanted, or delivered."""
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.request.prompt_tokens
@@ -80,19 +82,17 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: prompt and output so far."""
+        """Known tokens: prompt and output so far."""
         return len(self.prompt_tokens) + len(self.output_tokens)
 
     @property
     def num_missing(self) -> int:
-        """Known tokens that are to be computed before the next one can be sampled; at least 1."""
+        """Known tokens to compute before the next one can be sampled; at least 1."""
         return self.num_tokens - self.num_computed
 
     @property
     def num_final_computed(self) -> int:
-        """Tokens computed in this engine if nothing ends the sequence early (the last token
-        sampled is not).
-        """
+        """Tokens computed in this engine unless the sequence ends early."""
         return len(self.prompt_tokens) + self.max_new_tokens - 1
 
     def tokens_between(self, start: int, stop: int) -> list[int]:
@@ -104,7 +104,7 @@ class Sequence:
         return prompt[start:stop].tolist() + self.output_tokens[: max(0, stop - cut)]
 
     def extend_keys(self, layout_fingerprint: str, block_tokens: int) -> list[BlockKey]:
-        """Bring `keys` up to date with the known tokens and return it."""
+        """Extend `keys` to all known tokens and return them."""
         start = len(self.keys) * block_tokens
         if self.num_tokens - start >= block_tokens:
             request = self.request
@@ -118,9 +118,7 @@ class Sequence:
         return self.keys
 
     def drop_kv(self) -> list[int]:
-        """Forget all computed tokens and return the pages they were in, which the caller
-        releases.
-        """
+        """Set all tokens to not computed, and return the pages, which the caller releases."""
         pages, self.pages = self.pages, []
         self.num_computed = 0
         self.num_published = 0
@@ -131,40 +129,19 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOutput:
-    """What became of a sequence: a token, or its end, or both."""
+    """A step's result for one sequence: a token, its end, or both."""
 
     sequence: Sequence
     token: int | None = None
     """Already appended to `sequence.output_tokens`."""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """With the first token, where asked for: one entry a prompt token, None for the first."""
+    """With the first token, if requested: one entry per prompt token, None for the first."""
     finish: FinishReason | None = None
-    """Set = the sequence ended here; its pages stay held until `Engine.release`. LENGTH also when
-    this engine's own `max_new_tokens` is reached: `request_finish` tells whether the request is
-    over.
+    """Set when the sequence has ended here; its pages stay held until `Engine.release`. Also LENGTH
+    when this engine's own `max_new_tokens` is reached: `request_finish` tells whether the request
+    is complete.
     """
     stop_token_id: int | None = None
     failure: Failure | None = None
     """Set exactly when `finish` is ERROR."""
-
-
-def request_finish(
-    request: GenerateRequest, output_tokens: list[int], max_model_len: int
-) -> tuple[FinishReason | None, int | None]:
-    """Return (reason, stop token) when the newest of `output_tokens` ends the request, else Nones.
-
-    A stop token ends it only after `min_tokens` tokens before it, as the sampler's mask has it.
-    """
-    sampling = request.sampling
-    num_outputs = len(output_tokens)
-    if (
-        num_outputs > sampling.min_tokens
-        and output_tokens
-        and output_tokens[-1] in sampling.stop_token_ids
-    ):
-        return FinishReason.STOP, output_tokens[-1]
-    num_tokens = len(request.prompt_tokens) + num_outputs
-    if num_outputs >= sampling.max_tokens or num_tokens >= max_model_len:
-        return FinishReason.LENGTH, None
-    return None, None

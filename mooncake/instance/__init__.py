@@ -1,5 +1,5 @@
-"""What prefill and decode workers share: an engine, its standing in the cluster, and how blocks
-come and go.
+"""What prefill and decode workers share: an engine, its membership in the cluster, and its fetches,
+pushes and puts of blocks.
 """
 
 from mooncake.instance.config import InstanceConfig

@@ -1,4 +1,4 @@
-"""Settings of one instance's dealings with its cluster (the engine has its own)."""
+"""Settings of an instance in its cluster; the engine's settings are its own."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
     fetch_timeout_s: float = 5.0
     """A prefix that has not come from the pool by then is recomputed."""
     verify_fetches: bool = True
-    """Compare fetched blocks with the pool's checksums, where pages lie in host memory."""
+    """Compare fetched blocks with the checksums that pool nodes give."""
     push_timeout_s: float = 30.0
     """A push to decode or pool that takes longer has failed."""
     hold_s: float = 10.0
-    """Prefill keeps finished blocks this long for a decode worker without room; then they stay in
-    the pool only and decode fetches them from there."""
+    """How long prefill keeps the pages of finished blocks for a decode worker without room; after
+    that, decode fetches the blocks from the pool."""
     quarantine_s: float = 30.0
-    """Pages reserved for a lost prefill worker are not used again before: cut off but not dead, it
-    may go on writing until its pushes time out."""
+    """How long pages that were reserved for a lost prefill worker are not used again: if it is cut
+    off but alive, it may go on writing until its pushes time out."""
     ask_again_s: float = 10.0
-    """How often decode asks a prefill worker about pages reserved for so long: the word that its
-    push has ended may have been lost."""
+    """How often decode asks a prefill worker about pages reserved for so long: the message that
+    its push has ended may have been lost."""
     max_reservations: int = 4096
-    """Requests that may wait for room on a decode worker; more are refused. They hold nothing yet:
-    the bound is above what gateways let in, so that it is they who say no, at once."""
+    """Requests that may wait for room on a decode worker; more are refused. They hold no pages. The
+    bound is above what gateways admit, so that gateways refuse first, at once."""
 
     def __post_init__(self) -> None:
         for name in (

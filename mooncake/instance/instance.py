@@ -1,14 +1,12 @@
-"""An instance: one engine, its place in the cluster, and the ways blocks come and go. Roles own
-one of these.
+"""An instance: one engine with its membership in the cluster and its fetches, pushes and puts of
+blocks. Prefill and decode workers own one each.
 
-What a role *does* with finished blocks and sampled tokens is not here: prefill and decode differ
-in just that.
+What is done with finished blocks and sampled tokens is not here: there the two roles differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from hashlib import blake2b
 
 import msgspec
 
@@ -17,6 +15,7 @@ from mooncake.base.blocks import BlockKey
 from mooncake.base.kv_layout import BlockPlaces, KvLayout, page_places
 from mooncake.base.messages import (
     NO_HEAD,
+    Answer,
     ChainHead,
     Drain,
     FinishInfo,
@@ -35,7 +34,7 @@ from mooncake.base.messages import (
 )
 from mooncake.base.request import Failure, FinishReason
 from mooncake.engine.engine import Engine
-from mooncake.engine.plan import StepResult
+from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance.config import InstanceConfig
 from mooncake.instance.fetch import Fetcher
@@ -43,19 +42,21 @@ from mooncake.instance.mover import SliceMover
 from mooncake.instance.pages import Quarantine
 from mooncake.instance.push import Push
 from mooncake.instance.put import WriteThrough
-from mooncake.instance.verify import PageChecksums
+from mooncake.kvstore.client.block_memory import BlockMemory
+from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
+from mooncake.kvstore.client.block_writer import BlockWriter
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
 from mooncake.transfer.engine import Region, Transfer, TransferDone
 
 
 class InstancePorts(msgspec.Struct, frozen=True):
-    """The world of an instance."""
+    """What an instance reaches the world with."""
 
     channel: Channel
     transfer: Transfer
     pages: Region
-    """Holds the engine's pages, `[layers, pages, block_tokens, width]`."""
+    """The engine's pages, `[layers, pages, block_tokens, width]`."""
     gateway_address: str
 
 
@@ -81,19 +82,23 @@ class Instance:
         self._pages = ports.pages
         self._num_pages = hello.num_blocks
         self.mover = SliceMover(layout, ports.transfer, ports.pages.region_id, hello.num_blocks)
-        self.fetcher = Fetcher(
+        self._reader = BlockReader(
             self.worker,
             ports.channel,
-            self.mover,
-            config.fetch_timeout_s,
-            self._count_fetch,
-            self._page_checksums() if config.verify_fetches else None,
+            ports.transfer,
+            verify=config.verify_fetches and _has_bytes(ports.pages),
         )
-        self.write_through = WriteThrough(self.worker, ports.channel, config.push_timeout_s)
+        self._writer = BlockWriter(self.worker, ports.channel)
+        layer_stride = hello.num_blocks * layout.slice_bytes
+        self._blocks = BlockMemory.strided(ports.pages, layout, layer_stride)
+        self.fetcher = Fetcher(
+            self._reader, self._blocks, config.fetch_timeout_s, self._count_fetch
+        )
+        self.write_through = WriteThrough(self._writer, config.push_timeout_s)
         self.quarantine = Quarantine(self.pool, config.quarantine_s)
         self.draining = False
         self.next_role: Role | None = None
-        """What it is to come back as when nothing is in progress here."""
+        """The role in which the worker starts again once nothing is in progress here."""
         self._membership = Membership(
             hello,
             ports.channel,
@@ -107,39 +112,38 @@ class Instance:
         self._last_sequence_id = 0
         self.counters: dict[str, float] = {}
 
-    def _page_checksums(self) -> PageChecksums | None:
-        """Return what hashes our pages; None in a world that moves no bytes."""
-        try:
-            list(self._pages.read([(0, 1)]))
-        except ValueError:
-            return None
-        return PageChecksums(self.layout, self._pages, self._num_pages)
-
-    # ---------------------------------------- events that both roles treat alike
+    # ------------------------------------------ events that both roles treat alike
 
     def handle(self, event: msgspec.Struct, now: float) -> None:
-        """Take an event that needs nothing of the role; others are left alone."""
+        """Handle an event that both roles treat alike; ignore others, and answers to an earlier
+        boot.
+        """
+        if isinstance(event, Answer) and event.asker != self.worker:
+            return
         match event:
+            case LayerDone():
+                self.engine.on_progress()
             case TransferDone():
-                self.mover.on_done(event, now)
+                if not self._reader.on_transfer_done(event, now):
+                    self.mover.on_done(event, now)
             case PutGranted():
-                self.write_through.on_granted(event, now)
+                self._writer.on_granted(event, now)
             case PinGranted():
-                self.fetcher.on_pin_granted(event, now)
+                self._reader.on_granted(event, now)
             case Drain():
                 self.draining = True
-                self.next_role = event.then or self.next_role
+                self.next_role = event.next_role or self.next_role
             case Welcome():
                 self._membership.on_welcome(event)
             case WhoAreYou():
-                self._membership.on_who(event)
+                self._membership.on_who_are_you(event)
             case PeerLost():
                 self._membership.on_peer_lost(event.worker)
-                self.fetcher.on_peer_lost(event.worker, now)
-                self.write_through.on_peer_lost(event.worker, now)
+                self._reader.on_peer_lost(event.worker, now)
+                self._writer.on_peer_lost(event.worker, now)
 
     def on_step(self, result: StepResult, now: float) -> list[SequenceOutput]:
-        """Commit a step to the engine and remember what it cost."""
+        """Commit a step to the engine and report its cost; return what its sequences produced."""
         outputs = self.engine.on_step(result, now)
         sample = self.engine.cost_sample()
         if sample is not None:
@@ -147,12 +151,14 @@ class Instance:
         return outputs
 
     def start_steps(self, now: float) -> list[SequenceOutput]:
-        """Start what the engine can start; return the ends of sequences that can never run here."""
+        """Start steps as far as the engine can; return outputs that end sequences which can never
+        run here.
+        """
         return self.engine.tick(now)
 
     def tick(self, now: float) -> float:
-        """Give up what is overdue, send what is due; return the next wake-up."""
-        wakes = [self.fetcher.tick(now), self.write_through.tick(now), self.quarantine.tick(now)]
+        """Give up overdue transfers, send outputs and reports; return when to come again."""
+        wakes = [self._reader.tick(now), self._writer.tick(now), self.quarantine.tick(now)]
         self._membership.send_blocks(*self.pool.drain_events())
         self._flush()
         wakes.append(self._membership.tick(now, self.load))
@@ -162,7 +168,7 @@ class Instance:
 
     @property
     def kvstore(self) -> WorkerRef | None:
-        """The pool of this node, while it runs."""
+        """The pool node of this machine, while it runs."""
         return self._membership.kvstore
 
     def next_sequence_id(self) -> int:
@@ -178,32 +184,32 @@ class Instance:
     def send(self, worker: WorkerRef, message: AnyMessage) -> None:
         self._channel.send(worker.address, message)
 
-    def doubt(self, peers: list[WorkerRef]) -> None:
-        """Ask the gateway whether these are still there; `PeerLost` comes of those that are not."""
-        self._membership.doubt(peers)
+    def ask_about(self, peers: list[WorkerRef]) -> None:
+        """Ask the gateways whether these peers are alive; `PeerLost` comes for each lost one."""
+        self._membership.ask_about(peers)
 
     def lost_gateways(self) -> list[WorkerRef]:
-        """Return the gateways given up since the last call."""
+        """Return the gateways that were found lost since the last call."""
         return self._membership.lost_gateways()
 
-    def say(self, gateway: WorkerRef, output: RequestOutput) -> None:
-        """Queue an output; all of a tick leave in one message."""
+    def queue_output(self, gateway: WorkerRef, output: RequestOutput) -> None:
+        """Send an output with the next tick; all outputs of a tick leave in one message."""
         self._outputs.setdefault(gateway.address, []).append(output)
 
     def fail(
         self, gateway: WorkerRef, request_id: str, attempt: int, failure: Failure, start: int
     ) -> None:
-        """Tell the gateway that this attempt cannot go on here."""
+        """Queue a final output: this attempt failed here, having produced `start` tokens."""
         finish = FinishInfo(reason=FinishReason.ERROR, failure=failure)
         output = RequestOutput(request_id=request_id, attempt=attempt, start=start, finish=finish)
-        self.say(gateway, output)
+        self.queue_output(gateway, output)
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a counter of the load report."""
         self.counters[name] = self.counters.get(name, 0) + amount
 
     def open_push(self) -> Push:
-        """Return a push for one sequence; it must be given to `close_push`."""
+        """Return a push for one sequence, to be closed by `close_push`."""
         self._num_open_pushes += 1
         return Push(self.mover, self.pool, self.config.push_timeout_s)
 
@@ -215,21 +221,24 @@ class Instance:
         settled: Callable[[float], None],
         head: ChainHead = NO_HEAD,
     ) -> None:
-        """Write blocks (key -> index) through to this node's pool, if there is one, and tell it
-        that what lies before them is used too.
+        """Write blocks (key -> index in the sequence) through to this machine's pool node, if there
+        is one; `head` lies before them and counts as used too. `settled` is called with now when
+        the put has ended, well or not.
         """
         if blocks and self.kvstore is not None:
             self.write_through.put(self.kvstore, push, blocks, tenant, settled, head)
 
-    def tell_used(self, head: ChainHead) -> None:
-        """Tell this node's pool that a chain is used of which nothing is to be written."""
+    def report_use(self, head: ChainHead) -> None:
+        """Report to this machine's pool node that a chain is used of which nothing is to be
+        written.
+        """
         if head.num_counted < len(head.keys) and self.kvstore is not None:
-            self.write_through.tell(self.kvstore, head)
+            self._writer.report_use(self.kvstore, head)
 
     def close_push(
         self, push: Push, now: float, then: Callable[[float], None] | None = None
     ) -> None:
-        """End a push; `then` is called when nothing of it touches memory any more."""
+        """End a push; `then` is called with now when nothing of it touches memory any more."""
 
         def released(at: float) -> None:
             self._num_open_pushes -= 1
@@ -239,14 +248,16 @@ class Instance:
 
         push.close(now, released)
 
-    def _count_fetch(self, store: WorkerRef, done: TransferDone) -> None:
-        """Count bytes and seconds apart for the own node's pool: the Conductor learns from them."""
+    def _count_fetch(self, store: WorkerRef, result: ReadResult) -> None:
+        """Count what fetches move, from this machine's pool node and from others: the Conductor
+        learns their speed from it.
+        """
         place = "local" if store == self.kvstore else "remote"
-        self.count(f"fetch_{place}_bytes", done.num_bytes)
-        self.count(f"fetch_{place}_seconds", done.seconds)
+        self.count(f"fetch_{place}_bytes", result.num_bytes)
+        self.count(f"fetch_{place}_seconds", result.seconds)
 
     def load(self) -> WorkerLoad:
-        """Return the state for a report."""
+        """Return the figures for a load report."""
         load = self.engine.load()
         counters = {
             **load.counters,
@@ -254,51 +265,49 @@ class Instance:
             **self._transfer.counters(),
             "blocks_fetched": self.fetcher.num_blocks_fetched,
             "fetches_failed": self.fetcher.num_fetches_failed,
-            "blocks_fetched_corrupt": self.fetcher.num_blocks_corrupt,
+            "blocks_fetched_corrupt": self._reader.num_corrupt,
             "blocks_put": self.write_through.num_blocks_put,
             "puts_failed": self.write_through.num_puts_failed,
         }
         return msgspec.structs.replace(load, counters=counters, draining=self.draining)
 
-    def block_digests(self, keys: list[BlockKey]) -> list[str]:
-        """Return a digest of the bytes of each leading block of `keys` that is cached here: two
-        workers that hold the same blocks have the same digests.
+    def block_checksums(self, keys: list[BlockKey]) -> list[int]:
+        """Return the xxh3-64 of each leading block of `keys` that is cached here, for comparing
+        workers.
         """
-        pages = self.pool.match(keys)
-        places, size = self.places(pages), self.layout.slice_bytes
-        digests = []
-        for offset in places.offsets:
-            digest = blake2b(digest_size=16)
-            slices = [
-                (offset + layer * places.layer_stride, size)
-                for layer in range(self.layout.num_layers)
-            ]
-            for part in self._pages.read(slices):
-                digest.update(part)
-            digests.append(digest.hexdigest())
-        return digests
+        size = self.layout.slice_bytes
+        return [self._blocks.checksum(page * size) for page in self.pool.match(keys)]
 
     @property
     def quiet(self) -> bool:
-        """Nothing runs, moves or waits here: every page is free or cached."""
+        """Whether nothing runs, moves or waits here, so that every page is free or cached."""
         return (
             self.engine.idle
             and self._num_open_pushes == 0
-            and self.fetcher.num_open == 0
-            and self.write_through.num_open == 0
+            and self._reader.num_open == 0
+            and self._writer.num_open == 0
             and self.quarantine.num_pages == 0
             and self.mover.num_in_flight == 0
         )
 
     def check_integrity(self, *, role_quiet: bool) -> None:
-        """Raise AssertionError when pages were lost, freed twice, or (the role having nothing in
-        progress either) are held by nobody.
+        """Raise AssertionError when pages were lost or freed twice, or are held although neither
+        the instance nor its role (`role_quiet`) has anything in progress.
         """
         self.engine.check_integrity()
         if role_quiet and self.quiet:
-            assert self.pool.num_held == 0, f"{self.pool.num_held} pages are held by nobody"
+            assert self.pool.num_held == 0, f"{self.pool.num_held} pages are held for nothing"
 
     def _flush(self) -> None:
         for address, outputs in self._outputs.items():
             self._channel.send(address, StepOutputs(worker=self.worker, outputs=outputs))
         self._outputs = {}
+
+
+def _has_bytes(pages: Region) -> bool:
+    """Return False in a simulated world, which moves no bytes."""
+    try:
+        list(pages.read([(0, 1)]))
+    except ValueError:
+        return False
+    return True

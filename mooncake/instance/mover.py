@@ -1,8 +1,6 @@
-"""Bytes between this instance's pages and block places elsewhere: the only caller of the transfer
-port here.
+"""Writes slices of this instance's pages to block places elsewhere.
 
-Owns which batch belongs to whom; each batch's one end reaches the one callback it was started
-with.
+Owns which batch belongs to which push; each batch ends through the callback it was started with.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ Ended = Callable[[TransferDone, float], None]
 
 
 class SliceMover:
-    """Copies slices (one layer of one block) between local pages and remote places."""
+    """Copies slices (one layer of one block each) from local pages to remote places."""
 
     def __init__(
         self, layout: KvLayout, transfer: Transfer, region_id: int, num_pages: int
@@ -34,16 +32,14 @@ class SliceMover:
 
     def move(
         self,
-        op: Op,
         places: BlockPlaces,
         slices: Iterable[tuple[int, int, int]],
         deadline_s: float,
         ended: Ended,
     ) -> int:
-        """Start one batch and return its id.
+        """Start to write one batch and return its id; `ended` is called once.
 
-        Each slice is (page, offset of the block at the remote place, layer). `ended` is called
-        once.
+        Each slice is (page, byte offset of the block at the remote place, layer).
         """
         size = self.layout.slice_bytes
         ops = [
@@ -57,17 +53,17 @@ class SliceMover:
             for page, offset, layer in slices
         ]
         batch_id = self._transfer.submit(
-            TransferBatch(op=op, peer=places.segment, ops=ops, deadline_s=deadline_s)
+            TransferBatch(op=Op.WRITE, peer=places.segment, ops=ops, deadline_s=deadline_s)
         )
         self._ended[batch_id] = ended
         return batch_id
 
     def cancel(self, batch_id: int) -> None:
-        """Ask a batch to stop; its callback still comes."""
+        """Ask a batch to stop; its callback is called when it has."""
         self._transfer.cancel(batch_id)
 
     def on_done(self, done: TransferDone, now: float) -> None:
-        """Bring the end of a batch to whoever started it."""
+        """Call the callback of the batch that ended; an unknown one is ignored."""
         ended = self._ended.pop(done.batch_id, None)
         if ended is not None:
             ended(done, now)

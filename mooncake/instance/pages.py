@@ -1,6 +1,4 @@
-"""What this package needs of the engine's block pool, and pages that must rest before they are
-used again.
-"""
+"""The port to the engine's block pool, and a quarantine for pages that a lost peer may write to."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from mooncake.base.blocks import BlockKey
 
 
 class PagePool(Protocol):
-    """The page side of `engine.BlockPool`."""
+    """What fetches and pushes need of `engine.BlockPool`."""
 
     def allocate(self, num_pages: int) -> list[int] | None: ...
 
@@ -26,7 +24,7 @@ class PagePool(Protocol):
 
 
 class Quarantine:
-    """Held pages that a lost peer may still be writing to; released when their time is over."""
+    """Holds pages that a lost peer may still be writing to, until `rest_s` is over."""
 
     def __init__(self, pool: PagePool, rest_s: float) -> None:
         self._pool = pool
@@ -38,12 +36,12 @@ class Quarantine:
         return sum(len(pages) for _, pages in self._resting)
 
     def add(self, pages: list[int], now: float) -> None:
-        """Take over the caller's hold on `pages`."""
+        """Take over the caller's hold on `pages` and release it later."""
         if pages:
             self._resting.append((now + self._rest_s, pages))
 
     def tick(self, now: float) -> float | None:
-        """Release what has rested long enough; return when the next is due."""
+        """Release the pages whose time is over; return when the next ones are due."""
         while self._resting and self._resting[0][0] <= now:
             self._pool.release(self._resting.popleft()[1])
         return self._resting[0][0] if self._resting else None

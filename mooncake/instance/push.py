@@ -1,5 +1,5 @@
-"""Layer-wise push: the blocks of one sequence to any number of destinations, slice by slice as
-they become final.
+"""Layer-wise push: writes the blocks of one sequence to any number of destinations, slice by slice
+as they become final.
 
     add_block ──► advance(layers) ──► … ──► close
                      │  every present destination gets the new slices at once;
@@ -17,16 +17,14 @@ from collections.abc import Callable, Iterable
 from mooncake.base.kv_layout import BlockPlaces
 from mooncake.instance.mover import SliceMover
 from mooncake.instance.pages import PagePool
-from mooncake.transfer.engine import Op, TransferDone
+from mooncake.transfer.engine import TransferDone
 
 Progress = Callable[["Destination", list[int], float], None]
-"""(destination, indexes of blocks that are whole there now, now); also called on failure, with
-none.
-"""
+"""(destination, indexes of the blocks that have become whole there, now); on failure with none."""
 
 
 class Destination:
-    """Where some blocks of a sequence go, and how far they are."""
+    """A place that some blocks of a sequence are pushed to, and how far they are."""
 
     def __init__(self, places: BlockPlaces, offsets: dict[int, int], progress: Progress) -> None:
         self.places = places
@@ -40,7 +38,7 @@ class Destination:
 
     @property
     def complete(self) -> bool:
-        """Every block this destination asked for lies there whole."""
+        """Whether every block that the destination asked for is whole there."""
         return self.error is None and len(self.whole) == len(self.offsets)
 
 
@@ -58,10 +56,6 @@ class Push:
         self._on_released: Callable[[float], None] | None = None
 
     @property
-    def num_blocks(self) -> int:
-        return len(self._pages)
-
-    @property
     def closed(self) -> bool:
         return self._closed
 
@@ -70,7 +64,9 @@ class Push:
         return any(destination.batches for destination in self._destinations)
 
     def add_block(self, index: int, page: int) -> None:
-        """Block `index` of the sequence lies (or will lie) in `page`; a known one is left alone."""
+        """Push block `index` of the sequence, which lies in `page` or will; ignored when the block
+        is known. Raises ValueError when the push is closed.
+        """
         if self._closed:
             raise ValueError("a closed push takes no more blocks")
         if index not in self._pages:
@@ -79,7 +75,7 @@ class Push:
             self._ready_layers[index] = 0
 
     def advance(self, indexes: Iterable[int], num_layers: int, now: float) -> None:
-        """The first `num_layers` layers of these blocks are final: send what is new."""
+        """Send what is new of these blocks, whose first `num_layers` layers are final."""
         moved = [index for index in indexes if self._ready_layers[index] < num_layers]
         for index in moved:
             self._ready_layers[index] = num_layers
@@ -89,7 +85,9 @@ class Push:
     def add_destination(
         self, places: BlockPlaces, indexes: list[int], progress: Progress, now: float
     ) -> Destination:
-        """Send the blocks at `indexes` to `places` (same order), what is final now at once."""
+        """Push the blocks at `indexes` to `places` (in the same order), at once as far as they are
+        final. Raises ValueError when the push is closed.
+        """
         if self._closed:
             raise ValueError("a closed push takes no more destinations")
         offsets = dict(zip(indexes, places.offsets, strict=True))
@@ -99,9 +97,8 @@ class Push:
         return destination
 
     def close(self, now: float, on_released: Callable[[float], None] | None = None) -> None:
-        """No more will come, and what is in flight is not wanted: cancel it.
-
-        `on_released` is called once nothing of this push touches memory any more.
+        """Cancel what is in flight and take no more blocks; `on_released` is called with now once
+        nothing of this push touches memory any more. Raises ValueError when it is closed already.
         """
         if self._closed:
             raise ValueError("the push is closed already")
@@ -136,7 +133,7 @@ class Push:
             self._on_batch_done(destination, moved, done, at)
 
         deadline_s = now + self._timeout_s
-        batch_id = self._mover.move(Op.WRITE, destination.places, slices, deadline_s, ended)
+        batch_id = self._mover.move(destination.places, slices, deadline_s, ended)
         destination.batches.add(batch_id)
 
     def _on_batch_done(

@@ -1,60 +1,48 @@
-"""Write-through: full blocks of this instance go to the pool of its own node, two-phase, beside
-any other push.
+"""Write-through: full blocks of this instance go to the pool of its own node, beside any other
+push.
 
-The pool grants room (`PutStart` -> `PutGranted`), the push fills it, `PutEnd` makes the blocks
-readable. A ticket ends with exactly one `PutEnd`, sent when nothing writes to its blocks any more,
-so the pool may then trust or reuse them.
+The `BlockWriter` asks for room and tells when the blocks are whole; the push of the sequence fills
+what was granted, layer by layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from mooncake.base.blocks import BlockKey
-from mooncake.base.messages import (
-    NO_HEAD,
-    ChainHead,
-    PutEnd,
-    PutGranted,
-    PutStart,
-    WorkerRef,
-)
+from mooncake.base.errors import MooncakeError
+from mooncake.base.kv_layout import BlockPlaces
+from mooncake.base.messages import NO_HEAD, ChainHead, WorkerRef
 from mooncake.instance.push import Destination, Push
-from mooncake.rpc.channel import Channel
+from mooncake.kvstore.client.block_writer import BlockWrite, BlockWriter
 
 Settled = Callable[[float], None]
 
 
-class _Ticket:
-    """One put: asked for, then (once granted) being filled."""
+class _Put:
+    """One put, and the destination of its push once the pool node gave room."""
 
-    def __init__(
-        self, store: WorkerRef, push: Push, indexes: dict[BlockKey, int], settled: Settled
-    ) -> None:
-        self.store = store
+    def __init__(self, push: Push, indexes: dict[BlockKey, int], settled: Settled) -> None:
         self.push = push
         self.indexes = indexes
+        """Key -> index of the block in its sequence."""
         self.settled = settled
-        self.deadline_s: float | None = None
-        self.granted: list[BlockKey] = []
+        self.ticket = 0
+        self.granted: Sequence[BlockKey] = ()
         self.destination: Destination | None = None
 
 
 class WriteThrough:
     """All puts of one worker."""
 
-    def __init__(self, worker: WorkerRef, channel: Channel, grant_timeout_s: float) -> None:
-        self._worker = worker
-        self._channel = channel
+    def __init__(self, writer: BlockWriter, grant_timeout_s: float) -> None:
+        self._writer = writer
         self._grant_timeout_s = grant_timeout_s
-        self._tickets: dict[int, _Ticket] = {}
-        self._last_ticket = 0
+        self._puts: dict[int, _Put] = {}
+        """By ticket."""
         self.num_blocks_put = 0
         self.num_puts_failed = 0
-
-    @property
-    def num_open(self) -> int:
-        return len(self._tickets)
 
     def put(
         self,
@@ -68,98 +56,58 @@ class WriteThrough:
         """Ask `store` for room for `blocks` (key -> index in the sequence); `push` will fill it.
         `head` lies before them, and is used as they are.
 
-        `settled` is called when the put has ended, well or not.
+        `settled` is called with now when the put has ended, well or not.
         """
-        self._last_ticket += 1
-        ticket = self._last_ticket
-        self._tickets[ticket] = _Ticket(store, push, blocks, settled)
-        self._send(
-            store,
-            PutStart(
-                writer=self._worker, ticket=ticket, keys=list(blocks), tenant=tenant, head=head
-            ),
-        )
-
-    def tell(self, store: WorkerRef, head: ChainHead) -> None:
-        """Tell `store` that a chain is used of which nothing is to be written; should the word be
-        lost, so be it.
-        """
-        self._last_ticket += 1
-        self._send(
-            store, PutStart(writer=self._worker, ticket=self._last_ticket, keys=[], head=head)
-        )
+        put = _Put(push, blocks, settled)
+        write = BlockWrite(
+            store=store, keys=list(blocks), timeout_s=self._grant_timeout_s,
+            fill=partial(self._fill, put), stop=partial(self._stop, put),
+            ended=partial(self._on_ended, put),
+        )  # fmt: skip
+        put.ticket = self._writer.start(write, tenant, head)
+        self._puts[put.ticket] = put
 
     def is_open(self, push: Push) -> bool:
         """Whether a put of this push has not ended yet."""
-        return any(ticket.push is push for ticket in self._tickets.values())
-
-    def on_granted(self, message: PutGranted, now: float) -> None:
-        """The pool gave room: fill it, or give it back when nobody wants it any more."""
-        ticket = self._tickets.get(message.ticket)
-        if ticket is None or ticket.store != message.store or ticket.push.closed:
-            self._send(
-                message.store,
-                PutEnd(writer=self._worker, ticket=message.ticket, dropped=message.keys),
-            )
-            return
-        if ticket.destination is not None:
-            return
-        ticket.granted = message.keys
-        indexes = [ticket.indexes[key] for key in message.keys]
-
-        def progress(_destination: Destination, _whole: list[int], at: float) -> None:
-            self._advance(message.ticket, at)
-
-        ticket.destination = ticket.push.add_destination(message.places, indexes, progress, now)
-        self._advance(message.ticket, now)
-
-    def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
-        """The pool is gone: its puts are over."""
-        for number in [n for n, ticket in self._tickets.items() if ticket.store == worker]:
-            ticket = self._tickets[number]
-            if ticket.destination is None or not ticket.destination.batches:
-                self._end(number, now)
-
-    def tick(self, now: float) -> float | None:
-        """Give up on grants that do not come; return the next deadline."""
-        next_s: float | None = None
-        for number, ticket in list(self._tickets.items()):
-            if ticket.destination is not None:
-                continue
-            if ticket.deadline_s is None:
-                ticket.deadline_s = now + self._grant_timeout_s
-            if ticket.deadline_s <= now:
-                self._end(number, now)
-            elif next_s is None or ticket.deadline_s < next_s:
-                next_s = ticket.deadline_s
-        return next_s
+        return any(put.push is push for put in self._puts.values())
 
     def abandon(self, push: Push, now: float) -> None:
-        """End what is open of a push that is closed and in flight no more."""
-        for number in [n for n, ticket in self._tickets.items() if ticket.push is push]:
-            self._end(number, now)
+        """End what is open of a push that is closed and has nothing in flight."""
+        for put in [put for put in self._puts.values() if put.push is push]:
+            self._end(put, now)
 
-    def _advance(self, number: int, now: float) -> None:
-        ticket = self._tickets.get(number)
-        if ticket is None or ticket.destination is None:
+    def _fill(self, put: _Put, keys: Sequence[BlockKey], places: BlockPlaces, now: float) -> None:
+        if put.push.closed:
+            self._end(put, now)
             return
-        failed = ticket.destination.error is not None and not ticket.destination.batches
-        if ticket.destination.complete or failed:
-            self._end(number, now)
+        put.granted = keys
 
-    def _end(self, number: int, now: float) -> None:
-        ticket = self._tickets.pop(number)
-        whole = ticket.destination.whole if ticket.destination is not None else set()
-        written = [key for key in ticket.granted if ticket.indexes[key] in whole]
-        dropped = [key for key in ticket.granted if ticket.indexes[key] not in whole]
+        def progress(_destination: Destination, _whole: list[int], at: float) -> None:
+            self._advance(put, at)
+
+        indexes = [put.indexes[key] for key in keys]
+        put.destination = put.push.add_destination(places, indexes, progress, now)
+        self._advance(put, now)
+
+    def _advance(self, put: _Put, now: float) -> None:
+        destination = put.destination
+        if destination is None or put.ticket not in self._puts:
+            return
+        if destination.complete or (destination.error is not None and not destination.batches):
+            self._end(put, now)
+
+    def _stop(self, put: _Put, now: float) -> None:
+        """End a put to a lost node, unless batches are under way: these fail by themselves."""
+        if put.destination is None or not put.destination.batches:
+            self._end(put, now)
+
+    def _end(self, put: _Put, now: float) -> None:
+        whole = put.destination.whole if put.destination is not None else set()
+        written = [key for key in put.granted if put.indexes[key] in whole]
         self.num_blocks_put += len(written)
-        self.num_puts_failed += bool(dropped)
-        if ticket.destination is not None:
-            self._send(
-                ticket.store,
-                PutEnd(writer=self._worker, ticket=number, written=written, dropped=dropped),
-            )
-        ticket.settled(now)
+        self.num_puts_failed += len(written) < len(put.granted)
+        self._writer.end(put.ticket, written, now)
 
-    def _send(self, store: WorkerRef, message: PutStart | PutEnd) -> None:
-        self._channel.send(store.address, message)
+    def _on_ended(self, put: _Put, _answer: list[BlockKey] | MooncakeError, now: float) -> None:
+        del self._puts[put.ticket]
+        put.settled(now)

@@ -1,9 +1,8 @@
-"""Prefix reuse: the longest prefix of a sequence that need not be computed, gathered into held
-pages.
+"""Prefix reuse: gathers the longest prefix of a sequence that need not be computed into held pages.
 
-First what lies in this instance's own pages, then what the Conductor said to fetch from pool
-nodes; where one fails, even in the middle of a read, another that holds the same run is asked for
-the rest. Fetched blocks are published like computed ones: reuse is "a block gets one more replica".
+It takes what lies in this instance's own pages, then fetches what the Conductor chose from pool
+nodes. Where a node fails, even in the middle of a read, another one that holds the same run is
+asked for the rest. Fetched blocks are published like computed ones.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from mooncake.instance.fetch import Fetcher
 from mooncake.instance.pages import PagePool
 
 Gathered = Callable[[list[int], float], None]
-"""(pages of the leading blocks, held for the receiver, or none when nothing was fetched; now)"""
+"""(pages of the leading blocks, held for the callee, or none when nothing was fetched; now)"""
 
 
 class PrefixReuse:
-    """One gathering; ends through its callback exactly once, cancelled or not."""
+    """Gathers one prefix; calls `gathered` exactly once, cancelled or not."""
 
     def __init__(
         self,
@@ -37,22 +36,22 @@ class PrefixReuse:
         self._gathered = gathered
         self._pages: list[int] = []
         self._num_fetched = 0
-        self._told: dict[WorkerRef, int] = {}
+        self._reported: dict[WorkerRef, int] = {}
         self._ticket: int | None = None
         self._cancelled = False
 
     def start(self, now: float) -> None:
-        """Match, then fetch; the callback may come before this returns."""
+        """Match own pages, then fetch; `gathered` may be called before this returns."""
         self._pages = list(self._pool.match(self._keys))
         self._pool.hold(self._pages)
         self._next(now)
 
     def num_counted(self, store: WorkerRef | None) -> int:
-        """Return how many leading blocks that pool node knows to be used by this request."""
-        return self._told.get(store, 0) if store is not None else 0
+        """Return how many leading blocks the node has counted as used by this request."""
+        return self._reported.get(store, 0) if store is not None else 0
 
     def cancel(self, now: float) -> None:
-        """Fetch no more; the callback comes as soon as nothing writes to the pages."""
+        """Fetch no more; `gathered` is called as soon as nothing writes to the pages."""
         self._cancelled = True
         if self._ticket is not None:
             self._fetcher.cancel(self._ticket, now)
@@ -79,7 +78,7 @@ class PrefixReuse:
         def fetched(num_blocks: int, at: float) -> None:
             self._ticket = None
             if num_blocks:
-                self._told[source.store] = have + num_blocks
+                self._reported[source.store] = have + num_blocks
             for offset in range(num_blocks):
                 self._pool.publish(self._keys[have + offset], pages[offset])
             self._pages.extend(pages[:num_blocks])
@@ -96,7 +95,7 @@ class PrefixReuse:
 
 
 def _next_replica(source: BlockSource) -> BlockSource:
-    """Return the same blocks from the next pool that holds them."""
+    """Return the same blocks from the next pool node that holds them."""
     return BlockSource(
         store=source.others[0], first=source.first, stop=source.stop, others=source.others[1:]
     )

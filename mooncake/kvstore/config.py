@@ -47,8 +47,8 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     report_interval_s: float = 0.25
     """Heartbeat and load report."""
     doubt_interval_s: float = 5.0
-    """How often the gateway is asked whether those who have held something for so long still live:
-    what a lost worker held is reclaimed even if the word of its loss, or the gateway, was lost."""
+    """How often the gateway is asked whether workers that have held something for so long still
+    live: what a lost worker held is reclaimed even if the message of its loss was lost."""
     max_tickets_per_worker: int = 4_096
     """Puts and pins one worker may have open; further ones are granted nothing."""
     checksums: bool = True
@@ -66,13 +66,13 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ssd_retry_s: float = 10.0
     """A disk that failed or was full is not written to for so long."""
     ssd_queue_bytes: int = 256 << 20
-    """Bytes that may be on their way down, and as many up; what is more is a miss."""
+    """Bytes that may be on their way down at once, and as many up."""
     ssd_threads: int = 4
     """Operations under way at once on each disk."""
     replicate_timeout_s: float = 10.0
     """A copy of another node's blocks that has not come by then is given up."""
     replica_idle_s: float = 300.0
-    """Copies that nobody read for so long are dropped."""
+    """Copies that were not read for so long are dropped."""
     drain_s: float = 30.0
     """A node that drains has so long to copy to others what only it holds."""
     drain_queue_bytes: int = 64 << 20

@@ -1,7 +1,7 @@
-"""Which block goes first when room is short: one port, four policies.
+"""Which block is evicted first when room is short: one port, four policies.
 
-Pure; owned by one tier. A policy is told only which blocks may go, so nothing pinned or half
-written can be chosen. It frees nothing itself.
+Pure; owned by one tier. A policy knows only the blocks that may be evicted, so it cannot choose one
+that is pinned or half written. It frees nothing itself.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class EvictionPolicy(Protocol):
     """
 
     def release(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks may be evicted from now on: just stored, or not pinned any more."""
+        """Allow to evict these blocks from now on: they were just stored, or are not pinned now."""
 
     def hold(self, key: BlockKey) -> None:
-        """This block may not be evicted until it is released again; what is known of it stays."""
+        """Protect this block from eviction until it is released again; its history stays."""
 
     def forget(self, key: BlockKey) -> None:
-        """This block is gone."""
+        """Forget a block that is gone."""
 
     def access(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
-        """A request wrote or read this run, all at once; keys never released here are skipped. Of
-        those `counted` it was known before: they are put in order only.
+        """Note that a request wrote or read this run; keys never released here are skipped, and
+        those `counted` before are put in order only.
         """
 
     def pop(self) -> BlockKey | None:
@@ -51,11 +51,11 @@ class EvictionPolicy(Protocol):
 
 
 class LruPolicy:
-    """The run used longest ago goes first, and of one run the tail before the head: a chain
-    without its head is worth nothing.
+    """Evicts the run used longest ago, and of one run the tail before the head: a chain without its
+    head is worth nothing.
 
-    A block that is held keeps its place in the order; one that is held when its turn comes is set
-    aside, and is the first to go once it is released.
+    A protected block keeps its place in the order. One that is protected when its turn comes is set
+    aside, and goes first once it is released.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class LruPolicy:
 
 
 class _Usage:
-    """What a ranked policy remembers of a block as long as it is stored."""
+    """How a block was used while it has been stored, for a ranked policy."""
 
     __slots__ = ("accesses", "depth", "last_access_no", "rank", "released", "rest")
 
@@ -129,7 +129,7 @@ Rank = tuple[float, ...]
 
 
 class RankedPolicy:
-    """Evicts by a rank worked out at each access, in a heap whose outdated entries are skipped."""
+    """Evicts the lowest rank, computed at each access, from a heap that may have old entries."""
 
     def __init__(self, rank: Callable[[_Usage, float], Rank]) -> None:
         self._rank = rank
@@ -268,9 +268,9 @@ def cost_aware_policy() -> RankedPolicy:
 
 
 class LastPolicy:
-    """Two policies of one kind: while the first has a block that may go, none of the second goes.
+    """Two policies of one kind: no block of the second is evicted while the first has one.
 
-    A block that changes sides is new to the other policy: how it was used before is forgotten.
+    A block that changes sides is new to the other policy, which does not know its history.
     """
 
     def __init__(self, make_policy: Callable[[], EvictionPolicy]) -> None:

@@ -1,1 +1,1 @@
-"""See the modules; nothing is imported here on purpose."""
+"""The tensor side: the model, its checkpoints, its devices. torch is imported here only."""

@@ -1,4 +1,4 @@
-"""Which implementation each op of the model uses: asked for by a person, settled by the device."""
+"""Which implementation each op of the model uses: requested by flags, resolved for the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIXED_ROWS_OF_EXPERT = 32
 
 @dataclass(frozen=True)
 class Backends:
-    """The settled choice. `attention` is also that of norms, rotation and the KV write.
+    """The resolved choice. `attention` covers norms, rotation and the KV write too.
 
     deterministic: no result of a row may depend on what else is in the batch. Costs speed: fixed
     cuts and tiles, dense products of this project's own kernel, prompts in the absorbed form.
@@ -37,12 +37,14 @@ class Backends:
 
     @property
     def keeps_quantized(self) -> bool:
-        """Whether FP8 and INT4 weights stay as they are: only kernels here multiply with them."""
+        """Whether FP8 and INT4 weights stay quantized in memory: only our kernels multiply with
+        them.
+        """
         return self.moe == TRITON
 
     @property
     def draws_on_device(self) -> bool:
-        """Whether tokens are drawn by a kernel: in steps that must not wait for the host."""
+        """Whether a kernel draws the tokens, so that a step never waits for the host."""
         return self.attention == TRITON
 
     def op(self, name: str) -> Any:

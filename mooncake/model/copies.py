@@ -1,6 +1,6 @@
-"""Values on their way between host and device that nobody waits for: a port, and none at all.
+"""Asynchronous copies between host and device: the port, and the version for a CPU.
 
-What copies is `cuda.CudaCopies` on a GPU; on the CPU everything is where it should be already.
+`device.cuda.CudaCopies` implements it on a GPU; on the CPU nothing has to be copied.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ class Arriving(Protocol):
     """A tensor on its way to the host."""
 
     def wait(self) -> torch.Tensor:
-        """Return it once it is there; this alone may block."""
+        """Return the tensor once it has arrived. The only call that may block."""
 
 
 class Mark(Protocol):
     """A point in the order of the device's work."""
 
     def reached(self) -> None:
-        """Return when all work before it has ended."""
+        """Block until all work before the mark has ended."""
 
 
 class Copies(Protocol):
-    """Moves small tensors; what the host hands over it must not change any more."""
+    """Copies small tensors. The host must not change a tensor after passing it."""
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
         """Return a host tensor's copy on the device, in the order of the device's work."""
 
     def fetch(self, values: torch.Tensor) -> Arriving:
-        """Begin to bring a device tensor, as it is now in the order of its work, to the host."""
+        """Start copying a device tensor to the host, in the order of the device's work."""
 
     def mark(self) -> Mark | None:
-        """Return the point behind all work begun so far; None: it has ended already."""
+        """Return a mark after all work begun so far; None when that has ended already."""
 
 
 class Here:
@@ -44,7 +44,7 @@ class Here:
         self._values = values
 
     def wait(self) -> torch.Tensor:
-        """Return it."""
+        """Return the tensor."""
         return self._values
 
 
@@ -56,7 +56,7 @@ class HostCopies:
         return values
 
     def fetch(self, values: torch.Tensor) -> Arriving:
-        """Return `values`, arrived."""
+        """Return `values` as an arrived tensor."""
         return Here(values)
 
     def mark(self) -> None:

@@ -4,16 +4,17 @@ own (one `Follower` a sequence, dropped with it).
 A grammar is compiled when its request comes, before there is a step to wait for it. Nothing is kept
 between workers: a follower is rebuilt from the grammar and the output tokens. The next mask is
 computed on a thread while the model runs the next step, so it costs the step nothing unless it
-takes longer than the forward pass. Which grammars are right is the door's business.
+takes longer than the forward pass. Which grammars are right is the API server's business.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 
 import llguidance
@@ -21,34 +22,53 @@ import numpy as np
 import torch
 
 from mooncake.base import Grammar, InternalError, MooncakeError
+from mooncake.model.grammar_jobs import GrammarJobs, Job, TookTooLong
 from mooncake.model.grammar_tokens import GrammarTokens
 
-MAX_COMPILED = 256
-"""Compiled grammars kept, the ones used last; a compilation takes about a millisecond."""
+MAX_COMPILED_BYTES = 1 << 30
+"""Of compiled grammars that are kept, the ones used last; most compile in about a millisecond."""
+COMPILED_BYTES_A_CHAR = 300
+MIN_COMPILED_BYTES = 1 << 18
+"""Of one compiled grammar, at least; measured with schemas of 10 to 9,000 properties."""
+MAX_TOO_COSTLY = 256
 MAX_PREPARING = 64
 MAX_REASON_CHARS = 200
 """Of the library's words in an error."""
 NUM_THREADS = 2
-"""Masks of all sequences are shared out among them; they hold no lock of Python while they work."""
+"""Compute the masks of all sequences; the library releases the interpreter meanwhile."""
+MASK_LIMIT_S = 3.0
+"""For compiling a grammar and its first mask, or for one later mask: a step waits for it. Real
+schemas take milliseconds, the largest ones that are let in half a second."""
 
 
 class Grammars:
     """Compiles grammars over one vocabulary; shared by all runners of a process."""
 
-    def __init__(self, vocab_size: int, load: Callable[[], GrammarTokens]) -> None:
-        """`load` is called by `read_vocabulary`, or with the first grammar."""
+    def __init__(
+        self, vocab_size: int, load: Callable[[], GrammarTokens], limit_s: float = MASK_LIMIT_S
+    ) -> None:
+        """Start the threads. `load` is called by `read_vocabulary`, or with the first grammar;
+        `limit_s`: the longest that one mask may take.
+        """
         self._vocab_size = vocab_size
         self._load = load
         self._lock = threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
-        self._pool: ThreadPoolExecutor | None = None
-        self._early = ThreadPoolExecutor(1, thread_name_prefix="grammar-early")
+        self._jobs = GrammarJobs(NUM_THREADS, limit_s, "grammar")
+        self._early = GrammarJobs(1, limit_s, "grammar-early")
         self._preparing: set[str] = set()
+        self._too_costly: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
+
+    @property
+    def num_compiled_bytes(self) -> int:
+        """An estimate of the memory of the compiled grammars that are kept."""
+        num_chars = sum(map(len, self._compiled))
+        return len(self._compiled) * MIN_COMPILED_BYTES + num_chars * COMPILED_BYTES_A_CHAR
 
     def read_vocabulary(self) -> None:
         """Do what the first grammar would wait for: with 160,000 tokens the library holds Python's
@@ -67,7 +87,7 @@ class Grammars:
             if not wanted or len(self._preparing) >= MAX_PREPARING:
                 return
             self._preparing.add(text)
-        self._early.submit(self._prepare, text)
+        self._early.submit(functools.partial(self._prepare, text))
 
     def _prepare(self, text: str) -> None:
         try:
@@ -85,20 +105,26 @@ class Grammars:
             return self._tokenizer
 
     def follow(self, grammar: Grammar, output_tokens: Sequence[int]) -> Follower:
-        """Return a follower of `grammar` that stands behind `output_tokens`; never blocks."""
+        """Return a follower of `grammar` after `output_tokens`; never blocks."""
+        return Follower(grammar, output_tokens, self, self._jobs)
+
+    def refuse(self, text: str) -> None:
+        """Remember that the grammar `text` exceeded its time: it is not tried again."""
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-            pool = self._pool
-        return Follower(grammar, output_tokens, self, pool)
+            self._too_costly[_digest(text)] = None
+            while len(self._too_costly) > MAX_TOO_COSTLY:
+                self._too_costly.popitem(last=False)
 
     def matcher(self, text: str) -> llguidance.LLMatcher:
         """Return a fresh matcher of the grammar `text`. Called on the pool's threads.
 
         Raises:
-            InternalError: the grammar does not compile, or there is no vocabulary to read.
+            InternalError: the grammar does not compile or has exceeded its time before, or there is
+                no vocabulary to read.
         """
         with self._lock:
+            if self._too_costly and _digest(text) in self._too_costly:
+                raise InternalError("the grammar has exceeded its time before")
             known = self._compiled.get(text)
             if known is not None:
                 self._compiled.move_to_end(text)
@@ -110,7 +136,7 @@ class Grammars:
             raise InternalError(f"the grammar does not compile: {_first_line(made.get_error())}")
         with self._lock:
             self._compiled[text] = made
-            while len(self._compiled) > MAX_COMPILED:
+            while len(self._compiled) > 1 and self.num_compiled_bytes > MAX_COMPILED_BYTES:
                 self._compiled.popitem(last=False)
         return made.deep_copy()
 
@@ -136,11 +162,11 @@ class Follower:
         grammar: Grammar,
         output_tokens: Sequence[int],
         grammars: Grammars,
-        pool: ThreadPoolExecutor,
+        jobs: GrammarJobs,
     ) -> None:
         self._grammar = grammar
         self._grammars = grammars
-        self._pool = pool
+        self._jobs = jobs
         self._matcher: llguidance.LLMatcher | None = None
         self._ends = [token for token in grammar.end_ids if 0 <= token < grammars.vocab_size]
         self._triggers = frozenset(grammar.triggers)
@@ -148,22 +174,29 @@ class Follower:
             self._state = _State.FREE
         else:
             self._state = _State.BOUND if grammar.think_begin is None else _State.FIRST
-        self._job: Future[torch.Tensor | None] = pool.submit(self._work, list(output_tokens))
+        self._job: Job[torch.Tensor | None] = self._submit(list(output_tokens))
 
     def forbidden(self) -> torch.Tensor | None:
         """Return bool [vocab] of the tokens that may not come next, None = all may; waits for it.
 
         Raises:
-            InternalError: the grammar is broken, or more than this machine can follow.
+            InternalError: the grammar is broken, or its mask takes longer than the limit.
         """
-        return self._job.result()
+        try:
+            return self._jobs.wait(self._job)
+        except TookTooLong:
+            self._grammars.refuse(self._grammar.text)
+            raise
 
     def advance(self, token: int) -> None:
         """Take the sampled token and begin to compute the next mask; call `forbidden` before."""
         free = self._state is _State.FREE and token not in self._triggers
         if free and token != self._grammar.think_end:
             return  # the mask of free text does not change
-        self._job = self._pool.submit(self._work, [token])
+        self._job = self._submit([token])
+
+    def _submit(self, tokens: Sequence[int]) -> Job[torch.Tensor | None]:
+        return self._jobs.submit(functools.partial(self._work, tokens))
 
     def _work(self, tokens: Sequence[int]) -> torch.Tensor | None:
         try:
@@ -220,6 +253,10 @@ class Follower:
         if self._state is _State.FIRST:
             allowed[self._grammar.think_begin] = True
         return torch.from_numpy(~allowed)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
 def _first_line(problem: object) -> str:

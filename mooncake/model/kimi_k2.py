@@ -77,7 +77,7 @@ class KimiK2:
         """Return the final hidden states of the output rows, [rows, hidden], before the last norm.
 
         Writes the KV of all rows; `after_write(layer)` is called as soon as a layer's is written.
-        The last layer attends only for rows whose output somebody reads.
+        The last layer attends only for rows whose output is used.
         """
         x = self._embedding(inputs.tokens)
         rotation = self._rope.rotation(inputs.positions)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from mooncake.base import DTYPE_BYTES, ConfigError, KvLayout
-from mooncake.model.quant import FP8_MAX
+from mooncake.model.checkpoint.quant import FP8_MAX
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -12,6 +11,8 @@ import torch
 
 from mooncake.base import CheckpointError, ModelSpec
 from mooncake.model.backends import Backends
+from mooncake.model.checkpoint.quant import FP8_BLOCK, QuantizedWeight
+from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.kimi_k2 import KimiK2, Layer
 from mooncake.model.layers.embedding import Embedding, Head
 from mooncake.model.layers.linear import Fp8Linear, GatedMlp, Linear, Product
@@ -20,27 +21,10 @@ from mooncake.model.layers.moe import Moe, MoeWeights
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
 from mooncake.model.placing import Placer
-from mooncake.model.tensor_shapes import tensor_shapes
-
-FP8_BLOCK = 128
-INT4_GROUP = 32
-
-
-@dataclass(frozen=True)
-class QuantizedWeight:
-    """A linear weight as it is stored.
-
-    kind "fp8": values e4m3 [out, in], factors [ceil(out / 128), ceil(in / 128)]. kind "int4":
-    values int32 [out, in / 8], factors [out, in / 32].
-    """
-
-    kind: str
-    values: torch.Tensor
-    factors: torch.Tensor
 
 
 class WeightSource(Protocol):
-    """What a model is loaded from: `weights.Checkpoint`, or tensors made in a test."""
+    """The source of a model's tensors: `checkpoint.weights.Checkpoint`, or a test's own."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -78,7 +62,7 @@ def load_model(
 
 
 class _Loader:
-    """Reads tensors by name and builds layers of them."""
+    """Reads tensors by name and builds the layers from them."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How memory is shared out between weights and KV pages, from the spec alone: no torch, no device.
+"""Memory needed by weights, steps and KV pages, from the spec alone: no torch, no device.
 
 Used by `--dry-run` and at start-up; the numbers are computed, not measured.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mooncake.base import DTYPE_BYTES, ConfigError, KvLayout, ModelSpec, format_bytes
-from mooncake.model.tensor_shapes import tensor_shapes
+from mooncake.base import DTYPE_BYTES, ConfigError, ModelSpec, format_bytes
+from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 
 _ROUTER_PARTS = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers in the weights; `router` (kept in float32) is part of `total`."""
+    """Number of weights; `router` (kept in float32) is part of `total`."""
 
     total: int
     router: int
@@ -25,28 +25,8 @@ class ParameterCount:
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes of one instance on one device."""
-
-    weights_bytes: int
-    workspace_bytes: int
-    """Activations and logits of the largest step, an upper estimate."""
-    kv_page_bytes: int
-    num_pages: int
-    num_kv_tokens: int
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.num_pages * self.kv_page_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weights_bytes + self.workspace_bytes + self.kv_bytes
-
-
-@dataclass(frozen=True)
 class GpuMemory:
-    """What was measured on a GPU once the weights were there."""
+    """Memory measured on a GPU after the weights were loaded."""
 
     total_bytes: int
     resident_bytes: int
@@ -79,7 +59,7 @@ def pages_that_fit(
 
 
 def count_parameters(spec: ModelSpec) -> ParameterCount:
-    """Return how many numbers a model of this shape has."""
+    """Return the number of parameters of a model of this shape."""
     total = router = routed = 0
     for name, shape in tensor_shapes(spec).items():
         size = math.prod(shape)
@@ -111,30 +91,3 @@ def workspace_bytes(spec: ModelSpec, dtype: str, *, step_tokens: int, step_seque
     width = 4 * spec.hidden_size + max(attention, routed, dense)
     activations = step_tokens * width * DTYPE_BYTES[dtype]
     return activations + step_sequences * spec.vocab_size * 2 * DTYPE_BYTES["float32"]
-
-
-def plan_memory(
-    spec: ModelSpec, layout: KvLayout, *, dtype: str, budget_bytes: int, workspace: int
-) -> MemoryPlan:
-    """Return how many KV pages fit into `budget_bytes` beside weights and `workspace` bytes.
-
-    Raises:
-        ConfigError: not even one page fits; says what is needed.
-    """
-    weights = weights_bytes(spec, dtype)
-    left = budget_bytes - weights - workspace
-    num_pages = left // layout.block_bytes
-    if num_pages < 1:
-        needed = weights + workspace + layout.block_bytes
-        raise ConfigError(
-            f"the model needs at least {format_bytes(needed)} "
-            f"(weights {format_bytes(weights)}, workspace {format_bytes(workspace)}, one KV page "
-            f"{format_bytes(layout.block_bytes)}), the budget is {format_bytes(budget_bytes)}"
-        )
-    return MemoryPlan(
-        weights_bytes=weights,
-        workspace_bytes=workspace,
-        kv_page_bytes=layout.block_bytes,
-        num_pages=num_pages,
-        num_kv_tokens=num_pages * layout.block_tokens,
-    )

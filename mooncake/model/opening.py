@@ -1,4 +1,4 @@
-"""From a checkpoint directory to runners, in words without tensors: what a launcher calls.
+"""From a checkpoint directory to runners: the interface that launchers call, without tensors.
 
 Owns the loaded model; several runners of one process share its weights, each has its own pages.
 """
@@ -16,13 +16,14 @@ from mooncake_kernels.dispatch import TRITON, kernel
 from mooncake.base import CheckpointError, ConfigError, KvLayout
 from mooncake.engine.config import EngineConfig
 from mooncake.model.backends import settle
+from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies
-from mooncake.model.cuda import CudaCopies, CudaGraphs, measure_memory
-from mooncake.model.cuda_device import CudaDevice
-from mooncake.model.device_pages import PageDevice, PageMemory
+from mooncake.model.device.cuda import CudaCopies, CudaGraphs, measure_memory
+from mooncake.model.device.cuda_memory import CudaDevice
+from mooncake.model.device.graphs import DecodeGraphs
+from mooncake.model.device.pages import PageDevice, PageMemory
 from mooncake.model.grammar import Grammars
 from mooncake.model.grammar_tokens import load_grammar_tokens
-from mooncake.model.graphs import DecodeGraphs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
@@ -30,12 +31,11 @@ from mooncake.model.loading import load_model
 from mooncake.model.memory import pages_that_fit
 from mooncake.model.options import ModelOptions
 from mooncake.model.runner import ModelRunner
-from mooncake.model.weights import SPEC_DTYPES, Checkpoint
 from mooncake.transfer.device import DeviceMemory
 
 
 class ModelSource:
-    """A checkpoint on disk and, once it was asked for, the model in memory."""
+    """A checkpoint on disk and, once loaded, the model in memory."""
 
     def __init__(self, path: Path, dtype: str, options: ModelOptions | None = None) -> None:
         """Open the checkpoint; reads headers only.
@@ -63,13 +63,14 @@ class ModelSource:
         self._model: KimiK2 | None = None
         self._page_device: PageDevice | None = None
 
-    @property
+    @functools.cached_property
     def revision(self) -> str:
-        """Names the weights; see `Checkpoint.revision`."""
-        return self._checkpoint.revision
+        """The revision of the weights; see `Checkpoint.revision`."""
+        folder = self._options.cache_dir
+        return self._checkpoint.revision(None if folder is None else Path(folder))
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Load the weights if they are not; `progress(done, total)` counts tensors.
+        """Load the weights unless loaded; `progress(done, total)` counts tensors.
 
         Raises:
             CheckpointError: a tensor is missing, unknown or of the wrong shape.
@@ -172,7 +173,7 @@ class ModelSource:
     def _decoder(
         self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies | None
     ) -> DecodeGraphs | None:
-        """Return captured decode steps where they can be had: no step may wait for the host."""
+        """Return captured decode steps where the device and the backends allow them, else None."""
         kernels = (self._backends.attention, self._backends.moe)
         can = self._device.type == "cuda" and kernels == (TRITON, TRITON)
         if not (can and self._options.graphs and model.spec.rope_interleave):

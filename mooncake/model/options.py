@@ -1,4 +1,4 @@
-"""How a model is to be run, in plain values that travel to its process. Needs no torch."""
+"""How to run a model, as plain values that are sent to its process. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KV_DTYPES = {"fp8": "float8_e4m3fn"}
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a model is and what computes it."""
+    """The location of a model, its device, dtype and backends."""
 
     device: str = "cpu"
     """"cpu", "cuda" or one GPU, as "cuda:1"."""
@@ -24,5 +24,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Share of a GPU's memory for weights, steps and pages together."""
     measure_pages: bool = False
     """On a GPU: as many KV pages as fit, instead of the number in the engine's settings."""
+    cache_dir: str | None = None
+    """Where digests of weight files are kept, so that each is hashed once; None: nowhere."""
     graphs: bool = True
     """On a GPU: decode steps are captured once and replayed."""

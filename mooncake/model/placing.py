@@ -1,4 +1,4 @@
-"""Copies weights to where they stay, several at once: a disk, and the way to a GPU, want that.
+"""Copies weights to their place by several threads, which disks and GPU uploads need for speed.
 
 Reading a mapped file means waiting for its pages, copying means waiting for memory; threads wait
 side by side. On the way to a GPU each thread has one pinned buffer, so beside the weights no more
@@ -19,7 +19,7 @@ MAX_THREADS = 8
 
 
 class Placer:
-    """Use as a context; it ends its threads."""
+    """A pool of copying threads; a context manager that ends them."""
 
     def __init__(self, num_threads: int | None = None, *, staged: bool = False) -> None:
         """`staged`: go through a buffer of the thread's own, pinned where there is a GPU."""
@@ -29,8 +29,8 @@ class Placer:
         self._own = threading.local()
 
     def do(self, tasks: Iterable[Callable[[], None]]) -> None:
-        """Run all tasks, several at once; raises what the first of them that failed raised, when
-        none runs any more.
+        """Run all tasks in parallel; after all have ended, raise the error of the first that
+        failed.
         """
         inference = torch.is_inference_mode_enabled()  # of this thread alone, otherwise
 

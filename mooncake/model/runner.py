@@ -1,7 +1,7 @@
 """Runs step plans on the model, in order, on a thread of its own (`engine.ports.PolledRunner`).
 
-Owns what it knows of each sequence: its prompt (for prompt logprobs) and, in the sampler, its
-history. Which pages a sequence has is said by every plan.
+Owns the state of each sequence: its prompt (for prompt logprobs) and, in the sampler, its history.
+Every plan names the pages of its sequences.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from mooncake.base import Grammar, TokenLogprobs
+from mooncake.base import Failure, Grammar, TokenLogprobs
 from mooncake.engine.plan import (
     LayerDone,
     RunnerEvent,
@@ -28,11 +28,11 @@ from mooncake.engine.plan import (
     StepSlot,
 )
 from mooncake.model.copies import Copies, HostCopies
-from mooncake.model.graphs import DecodeGraphs
+from mooncake.model.device.graphs import DecodeGraphs
+from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.inputs import OutputRows, PrefersAbsorbed, StepInputs, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layer_reports import LayerReports
 from mooncake.model.layers.mla import absorbed_is_cheaper
 from mooncake.model.layers.sampler import Drawn
 
@@ -44,15 +44,15 @@ class TokenSampler(Protocol):
     """Chooses tokens; `layers.sampler.Sampler` in production."""
 
     def start(self, start: SequenceStart) -> None:
-        """Begin to keep a sequence's settings and history."""
+        """Add a sequence: its settings and its history."""
 
     def prepare(self, grammar: Grammar) -> None:
-        """A sequence with this grammar comes soon; from any thread."""
+        """Start compiling the grammar of a sequence to come; from any thread."""
 
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence."""
 
-    def broken(self, sequence_ids: Sequence[int]) -> dict[int, str]:
+    def broken(self, sequence_ids: Sequence[int]) -> dict[int, Failure]:
         """Return which of these sequences cannot go on, and why; called before `sample`."""
 
     def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
@@ -62,7 +62,7 @@ class TokenSampler(Protocol):
         """Choose as `sample` does, without waiting for the device."""
 
     def finish(self, drawn: Drawn) -> list[Sample]:
-        """Wait for what `begin` chose; adds it to the history."""
+        """Wait for the tokens of `begin`, add them to the history, return the samples."""
 
     def prompt_logprobs(
         self, logits: torch.Tensor, next_tokens: Sequence[int], num: int
@@ -74,7 +74,7 @@ class TokenSampler(Protocol):
 class _Outcome:
     samples: list[Sample]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
-    failures: dict[int, str]
+    failures: dict[int, Failure]
 
 
 class ModelRunner:
@@ -116,7 +116,7 @@ class ModelRunner:
         self._thread.start()
 
     def prepare(self, grammar: Grammar) -> None:
-        """Begin to compile a grammar that comes soon; never blocks."""
+        """Start compiling the grammar of a sequence to come; never blocks."""
         self._sampler.prepare(grammar)
 
     def submit(self, plan: StepPlan) -> None:
@@ -126,7 +126,7 @@ class ModelRunner:
         self._plans.put(plan)
 
     def fileno(self) -> int:
-        """A descriptor that is readable while events wait."""
+        """Return a file descriptor that is readable while events wait."""
         return self._readable
 
     def poll(self) -> Sequence[RunnerEvent]:
@@ -141,8 +141,8 @@ class ModelRunner:
     def close(self) -> None:
         """Finish the running step, drop queued ones and free the descriptor. May be called twice.
 
-        Events not polled yet are lost. Model, pages and captured steps are let go: whoever still
-        knows this runner does not keep a device's memory.
+        Events not yet polled are lost. Model, pages and captured steps are released, so a remaining
+        reference to this runner holds no device memory.
         """
         if self._closed:
             return
@@ -230,7 +230,7 @@ class ModelRunner:
         return _Outcome(samples, logprobs, failures)
 
     def _sample(
-        self, inputs: StepInputs, hidden: torch.Tensor, failures: Mapping[int, str]
+        self, inputs: StepInputs, hidden: torch.Tensor, failures: Mapping[int, Failure]
     ) -> list[Sample]:
         sampling = [
             rows
@@ -269,7 +269,7 @@ class ModelRunner:
         return _Outcome(samples, {}, failures)
 
     def _wait(self) -> None:
-        """Return when the device has done all of the step: its pages may be others' after that."""
+        """Block until the device has finished the step; its pages may be reused afterwards."""
         end = self._copies.mark()
         if end is not None:
             end.reached()

@@ -1,4 +1,4 @@
-"""The prefill role: compute a prompt's KV, push it away layer by layer, sample the first token."""
+"""The prefill role: computes the KV of prompts, pushes it, and samples the first token."""
 
 from mooncake.prefill.worker import PrefillWorker
 

@@ -1,18 +1,15 @@
-"""The prefill worker: a state machine that turns `PrefillTask`s into KV on decode's pages and one
-first token.
+"""The prefill worker: a state machine that turns each `PrefillTask` into KV on decode's pages and
+one first token.
 
-Queues: tasks wait in the engine's waiting queue (bounded there; a full one turns it away);
-reservations that overtook their task wait in `_early` (bounded by `MAX_EARLY`, answered with
-`PushEnded` when it takes too long).
+Queues: tasks wait in the engine's waiting queue (bounded there; a full one turns the task away);
+reservations that came before their task wait in the job table (bounded there, answered with
+`PushEnded` when the task does not come in time).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import msgspec
 
-from mooncake.base.blocks import block_keys
 from mooncake.base.messages import (
     AbortTask,
     BlockSource,
@@ -27,17 +24,13 @@ from mooncake.base.messages import (
     Role,
     Welcome,
     WorkerRef,
-    is_former,
 )
-from mooncake.base.request import Failure
+from mooncake.base.request import Failure, request_finish
 from mooncake.engine.plan import LayerDone, StepResult
-from mooncake.engine.sequence import Sequence, SequenceOutput, request_finish
+from mooncake.engine.sequence import Sequence, SequenceOutput
 from mooncake.instance import Destination, Instance, PrefixReuse
+from mooncake.instance.job_table import JobTable
 from mooncake.prefill.task import PrefillJob, Stage
-
-MAX_EARLY = 1024
-MAX_REMEMBERED = 4096
-EARLY_S = 10.0
 
 
 class PrefillWorker:
@@ -45,13 +38,9 @@ class PrefillWorker:
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        self._jobs: dict[str, PrefillJob] = {}
-        self._by_sequence: dict[int, PrefillJob] = {}
+        self._jobs: JobTable[PrefillJob] = JobTable()
         self._settling: list[PrefillJob] = []
-        self._early: OrderedDict[tuple[str, int], tuple[float, Reserved]] = OrderedDict()
-        self._gateways: dict[str, WorkerRef] = {}
-        self._ended: OrderedDict[str, int] = OrderedDict()
-        """request -> last attempt that is over here, so that a late reservation is answered."""
+        """Jobs whose request has gone on; only the pool's copy is still being written."""
 
     # ------------------------------------------------------------ Machine
 
@@ -62,95 +51,75 @@ class PrefillWorker:
             case Reserved():
                 self._on_reserved(event, now)
             case AbortTask():
-                job = self._jobs.get(event.request_id)
-                if job is not None and job.attempt <= event.attempt:
+                job = self._jobs.abort(event)
+                if job is not None:
                     self._end(job, now)
-                self._remember(event.request_id, event.attempt)
             case LayerDone():
+                self.instance.handle(event, now)
                 self._advance(event.step_id, event.layer + 1, now)
             case StepResult():
                 self._on_step(event, now)
             case PeerLost():
                 self.instance.handle(event, now)
-                for job in [j for j in self._jobs.values() if j.order.decode == event.worker]:
-                    self._end(job, now)
+                for job in self._jobs:
+                    if job.task.decode == event.worker:
+                        self._end(job, now)
             case Welcome():
                 self.instance.handle(event, now)
-                self._on_gateway(event.gateway, now)
+                for job in self._jobs.on_welcome(event.gateway):
+                    self._end(job, now)
             case _:
                 self.instance.handle(event, now)
 
     def tick(self, now: float) -> float | None:
         for gateway in self.instance.lost_gateways():
-            for job in [j for j in self._jobs.values() if j.order.gateway == gateway]:
+            for job in self._jobs.of_gateway(gateway):
                 self._fail(job, Failure.unavailable("its gateway was taken for dead"), now)
-        for job in [j for j in self._jobs.values() if j.stage is Stage.PUSHING]:
-            if job.decode is None and now - job.sampled_s >= self.instance.config.hold_s:
+        for job in self._jobs:
+            waits = job.stage is Stage.PUSHING and job.decode is None
+            if waits and now - job.sampled_s >= self.instance.config.hold_s:
                 self._hand_over_by_pool(job, now)
-        while self._early:
-            early_s, reserved = next(iter(self._early.values()))
-            if now - early_s < EARLY_S:
-                break
-            self._early.popitem(last=False)
-            self._push_ended(reserved.decode, reserved.request_id, reserved.attempt, failed=True)
+        for message in self._jobs.expired_early(now):
+            self._send_push_ended(message, failed=True)
         self._take(self.instance.start_steps(now), now)
         return self.instance.tick(now)
 
     @property
     def next_role(self) -> Role | None:
-        """What to come back as, now that nothing is in progress here any more; None: go on."""
+        """The role to restart in, now that nothing is in progress here any more; None: go on."""
         role = self.instance.next_role
         return role if role is not None and self.quiet else None
 
     @property
     def quiet(self) -> bool:
-        """Nothing is in progress here."""
+        """Whether nothing is in progress here."""
         return not self._jobs and not self._settling and self.instance.quiet
 
     def check_integrity(self) -> None:
         self.instance.check_integrity(role_quiet=self.quiet)
-        for sequence_id, job in self._by_sequence.items():
-            assert job.sequence is not None, f"job of sequence {sequence_id} has no sequence"
-        assert len(self._early) <= MAX_EARLY, "more early reservations than allowed"
-
-    def _on_gateway(self, gateway: WorkerRef, now: float) -> None:
-        """Requests of this gateway's former life have nobody to answer to."""
-        for job in [j for j in self._jobs.values() if is_former(j.order.gateway, gateway)]:
-            self._end(job, now)
-        if is_former(self._gateways.get(gateway.worker_id, gateway), gateway):
-            self._ended.clear()  # the new one numbers its attempts anew
-        self._gateways[gateway.worker_id] = gateway
+        self._jobs.check_integrity()
 
     # ------------------------------------------------------------ from task to engine
 
-    def _on_task(self, order: PrefillTask, now: float) -> None:
-        known = self._jobs.get(order.request.request_id)
-        if known is not None:
-            if known.attempt >= order.attempt:
-                return
-            self._end(known, now)
-        if self._ended.get(order.request.request_id, -1) >= order.attempt:
+    def _on_task(self, task: PrefillTask, now: float) -> None:
+        if not self._jobs.is_new(task):
             return
-        instance, request = self.instance, order.request
-        tokens = request.tokens_with(order.output_tokens)
-        layout = instance.layout
-        keys = block_keys(
-            layout.fingerprint, tokens, layout.block_tokens, request.tenant, request.cache_salt
-        )
-        instance.engine.prepare(request)
-        job = PrefillJob(order, keys, instance.open_push())
-        self._jobs[job.request_id] = job
+        older = self._jobs.get(task.request.request_id)
+        if older is not None:
+            self._end(older, now)
+        instance = self.instance
+        instance.engine.prepare(task.request)
+        job = PrefillJob(task, instance.layout, instance.open_push())
+        self._jobs.add(job)
         if instance.draining:
             self._fail(job, Failure.turned_away("this prefill worker is shutting down"), now)
             return
-        reusable = keys[: (len(tokens) - 1) // layout.block_tokens]
-        if request.sampling.num_prompt_logprobs is not None:
-            reusable = []  # every prompt token's logits are wanted
 
         def gathered(pages: list[int], at: float) -> None:
             self._on_gathered(job, pages, at)
 
-        job.reuse = PrefixReuse(instance.pool, instance.fetcher, reusable, order.sources, gathered)
+        reusable = job.reusable_keys(len(task.output_tokens))
+        job.reuse = PrefixReuse(instance.pool, instance.fetcher, reusable, task.sources, gathered)
         job.reuse.start(now)
 
     def _on_gathered(self, job: PrefillJob, pages: list[int], now: float) -> None:
@@ -161,15 +130,15 @@ class PrefillWorker:
             instance.pool.release(pages)
             self._close(job, now)
             return
-        order = job.order
+        task = job.task
         num_cached = len(pages) * instance.layout.block_tokens
         sequence = Sequence(
             sequence_id=instance.next_sequence_id(),
-            request=order.request,
-            attempt=order.attempt,
-            turn=order.turn,
-            output_tokens=list(order.output_tokens),
-            max_new_tokens=len(order.output_tokens) + 1,
+            request=task.request,
+            attempt=task.attempt,
+            turn=task.turn,
+            output_tokens=list(task.output_tokens),
+            max_new_tokens=len(task.output_tokens) + 1,
             pages=pages,
             num_computed=num_cached,
             num_cached_tokens=num_cached,
@@ -179,25 +148,21 @@ class PrefillWorker:
             instance.pool.release(pages)
             self._fail(job, Failure.turned_away("the prefill queue is full"), now)
             return
-        job.sequence, job.stage = sequence, Stage.COMPUTING
-        self._by_sequence[sequence.sequence_id] = job
-        early = self._early.pop((job.request_id, job.attempt), None)
+        job.stage = Stage.COMPUTING
+        self._jobs.start_sequence(job, sequence)
+        early = self._jobs.take_early(job)
         if early is not None:
-            self._on_reserved(early[1], now)
+            self._on_reserved(early, now)
 
     def _on_reserved(self, message: Reserved, now: float) -> None:
-        job = self._jobs.get(message.request_id)
-        over = self._ended.get(message.request_id, -1)
-        if message.attempt <= over or (job is not None and message.attempt < job.attempt):
-            self._push_ended(message.decode, message.request_id, message.attempt, failed=False)
+        if self._jobs.is_over(message.request_id, message.attempt):
+            self._send_push_ended(message, failed=False)
             return
-        if job is None or job.attempt != message.attempt or job.stage is Stage.GATHERING:
-            name = (message.request_id, message.attempt)
-            first_s, _ = self._early.get(name, (now, message))  # asked again: patience goes on
-            self._early[name] = (first_s, message)
-            if len(self._early) > MAX_EARLY:
-                _, (_, oldest) = self._early.popitem(last=False)
-                self._push_ended(oldest.decode, oldest.request_id, oldest.attempt, failed=True)
+        job = self._jobs.find(message.request_id, message.attempt)
+        if job is None or job.stage is Stage.GATHERING:
+            dropped = self._jobs.keep_early(message, now)
+            if dropped is not None:
+                self._send_push_ended(dropped, failed=True)
             return
         if job.decode is not None:
             return
@@ -211,12 +176,10 @@ class PrefillWorker:
     # ------------------------------------------------------------ from engine to decode
 
     def _advance(self, step_id: int, num_layers: int, now: float) -> None:
-        """The first `num_layers` layers of this step lie in the pages: push the blocks it makes
-        final.
-        """
+        """Push the blocks that this step completes; `num_layers` layers lie in the pages."""
         block_tokens = self.instance.layout.block_tokens
         for slot in self.instance.engine.step(step_id).plan.slots:
-            job = self._by_sequence.get(slot.sequence_id)
+            job = self._jobs.of_sequence(slot.sequence_id)
             if job is None:
                 continue
             self._take_cached(job, slot.pages, slot.start // block_tokens, now)
@@ -229,8 +192,8 @@ class PrefillWorker:
             job.push.advance(indexes, num_layers, now)
 
     def _take_cached(self, job: PrefillJob, pages: list[int], num_cached: int, now: float) -> None:
-        """Blocks before the step that this job did not compute come from a cache: push them whole,
-        and put only what follows them into the pool, and what is hot.
+        """Push the blocks before the step that came from a cache. Put into the pool only the blocks
+        that follow them, and the hot ones that the Conductor wants replicated.
         """
         cached = range(job.num_final, num_cached)
         for index in cached:
@@ -239,14 +202,14 @@ class PrefillWorker:
         job.num_final = max(job.num_final, num_cached)
         if not job.put_asked:
             job.put_asked = True
-            hot = range(min(job.order.num_replicate_blocks, num_cached))
+            hot = range(min(job.task.num_replicate_blocks, num_cached))
             own = range(num_cached, len(job.keys))
             new = {job.keys[index]: index for index in (*hot, *own)}
-            tenant = job.order.request.tenant
+            tenant = job.task.request.tenant
             head = ChainHead(job.keys[:num_cached], job.num_counted)
             self.instance.put(job.push, new, tenant, lambda at: self._settle(job, at), head)
             if not new:
-                self.instance.tell_used(head)
+                self.instance.report_use(head)
 
     def _on_step(self, result: StepResult, now: float) -> None:
         if result.error is None:
@@ -254,10 +217,12 @@ class PrefillWorker:
         self._take(self.instance.on_step(result, now), now)
 
     def _take(self, outputs: list[SequenceOutput], now: float) -> None:
-        """Every output is an end here: a sequence wants just one token."""
+        """Take the outputs of a step. Each ends its sequence, which samples one token only."""
         for output in outputs:
             self.instance.engine.release(output.sequence)
-            job = self._by_sequence.pop(output.sequence.sequence_id)
+            job = self._jobs.of_sequence(output.sequence.sequence_id)
+            assert job is not None, "a sequence without a job"
+            self._jobs.end_sequence(job)
             if output.token is None:
                 assert output.failure is not None
                 self._fail(job, output.failure, now)
@@ -265,9 +230,9 @@ class PrefillWorker:
                 self._on_sampled(job, output, output.token, now)
 
     def _on_sampled(self, job: PrefillJob, output: SequenceOutput, token: int, now: float) -> None:
-        position = len(job.order.output_tokens)
+        position = len(job.task.output_tokens)
         reason, stop_token_id = request_finish(
-            job.order.request,
+            job.task.request,
             output.sequence.output_tokens,
             self.instance.engine.config.max_model_len,
         )
@@ -275,8 +240,8 @@ class PrefillWorker:
         job.num_cached_tokens = output.sequence.num_cached_tokens
         self.instance.count("prompt_tokens", job.num_tokens)
         self.instance.count("prompt_tokens_cached", job.num_cached_tokens)
-        self.instance.say(
-            job.order.gateway,
+        self.instance.queue_output(
+            job.task.gateway,
             RequestOutput(
                 request_id=job.request_id,
                 attempt=job.attempt,
@@ -294,7 +259,7 @@ class PrefillWorker:
         self._settle(job, now)
 
     def _settle(self, job: PrefillJob, now: float) -> None:
-        """Go on where a push or put has got further."""
+        """Take the next step that a finished push, put or sampled token allows."""
         if job.ended:
             return
         if (
@@ -306,68 +271,60 @@ class PrefillWorker:
             self._fail(job, Failure.unavailable(message), now)
             return
         if job.stage is Stage.PUSHING and job.decode is not None and job.decode.complete:
-            assert job.token is not None
-            self.instance.send(
-                job.order.decode,
-                KVReady(
-                    request_id=job.request_id,
-                    attempt=job.attempt,
-                    prefill=self.instance.worker,
-                    token=job.token,
-                    num_cached_tokens=job.num_cached_tokens,
-                ),
-            )
-            job.handed_over = True
-            self._leave(job)
+            self._hand_over(job, pushed=True, sources=[])
         if job.stage is Stage.SETTLING and not self.instance.write_through.is_open(job.push):
             self._end(job, now)
 
     def _hand_over_by_pool(self, job: PrefillJob, now: float) -> None:
-        """Decode had no room in time: keep the blocks in the pool only."""
-        assert job.token is not None
+        """Leave the blocks in the pool for decode, which had no room in time."""
         store = self.instance.kvstore
         sources = (
             [BlockSource(store=store, first=0, stop=len(job.keys))] if store and job.keys else []
         )
         self.instance.count("handed_over_by_pool")
+        self._hand_over(job, pushed=False, sources=sources)
+        self._settle(job, now)
+
+    def _hand_over(self, job: PrefillJob, *, pushed: bool, sources: list[BlockSource]) -> None:
+        """Tell decode to go on: its pages are filled (`pushed`), or the pool's are."""
+        assert job.token is not None
         self.instance.send(
-            job.order.decode,
+            job.task.decode,
             KVReady(
                 request_id=job.request_id,
                 attempt=job.attempt,
                 prefill=self.instance.worker,
                 token=job.token,
                 num_cached_tokens=job.num_cached_tokens,
-                pushed=False,
+                pushed=pushed,
                 sources=sources,
             ),
         )
         job.handed_over = True
         self._leave(job)
-        self._settle(job, now)
 
     # ------------------------------------------------------------ endings
 
     def _leave(self, job: PrefillJob) -> None:
-        """The request needs no more of us; only the pool's copy is still being written."""
+        """Let the request go on elsewhere; the pool's copy is still being written."""
         job.stage = Stage.SETTLING
         self._settling.append(job)
-        self._forget(job)
+        self._jobs.remove(job)
 
     def _fail(self, job: PrefillJob, failure: Failure, now: float) -> None:
-        start = len(job.order.output_tokens)
-        self.instance.fail(job.order.gateway, job.request_id, job.attempt, failure, start)
+        start = len(job.task.output_tokens)
+        self.instance.fail(job.task.gateway, job.request_id, job.attempt, failure, start)
         self._end(job, now)
 
     def _end(self, job: PrefillJob, now: float) -> None:
-        """Stop whatever runs for this job and free what it holds."""
+        """Stop everything that runs for a job, and free its pages."""
         if job.ended:
             return
         job.ended = True
-        self._forget(job)
-        if job.sequence is not None and job.sequence.sequence_id in self._by_sequence:
-            del self._by_sequence[job.sequence.sequence_id]
-            self.instance.engine.abort(job.sequence.sequence_id)
+        self._jobs.remove(job)
+        running = self._jobs.end_sequence(job)
+        if running is not None:
+            self.instance.engine.abort(running)
         if job.reuse is not None:
             job.reuse.cancel(now)  # ends in _on_gathered, which closes
         else:
@@ -378,30 +335,16 @@ class PrefillWorker:
             if job in self._settling:
                 self._settling.remove(job)
             if not job.handed_over:
-                self._push_ended(job.order.decode, job.request_id, job.attempt, failed=False)
+                self._send(job.task.decode, job.request_id, job.attempt, failed=False)
 
         self.instance.close_push(job.push, now, released)
 
-    def _forget(self, job: PrefillJob) -> None:
-        if self._jobs.get(job.request_id) is job:
-            del self._jobs[job.request_id]
-        self._remember(job.request_id, job.attempt)
+    def _send_push_ended(self, message: Reserved, *, failed: bool) -> None:
+        """Answer a reservation: prefill will not write to its pages (any more)."""
+        self._send(message.decode, message.request_id, message.attempt, failed=failed)
 
-    def _remember(self, request_id: str, attempt: int) -> None:
-        self._ended[request_id] = max(attempt, self._ended.get(request_id, -1))
-        self._ended.move_to_end(request_id)
-        if len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
-
-    def _push_ended(
-        self, decode: WorkerRef, request_id: str, attempt: int, *, failed: bool
-    ) -> None:
-        self.instance.send(
-            decode,
-            PushEnded(
-                request_id=request_id,
-                attempt=attempt,
-                prefill=self.instance.worker,
-                failed=failed,
-            ),
+    def _send(self, decode: WorkerRef, request_id: str, attempt: int, *, failed: bool) -> None:
+        ended = PushEnded(
+            request_id=request_id, attempt=attempt, prefill=self.instance.worker, failed=failed
         )
+        self.instance.send(decode, ended)

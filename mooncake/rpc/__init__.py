@@ -1,1 +1,1 @@
-"""See the modules; nothing is imported here on purpose."""
+"""Control messages between processes: the channel port, its two implementations, and membership."""

@@ -1,8 +1,8 @@
-"""The control channel port: messages between workers, at most once, in order per pair, never
-blocking.
+"""The control channel port: messages between workers, delivered at most once, in order per pair,
+without blocking.
 
-Loss is possible (a peer dies), so every protocol above ends in a timeout or a `PeerLost`; nothing
-here retries.
+A message is lost when a peer dies, so every protocol above ends in a timeout or a `PeerLost`;
+nothing here retries.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from mooncake.base.any_message import AnyMessage
 
 
 class Channel(Protocol):
-    """What a role sends through. Arrivals are brought to `handle(message, now)` by the driver."""
+    """The port through which a role sends. The driver passes arrivals to `handle`."""
 
     @property
     def address(self) -> str:
-        """Where others reach this end."""
+        """The address at which others reach this end."""
 
     def send(self, address: str, message: AnyMessage) -> None:
-        """Queue `message` for `address`; never blocks. To a peer that is gone it vanishes."""
+        """Queue `message` for `address`; never blocks. A message to a lost peer is dropped."""
 
 
 class PolledChannel(Channel, Protocol):
-    """A channel that a driver's loop reads."""
+    """A channel that a driver's loop polls."""
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when something arrived."""
+        """Return a descriptor that is readable when a message has arrived."""
 
     def receive(self) -> list[AnyMessage]:
-        """Return what has arrived, oldest first, without waiting."""
+        """Return the messages that have arrived, oldest first, without waiting."""
 
     def close(self) -> None:
-        """Stop receiving, give what is queued a moment to leave, free the sockets."""
+        """Stop receiving, wait a moment for queued messages to leave, and free the sockets."""

@@ -1,6 +1,6 @@
-"""Messages to bytes and back: two bytes of magic and version, then msgpack of the tagged union.
+"""Encoding of messages: one byte of magic, one of version, then msgpack of the tagged union.
 
-Stateless. No pickle, and nothing decodes to anything but the structs of `base.messages`.
+Stateless. No pickle; only the structs of `base.messages` can be decoded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: AnyMessage) -> bytes:
-    """Return `message` as bytes. Raises ProtocolError when a field holds what cannot travel."""
+    """Return `message` as bytes. Raises ProtocolError when a field cannot be encoded."""
     try:
         return _PREFIX + _ENCODER.encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -29,7 +29,7 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
-    """Return the message in `data`. Raises ProtocolError on garbage or another version."""
+    """Return the message in `data`. Raises ProtocolError on malformed data or another version."""
     view = memoryview(data)
     if len(view) < 2 or view[0] != _MAGIC:
         raise ProtocolError(f"not a message of this protocol: {bytes(view[:8]).hex() or 'empty'}")

@@ -1,8 +1,8 @@
-"""Channels between machines of one process: colocated serving and tests. Each inbox is owned by its
-channel.
+"""Channels between machines of one process, for colocated serving and tests. Each channel owns its
+inbox.
 
-With `encode=True` (default) messages pass through the codec, so what could not travel between
-processes fails here too.
+With `encode=True` (the default) messages pass through the codec, so a message that could not travel
+between processes fails here too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INBOX_BOUND = 65536
 
 
 class InprocNetwork:
-    """The addresses of one process. Passed to every channel that shall reach the others."""
+    """The addresses of one process, shared by all channels that must reach each other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class InprocNetwork:
             self._channels[channel.address] = channel
 
     def detach(self, channel: InprocChannel) -> None:
-        """Forget `channel`; nothing happens when it is not attached."""
+        """Make `channel` unreachable; does nothing when it is not attached."""
         with self._lock:
             if self._channels.get(channel.address) is channel:
                 del self._channels[channel.address]
@@ -45,7 +45,7 @@ class InprocNetwork:
 
 
 class InprocChannel:
-    """A `PolledChannel` in one process; `send` may be called from any thread."""
+    """A `PolledChannel` in one process; any thread may call `send`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class InprocChannel:
         return self._address
 
     def send(self, address: str, message: AnyMessage) -> None:
-        """Put `message` into the inbox at `address`; to an unknown address it vanishes.
+        """Put `message` into the inbox at `address`; one to an unknown address is dropped.
 
         Raises ProtocolError when the message could not travel between processes.
         """
@@ -87,7 +87,7 @@ class InprocChannel:
             target.deliver(message)
 
     def deliver(self, message: AnyMessage) -> None:
-        """Queue a message that has arrived for this end."""
+        """Queue a message for this end."""
         with self._lock:
             if self._closed:
                 return

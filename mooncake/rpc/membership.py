@@ -1,8 +1,7 @@
-"""A worker's standing in the cluster: hello until welcomed, then numbered block events and load
-reports; to each gateway, where there are several.
+"""A worker's membership in the cluster: sends its hello until it is welcomed, then numbered block
+events and load reports, to each gateway.
 
-Pure: messages and `now` in, messages out through the channel. All three worker roles own one of
-these.
+Pure: messages and `now` in, messages out through the channel. All worker roles own one.
 """
 
 from __future__ import annotations
@@ -28,34 +27,34 @@ from mooncake.rpc.channel import Channel
 HELLO_RETRY_S = 0.5
 MAX_SAMPLES = 64
 ANSWER_S = 3.0
-"""A gateway that is said to be lost has so long to answer another hello."""
+"""A suspected gateway is given up when it answers no hello within this time."""
 MAX_GATEWAYS = 64
-"""Of more, the one that was heard of first is forgotten."""
+"""With more gateways than this, the one known for longest is dropped."""
 
 
 @dataclass(slots=True)
 class _Gateway:
-    """What one gateway was told, and what it said."""
+    """What is known of one gateway."""
 
     address: str
     ref: WorkerRef | None = None
-    """Its present life, once it has told."""
+    """Its present epoch, once it has welcomed us."""
     welcomed: bool = False
     next_s: float = float("-inf")
-    """When a report, or another hello, is due."""
+    """When the next report or hello is due."""
     sequence_nos: dict[Tier, int] = field(default_factory=dict)
     samples: list[CostSample] = field(default_factory=list)
     kvstore: WorkerRef | None = None
-    doubted: bool = False
-    """Somebody says that it is lost, and it has not answered since."""
+    suspected: bool = False
+    """Another gateway calls it lost, and it has not answered since."""
     lost_at_s: float | None = None
-    """When it is given up, if it is doubted."""
+    """When a suspected gateway is given up."""
 
 
 class Membership:
     """Keeps the gateways informed about one worker.
 
-    `inventory` returns all block keys the worker holds now; it is asked for when a gateway wants
+    `inventory` returns all block keys that the worker holds now; it is called when a gateway wants
     a snapshot.
     """
 
@@ -71,7 +70,7 @@ class Membership:
         self._hello = hello
         self._channel = channel
         self._gateways = {"": _Gateway(gateway_address)}
-        """By id; "" stands for the first until it has told its own."""
+        """By id; the first one has the id "" until it has sent its own."""
         self._tier = tier
         self._inventories = {tier: inventory}
         self._report_interval_s = report_interval_s
@@ -79,7 +78,7 @@ class Membership:
         self._lost: list[WorkerRef] = []
 
     def add_tier(self, tier: Tier, inventory: Callable[[], list[BlockKey]]) -> None:
-        """Report another tier too; its block events have numbers of their own."""
+        """Report another tier too; its block events are numbered separately."""
         self._inventories[tier] = inventory
 
     @property
@@ -88,17 +87,17 @@ class Membership:
 
     @property
     def gateway_addresses(self) -> list[str]:
-        """Where the gateways are that we speak to."""
+        """The addresses of all gateways known."""
         return [gateway.address for gateway in self._gateways.values()]
 
     @property
     def welcomed(self) -> bool:
-        """Whether some gateway knows us."""
+        """Whether a gateway has welcomed this worker."""
         return any(gateway.welcomed for gateway in self._gateways.values())
 
     @property
     def welcoming(self) -> list[str]:
-        """Where the gateways are that know us."""
+        """The addresses of the gateways that have welcomed this worker."""
         return [gateway.address for gateway in self._welcoming()]
 
     @property
@@ -108,10 +107,10 @@ class Membership:
         return next((kvstore for kvstore in named if kvstore is not None), None)
 
     def on_welcome(self, welcome: Welcome) -> None:
-        """A gateway knows us (again)."""
+        """Record that a gateway knows this worker, and send it a snapshot if it wants one."""
         gateway = self._gateway(welcome.gateway)
         gateway.welcomed = True
-        gateway.doubted, gateway.lost_at_s = False, None
+        gateway.suspected, gateway.lost_at_s = False, None
         gateway.kvstore = welcome.kvstore
         if welcome.send_snapshot:
             for tier, inventory in self._inventories.items():
@@ -119,45 +118,45 @@ class Membership:
                 self._send_blocks(gateway, tier, keys, [], snapshot=True)
         for other in welcome.gateways:
             known = self._gateways.get(other.worker_id)
-            if known is None or (known.doubted and known.ref != other):
+            if known is None or (known.suspected and known.ref != other):
                 self._gateway(other)
 
     def withdraw(self) -> None:
-        """Tell that nothing is to be had here any more, whatever is still held; for good."""
+        """Report all blocks as removed, although they may still be held, and report none again."""
         for gateway in [] if self._withdrawn else self._welcoming():
             for tier in self._inventories:
                 self._send_blocks(gateway, tier, [], [], snapshot=True)
         self._withdrawn = True
 
-    def on_who(self, question: WhoAreYou) -> None:
-        """A gateway that knows nothing yet heard us: say hello to it, as at the start."""
+    def on_who_are_you(self, question: WhoAreYou) -> None:
+        """Say hello again to a gateway that has restarted and does not know this worker."""
         gateway = self._gateway(question.gateway)
         gateway.welcomed = False
         gateway.next_s = float("-inf")
 
-    def doubt(self, peers: list[WorkerRef]) -> None:
-        """Ask whether these peers are still there; a gateway answers with `PeerLost`."""
+    def ask_about(self, peers: list[WorkerRef]) -> None:
+        """Ask whether these peers are alive; a gateway sends `PeerLost` for those that are not."""
         for gateway in self._welcoming() if peers else []:
             self._send(gateway, DoubtPeers(worker=self.worker, peers=peers))
 
     def on_peer_lost(self, worker: WorkerRef) -> None:
-        """Forget the pool if it was ours; a new one comes with a new `Welcome`. A gateway of which
-        another says so is asked itself: the two may merely not reach each other.
+        """Drop the pool if it was lost; the next one comes with a new `Welcome`. A gateway that
+        another one calls lost is sent a hello first: the two may only be cut off from each other.
         """
         for gateway in self._gateways.values():
             if gateway.kvstore == worker:
                 gateway.kvstore = None
-            if gateway.ref == worker and not gateway.doubted:
-                gateway.welcomed, gateway.doubted = False, True
+            if gateway.ref == worker and not gateway.suspected:
+                gateway.welcomed, gateway.suspected = False, True
                 gateway.next_s = float("-inf")
 
     def lost_gateways(self) -> list[WorkerRef]:
-        """Return the gateways given up since the last call: nobody waits for what they asked."""
+        """Return the gateways given up since the last call; nothing receives their outputs."""
         lost, self._lost = self._lost, []
         return lost
 
     def add_sample(self, sample: CostSample) -> None:
-        """Remember a measured step for the next report; the newest 64 are kept."""
+        """Add a measured step to the next report; the newest 64 are kept."""
         for gateway in self._gateways.values():
             gateway.samples.append(sample)
             del gateway.samples[:-MAX_SAMPLES]
@@ -165,13 +164,13 @@ class Membership:
     def send_blocks(
         self, stored: list[BlockKey], removed: list[BlockKey], tier: Tier | None = None
     ) -> None:
-        """Tell what came and went since the last call; nothing is sent when nothing did."""
+        """Send the blocks stored and removed since the last call, if any."""
         if (stored or removed) and not self._withdrawn:
             for gateway in self._welcoming():
                 self._send_blocks(gateway, tier or self._tier, stored, removed, snapshot=False)
 
     def tick(self, now: float, load: Callable[[], WorkerLoad]) -> float:
-        """Send what is due and return when to be called again."""
+        """Send what is due; return when to call again."""
         report: WorkerLoad | None = None
         self._give_up(now)
         for gateway in self._gateways.values():
@@ -180,11 +179,11 @@ class Membership:
             if gateway.welcomed:
                 report = load() if report is None else report
                 gateway.next_s = now + self._report_interval_s
-                said = LoadReport(
+                message = LoadReport(
                     worker=self.worker, load=report, samples=gateway.samples,
                     block_nos=dict(gateway.sequence_nos),
                 )  # fmt: skip
-                self._send(gateway, said)
+                self._send(gateway, message)
                 gateway.samples = []
             else:
                 gateway.next_s = now + HELLO_RETRY_S
@@ -193,17 +192,17 @@ class Membership:
 
     def _give_up(self, now: float) -> None:
         for gateway_id, gateway in list(self._gateways.items()):
-            if gateway.doubted and gateway.lost_at_s is None:
+            if gateway.suspected and gateway.lost_at_s is None:
                 gateway.lost_at_s = now + ANSWER_S
             if gateway.lost_at_s is None or now < gateway.lost_at_s or gateway.ref is None:
                 continue
             self._lost = [*self._lost, gateway.ref][-MAX_GATEWAYS:]
-            gateway.doubted, gateway.lost_at_s, gateway.ref = False, None, None
+            gateway.suspected, gateway.lost_at_s, gateway.ref = False, None, None
             if len(self._gateways) > 1:  # the only one is greeted on: it may come back
                 del self._gateways[gateway_id]
 
     def _gateway(self, ref: WorkerRef) -> _Gateway:
-        """Return what is known of a gateway, under its present address."""
+        """Return the entry of a gateway, updated to its present address."""
         gateway = self._gateways.get(ref.worker_id)
         if gateway is None:
             gateway = self._gateways.pop("", None) or _Gateway(ref.address)
@@ -212,7 +211,7 @@ class Membership:
                 del self._gateways[next(iter(self._gateways))]
         if gateway.ref != ref:
             gateway.address, gateway.ref = ref.address, ref
-            gateway.doubted, gateway.lost_at_s = False, None
+            gateway.suspected, gateway.lost_at_s = False, None
         return gateway
 
     def _welcoming(self) -> list[_Gateway]:

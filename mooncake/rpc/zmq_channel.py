@@ -1,8 +1,9 @@
-"""The channel between processes, over ZeroMQ: one bound socket to receive, one a peer to send.
+"""The channel between processes, over ZeroMQ: one bound socket to receive, and one socket per peer
+to send.
 
 Owns its ZeroMQ context and sockets; decides nothing. Traffic is encrypted and authenticated with
-CURVE: the key pair of the bound end comes from the cluster secret, so who does not know the secret
-can neither compute the key to connect with nor pose as a worker.
+CURVE: the key pair of the bound end is derived from the cluster secret, so a process without the
+secret can neither compute the key to connect with nor pose as a worker.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from mooncake.rpc.codec import MAX_MESSAGE_BYTES, decode, encode
 _LOG = logging.getLogger(__name__)
 _MAX_PER_RECEIVE = 4096
 _LOGGED_EACH = 1000
+_SPARE_SOCKETS = 1023
+"""ZeroMQ's own limit, added to ours: closed sockets count until the last message has left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +38,10 @@ class ZmqLimits:
     """Bounds of one channel."""
 
     queue_messages: int = 2000
-    """High-water mark a peer, each way; to a full queue messages are dropped and counted."""
+    """High-water mark per peer, each way; messages to a full queue are dropped and counted."""
     message_bytes: int = MAX_MESSAGE_BYTES
     num_peers: int = 1024
-    """Sending sockets kept; beyond it the one unused longest is closed."""
+    """Sending sockets kept; beyond this the one unused for longest is closed."""
     idle_s: float = 60.0
     """A sending socket unused for this long is closed; the next message connects again."""
     linger_ms: int = 300
@@ -47,14 +50,14 @@ class ZmqLimits:
 
 @dataclass
 class ChannelCounters:
-    """What a channel did since it was opened."""
+    """Counts since the channel was opened."""
 
     num_sent: int = 0
     num_received: int = 0
     num_dropped: int = 0
-    """Not sent: queue of the peer full, message too long, address unusable."""
+    """Not sent: the peer's queue was full, the message too long, or the address unusable."""
     num_malformed: int = 0
-    """Arrived but were not messages of this protocol version."""
+    """Arrived, but were no messages of this protocol version."""
 
 
 def server_keys(secret: str) -> tuple[bytes, bytes]:
@@ -67,7 +70,7 @@ def server_keys(secret: str) -> tuple[bytes, bytes]:
 class ZmqChannel:
     """A `PolledChannel` whose addresses look like "tcp://127.0.0.1:43123".
 
-    `send` may be called from any thread, `receive` from one. Never blocks but in `close`.
+    Any thread may call `send`, one thread `receive`. Only `close` blocks.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class ZmqChannel:
         self._closed = False
         self.counters = ChannelCounters()
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._limits.num_peers + _SPARE_SOCKETS)
         self._inbox = self._context.socket(zmq.PULL)
         try:
             bound_port = self._bind(bind_host, port, secret_key)
@@ -129,11 +133,13 @@ class ZmqChannel:
 
     @property
     def num_peers(self) -> int:
-        """Sending sockets open now."""
+        """The number of open sending sockets."""
         return len(self._peers)
 
     def send(self, address: str, message: AnyMessage) -> None:
-        """Queue `message` for `address`. Raises ProtocolError when it cannot be encoded."""
+        """Queue `message` for `address`; one that cannot be queued is dropped and counted. Raises
+        ProtocolError when it cannot be encoded.
+        """
         data = encode(message)
         if len(data) > self._limits.message_bytes:
             self._drop(f"{type(message).__name__} of {len(data)} bytes is too long", address)
@@ -143,23 +149,20 @@ class ZmqChannel:
                 return
             now = self._clock.now()
             self._forget_idle(now)
-            peer = self._peer(address, now)
-            if peer is None:
-                self._drop("unusable address", address)
-                return
             try:
-                peer.socket.send(data, zmq.NOBLOCK)
-            except zmq.ZMQError as error:
+                self._peer(address, now).socket.send(data, zmq.NOBLOCK)
+            except zmq.ZMQError as error:  # a lost message, as on a broken link
                 self._drop(f"not queued ({error})", address)
                 return
             self.counters.num_sent += 1
 
-    def _peer(self, address: str, now: float) -> _Peer | None:
+    def _peer(self, address: str, now: float) -> _Peer:
+        """Return the peer, connected. Raises ZMQError: the address is unusable, or there is no
+        descriptor left for a socket.
+        """
         peer = self._peers.get(address)
         if peer is None:
             socket = self._connect(address)
-            if socket is None:
-                return None
             while len(self._peers) >= self._limits.num_peers:
                 self._peers.popitem(last=False)[1].socket.close()
             peer = self._peers[address] = _Peer(socket, now)
@@ -167,7 +170,7 @@ class ZmqChannel:
         self._peers.move_to_end(address)
         return peer
 
-    def _connect(self, address: str) -> zmq.Socket[bytes] | None:
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PUSH)
         try:
             socket.setsockopt(zmq.LINGER, self._limits.linger_ms)
@@ -182,7 +185,7 @@ class ZmqChannel:
             socket.connect(address)
         except zmq.ZMQError:
             socket.close()
-            return None
+            raise
         return socket
 
     def _forget_idle(self, now: float) -> None:
@@ -198,11 +201,13 @@ class ZmqChannel:
         self.counters.num_dropped += 1
 
     def fileno(self) -> int:
-        """Readable when `receive` may return something (or nothing: it can fire once too often)."""
+        """Return a descriptor that is readable when `receive` may return messages."""
         return self._ready.fileno()
 
     def receive(self) -> list[AnyMessage]:
-        """Return what has arrived, oldest first, without waiting; garbage is counted."""
+        """Return the arrived messages, oldest first, without waiting; malformed
+        ones are counted.
+        """
         messages: list[AnyMessage] = []
         if self._closed:
             return messages
@@ -248,7 +253,7 @@ class _Peer:
 
 
 def _detect_dead_peers(socket: zmq.Socket[bytes]) -> None:
-    """Have ZeroMQ notice a host that vanished without a word."""
+    """Let ZeroMQ notice a host that disappeared without closing its connections."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
 

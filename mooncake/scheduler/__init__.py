@@ -1,1 +1,1 @@
-"""See the modules; nothing is imported here on purpose."""
+"""The scheduler: admits requests, places them on workers, and delivers their outputs."""

@@ -1,13 +1,13 @@
-"""What may be set about scheduling: limits, thresholds, time-outs. Frozen; made by `launch`."""
+"""The settings of scheduling: limits, thresholds, time-outs. Frozen; created by `launch`."""
 
 from __future__ import annotations
 
 import msgspec
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, GenerateRequest
 
 POLICIES = ("kvcache-centric", "local-cache-aware", "load-balance", "round-robin", "random")
-"""Ways to choose a prefill worker."""
+"""Names of the ways to choose a prefill worker."""
 ADMISSIONS = ("predicted", "early", "late")
 
 
@@ -22,76 +22,83 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ttft_slo_s: float | None = None
     """Refuse a request whose predicted time to first token is longer. None = no limit."""
     tbt_slo_s: float | None = None
-    """Refuse a request that would bring the predicted gap between tokens over this. None = no
+    """Refuse a request that would raise the predicted gap between tokens above this. None: no
     limit.
     """
     admission: str = "predicted"
-    """When the limit on gaps is looked at. "late": once the prompt has been computed (the work of
-    those refused is lost). "early": on arrival, against what decodes then. "predicted": on arrival,
-    against the worse of that and of what will decode when this request gets there.
+    """When the limit on gaps is checked. "late": after the prompt was computed (the work of refused
+    requests is lost). "early": on arrival, against the current load of decode. "predicted": on
+    arrival, against the worse of the current load and the load predicted for the moment this
+    request would start to decode.
     """
     recheck_decode: bool = False
-    """Look at the limit on gaps once more when the prompt has been computed, and refuse then what
-    would miss it: the work is lost, and those that decode already keep their pace. "late" implies
-    it.
+    """Check the limit on gaps again after the prompt was computed, and refuse a request that would
+    miss it: its work is lost, but requests that decode already keep their pace. "late" implies it.
     """
     kvcache_balancing_threshold: float = 1.0
     """Fetching a longer prefix from another node is considered only where that prefix is longer
     than this many times the local one (Mooncake, FAST'25, Algorithm 1). 1 = always.
     """
     fetch_remote: bool = True
-    """Workers may fetch prefixes from pools of other nodes, whatever the policy (but for
-    local-cache-aware). False = each node is on its own, as in an engine with a local cache.
+    """Workers may fetch prefixes from pools of other nodes, whatever the policy (except
+    local-cache-aware). False = each node uses its own pool only, like an engine with a local cache.
     """
     max_inflight: int = 1024
     """Permits: requests accepted and not yet ended."""
     max_queue: int = 256
-    """Of these, requests that may wait for a worker to come back."""
+    """How many of these may wait for a worker after theirs was lost or full."""
     max_attempts: int = 3
-    """Placements of one request before it fails."""
+    """Failed placements of one request before it fails."""
     read_ahead_bytes: int = 2 << 30
-    """While requests wait, so many bytes of their prefixes may be on their way up from SSD. 0 =
-    they come up when a worker fetches them.
+    """While requests are pending, up to this many bytes of their prefixes are loaded from SSD ahead
+    of time. 0 = blocks are loaded when a worker fetches them.
     """
     replace_wait_s: float = 30.0
-    """How long a request whose worker was lost waits for one to take it over."""
+    """How long a request whose worker was lost waits for another worker."""
     heartbeat_timeout_s: float = 10.0
-    """A worker not heard from for this long is lost. Dead processes are noticed at once, by their
-    supervisor; this is for those that hang.
+    """A worker that has sent nothing for this long is lost. Dead processes are noticed at once by
+    their supervisor; this is for processes that hang.
     """
     stall_timeout_s: float = 300.0
-    """A placed request that has brought no token for this long (and ten times the prediction) is
-    placed again.
+    """A placed request without a token for this long (and ten times the prediction) is placed
+    again.
     """
     gap_timeout_s: float = 5.0
-    """The same for a request whose later tokens are here while earlier ones are missing."""
+    """The same for a request whose later tokens have arrived while earlier ones are missing."""
     whole_on_decode_max_tokens: int = 0
-    """Prompts with at most this many tokens to compute may run whole on a decode worker, where
-    that is faster. 0 = only when no prefill worker is alive.
+    """Prompts with at most this many tokens to compute may run whole on a decode worker, where that
+    is faster. 0 = only when no prefill worker is alive.
     """
     needs_prefill: bool = False
-    """The cluster is meant to have prefill workers: without any it is not ready, though decode
-    would do whole requests.
+    """The cluster is meant to have prefill workers: without one it is not ready, although decode
+    would run whole requests.
     """
     role_switching: bool = False
-    """Workers change between prefill and decode when the balance of load moves for long."""
+    """Workers change between prefill and decode when the balance of load has moved for long."""
     role_switch_after_s: float = 30.0
-    """How long one pool must be pressed, and the other able to spare a worker, before one changes.
-    """
+    """How long one role must lack workers, and the other have one to spare, before one changes."""
     role_switch_drain_s: float = 10.0
-    """How long a worker that changes may finish what it has; the rest goes on elsewhere."""
+    """How long a worker that changes may finish its requests; the rest moves to other workers."""
     uses_per_s_per_copy: float = 0.02
-    """A block used more often than this gets a second copy in another pool, and so on. 0 = blocks
-    are not replicated.
+    """A block that is used more often than this gets a second copy in another pool, and so on. 0 =
+    blocks are not replicated.
     """
     local_bytes_per_s: float = 4e9
-    """First guess of how fast blocks come from the pool of the worker's own node."""
+    """First guess of the bandwidth from the pool of the worker's own node."""
     remote_bytes_per_s: float = 1e9
-    """First guess of how fast blocks come from another node's pool."""
+    """First guess of the bandwidth from another node's pool."""
     fetch_latency_s: float = 0.002
-    """Of any fetch, whatever its size."""
+    """Latency of any fetch, whatever its size."""
     expected_output_tokens: float = 256.0
-    """First guess of an output's length; refined by what is seen."""
+    """First guess of an output's length; refined by finished requests."""
+
+    def ttft_limit_s(self, request: GenerateRequest) -> float | None:
+        """Return the limit on the first token: the request's own before the cluster's."""
+        return request.ttft_slo_s if request.ttft_slo_s is not None else self.ttft_slo_s
+
+    def tbt_limit_s(self, request: GenerateRequest) -> float | None:
+        """Return the limit on gaps between tokens: the request's own before the cluster's."""
+        return request.tbt_slo_s if request.tbt_slo_s is not None else self.tbt_slo_s
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

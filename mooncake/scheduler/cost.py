@@ -1,7 +1,7 @@
-"""How long things take: a step of a worker, a prompt, a gap between tokens, a fetch of blocks.
+"""Cost models: predicted seconds of a step, a prompt, a gap between tokens, a fetch of blocks.
 
-Pure values and small fits; each model is owned by the view of its worker. No clock: times come in
-with the samples.
+Pure values and small fits; each model is owned by the view of its worker. No clock: times come with
+the samples.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ Array = NDArray[np.float64]
 
 NUM_FEATURES = 4
 DEFAULT_COEFFICIENTS = (5e-3, 1e-4, 1e-9, 1e-9)
-"""Seconds a step, a token, a (token, context token) pair, a (token, token) pair: only used until
-the first sample is there.
+"""Seconds per step, token, (token, context token) pair and (token, token) pair; used until the
+first sample comes.
 """
 DECAY = 1 - 1 / 256
-"""An old sample's weight falls to 1/e in 256 newer ones."""
+"""An old sample's weight falls to 1/e within 256 newer ones."""
 PROFILE_WEIGHT = 16.0
-"""The start-up profile counts as this many samples, for ever: what has not been seen lately is not
-forgotten. It lends its shape only; how fast the machine is now is learned apart.
+"""The start-up profile always counts as this many samples, so that loads not seen lately are not
+forgotten. Only its shape is used; the present speed of the machine is learned separately.
 """
 SPEED_WINDOW = 64
 PROFILE_TRUST = 8
-"""The profile's own speed counts as so many steps: one slow step is no slow worker."""
+"""The profile's own speed counts as this many steps: one slow step is no slow worker."""
 MAX_SPEED_RATIO = 20.0
+MIN_STEP_S = 1e-6
+"""Every step takes some time, whatever a noisy fit says: predictions are divided by."""
 RIDGE = 1e-4
 OUTLIER_RATIO = 1.0
-"""Samples further off than this (relative) count less: a page fault is not the cost of a step."""
+"""Samples with a larger relative error count less: a page fault is not the cost of a step."""
 ERROR_DECAY = 1 - 1 / 64
 
 
@@ -54,7 +56,7 @@ class StepCostModel:
         self._coefficients: tuple[float, ...] = DEFAULT_COEFFICIENTS
         self._profile_coefficients: tuple[float, ...] | None = None
         self._log_slowdown = RunningMean(0.0, SPEED_WINDOW, guess_weight=PROFILE_TRUST)
-        """Of the profile's predictions, against what is measured now."""
+        """Log of the measured seconds over the profile's predictions."""
         self._stale = False
         self._num_samples = 0
         self._error_sum = 0.0
@@ -68,20 +70,15 @@ class StepCostModel:
             self._profile_coefficients = self._coefficients = self._fit()
 
     @property
-    def num_samples(self) -> int:
-        """Samples taken in so far, profile included."""
-        return self._num_samples
-
-    @property
     def error_ratio(self) -> float | None:
-        """Mean relative error of predictions made *before* each online sample was taken in (recent
+        """Mean relative error of predictions made *before* each online sample was added (recent
         ones count more); None before the first.
         """
         return self._error_sum / self._error_weight if self._error_weight else None
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """The fitted terms, in the order of the class docstring."""
+        """The fitted coefficients, in the order of the class docstring."""
         if self._stale:
             self._coefficients = self._fit()
             self._stale = False
@@ -114,8 +111,9 @@ class StepCostModel:
         return _dot(self.coefficients, num_new_tokens, num_context_tokens, num_sequences)
 
     def prefill_s(self, num_new_tokens: int, num_context_tokens: int, chunk_tokens: int) -> float:
-        """Return the predicted seconds to compute a prompt's last `num_new_tokens` tokens after
-        `num_context_tokens` that are there, in steps of at most `chunk_tokens` (0 = one step).
+        """Return the predicted seconds to compute a prompt's last `num_new_tokens` tokens when the
+        KV of the `num_context_tokens` before them exists, in steps of at most `chunk_tokens` (0 =
+        one step).
         """
         if num_new_tokens <= 0:
             return 0.0
@@ -145,7 +143,8 @@ class StepCostModel:
         diagonal = np.diag(gram).copy()
         ridge = np.where(diagonal > 0, RIDGE * diagonal, 1.0)
         prior = np.array(DEFAULT_COEFFICIENTS)
-        return non_negative_least_squares(gram + np.diag(ridge), moment + ridge * prior)
+        fixed, *others = non_negative_least_squares(gram + np.diag(ridge), moment + ridge * prior)
+        return (max(fixed, MIN_STEP_S), *others)
 
 
 def chunk_features(
@@ -167,7 +166,7 @@ def _dot(
     num_context_tokens: int,
     num_sequences: int,
 ) -> float:
-    """Return the terms of `StepCostModel` times their coefficients."""
+    """Return the predicted seconds: the terms of `StepCostModel` times their coefficients."""
     fixed, token, pair, square = coefficients
     spread = num_new_tokens / max(num_sequences, 1)
     return (
@@ -220,8 +219,11 @@ def _accumulate(gram: Array, moment: Array, sample: CostSample, weight: float) -
 
 
 class BandwidthEstimate:
-    """Seconds of a transfer from its bytes, refined by finished transfers (recent ones count
-    more).
+    """Predicts the seconds of a transfer from its bytes, and learns from finished transfers (recent
+    ones count more).
+
+    Raises:
+        ValueError: the first guess is not positive, or the latency is negative.
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
@@ -236,7 +238,7 @@ class BandwidthEstimate:
         return self._bytes / self._seconds
 
     def observe(self, num_bytes: float, seconds: float) -> None:
-        """Take in one transfer, or the sum of several that ran one after another."""
+        """Learn from one transfer, or from the sum of several that ran one after another."""
         if num_bytes <= 0 or seconds <= 0:
             return
         keep = math.exp(-seconds)
@@ -244,7 +246,7 @@ class BandwidthEstimate:
         self._bytes = self._bytes * keep + num_bytes
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the predicted seconds; nothing to move takes no time."""
+        """Return the predicted seconds; 0 when there are no bytes to move."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0
 
 
@@ -252,7 +254,7 @@ class RunningMean:
     """A mean in which the newest value has at least `1 / window` of the weight."""
 
     def __init__(self, first_guess: float, window: int, *, guess_weight: int = 0) -> None:
-        """The guess counts as `guess_weight` values; 0: the first value replaces it."""
+        """The guess counts as `guess_weight` values; 0 means that the first value replaces it."""
         self._value = first_guess
         self._count = guess_weight
         self._window = window
@@ -262,6 +264,5 @@ class RunningMean:
         return self._value
 
     def add(self, value: float) -> None:
-        """Take in one value."""
         self._count = min(self._count + 1, self._window)
         self._value += (value - self._value) / self._count

@@ -1,4 +1,4 @@
-"""What the gateway needs of the world, in one value. Ports only."""
+"""What the gateway needs from outside, in one value. Ports only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mooncake.telemetry.events import Recorder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayPorts:
-    """The gateway's own name, and what it sends through, draws from and tells."""
+    """The gateway's own reference, its channel, source of identifiers and event recorder."""
 
     worker: WorkerRef
     channel: Channel

@@ -1,1 +1,1 @@
-"""See the modules; nothing is imported here on purpose."""
+"""The simulator: the shipped machines on simulated time, wires, disks and step costs."""

@@ -1,6 +1,6 @@
-"""What is measured of a simulated cluster: every request's times, and the cluster over time.
+"""Measurements of a simulated cluster: the times of every request, and the cluster over time.
 
-Listens: to the clients' streams and to lifetime events. Decides nothing.
+Fed by the clients' streams and by lifetime events. Decides nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RequestMeasure:
         self.shed = False
         """Refused after its prompt had been computed."""
         self.abandoned = False
-        """Its gateway was restarted: nobody will say how it ended."""
+        """Whether its gateway was restarted, so that no final event will come."""
         self.num_finals = 0
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -74,7 +74,7 @@ class RequestMeasure:
         self.prefill: str | None = None
 
     def receive(self, event: OutputEvent, now: float) -> None:
-        """Take in what came for the client."""
+        """Record an event that the client received."""
         if isinstance(event, TokensEvent):
             if self.first_s is None:
                 self.first_s = now
@@ -107,7 +107,7 @@ class RequestMeasure:
         return None if self.first_s is None else self.first_s - self.submitted_s
 
     def inside(self, ttft_slo_s: float, tbt_slo_s: float) -> bool:
-        """Whether it completed with both times inside their limits: an effective request (Mooncake,
+        """Whether the request kept both limits: an effective request (Mooncake,
         FAST'25, section 5: a request's TBT is the mean of its slowest tenth of gaps).
         """
         ttft_s = self.ttft_s
@@ -120,7 +120,7 @@ class RequestMeasure:
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster at one time. Loads are predicted times over their limits."""
+    """The cluster at one moment. Loads are predicted times divided by their limits."""
 
     at_s: float
     prefill_load: float
@@ -142,7 +142,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measures:
-    """All requests of one run, and the recorder its gateway speaks to."""
+    """All requests of one run; also the gateway's recorder of lifetime events."""
 
     def __init__(self) -> None:
         self.requests: list[RequestMeasure] = []
@@ -157,21 +157,21 @@ class Measures:
         self._by_id: dict[str, RequestMeasure] = {}
 
     def begin(self, arrival: Arrival, now: float) -> RequestMeasure:
-        """A request is about to be submitted."""
+        """Record that a request is about to be submitted."""
         measure = RequestMeasure(arrival, now, self._ended)
         self.requests.append(measure)
         self._by_id[arrival.request_id] = measure
         return measure
 
     def abandon(self) -> None:
-        """The gateway forgets all it has: these requests have ended for their clients."""
+        """Record that the gateway restarts: its open requests have ended for their clients."""
         for measure in self._by_id.values():
             measure.abandoned = True
         self.num_ended += len(self._by_id)
         self._by_id.clear()
 
     def record(self, event: AnyEvent) -> None:
-        """Take note of what only the gateway knows (see `telemetry.events.Recorder`)."""
+        """Record a lifetime event (see `telemetry.events.Recorder`)."""
         if isinstance(event, Placed):
             self.num_placed += 1
             measure = self._by_id.get(event.request_id)

@@ -1,6 +1,6 @@
 """The smallest cluster that keeps almost every request inside both limits, and its P:D ratio.
 
-Pure search; how one cluster fares is asked of whoever simulates.
+Pure search; a function passed in simulates one cluster.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from mooncake.sim.result import SimulationResult
+from mooncake.sim.results.result import SimulationResult
 from mooncake.sim.simulation import SimulationConfig
 
 WANTED_RATIO = 0.99
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """One cluster that was tried."""
+    """One candidate cluster and its result."""
 
     num_nodes: int
     num_prefill: int

@@ -1,6 +1,6 @@
-"""A trace on a cluster: the world built, the clients played, the measures taken.
+"""A trace on a simulated cluster: builds the world, plays the clients, takes the measures.
 
-Nothing in here decides anything about requests: that is the shipped machines' business.
+Makes no decision about requests: the shipped machines do.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mooncake.engine.config import EngineConfig
 from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.sim.clock import EventHeap
-from mooncake.sim.cost_model import HardwareFigures, InstanceCost, ModelFigures, sim_layout
-from mooncake.sim.disk import SimDiskConfig
 from mooncake.sim.measure import Measures
-from mooncake.sim.network import NetworkConfig
-from mooncake.sim.process import AfterEvent
-from mooncake.sim.runner import SimRunner, token_at
 from mooncake.sim.timeline import Watch
 from mooncake.sim.workload import STOP_TOKEN, TRACE_BLOCK_TOKENS, Arrival, Workload
-from mooncake.sim.world import WorkerSpec, World, WorldConfig
+from mooncake.sim.world.clock import EventHeap
+from mooncake.sim.world.cost_model import HardwareFigures, InstanceCost, ModelFigures, sim_layout
+from mooncake.sim.world.disk import SimDiskConfig
+from mooncake.sim.world.network import NetworkConfig
+from mooncake.sim.world.process import AfterEvent
+from mooncake.sim.world.runner import SimRunner, token_at
+from mooncake.sim.world.world import WorkerSpec, World, WorldConfig
 from mooncake.transfer.engine import Region
 
 START_S = 2.0
@@ -44,7 +44,7 @@ ENGINES = ("mooncake", *COUPLED)
 
 
 class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster to be tried. Instances take as many nodes as the model's weights need."""
+    """The simulated cluster. An instance takes as many nodes as the model's weights need."""
 
     model: ModelFigures
     hardware: HardwareFigures
@@ -89,7 +89,7 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulation:
-    """One run of one workload. `run` plays it to its end."""
+    """One run of one workload."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class Simulation:
         after_event: AfterEvent | None = None,
         on_output: Callable[[Arrival, OutputEvent], None] | None = None,
     ) -> None:
-        """`after_event` is called with every machine that was moved, `on_output` with all that
-        clients receive.
+        """Build the world. `after_event` is called with each machine after its events, `on_output`
+        with every event that clients receive.
         """
         self._on_output = on_output
         self.config = config
@@ -117,11 +117,11 @@ class Simulation:
 
     @property
     def num_nodes(self) -> int:
-        """Machines in this cluster."""
+        """Number of nodes in this cluster."""
         return (self.config.num_prefill + self.config.num_decode) * self.cost.num_nodes
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Play the whole workload; `progress` is told (requests that have ended, all of them)."""
+        """Run the whole workload; `progress` is called with (ended requests, all requests)."""
         heap, num = self.world.heap, len(self.workload.arrivals)
         heap.at(START_S, self._arrive)
         self.watch.start(START_S, START_S + self.workload.duration_s)
@@ -133,7 +133,7 @@ class Simulation:
     # ------------------------------------------------------------ clients
 
     def _arrive(self) -> None:
-        """Submit what is due, and come again for the next one."""
+        """Submit the requests that are due and schedule the next arrival."""
         arrivals, heap = self.workload.arrivals, self.world.heap
         now = heap.now()
         while self._next < len(arrivals) and START_S + arrivals[self._next].at_s <= now:
@@ -158,13 +158,11 @@ class Simulation:
     # ------------------------------------------------------------ the cluster
 
     def _oracle(self, sampling: SamplingParams, position: int) -> int:
-        """The seed is the request's index."""
+        """Return the token oracle: a request's seed is its index in the workload."""
         return self.token(sampling.seed, position)
 
     def token(self, index: int, position: int) -> int:
-        """Return the token of a request at an output position: the recorded output ends where it
-        ended.
-        """
+        """Return the token of a request at an output position; the recorded length ends it."""
         if position + 1 >= self._lengths[index]:
             return STOP_TOKEN
         return token_at(index, position)

@@ -1,4 +1,4 @@
-"""Looks at a simulated cluster every so often and writes down what it sees.
+"""Samples a simulated cluster at regular times.
 
 Reads the Conductor's views and the runners' clocks; changes nothing.
 """
@@ -11,12 +11,12 @@ from heapq import nlargest
 
 from mooncake.base.blocks import BlockKey, block_keys
 from mooncake.base.messages import Role
-from mooncake.kvstore.node import KvNode
+from mooncake.kvstore.node.node import KvNode
 from mooncake.prefill.worker import PrefillWorker
 from mooncake.sim.measure import Measures, Moment
-from mooncake.sim.runner import SimRunner
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, Arrival, prompt_tokens
-from mooncake.sim.world import World
+from mooncake.sim.world.runner import SimRunner
+from mooncake.sim.world.world import World
 
 NUM_MOMENTS = 120
 RANKS = (1, 10, 100, 1000, 10_000)
@@ -24,7 +24,7 @@ RANKS = (1, 10, 100, 1000, 10_000)
 
 
 class Watch:
-    """Takes `NUM_MOMENTS` looks, evenly spread over the arrivals."""
+    """Takes `NUM_MOMENTS` samples, evenly spread over the arrivals."""
 
     def __init__(
         self, world: World, measures: Measures, ttft_slo_s: float, tbt_slo_s: float
@@ -42,13 +42,13 @@ class Watch:
         self._keys: dict[int, BlockKey] = {}
 
     def start(self, first_s: float, last_s: float) -> None:
-        """Look from `first_s` to `last_s`."""
+        """Sample from `first_s` to `last_s` (seconds)."""
         self._every_s = max(1.0, (last_s - first_s) / NUM_MOMENTS)
         self._until_s = last_s
         self._world.heap.at(first_s + self._every_s, self._look)
 
     def count_blocks(self, arrival: Arrival) -> None:
-        """A request uses these blocks."""
+        """Count one use of each of these blocks."""
         ids = arrival.line.hash_ids
         self._uses.update(ids)
         for hash_id in ids:
@@ -94,14 +94,16 @@ class Watch:
         return round(min(share, 1.0), 4)
 
     def _hot_blocks(self) -> list[list[BlockKey]]:
-        """Return the blocks from each rank on, by use; of the first rank the one."""
+        """Return some blocks around each rank of popularity; for the first rank only the top
+        one.
+        """
         ranked = nlargest(RANKS[-1] + 5, self._uses.items(), key=lambda item: (item[1], -item[0]))
         return [
             [self._key(h) for h, _ in ranked[rank - 1 : rank - 1 + min(rank, 5)]] for rank in RANKS
         ]
 
     def _num_holders(self, key: BlockKey) -> int:
-        """Return how many nodes have a block for prefill to use."""
+        """Return how many nodes hold a block that prefill could use."""
         nodes = set()
         for worker in self._world.workers.values():
             machine = worker.machine
@@ -116,7 +118,7 @@ class Watch:
         return len(nodes)
 
     def _key(self, hash_id: int) -> BlockKey:
-        """Return the key of a trace block, worked out from the first request that used it."""
+        """Return the key of a trace block, computed from the first request that used it."""
         key = self._keys.get(hash_id)
         if key is None:
             line = self._first_use[hash_id].line

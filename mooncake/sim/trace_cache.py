@@ -1,7 +1,7 @@
-"""What one pool of a given size would hit on a trace: the bound that a cluster is measured against.
+"""The hit rate of one pool of a given size on a trace: the bound for a cluster's hit rate.
 
-Runs the shipped eviction policies over block ids, without time: a request's blocks are there for
-the next one at once.
+Runs the shipped eviction policies over block ids without time: a request's blocks are available
+to the next request at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLICY_NAMES = {"lru": "lru", "lfu": "lfu", "length-aware": "length", "cost-awar
 
 
 class CacheHitRate(msgspec.Struct, frozen=True, kw_only=True):
-    """One pool that was tried."""
+    """The hit rate of one pool size and policy."""
 
     policy: str
     capacity: int
@@ -29,7 +29,7 @@ class CacheHitRate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hit_rate(trace: Sequence[TraceLine], policy_name: str, capacity: int) -> CacheHitRate:
-    """Return what a pool of `capacity` blocks hits.
+    """Return the hit rate of a pool of `capacity` blocks.
 
     Raises:
         ConfigError: no such policy, or no capacity.
@@ -59,7 +59,7 @@ def hit_rate(trace: Sequence[TraceLine], policy_name: str, capacity: int) -> Cac
 def _use(
     policy: EvictionPolicy, stored: set[BlockKey], keys: list[BlockKey], capacity: int
 ) -> None:
-    """Store a run, never evicting its own blocks for one another."""
+    """Store a request's blocks without evicting one of them for another."""
     for key in keys:
         if key in stored:
             policy.hold(key)

@@ -1,7 +1,7 @@
 """Traces as workloads: JSONL of timestamps, lengths and 512-token block ids, turned into requests.
 
-Pure values; made from text that `launch` has read. Prompts are made when their request is due, so
-only those in flight take memory.
+Pure values, parsed from text that the caller has read. A prompt is built when its request is due,
+so only requests in flight take memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_blocks(self) -> int:
-        """Ids that name a prompt's blocks; the last may be partial."""
+        """Number of 512-token blocks of the prompt; the last may be partial."""
         return len(self.hash_ids)
 
 
@@ -73,7 +73,7 @@ def parse_trace(lines: Iterable[str | bytes], name: str) -> list[TraceLine]:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """One request to come."""
+    """One future request: its arrival time and its trace line."""
 
     index: int
     at_s: float
@@ -85,9 +85,9 @@ class Arrival:
         return f"r{self.index}"
 
     def request(self, max_model_len: int) -> GenerateRequest:
-        """Make the request itself; its prompt lives as long as it does.
+        """Build the request with its prompt.
 
-        The seed names the request, by which a simulated worker knows where its output ends.
+        Its seed identifies the request, so that a simulated worker knows its output length.
         """
         room = max_model_len - self.line.input_length
         return GenerateRequest(
@@ -116,7 +116,7 @@ def prompt_tokens(line: TraceLine) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A trace as it is to be replayed."""
+    """A trace prepared for replay."""
 
     arrivals: Sequence[Arrival]
 
@@ -151,7 +151,7 @@ class Workload:
 
     @property
     def output_lengths(self) -> list[int]:
-        """By index."""
+        """Output length in tokens of each request, by index."""
         return [arrival.num_output_tokens for arrival in self.arrivals]
 
     @property
@@ -162,7 +162,7 @@ class Workload:
 
 
 class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trace is like."""
+    """Figures that describe a trace."""
 
     num_requests: int
     duration_s: float

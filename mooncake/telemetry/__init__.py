@@ -1,1 +1,1 @@
-"""See the modules; nothing is imported here on purpose."""
+"""Lifetime events, and the metrics, recent status and logs that are derived from them."""

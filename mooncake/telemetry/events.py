@@ -1,7 +1,7 @@
-"""The named events in the life of a request and of a worker, each with its time: all latency
-metrics and traces are derived from these and from nothing else.
+"""The named events in the life of a request and of a worker, each with its time. All latency
+metrics and traces are derived from these alone.
 
-Values only. Whoever has the news (the gateway) makes the event; who listens is wired by `launch`.
+Values only. The gateway makes the events; `launch` decides who receives them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mooncake.base import FinishReason, Role, WorkerLoad
 class LifetimeEvent(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"
 ):
-    """Root of all events; `at_s` is on the driver's clock."""
+    """The base of all events; `at_s` is on the driver's clock."""
 
     at_s: float
 
 
 class RequestEvent(LifetimeEvent, frozen=True, kw_only=True):
-    """Something happened to one request."""
+    """The base of the events of one request."""
 
     request_id: str
 
@@ -39,7 +39,7 @@ class Accepted(RequestEvent, frozen=True, tag="accepted"):
 
 
 class Refused(RequestEvent, frozen=True, tag="refused"):
-    """The request was turned away before any work; nothing else is recorded of it."""
+    """The request was refused before any work; no other event of it follows."""
 
     status: int
     reason: str
@@ -47,21 +47,21 @@ class Refused(RequestEvent, frozen=True, tag="refused"):
 
 
 class Placed(RequestEvent, frozen=True, tag="placed"):
-    """Workers were chosen and told. `attempt` above 1: it goes on after a loss."""
+    """Workers were chosen and got their tasks. `attempt` above 1: after a lost attempt."""
 
     attempt: int
     prefill: str | None
     decode: str
     predicted_ttft_s: float
-    """From now on, as the cost models saw it."""
+    """From this moment on, by the cost models."""
     predicted_tbt_s: float
     num_cached_tokens: int
-    """Prompt tokens the Conductor expects to be reused."""
+    """Prompt tokens that the Conductor expects to be reused."""
     num_fetch_blocks: int = 0
 
 
 class FirstToken(RequestEvent, frozen=True, tag="first_token"):
-    """The first output token went to the client (comes before the `Tokens` event that holds it)."""
+    """The first output token went to the client (recorded before its `Tokens` event)."""
 
     worker_id: str
     num_cached_tokens: int
@@ -76,7 +76,7 @@ class Tokens(RequestEvent, frozen=True, tag="tokens"):
 
 
 class Requeued(RequestEvent, frozen=True, tag="requeued"):
-    """An attempt came to nothing; the request is to be placed again."""
+    """An attempt was lost; the request will be placed again."""
 
     attempt: int
     reason: str
@@ -91,17 +91,19 @@ class Finished(RequestEvent, frozen=True, tag="finished"):
     num_output_tokens: int
     num_cached_tokens: int = 0
     status: int = 200
-    """Of the failure, where there is one."""
+    """The HTTP status of the failure, or 200."""
 
 
 class WorkerJoined(LifetimeEvent, frozen=True, tag="worker_joined"):
+    """A worker was welcomed."""
+
     worker_id: str
     role: Role
     num_blocks: int
 
 
 class WorkerReported(LifetimeEvent, frozen=True, tag="worker_reported"):
-    """A load report arrived."""
+    """A load report came."""
 
     worker_id: str
     role: Role
@@ -111,6 +113,8 @@ class WorkerReported(LifetimeEvent, frozen=True, tag="worker_reported"):
 
 
 class WorkerLeft(LifetimeEvent, frozen=True, tag="worker_left"):
+    """A worker left or was lost."""
+
     worker_id: str
     role: Role
     reason: str
@@ -122,14 +126,14 @@ AnyEvent = AnyRequestEvent | AnyWorkerEvent
 
 
 class Recorder(Protocol):
-    """Someone who listens to lifetime events."""
+    """A receiver of lifetime events."""
 
     def record(self, event: AnyEvent) -> None:
-        """Take note of `event`; quick, and never raises."""
+        """Take `event`; must be quick and never raise."""
 
 
 class Recorders:
-    """Tells several listeners, in the order given; with none it is the recorder that forgets."""
+    """Passes each event to several recorders, in the order given; with none it ignores events."""
 
     def __init__(self, *listeners: Recorder) -> None:
         self._listeners: Sequence[Recorder] = listeners

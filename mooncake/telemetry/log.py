@@ -4,7 +4,9 @@ other modules use `logging.getLogger(__name__)` and never print.
 
 from __future__ import annotations
 
+import datetime
 import logging
+import re
 from typing import TextIO
 
 import msgspec
@@ -12,21 +14,63 @@ import msgspec
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+MAX_ALIKE_A_MINUTE = 120
+"""The most records of one message and logger in a minute: clients choose how often they are
+refused."""
+MINUTE_S = 60.0
+COMPLETE_LOGGERS = frozenset({"mooncake.api.http.access_log"})
+"""Loggers whose records are all written: the access log was asked for."""
+
+
+class RepeatFilter(logging.Filter):
+    """Drops the records of one message beyond `MAX_ALIKE_A_MINUTE`; the next minute's first one
+    says in `left_out` how many.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun_s = 0.0
+        self._counts: dict[tuple[str, str], int] = {}
+        self._left_out: dict[tuple[str, str], int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name in COMPLETE_LOGGERS:
+            return True
+        if record.created - self._begun_s >= MINUTE_S:
+            self._begun_s, self._counts = record.created, {}
+        kind = (record.name, str(record.msg))
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        if self._counts[kind] > MAX_ALIKE_A_MINUTE:
+            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+            return False
+        if left_out := self._left_out.pop(kind, 0):
+            vars(record)["left_out"] = left_out
+        return True
+
+
 class TextFormatter(logging.Formatter):
-    """`12:30:01.123 INFO decode-0 mooncake.decode.worker: text key=value`, on one line."""
+    """`2026-01-31T12:30:01.123+00:00 INFO decode-0 mooncake.decode.worker: text key=value`, on one
+    line.
+    """
 
     def __init__(self, worker_id: str) -> None:
-        super().__init__("%(asctime)s", datefmt="%H:%M:%S")
+        super().__init__()
         self._worker_id = worker_id
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
         extra = "".join(f" {name}={value}" for name, value in _extras(record).items())
-        stamp = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}"
-        line = f"{stamp} {record.levelname} {self._worker_id} {record.name}: {text}{extra}"
+        line = f"{_time(record)} {record.levelname} {self._worker_id} {record.name}: {text}{extra}"
         if record.exc_info:
             line += " | " + self.formatException(record.exc_info)
-        return line.replace("\n", " | ")
+        return _CONTROL.sub(_spelled, line.replace("\n", " | "))
+
+
+def _spelled(found: re.Match[str]) -> str:
+    """Return a control character as text: clients may put some into what is logged."""
+    return found[0].encode("unicode_escape").decode()
 
 
 class JsonFormatter(logging.Formatter):
@@ -38,7 +82,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
-            "time": record.created,
+            "time": _time(record),
             "level": record.levelname,
             "worker": self._worker_id,
             "logger": record.name,
@@ -50,8 +94,11 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(entry).decode()
 
 
+FORMATTERS = {"text": TextFormatter, "json": JsonFormatter}
+
+
 def configure_logging(
-    worker_id: str, stream: TextIO, *, level: str = "INFO", json_lines: bool = False
+    worker_id: str, stream: TextIO, *, level: str = "info", form: str = "text"
 ) -> None:
     """Send the records of `mooncake.*` to `stream`, once, each on one line with the worker's name.
 
@@ -59,11 +106,18 @@ def configure_logging(
         ValueError: no such level.
     """
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter(worker_id) if json_lines else TextFormatter(worker_id))
+    handler.setFormatter(FORMATTERS[form](worker_id))
+    handler.addFilter(RepeatFilter())
     logger = logging.getLogger("mooncake")
     logger.handlers[:] = [handler]
-    logger.setLevel(level)
+    logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def _time(record: logging.LogRecord) -> str:
+    """Return when it was, as ISO 8601 with milliseconds and the zone of this machine."""
+    at = datetime.datetime.fromtimestamp(record.created).astimezone()
+    return at.isoformat(timespec="milliseconds")
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:

@@ -1,7 +1,8 @@
-"""What Prometheus reads: every series is derived from lifetime events, in a registry of our own.
+"""The metrics for Prometheus: every series is derived from lifetime events, in a registry of its
+own.
 
-Names follow vLLM's with the prefix `mooncake:`, so that its dashboards need one word changed. The
-metrics object owns the running state of requests it has seen accepted and not yet finished.
+Names are vLLM's with the prefix `mooncake:`, so its dashboards need one word changed. The metrics
+object owns the state of requests that were accepted and have not finished.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _Live:
 class Metrics:
     """A recorder that turns events into Prometheus series.
 
-    `model_name` is the label vLLM's dashboards select by.
+    `model_name` is the label by which vLLM's dashboards select.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -62,13 +63,8 @@ class Metrics:
         """Return all series in the Prometheus text format."""
         return generate_latest(self._registry)
 
-    @property
-    def num_live(self) -> int:
-        """Requests accepted and not yet finished."""
-        return len(self._live)
-
     def record(self, event: AnyEvent) -> None:
-        """Take one event. Events of requests never accepted (or already finished) are ignored."""
+        """Take one event. Those of requests not accepted, or finished, are ignored."""
         match event:
             case Tokens():
                 self._on_tokens(event)
@@ -196,7 +192,7 @@ class Metrics:
 
 
 def _slo_outcome(live: _Live) -> str:
-    """Return "met", or which limit a successful request missed (no limit is always met)."""
+    """Return "met", or the limit that a successful request missed."""
     ttft_s = (live.first_token_s or live.accepted_s) - live.accepted_s
     if live.ttft_slo_s is not None and ttft_s > live.ttft_slo_s:
         return "ttft_missed"

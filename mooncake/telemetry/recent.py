@@ -1,7 +1,7 @@
-"""How requests fared lately: latencies, hit rate, output and rejections of the last minute.
+"""The recent status: latencies, hit rate, output rate and refusals of the last minute.
 
-Derived from lifetime events and bounded whatever the load. For eyes (the cluster page); the series
-that are kept and added up over gateways are `metrics.py`'s.
+Derived from lifetime events, with bounded memory under any load. It is shown on the cluster page;
+series that are kept and summed over gateways are in `metrics.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 
 class RecentRefusal(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that was turned away."""
+    """One request that was refused."""
 
     ago_s: float
     request_id: str
@@ -32,7 +32,7 @@ class RecentRefusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The last `window_s` seconds; a latency is None where nothing was measured."""
+    """The last `window_s` seconds; a latency is None when nothing was measured."""
 
     window_s: float
     ttft_s_p50: float | None
@@ -43,14 +43,14 @@ class RecentStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     """Of requests that got their first token."""
     num_cached_tokens: int
-    """Of those, not computed again."""
+    """The part of `num_prompt_tokens` that was reused."""
     output_tokens_per_s: float
     refusals: list[RecentRefusal]
-    """The newest first, however old."""
+    """The newest first, whatever their age."""
 
 
 class _Samples(Generic[Value]):
-    """Values with their times, as many as fit; the oldest go first."""
+    """Values with their times, at most `MAX_SAMPLES`; the oldest are dropped first."""
 
     def __init__(self) -> None:
         self._values: deque[tuple[float, Value]] = deque(maxlen=MAX_SAMPLES)
@@ -65,20 +65,20 @@ class _Samples(Generic[Value]):
 
 
 class Recent:
-    """A recorder that remembers the last minute."""
+    """A recorder that keeps the last minute."""
 
     def __init__(self) -> None:
         self._live: dict[str, tuple[Accepted, float]] = {}
-        """Requests accepted and not yet finished, with the time of the last token."""
+        """Requests accepted and not finished, with the time of their last token."""
         self._ttft_s: _Samples[float] = _Samples()
         self._gap_s: _Samples[float] = _Samples()
         self._prompts: _Samples[tuple[int, int]] = _Samples()
         self._outputs: deque[tuple[int, int]] = deque(maxlen=int(WINDOW_S) + 1)
-        """(whole second, tokens in it): a busy gateway brings more events than any list holds."""
+        """(whole second, tokens in it): a busy gateway has too many events for a list."""
         self._refusals: deque[Refused] = deque(maxlen=MAX_REFUSALS)
 
     def record(self, event: AnyEvent) -> None:
-        """Take note of `event`; those that do not matter here are ignored."""
+        """Take `event`; kinds that are not needed here are ignored."""
         match event:
             case Accepted():
                 self._live[event.request_id] = (event, event.at_s)
@@ -114,7 +114,7 @@ class Recent:
             self._gap_s.add(event.at_s, event.at_s - last_s)
 
     def status(self, now: float) -> RecentStatus:
-        """Return what is known of the time up to `now`, on the events' clock."""
+        """Return the status of the time up to `now`, on the events' clock."""
         start_s = now - WINDOW_S
         ttft_s, gap_s = self._ttft_s.since(start_s), self._gap_s.since(start_s)
         prompts = self._prompts.since(start_s)
@@ -144,10 +144,10 @@ def _percentile(values: list[float], percent: float) -> float | None:
 
 
 RATE_S = 5
-"""Whole seconds that the rate of output is over."""
+"""The output rate is averaged over this many whole seconds."""
 
 
 def _rate(outputs: Iterable[tuple[int, int]], now: float) -> float:
-    """Return tokens a second over the last whole seconds before this one."""
+    """Return tokens per second over the last whole seconds before the present one."""
     this = int(now)
     return sum(number for second, number in outputs if this - RATE_S <= second < this) / RATE_S

@@ -1,6 +1,6 @@
-"""The Prometheus series by name. Each is set by `telemetry.metrics`, and a test proves it.
+"""The Prometheus series by name. `telemetry.metrics` sets each one, and a test proves it.
 
-Owns the `prometheus_client` objects; knows nothing of events.
+Owns the `prometheus_client` objects; knows no events.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _TOKENS = (
 _BURST = (1, 2, 4, 8, 16, 32)
 
 MAX_GONE_WORKERS = 64
-"""Of so many workers that are gone the counters stay: long enough for a last scrape, and one that
-comes back goes on from there."""
+"""The counters of this many lost workers are kept: long enough for a last scrape, and a worker that
+comes back continues its counters.
+"""
 
 
 class RequestSeries:
@@ -53,8 +54,10 @@ class RequestSeries:
                 Counter(f"mooncake:{name}", text, names, registry=registry), model_name
             )
 
-        self.running = gauge("num_requests_running", "Requests that have had their first token.")
-        self.waiting = gauge("num_requests_waiting", "Requests that wait for their first token.")
+        self.running = gauge(
+            "num_requests_running", "Requests that have produced their first token."
+        )
+        self.waiting = gauge("num_requests_waiting", "Requests without a first token so far.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens reused, not computed.")
@@ -63,15 +66,19 @@ class RequestSeries:
         self.planned_fetch_blocks = counter(
             "planned_fetch_blocks", "Blocks the Conductor told workers to fetch from a pool node."
         )
-        self.requeued = counter("requests_requeued", "Attempts lost to a worker or its failure.")
+        self.requeued = counter("requests_requeued", "Attempts lost because a worker failed.")
         self.resumed = counter("requests_resumed", "Requests placed again after a lost attempt.")
-        self.success = labelled("request_success", "Requests that ended well.", "finished_reason")
+        self.success = labelled(
+            "request_success", "Requests that finished or were aborted.", "finished_reason"
+        )
         self.failure = labelled("request_failure", "Accepted requests that failed.", "status")
-        self.placements = labelled("placements", "Where prompts were placed.", "prompt_on")
+        self.placements = labelled(
+            "placements", "Placements by the role that computes the prompt.", "prompt_on"
+        )
         self.slo = labelled("request_slo", "Finished requests by limits met or missed.", "outcome")
         self._refusals = Counter(
             "mooncake:requests_rejected",
-            "Requests refused before any work.",
+            "Requests refused before any work was done.",
             ["model_name", "reason", "status"],
             registry=registry,
         )
@@ -82,7 +89,7 @@ class RequestSeries:
             "request_tbt_seconds", "Mean of the slowest 10 % of a request's gaps.", _GAP_S
         )
         self.time_per_token_s = histogram(
-            "request_time_per_output_token_seconds", "Mean time a token after the first.", _GAP_S
+            "request_time_per_output_token_seconds", "Mean time per token after the first.", _GAP_S
         )
         self.e2e_s = histogram("e2e_request_latency_seconds", "Arrival to end.", _REQUEST_S)
         self.queue_s = histogram("request_queue_time_seconds", "Arrival to placement.", _TTFT_S)
@@ -91,22 +98,24 @@ class RequestSeries:
         )
         self.decode_s = histogram("request_decode_time_seconds", "First token to end.", _REQUEST_S)
         self.ttft_error_s = histogram(
-            "ttft_prediction_error_seconds", "Distance of predicted and real TTFT.", _TTFT_S
+            "ttft_prediction_error_seconds", "Absolute error of the predicted TTFT.", _TTFT_S
         )
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt length.", _TOKENS)
         self.request_generation_tokens = histogram(
             "request_generation_tokens", "Output length.", _TOKENS
         )
-        self.max_tokens = histogram("request_params_max_tokens", "max_tokens asked for.", _TOKENS)
-        self.tokens_per_event = histogram("tokens_per_event", "Tokens sent at once.", _BURST)
+        self.max_tokens = histogram("request_params_max_tokens", "max_tokens of requests.", _TOKENS)
+        self.tokens_per_event = histogram(
+            "tokens_per_event", "Tokens per event to the client.", _BURST
+        )
 
     def refused(self, reason: str, status: int) -> None:
-        """Count a refusal."""
+        """Count a refused request."""
         self._refusals.labels(self._model_name, reason, str(status)).inc()
 
 
 class _Labelled:
-    """A counter family with `model_name` filled in."""
+    """A family of counters with `model_name` filled in."""
 
     def __init__(self, family: Counter, model_name: str) -> None:
         self._family = family
@@ -127,7 +136,7 @@ class WorkerSeries:
             return Gauge(f"mooncake:{name}", text, labels, registry=registry)
 
         self._up = Gauge(
-            "mooncake:workers_up", "Workers alive.", ["model_name", "role"], registry=registry
+            "mooncake:workers_up", "Live workers.", ["model_name", "role"], registry=registry
         )
         self._lost = Counter(
             "mooncake:workers_lost", "Workers lost.", ["model_name", "role"], registry=registry
@@ -136,21 +145,23 @@ class WorkerSeries:
         self._waiting = gauge("worker_requests_waiting", "Sequences waiting on a worker.")
         self._queued = gauge("worker_queued_tokens", "Prompt tokens accepted, not yet computed.")
         self._context = gauge("worker_context_tokens", "Tokens in the KV of running sequences.")
-        self._total = gauge("worker_blocks", "KV blocks a worker has.")
+        self._total = gauge("worker_blocks", "KV blocks of a worker.")
         self._free = gauge("worker_free_blocks", "KV blocks free, cached ones included.")
         self._cached = gauge("worker_cached_blocks", "Free KV blocks that hold reusable content.")
         self._usage = gauge("kv_cache_usage_perc", "Share of a worker's KV blocks in use, 0 to 1.")
-        self._cost_error = gauge("cost_model_error_ratio", "Mean relative error of step times.")
+        self._cost_error = gauge(
+            "cost_model_error_ratio", "Mean relative error of predicted step times."
+        )
         self._gauges = (
             self._running, self._waiting, self._queued, self._context, self._total, self._free,
             self._cached, self._usage, self._cost_error,
         )  # fmt: skip
         labels = ["model_name", "worker", "name"]
         self._counts = Counter(
-            "mooncake:worker_events", "Counts a worker reports.", labels, registry=registry
+            "mooncake:worker_events", "Counters that a worker reports.", labels, registry=registry
         )
         self._gone: dict[str, None] = {}
-        """Workers whose counters are still here, the one that left first first."""
+        """Lost workers whose counters are still kept; the one that left first is first."""
         self._named = {
             (from_pool, name): Counter(
                 f"mooncake:{series}", text, ["model_name"], registry=registry
@@ -159,14 +170,14 @@ class WorkerSeries:
         }
 
     def joined(self, worker_id: str, role: Role, num_blocks: int) -> None:
-        """A worker is up."""
+        """Start the series of a worker."""
         self._gone.pop(worker_id, None)
         self._up.labels(self._model_name, role.value).inc()
         self._lost.labels(self._model_name, role.value)
         self._total.labels(self._model_name, worker_id, role.value).set(num_blocks)
 
     def left(self, worker_id: str, role: Role) -> None:
-        """A worker is gone: its gauges go with it, its counters when many more have gone."""
+        """Remove the gauges of a lost worker; its counters go after many more were lost."""
         self._up.labels(self._model_name, role.value).dec()
         self._lost.labels(self._model_name, role.value).inc()
         for gauge in self._gauges:
@@ -180,7 +191,7 @@ class WorkerSeries:
     def reported(
         self, worker_id: str, role: Role, load: WorkerLoad, cost_error_ratio: float | None
     ) -> None:
-        """Show a worker's newest load."""
+        """Set the gauges of a worker to its newest load."""
         total = load.num_total_blocks
         values = {
             self._running: load.num_running,
@@ -198,7 +209,7 @@ class WorkerSeries:
             self._cost_error.labels(self._model_name, worker_id, role.value).set(cost_error_ratio)
 
     def count(self, worker_id: str, role: Role, name: str, amount: float) -> None:
-        """Add what a worker's counter `name` grew by since its last report."""
+        """Add the growth of a worker's counter `name` since its last report."""
         if amount <= 0:
             return
         self._counts.labels(self._model_name, worker_id, name).inc(amount)
@@ -208,10 +219,15 @@ class WorkerSeries:
 
 
 _NAMED_COUNTS = (
-    (False, "preemptions", "num_preemptions", "Sequences preempted for want of blocks."),
+    (False, "preemptions", "num_preemptions", "Sequences preempted for lack of blocks."),
     (False, "blocks_fetched", "blocks_fetched", "KV blocks fetched from a pool node."),
-    (False, "fetches_failed", "fetches_failed", "Fetches of blocks that failed (a miss each)."),
+    (
+        False,
+        "fetches_failed",
+        "fetches_failed",
+        "Fetches of blocks that failed (each counts as a miss).",
+    ),
     (False, "blocks_put", "blocks_put", "KV blocks written through to a pool node."),
-    (True, "blocks_evicted", "pool_blocks_evicted", "KV blocks a pool node gave up for others."),
+    (True, "blocks_evicted", "pool_blocks_evicted", "KV blocks that a pool node evicted."),
 )
-"""(counted by a pool node rather than an engine, its name there, series, text)."""
+"""(counted by a pool node and not by an engine, name of the counter there, series, help text)."""

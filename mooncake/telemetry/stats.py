@@ -1,7 +1,4 @@
-"""Small statistics on plain lists: percentiles and the mean of the slowest gaps.
-
-Pure functions; no state.
-"""
+"""Small statistics on plain lists: percentiles and the mean of the slowest gaps. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,14 +6,14 @@ import math
 from collections.abc import Sequence
 
 SLOW_SHARE = 0.1
-"""TBT limits are on the mean of the slowest 10 % of a request's gaps (Mooncake, FAST'25, 5.1)."""
+"""TBT limits apply to the mean of the slowest 10 % of a request's gaps (Mooncake, FAST'25, 5.1)."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the `percent`-th percentile of `values` (any order), linear between neighbours.
+    """Return the `percent`-th percentile of `values` (in any order), interpolated linearly.
 
     Raises:
-        ValueError: no values, or a percentage outside 0 to 100.
+        ValueError: there are no values, or the percentage is not within 0 to 100.
     """
     if not values:
         raise ValueError("a percentile needs at least one value")
@@ -37,7 +34,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def slow_gap_mean(gaps: Sequence[float]) -> float:
-    """Return the mean of the slowest 10 % of `gaps` (at least one of them), 0 when there are none.
+    """Return the mean of the slowest 10 % of `gaps` (at least one), 0 when there are none.
 
     This is the TBT of a request.
     """

@@ -1,7 +1,7 @@
 """Memory of a device, as the transfer engine sees it: a port that the device's owner implements.
 
-The host cannot address such memory. Bytes come and go by copies the device does on its own account
-and tells the end of; where hardware lets a NIC reach it (GPUDirect), it goes without any copy.
+The host cannot address such memory. Bytes come and go by copies that the device does by itself and
+reports the end of; where hardware lets a NIC reach it (GPUDirect), no copy is needed.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ HOST = "host"
 """The device of a region of host memory."""
 
 Ranges = Sequence[tuple[int, int]]
-"""(offset, number of bytes) in a device's memory, none empty; packed in a row elsewhere."""
+"""(offset, number of bytes) in a device's memory, none empty; in host memory they lie in a row."""
 CopyDone = Callable[[str | None], None]
-"""Told once how a copy ended, from any thread: None, or why it failed. Either way nothing of it
-touches memory any more."""
+"""Called once when a copy has ended, from any thread, with None or why it failed. Either way
+nothing touches memory for it any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class DmaBuf:
-    """A descriptor through which the kernel shows device memory to a NIC. Its owner closes it."""
+    """A descriptor that gives NICs access to device memory. The caller that got it closes it."""
 
     fd: int
     offset: int
-    """Where the memory begins in what the descriptor stands for."""
+    """Where the memory begins in what the descriptor stands for, in bytes."""
 
 
 class DeviceMemory(Protocol):
-    """Part of a device's memory. A copy is in hand until its `done`, which may come at once; what
-    goes wrong is told there, never raised.
+    """Part of a device's memory. A copy is in hand until its `done`, which may come at once; errors
+    are reported there, never raised.
     """
 
     @property
@@ -42,21 +42,22 @@ class DeviceMemory(Protocol):
         """Its name, e.g. "cuda:0"."""
 
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        """Its length."""
 
     @property
     def address(self) -> int:
-        """As the device, and a NIC that reaches it, know it."""
+        """Its address for the device, and for a NIC that reaches it."""
 
     @property
     def location(self) -> str:
-        """Where the device sits, by its name in the topology matrix."""
+        """The place of the device, by its name in the topology matrix."""
 
     def pin(self, buffer: memoryview) -> None:
-        """Make host memory fit for copies that run beside everything else. Raises TransferError."""
+        """Prepare host memory for copies in the background. Raises TransferError."""
 
     def unpin(self, buffer: memoryview) -> None:
-        """Undo `pin`; no copy is under way."""
+        """Undo `pin`; no copy may be under way."""
 
     def copy_out(self, ranges: Ranges, host: memoryview, done: CopyDone) -> None:
         """Begin to gather `ranges` into the start of `host`; may wait where that is not pinned."""
@@ -68,19 +69,20 @@ class DeviceMemory(Protocol):
         """Call `done` when no work the device began before now can still write here by itself."""
 
     def flush(self) -> None:
-        """Show what a NIC wrote here to all work the device begins from now on. Raises
-        TransferError.
+        """Make what a NIC wrote here visible to all work that the device begins from now on.
+
+        Raises TransferError.
         """
 
     def reachable_by_nics(self) -> bool:
-        """Whether NICs can register `address` itself (a driver of the device's helps them)."""
+        """Return whether NICs can register `address` itself, with the help of a driver."""
 
     def dmabuf(self) -> DmaBuf | None:
         """Return a new descriptor for NICs that need one; None where there is no such thing."""
 
 
 def read_now(memory: DeviceMemory, ranges: Ranges) -> memoryview:
-    """Return a copy of `ranges`, waiting for it: for checking and as reference, not for moving.
+    """Return a copy of `ranges`, waiting for it: for checks and as reference, not for moving.
 
     Raises TransferError when the device fails.
     """

@@ -1,11 +1,10 @@
-"""The transfer port: bulk bytes between registered memory, one-sided. It knows bytes, never
-tokens.
+"""The transfer port: one-sided copies between registered memory. It knows bytes, never tokens.
 
-Life: `allocate` or `register` memory, give its place to peers, `submit` a batch of READs and
-WRITEs against *their* registered memory, `poll` for how batches ended. WRITE is done when the
-bytes lie in the peer's memory, READ when they lie in ours. The owner of memory is the one who
-refuses: a wrong range, an unknown region, a peer without the cluster secret. A batch ends exactly
-once, whole or failed; after its end nothing of it touches memory any more.
+`allocate` or `register` memory, give its place to peers, `submit` batches of READs or WRITEs
+against *their* registered memory, and `poll` for how the batches ended. A WRITE is done when the
+bytes lie in the peer's memory, a READ when they lie in ours. The owner of the memory refuses wrong
+ranges, unknown regions and peers without the cluster secret. A batch ends exactly once, whole or
+failed; after its end nothing touches memory for it.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from mooncake.transfer.link_stats import LinkSnapshot
 
 
 class Op(str, Enum):
+    """Which way a batch goes, seen from the engine that submits it."""
+
     READ = "read"
     WRITE = "write"
 
@@ -36,9 +37,6 @@ class TransferOp(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
 
 
-MAX_NOTICE_BYTES = 4096
-
-
 class TransferBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Copies with one peer, all READ or all WRITE."""
 
@@ -47,24 +45,6 @@ class TransferBatch(msgspec.Struct, frozen=True, kw_only=True):
     ops: list[TransferOp]
     deadline_s: float | None = None
     """Fail the batch at this time of the driver's clock."""
-    notify: bytes | None = None
-    """Said to the peer once all bytes have arrived, and before the batch ends: see `Notice`."""
-
-
-class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sender of a batch had to say (`TransferBatch.notify`, at most `MAX_NOTICE_BYTES`):
-    an event for the machine whose memory the batch was about.
-
-    It comes once, and only for a batch that ends well: never when a copy failed, or the batch was
-    cancelled or too late. Those of one sender come in the order in which their batches were
-    submitted; one that is whole waits for those before it. A batch ends well only after its notice
-    was taken; once the notice has set out, neither cancel nor deadline end it. Only where a peer
-    then falls silent for good can nobody know whether it has heard: the error says "unconfirmed".
-    """
-
-    engine_id: str
-    """Who says it, as it has proven."""
-    payload: bytes
 
 
 class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,13 +82,11 @@ class Region(Protocol):
 
 
 class Transfer(Protocol):
-    """What a role moves KV with. Completions are brought to `handle(TransferDone, now)` by the
-    driver.
-    """
+    """Moves KV for a role. The driver brings each `TransferDone` to the role's `handle`."""
 
     @property
     def segment(self) -> SegmentRef:
-        """How peers name this process' memory."""
+        """The name by which peers reach this process' memory."""
 
     def allocate(self, num_bytes: int, label: str) -> Region:
         """Return zeroed, registered memory of the kind this engine moves fastest (page aligned)."""
@@ -125,16 +103,14 @@ class Transfer(Protocol):
         """
 
     def cancel(self, batch_id: int) -> None:
-        """Ask a batch to stop; its one `TransferDone` still comes (with an error unless it was
-        faster).
-        """
+        """Ask a batch to stop. Its `TransferDone` still comes, well if it was faster."""
 
     def counters(self) -> Mapping[str, float]:
-        """Return what was moved since the start, by name; reported with a worker's load."""
+        """Return sums since the start, by name; reported with a worker's load."""
 
 
 class PolledTransfer(Transfer, Protocol):
-    """A transfer engine that a driver's loop reads."""
+    """A transfer engine that a driver's loop polls."""
 
     def register_device(self, memory: DeviceMemory, label: str) -> Region:
         """Register memory the host cannot address: batches go straight to it where hardware can,
@@ -142,18 +118,13 @@ class PolledTransfer(Transfer, Protocol):
         """
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when a batch ended."""
+        """Return a descriptor that becomes readable when a batch ended."""
 
     def poll(self) -> Sequence[TransferDone]:
         """Return the batches that ended since the last call, without waiting."""
 
-    def take_notices(self) -> Sequence[Notice]:
-        """Return what peers have said since the last call, without waiting; the descriptor tells of
-        these too. While too many are left here, those of peers are refused and their batches fail.
-        """
-
     def links(self) -> Sequence[LinkSnapshot]:
-        """Return what went over each link since the start; from any thread."""
+        """Return the counters of each link since the start; from any thread."""
 
     def close(self) -> None:
         """Refuse peers, end all batches, free the memory."""

@@ -1,7 +1,4 @@
-"""Puts a transfer engine together: which protocols, which threads, in which order.
-
-The only module that knows all backends.
-"""
+"""Builds a transfer engine from its protocols and threads; the only module that knows them all."""
 
 from __future__ import annotations
 
@@ -11,24 +8,22 @@ from dataclasses import dataclass, field
 from mooncake.base.clock import Clock
 from mooncake.base.errors import ConfigError
 from mooncake.base.ids import IdSource, SystemIds
-from mooncake.transfer.backends.copying import CopyPool
-from mooncake.transfer.backends.inproc import InprocBackend, InprocFabric
-from mooncake.transfer.backends.io_loop import IoLoop
-from mooncake.transfer.backends.notice_link import NoticeLinks
-from mooncake.transfer.backends.rdma import ControlAddress, RdmaSettings, open_rdma
-from mooncake.transfer.backends.rdma_verbs import has_pyverbs
-from mooncake.transfer.backends.shm import ShmBackend
-from mooncake.transfer.backends.tcp import TcpBackend, TcpSettings
-from mooncake.transfer.courier import Courier
-from mooncake.transfer.handshake import Credentials
+from mooncake.transfer.local.backend import InprocBackend, InprocFabric
+from mooncake.transfer.local.copying import CopyPool
+from mooncake.transfer.net.handshake import Credentials
+from mooncake.transfer.net.io_loop import IoLoop
+from mooncake.transfer.rdma.backend import RdmaSettings, open_rdma
+from mooncake.transfer.rdma.verbs import has_pyverbs
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.router import RoutedTransfer
+from mooncake.transfer.shm.backend import ShmBackend
 from mooncake.transfer.staging.arena import StagingLimits
-from mooncake.transfer.staging.stager import Stager
+from mooncake.transfer.staging.engine import StagingEngine
+from mooncake.transfer.tcp.backend import TcpBackend, TcpSettings
 from mooncake.transfer.topology import has_rdma_devices
 
 PROTOCOLS = ("inproc", "shm", "rdma", "tcp")
-"""All protocols there are, the one tried first first."""
+"""All protocols, in the order in which they are tried."""
 
 
 AUTO = "auto"
@@ -42,9 +37,9 @@ def usable_protocols() -> tuple[str, ...]:
 
 
 def choose_protocols(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the protocols between processes that `names` mean here, the one tried first first.
+    """Return the protocols between processes that `names` mean here, in the order they are tried.
 
-    A name given is used, or refused later with a reason; "auto" leaves out what cannot work.
+    A protocol given by name is used, or refused later; "auto" leaves out what cannot work.
     """
     wanted = {*names, *(usable_protocols() if AUTO in names else ())}
     return tuple(name for name in PROTOCOLS if name in wanted and name != "inproc")
@@ -52,15 +47,19 @@ def choose_protocols(names: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
-    """How a process moves KV."""
+    """The transfer engine of one process."""
 
     secret: str = field(repr=False)
-    """The cluster secret: peers that do not know it are refused."""
+    """The cluster secret; peers without it are refused."""
     host: str
     """Name of this machine; peers with an equal one may use shared memory."""
     protocols: Sequence[str] = field(default_factory=usable_protocols)
+    sealed: bool | None = None
+    """Whether bytes on peers' connections to us carry tags that show them unaltered; None = unless
+    we listen on the loopback alone.
+    """
     num_io_threads: int = 2
-    """Threads that serve all sockets together."""
+    """Threads that serve all sockets."""
     num_copy_threads: int = 2
     """Threads that copy memory to memory; 0 = copies are done inside `poll` (tests)."""
     tcp: TcpSettings = field(default_factory=TcpSettings)
@@ -86,9 +85,10 @@ def open_transfer(
     fabric = fabric or InprocFabric()
     table = RegionTable(fabric.gates)
     router = RoutedTransfer(engine_id, config.host, table, clock)
-    credentials = Credentials(engine_id=engine_id, secret=config.secret, ids=ids)
-    hosts = (config.tcp.bind_host, config.tcp.advertise_host or config.tcp.bind_host)
-    router.add_stager(Stager(credentials, table, router, config.staging, hosts))
+    listen = config.tcp.listen
+    sealed = not listen.is_loopback if config.sealed is None else config.sealed
+    credentials = Credentials(engine_id=engine_id, secret=config.secret, ids=ids, sealed=sealed)
+    router.add_staging_engine(StagingEngine(credentials, table, router, config.staging, listen))
     loops: list[IoLoop] = []
     if {"shm", "rdma", "tcp"} & set(config.protocols):
         loops = [
@@ -110,14 +110,9 @@ def open_transfer(
         if "rdma" in config.protocols:
             loop = IoLoop(fabric.gates, "transfer-rdma")
             router.add_closer(loop.close)
-            control = ControlAddress(config.tcp.bind_host, config.tcp.advertise_host)
-            router.add_backend(open_rdma(credentials, table, loop, router, config.rdma, control))
+            router.add_backend(open_rdma(credentials, table, loop, router, config.rdma, listen))
         if "tcp" in config.protocols:
             router.add_backend(TcpBackend(credentials, table, loops, router, config.tcp))
-        if "inproc" in config.protocols:
-            fabric.listen(engine_id, router.ear)
-        links = NoticeLinks(credentials, loops[0], router.ear, config.tcp) if loops else None
-        router.add_courier(Courier(engine_id, fabric.ear_of, links))
     except ConfigError:
         router.close()
         raise

@@ -1,6 +1,6 @@
-"""What went over each link: bytes, latency, retries and failures by protocol, NIC and peer.
+"""Counters of each link: bytes, latency, retries and failures by protocol, NIC and peer.
 
-Thread-safe: the threads that move bytes count, any other reads snapshots.
+Thread-safe: the threads that move bytes count, any other thread reads snapshots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEMORY = "memory"
 """Stands for the NIC where bytes are copied from memory to memory."""
 _MANY_LINKS = 4096
 _QUIET_S = 3600.0
-"""A link over which nothing went for so long is thought to be gone."""
+"""A link that was not used for so long counts as gone."""
 
 
 class LinkSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class LinkSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float
     """Time during which something was under way."""
     num_retries: int
-    """Slices that went again."""
+    """Slices that were sent again."""
     num_failures: int
     """Times the link broke."""
     latency_s: float
@@ -81,7 +81,7 @@ class LinkStats:
         self._protocol = protocol
         self._lock = threading.Lock()
         self._links: OrderedDict[tuple[str, str], _Link] = OrderedDict()
-        """The one used last last."""
+        """In order of last use, the most recent last."""
         self._forgotten = _Link()
         self._now_s = 0.0
 
@@ -95,7 +95,7 @@ class LinkStats:
         return link
 
     def _make_room(self) -> None:
-        """Peers come and go for ever: forget those that are gone, and what is too much."""
+        """Forget the links of peers that are gone, and the oldest where there are too many."""
         while self._links:
             quiet_s = self._now_s - next(iter(self._links.values())).used_s
             if len(self._links) < _MANY_LINKS and quiet_s < _QUIET_S:
@@ -103,7 +103,7 @@ class LinkStats:
             self._forgotten.add(self._links.popitem(last=False)[1])
 
     def arrived(self, nic: str, peer: str, num_bytes: int, posted_s: float, now_s: float) -> None:
-        """A slice has arrived."""
+        """Count a slice that has arrived."""
         with self._lock:
             self._now_s = max(self._now_s, now_s)
             link = self._link(nic, peer)
@@ -115,12 +115,12 @@ class LinkStats:
             link.idle_since_s = max(link.idle_since_s, now_s)
 
     def retried(self, nic: str, peer: str, num_slices: int = 1) -> None:
-        """Slices of a broken link go again."""
+        """Count slices that are sent again after their link broke."""
         with self._lock:
             self._link(nic, peer).num_retries += num_slices
 
     def failed(self, nic: str, peer: str) -> None:
-        """The link broke."""
+        """Count that a link broke."""
         with self._lock:
             self._link(nic, peer).num_failures += 1
 

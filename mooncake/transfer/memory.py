@@ -1,6 +1,6 @@
-"""Memory that can be handed to other processes of this host: anonymous files, mapped, resident.
+"""Memory that other processes of this host can map: anonymous files, mapped and resident.
 
-Owns nothing after `allocate_shared` returned; the caller closes the descriptor.
+Callers own what they get, and close the descriptors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mooncake.base.memory import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 POPULATE_BYTES = 32 * 2**20
-"""Pages made present in one go: about 20 ms when they are new, 3 ms when only our mapping is."""
+"""Bytes made resident in one go: about 20 ms for new pages, 3 ms where only our mapping is new."""
 _MADV_POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -24,7 +24,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 def allocate_shared(num_bytes: int, label: str) -> tuple[mmap.mmap, int]:
     """Return zeroed memory of at least `num_bytes`, page aligned and resident, and its descriptor.
 
-    Huge pages are asked for; the size is sealed, so no peer can shrink it under our feet. Raises
+    Huge pages are asked for; the size is sealed, so that no peer can shrink it. Raises
     TransferError when there is not enough memory.
     """
     if num_bytes < 1:

@@ -1,7 +1,7 @@
 """Whether a path is worth trying: a breaker that opens on failures and closes by itself. Pure.
 
-Never a permanent blacklist: an open breaker lets one attempt through when its time has come
-(half-open), longer waits follow only while attempts keep failing.
+It is never a permanent blacklist: an open breaker lets one attempt through when its time has come
+(half-open), and waits longer only while attempts keep failing.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ class Breaker:
     def __init__(self, limits: BreakerLimits) -> None:
         self._limits = limits
         self.num_failures = 0
-        """In a row."""
+        """Failures in a row."""
         self._open_until_s = 0.0
         self._probing = False
 
     @property
     def is_closed(self) -> bool:
-        """No failure since the last success."""
+        """Whether there was no failure since the last success."""
         return self.num_failures == 0
 
     def may_try(self, now: float) -> bool:
-        """Whether something may be sent now: anything when closed, one attempt when half-open."""
+        """Return whether to send now: always when closed, one attempt when half-open."""
         return self.is_closed or (not self._probing and now >= self._open_until_s)
 
     def tried(self) -> None:
-        """Something was sent: while half-open nothing else is until its outcome is known."""
+        """Record an attempt: while half-open there is no other until its outcome is known."""
         self._probing = not self.is_closed
 
     def succeeded(self) -> None:
-        """Bytes arrived: all is well."""
+        """Record that bytes have arrived: the breaker closes."""
         self.num_failures = 0
         self._probing = False
 
     def failed(self, now: float) -> None:
-        """The path broke, or did not come up."""
+        """Record that the path broke, or did not come up."""
         self.num_failures += 1
         self._probing = False
         rests = min(self.num_failures - 2, 20)
@@ -55,9 +55,9 @@ class Breaker:
         self._open_until_s = now + wait_s
 
     def untried(self) -> None:
-        """The attempt ended for reasons that say nothing about the path."""
+        """Record that the attempt ended for reasons that have nothing to do with the path."""
         self._probing = False
 
     def next_try_s(self) -> float | None:
-        """When an open breaker turns half-open; None while closed or an attempt is under way."""
+        """Return when an open breaker turns half-open; None when closed, or during an attempt."""
         return None if self.is_closed or self._probing else self._open_until_s

@@ -1,8 +1,7 @@
-"""Which peers could not be reached, and why: until one is, its requests fail at once, but for one
-at a time that finds out, ever more seldom.
+"""Peers that could not be reached: their requests fail at once, but for one at a time that tries.
 
-Never for good: what a peer refused yesterday (an older release, another secret) it may take today.
-Owned by a backend; may be used from any thread.
+Tries become rarer, but never stop: what a peer refused yesterday (an older release, another secret)
+it may accept today. Owned by a backend; may be used from any thread.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from mooncake.transfer.path_health import Breaker, BreakerLimits
 
 PROBES = BreakerLimits(first_s=0.05, longest_s=2.0)
 PROBE_S = 30.0
-"""An attempt of which nothing was heard for so long is taken to be over."""
+"""An attempt without an outcome for so long counts as over."""
 MAX_REMEMBERED = 4_096
 """Peers that failed; of more, the one that failed first is forgotten."""
 
@@ -29,7 +28,7 @@ class _Failure:
     breaker: Breaker
     reason: str
     tried_s: float = 0.0
-    """When the last attempt began."""
+    """Time at which the last attempt began."""
 
 
 class PeerHealth:
@@ -44,8 +43,8 @@ class PeerHealth:
         self._lock = threading.Lock()
 
     def refusal(self, key: Key) -> str | None:
-        """Return why nothing goes to a peer now. None: go; if the last attempt failed, this is the
-        next one, of which `reached`, `failed` or `unknown` must tell how it ended.
+        """Return why nothing goes to a peer now, or None. If the last attempt failed, the caller
+        has the next one then, and must report its outcome to `reached`, `failed` or `unknown`.
         """
         with self._lock:
             failure = self._failures.get(key)
@@ -61,12 +60,12 @@ class PeerHealth:
             return None
 
     def reached(self, key: Key) -> None:
-        """The peer has let us in."""
+        """Record that the peer has let us in."""
         with self._lock:
             self._failures.pop(key, None)
 
     def failed(self, key: Key, reason: str) -> None:
-        """The peer refused, or did not answer."""
+        """Record that the peer refused, or did not answer."""
         with self._lock:
             failure = self._failures.get(key)
             if failure is None:
@@ -77,7 +76,7 @@ class PeerHealth:
             failure.breaker.failed(self._now())
 
     def unknown(self, key: Key) -> None:
-        """An attempt was given up for reasons that say nothing about the peer."""
+        """Record that an attempt ended for reasons that have nothing to do with the peer."""
         with self._lock:
             if key in self._failures:
                 self._failures[key].breaker.untried()

@@ -1,7 +1,6 @@
-"""How a batch becomes slices: merge what is adjacent, cut what is long, group what is small. Pure.
+"""Cuts a batch into slices: adjacent copies are merged, long ones cut, small ones grouped. Pure.
 
-A slice is what one stream carries in one request, scattered and gathered at both ends. Nothing here
-knows a socket or an address.
+A slice is what one connection carries in one request, scattered and gathered at both ends.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ _ALIGN = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class SliceLimits:
-    """How large slices get on some kind of link."""
+    """Sizes of slices on one kind of link."""
 
     target_bytes: int = 4 * 2**20
     """No slice is longer than this (rounded up to whole pages)."""
     min_bytes: int = 4 * 2**20
-    """A batch is not spread over more lanes than it has pieces of this size: on two cores a second
-    stream made 1 and 4 MiB slower and changed nothing from 16 MiB on.
+    """A batch is not spread over more connections than it has pieces of this size: on two cores a
+    second connection made 1 and 4 MiB slower and changed nothing from 16 MiB on.
     """
     max_pieces: int = 256
     """Ranges one slice may scatter and gather."""
@@ -69,10 +68,10 @@ def _continues(last: TransferOp, op: TransferOp) -> bool:
     )
 
 
-def choose_slice_bytes(num_bytes: int, num_lanes: int, limits: SliceLimits) -> int:
-    """Return the slice length that spreads `num_bytes` evenly over `num_lanes`, whole pages."""
+def choose_slice_bytes(num_bytes: int, num_connections: int, limits: SliceLimits) -> int:
+    """Return the slice length that spreads `num_bytes` evenly over connections, in whole pages."""
     num_slices = -(-num_bytes // limits.target_bytes)
-    worth = max(1, min(num_lanes, num_bytes // limits.min_bytes))
+    worth = max(1, min(num_connections, num_bytes // limits.min_bytes))
     num_slices = max(1, -(-num_slices // worth)) * worth
     length = -(-num_bytes // num_slices)
     return max(_ALIGN, -(-length // _ALIGN) * _ALIGN)
@@ -112,13 +111,15 @@ def _part(op: TransferOp, start: int, length: int) -> TransferOp:
     )
 
 
-def plan_slices(ops: Sequence[TransferOp], num_lanes: int, limits: SliceLimits) -> list[Slice]:
-    """Return merged `ops` cut for `num_lanes` parallel streams: about equal slices, in order."""
+def plan_slices(
+    ops: Sequence[TransferOp], num_connections: int, limits: SliceLimits
+) -> list[Slice]:
+    """Return merged `ops` cut for parallel connections: slices of about equal size, in order."""
     num_bytes = ops[0].num_bytes if len(ops) == 1 else sum(op.num_bytes for op in ops)
     if num_bytes == 0:
         return []
     is_small = num_bytes <= limits.target_bytes and num_bytes < 2 * limits.min_bytes
     if is_small and len(ops) <= limits.max_pieces:
         return [Slice(tuple(ops), num_bytes)]
-    slice_bytes = choose_slice_bytes(num_bytes, num_lanes, limits)
+    slice_bytes = choose_slice_bytes(num_bytes, num_connections, limits)
     return cut_slices(ops, slice_bytes, limits.max_pieces)

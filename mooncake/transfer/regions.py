@@ -2,7 +2,7 @@
 
 The owner refuses: every access by a peer is checked here, against the range table of the process
 whose memory it is. Threads that touch regions do so inside their gate; withdrawing a region marks
-it and then passes all gates, so afterwards nobody is still inside.
+it and then passes all gates, so that no thread is still inside afterwards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Gates:
         return gate
 
     def forget(self, gate: threading.Lock) -> None:
-        """The thread of `gate` has ended."""
+        """Drop the gate of a thread that has ended."""
         with self._lock:
             self._gates.remove(gate)
 
@@ -53,70 +53,65 @@ class Gates:
                 pass
 
 
-class HostRegion:
-    """Registered host memory; `alive` turns False for good when it is withdrawn."""
+class _Region:
+    """What all registered memory has; `alive` turns False for good when it is withdrawn."""
 
-    def __init__(self, region_id: int, label: str, buffer: memoryview, fd: int | None) -> None:
-        self._region_id = region_id
-        self._buffer = buffer
+    def __init__(self, region_id: int, label: str, num_bytes: int) -> None:
+        self.region_id = region_id
         self.label = label
-        self.fd = fd
-        """Descriptor peers may map; None for memory that was not allocated here."""
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(buffer, dtype=np.uint8)
+        self.num_bytes = num_bytes
         self.alive = True
 
     @property
-    def region_id(self) -> int:
-        return self._region_id
-
-    @property
-    def num_bytes(self) -> int:
-        return self._buffer.nbytes
-
-    @property
-    def device(self) -> str:
-        return HOST
-
-    @property
-    def address(self) -> int:
-        """Where it begins in this process."""
-        return int(self.array.ctypes.data)
-
-    @property
-    def buffer(self) -> memoryview:
-        return self._buffer
-
-    def read(self, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
-        return (self._buffer[offset : offset + length] for offset, length in ranges)
+    def withdrawn(self) -> str | None:
+        """Why it may not be touched any more, or None."""
+        return None if self.alive else f"region {self.region_id} ({self.label}) was unregistered"
 
     def check(self, offset: int, num_bytes: int) -> None:
         """Raise RangeRefused unless the range lies inside this live region."""
-        _check(self, offset, num_bytes)
+        if not self.alive:
+            raise RangeRefused(self.withdrawn or "")
+        if offset < 0 or num_bytes < 0 or offset + num_bytes > self.num_bytes:
+            raise RangeRefused(
+                f"bytes [{offset}, {offset + num_bytes}) lie outside region {self.region_id} "
+                f"({self.label}) of {self.num_bytes} bytes"
+            )
 
 
-class DeviceRegion:
-    """Registered memory of a device; `alive` turns False for good when it is withdrawn.
+class HostRegion(_Region):
+    """Registered host memory."""
+
+    device = HOST
+
+    def __init__(self, region_id: int, label: str, buffer: memoryview, fd: int | None) -> None:
+        super().__init__(region_id, label, buffer.nbytes)
+        self.buffer = buffer
+        self.fd = fd
+        """Descriptor that peers may map; None for memory that was not allocated here."""
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(buffer, dtype=np.uint8)
+
+    @property
+    def address(self) -> int:
+        """Address of its first byte in this process."""
+        return int(self.array.ctypes.data)
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
+        return (self.buffer[offset : offset + length] for offset, length in ranges)
+
+
+class DeviceRegion(_Region):
+    """Registered memory of a device.
 
     No protocol moves its bytes unless `protocols` names it: they come and go by copies.
     """
 
     def __init__(self, region_id: int, label: str, memory: DeviceMemory) -> None:
-        self._region_id = region_id
-        self.label = label
+        super().__init__(region_id, label, memory.num_bytes)
         self.memory = memory
         self.protocols: set[str] = set()
-        """Those whose hardware reaches it by itself."""
-        self.alive = True
+        """Protocols whose hardware reaches it by itself."""
         self._num_copies = 0
         self._changed = threading.Condition()
-
-    @property
-    def region_id(self) -> int:
-        return self._region_id
-
-    @property
-    def num_bytes(self) -> int:
-        return self.memory.num_bytes
 
     @property
     def device(self) -> str:
@@ -124,14 +119,10 @@ class DeviceRegion:
 
     @property
     def buffer(self) -> memoryview:
-        raise ValueError(f"region {self._region_id} ({self.label}) lies on {self.device}")
+        raise ValueError(f"region {self.region_id} ({self.label}) lies on {self.device}")
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
         return (read_now(self.memory, ranges),)
-
-    def check(self, offset: int, num_bytes: int) -> None:
-        """Raise RangeRefused unless the range lies inside this live region."""
-        _check(self, offset, num_bytes)
 
     def copy(self, out: bool, ranges: Ranges, host: memoryview, done: CopyDone) -> None:
         """Begin to copy `ranges` out to, or in from, pinned host memory. Never waits."""
@@ -167,14 +158,12 @@ class DeviceRegion:
 AnyRegion = HostRegion | DeviceRegion
 
 
-def _check(region: AnyRegion, offset: int, num_bytes: int) -> None:
-    name = f"region {region.region_id} ({region.label})"
-    if not region.alive:
-        raise RangeRefused(f"{name} was unregistered")
-    if offset < 0 or num_bytes < 0 or offset + num_bytes > region.num_bytes:
-        raise RangeRefused(
-            f"bytes [{offset}, {offset + num_bytes}) lie outside {name} of {region.num_bytes} bytes"
-        )
+def withdrawn(regions: Iterable[AnyRegion]) -> str | None:
+    """Return why one of `regions` may not be touched any more, or None."""
+    for region in regions:
+        if not region.alive:
+            return region.withdrawn
+    return None
 
 
 class RegionTable:
@@ -247,7 +236,7 @@ class RegionTable:
             self._regions[region.region_id] = region
 
     def _discard(self, region: AnyRegion) -> None:
-        """A backend cannot serve this memory: as if it had never been."""
+        """Undo the registration of memory that a backend cannot serve."""
         region.alive = False
         for watcher in self._watchers:
             watcher(region.region_id)
@@ -277,6 +266,22 @@ class RegionTable:
         if isinstance(region, DeviceRegion):
             raise RangeRefused(f"region {region_id} ({region.label}) lies on {region.device}")
         return region
+
+    def views(
+        self, ranges: Iterable[tuple[int, int, int]]
+    ) -> tuple[list[memoryview], list[HostRegion]]:
+        """Return the bytes of (region, offset, length) ranges, and the regions they lie in.
+
+        Raises RangeRefused.
+        """
+        views: list[memoryview] = []
+        regions: list[HostRegion] = []
+        for region_id, offset, length in ranges:
+            region = self.find(region_id, offset, length)
+            if not regions or regions[-1] is not region:
+                regions.append(region)
+            views.append(region.buffer[offset : offset + length])
+        return views, regions
 
     def find_any(self, region_id: int, offset: int, num_bytes: int) -> AnyRegion:
         """Return the region that holds the range. Raises RangeRefused, saying why not."""

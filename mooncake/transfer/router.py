@@ -1,8 +1,8 @@
-"""One transfer engine over several protocols: the memory of a process, its batches, and which way
-each goes.
+"""One transfer engine over several protocols: the memory of a process, its batches and their ways.
 
-Same process: plain copies; same host: shared memory; else TCP. All protocols serve the same
-registered memory. What a protocol cannot reach it declines, and the next one is tried.
+Within a process bytes are copied, within a host they go by shared memory, else by RDMA or TCP. All
+protocols serve the same registered memory. A protocol declines what it cannot reach, and the next
+one is tried.
 """
 
 from __future__ import annotations
@@ -14,23 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from mooncake.base.clock import Clock
 from mooncake.base.errors import TransferError
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.transfer.backends.io_loop import IoLoop, Timer
-from mooncake.transfer.backends.port import Backend
-from mooncake.transfer.batches import MAX_OPEN_BATCHES, BatchBook, Job
-from mooncake.transfer.courier import Courier
+from mooncake.transfer.backend import Backend
+from mooncake.transfer.batches import MAX_OPEN_BATCHES, BatchTable, Job
 from mooncake.transfer.device import DeviceMemory
-from mooncake.transfer.engine import (
-    Notice,
-    Op,
-    Region,
-    TransferBatch,
-    TransferDone,
-    TransferOp,
-)
+from mooncake.transfer.engine import Op, Region, TransferBatch, TransferDone, TransferOp
 from mooncake.transfer.link_stats import LinkSnapshot, LinkStats
-from mooncake.transfer.notices import Ear
+from mooncake.transfer.net.io_loop import IoLoop, Timer
 from mooncake.transfer.regions import DeviceRegion, HostRegion, RangeRefused, RegionTable
-from mooncake.transfer.staging.stager import PROTOCOL, Stager
+from mooncake.transfer.staging.engine import PROTOCOL, StagingEngine
 
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.005
@@ -45,21 +36,18 @@ class RoutedTransfer:
         self._host = host
         self._regions = regions
         self._clock = clock
-        self._book = BatchBook(clock, self._on_settled)
-        self.ear = Ear(self._book.deliver)
-        """Where peers' notices come in."""
-        self._courier: Courier | None = None
-        self._stager: Stager | None = None
+        self._batches = BatchTable(clock)
+        self._staging: StagingEngine | None = None
         self._backends: list[Backend] = []
         self._closers: list[Callable[[], None]] = []
         self._loop: IoLoop | None = None
         self._timer: Timer | None = None
         self._armed_s = 0.0
-        """The deadline the timer is for."""
+        """The deadline that the timer is set for."""
         self._closed = False
 
     def add_backend(self, backend: Backend) -> None:
-        """Take one more protocol, to be tried after those added before. Only before first use."""
+        """Add a protocol, to be tried after those added before. Only before first use."""
         self._backends.append(backend)
 
     @property
@@ -72,44 +60,38 @@ class RoutedTransfer:
         return [link for stats in self._link_stats() for link in stats.snapshot()]
 
     def counters(self) -> Mapping[str, float]:
-        """Return what was moved since the start, by name: sums over all peers."""
+        """Return sums over all peers since the start, by name."""
         return {
             name: value for stats in self._link_stats() for name, value in stats.totals().items()
         }
 
     def _link_stats(self) -> Iterator[LinkStats]:
         yield from (stats for backend in self._backends for stats in backend.link_stats)
-        if self._stager is not None and self._stager.in_use:
-            yield self._stager.stats
+        if self._staging is not None and self._staging.in_use:
+            yield self._staging.stats
 
     def add_closer(self, close: Callable[[], None]) -> None:
         """Have `close` called at the end, after all backends, in the order added."""
         self._closers.append(close)
 
-    def add_courier(self, courier: Courier) -> None:
-        """Have `courier` tell peers of batches that have arrived; without it nobody can be told."""
-        self._courier = courier
-
-    def add_stager(self, stager: Stager) -> None:
-        """Have `stager` move what touches device memory; without it there can be none here."""
-        self._stager = stager
+    def add_staging_engine(self, staging_engine: StagingEngine) -> None:
+        """Have `staging_engine` move what touches device memory; without it there is none."""
+        self._staging = staging_engine
 
     @property
-    def stager(self) -> Stager | None:
-        """What moves device memory."""
-        return self._stager
+    def staging_engine(self) -> StagingEngine | None:
+        """The engine that moves device memory, if there is one."""
+        return self._staging
 
     def keep_deadlines(self, loop: IoLoop) -> None:
-        """Have deadlines fire in `loop`; without it they fire in `poll` only."""
+        """Check deadlines in `loop` too; without it only `poll` does."""
         self._loop = loop
 
     @property
     def segment(self) -> SegmentRef:
         endpoints = {backend.protocol: backend.endpoint for backend in self._backends}
-        if self._courier is not None:
-            endpoints |= self._courier.endpoints
-        if self._stager is not None and self._stager.endpoint is not None:
-            endpoints[PROTOCOL] = self._stager.endpoint
+        if self._staging is not None and self._staging.endpoint is not None:
+            endpoints[PROTOCOL] = self._staging.endpoint
         return SegmentRef(self._engine_id, endpoints, self._host)
 
     def allocate(self, num_bytes: int, label: str) -> HostRegion:
@@ -131,21 +113,21 @@ class RoutedTransfer:
 
         Raises TransferError when there is not enough host memory to stand before it.
         """
-        if self._stager is None:
+        if self._staging is None:
             raise TransferError(f"{label}: this engine moves no device memory")
-        self._stager.open(memory)
+        self._staging.open(memory)
         return self._regions.register_device(memory, label)
 
     def unregister(self, region: Region) -> None:
         """Withdraw a region: peers are refused, and on return none of our threads touches it.
 
-        A peer that copies by shared memory may still finish the step of at most 4 MiB it is in.
+        A peer that copies by shared memory may still finish its step of at most 4 MiB.
         """
         self._regions.withdraw(region)
 
     def submit(self, batch: TransferBatch) -> int:
         """Start a batch and return its id; an impossible one fails through its event."""
-        job = self._book.open(batch)
+        job = self._batches.open(batch)
         batch_id = job.batch_id
         try:
             for op in batch.ops:
@@ -156,39 +138,26 @@ class RoutedTransfer:
             job.stop(error.message)
             return batch_id
         job.set_ops(batch.ops)
-        refusal = None if batch.notify is None else self._expect_notice(job)
-        if refusal is not None:
-            job.stop(refusal)
-        elif self._closed:
+        if self._closed:
             job.stop("the transfer engine is closed")
-        elif self._book.num_open > MAX_OPEN_BATCHES:
+        elif self._batches.num_open > MAX_OPEN_BATCHES:
             job.stop(f"more than {MAX_OPEN_BATCHES} batches are under way")
         elif not job.ops:
             job.expect(0)
-        elif self._stager is not None and self._stager.takes(job):
-            self._stager.start(job)
+        elif self._staging is not None and self._staging.takes(job):
+            self._staging.start(job)
         else:
             self.go_on(job)
         if batch.deadline_s is not None and self._loop is not None and not job.ended:
             self._loop.post(self._watch_deadlines)
         return batch_id
 
-    def _expect_notice(self, job: Job) -> str | None:
-        """Return why the peer of `job` cannot be told anything."""
-        if self._courier is None:
-            return "this engine tells peers nothing"
-        return self._courier.expect(job)
-
-    def _on_settled(self, job: Job) -> None:
-        if self._courier is not None:
-            self._courier.settled(job)
-
     def decline(self, job: Job, reason: str) -> None:
-        """A backend could not begin `job`: the next one on its route gets it."""
+        """Hand `job` to the next backend on its route, for one could not begin it."""
         _LOG.debug("batch %d to %s goes another way: %s", job.batch_id, job.peer.engine_id, reason)
         self._try_next(job, reason)
 
-    # ------------------------------------------------------- what the stager asks
+    # ------------------------------------------------------- for the staging engine
 
     def go_on(self, job: Job) -> None:
         """Have the protocols move `job`, which touches no device memory."""
@@ -212,12 +181,8 @@ class RoutedTransfer:
             next(each for each in self._backends if each.protocol == only).start(job)
         return job
 
-    def stop(self, job: Job, reason: str) -> None:
-        """Bring what `carry` started to its end."""
-        self._stop(job, reason)
-
     def reaches(self, peer: SegmentRef, protocol: str) -> bool:
-        """Whether a protocol there is here is worth trying."""
+        """Return whether `protocol` exists here and is worth trying."""
         return any(each.protocol == protocol and each.reaches(peer) for each in self._backends)
 
     # ------------------------------------------------------------------------------
@@ -234,26 +199,27 @@ class RoutedTransfer:
 
     def cancel(self, batch_id: int) -> None:
         """Ask a batch to stop; nothing happens when it has ended."""
-        job = self._book.get(batch_id)
+        job = self._batches.get(batch_id)
         if job is not None:
-            self._stop(job, "cancelled")
+            self.stop(job, "cancelled")
 
-    def _stop(self, job: Job, reason: str) -> None:
+    def stop(self, job: Job, reason: str) -> None:
+        """Bring a job to its end."""
         job.stop(reason)
         if not job.ended:
-            if self._stager is not None:
-                self._stager.stop(job)
+            if self._staging is not None:
+                self._staging.stop(job)
             for backend in self._backends:
                 backend.stop_sent(job)
 
     def expire(self) -> float | None:
-        """Fail what is past its deadline; return the next deadline, on the driver's clock."""
-        for job in self._book.take_expired(self._clock.now()):
-            self._stop(job, f"deadline passed after {self._clock.now() - job.started_s:.3f} s")
-        return self._book.next_deadline_s()
+        """Fail the batches past their deadline; return the next deadline, on the driver's clock."""
+        for job in self._batches.take_expired(self._clock.now()):
+            self.stop(job, f"deadline passed after {self._clock.now() - job.started_s:.3f} s")
+        return self._batches.next_deadline_s()
 
     def _watch_deadlines(self) -> None:
-        """Runs in the loop: expire what is due and come again for what is next."""
+        """Expire what is due and set the timer for what is next; in the loop."""
         assert self._loop is not None
         next_s = self.expire()
         if next_s is None or (self._timer is not None and self._armed_s <= next_s):
@@ -269,31 +235,26 @@ class RoutedTransfer:
         self._watch_deadlines()
 
     def fileno(self) -> int:
-        return self._book.fileno()
+        return self._batches.fileno()
 
     def poll(self) -> Sequence[TransferDone]:
         """Return the batches that ended since the last call, without waiting."""
         self.expire()  # before anything more is done for those whose time is up
         for backend in self._backends:
             backend.pump()
-        return self._book.poll()
+        return self._batches.poll()
 
     def wait(self, timeout_s: float | None = None) -> Sequence[TransferDone]:
         """Return the batches that ended since the last call as soon as there is one; none after
-        `timeout_s`, and when a peer's notice waits to be taken. For callers who have nothing else
-        to do.
+        `timeout_s`. For callers that have nothing else to do.
         """
         done = self.poll()
         if not done:
             poller = select.poll()
-            poller.register(self._book.fileno(), select.POLLIN)
+            poller.register(self._batches.fileno(), select.POLLIN)
             poller.poll(None if timeout_s is None else max(0.0, 1000 * timeout_s))
             done = self.poll()
         return done
-
-    def take_notices(self) -> Sequence[Notice]:
-        """Return what peers have said since the last call, without waiting."""
-        return self._book.take_notices()
 
     def close(self) -> None:
         """Refuse peers, fail open batches, end all threads, free the memory.
@@ -303,26 +264,22 @@ class RoutedTransfer:
         if self._closed:
             return
         self._closed = True
-        for job in self._book.open_jobs():
-            self._stop(job, "the transfer engine is closed")
-        if self._courier is not None:
-            self._courier.close()
-        if self._stager is not None:
-            self._stager.close()
+        for job in self._batches.open_jobs():
+            self.stop(job, "the transfer engine is closed")
+        if self._staging is not None:
+            self._staging.close()
         for backend in self._backends:
             backend.close()
         for close in self._closers:
             close()
-        if self._stager is not None:
-            self._stager.join()
+        if self._staging is not None:
+            self._staging.join()
         self._regions.close()
-        self._book.close()
+        self._batches.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a batch or a region was lost or kept twice."""
         self._regions.check_integrity()
-        self._book.check_integrity()
-        if self._courier is not None:
-            self._courier.check_integrity()
-        if self._stager is not None:
-            self._stager.check_integrity()
+        self._batches.check_integrity()
+        if self._staging is not None:
+            self._staging.check_integrity()

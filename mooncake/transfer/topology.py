@@ -1,10 +1,11 @@
-"""Which NICs are near which memory: the topology matrix, and what Linux says about RDMA devices.
+"""Which NICs are near which memory: the topology matrix, and what Linux reports of RDMA devices.
 
-Pure but for reading files under a given root; decides nothing about the health of a NIC.
+Pure but for reading files under a given root. The health of a NIC plays no part here.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from mooncake.base.errors import ConfigError
 SYSFS = Path("/sys")
 ANYWHERE = "anywhere"
 """The location of memory whose place is not known: all NICs are equally near."""
-_NULL_GID = bytes(16)
+_NO_GID = b":".join([b"0000"] * 8) + b"\n"
 _V4_PREFIX = bytes(10) + b"\xff\xff"
 _DISPLAY_CLASS = "0x03"
 
@@ -25,14 +26,14 @@ class Place:
 
     name: str
     numa_node: int = -1
-    """-1: not said (virtual devices, machines with one node)."""
+    """-1: not known (virtual devices, machines with one node)."""
     pci_path: tuple[str, ...] = ()
     """Bridges from the root down to the device, e.g. ("pci0000:00", "0000:00:01.0", ...)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PortFacts:
-    """What sysfs says about one port of an RDMA device."""
+    """What sysfs reports of one port of an RDMA device."""
 
     device: str
     port: int
@@ -94,7 +95,7 @@ def _nearest(place: Place, nics: Sequence[Place]) -> NicChoice:
 
 def prefer(matrix: Matrix, near: Mapping[str, Sequence[str]]) -> dict[str, NicChoice]:
     """Return the matrix with these NICs for memory at these locations, and all others after them:
-    where sysfs does not say what is near, as in a virtual machine.
+    where sysfs does not show what is near, as in a virtual machine.
 
     Raises ConfigError for a NIC that is not in use.
     """
@@ -118,8 +119,8 @@ def choose_nics(matrix: Matrix, location: str) -> NicChoice:
 def rank_remote(local_gid: bytes, local_name: str, remotes: Mapping[str, bytes]) -> list[str]:
     """Return the peer's NICs, the one on our NIC's own rail first.
 
-    Rails are separate networks: the GIDs of one share the longest prefix. Where that says nothing,
-    NICs of the same name are wired to the same switch more often than not.
+    Rails are separate networks: the GIDs of one share the longest prefix. Where that decides
+    nothing, NICs of the same name are wired to the same switch more often than not.
     """
 
     def key(name: str) -> tuple[int, bool, str]:
@@ -138,7 +139,7 @@ def _common_bits(one: bytes, other: bytes) -> int:
     return min(count, 120)  # the last byte names the host
 
 
-# ------------------------------------------------------------------ what sysfs says
+# ------------------------------------------------------------------ read from sysfs
 
 
 def read_rdma_places(sysfs: Path = SYSFS) -> list[Place]:
@@ -227,12 +228,19 @@ def _gid_rank(gid: bytes) -> int:
 
 
 def _gids(port: Path) -> dict[int, tuple[bytes, str]]:
+    """Return the GIDs of a port and their types, by index; most of a thousand entries are empty."""
     found = {}
-    for entry in _entries(port / "gids"):
-        gid = bytes.fromhex(_text(entry).replace(":", "") or "00" * 16)
-        if gid != _NULL_GID:
+    folder = port / "gids"
+    for name in os.listdir(folder) if folder.exists() else ():
+        try:
+            with open(f"{folder}/{name}", "rb", buffering=0) as file:
+                text = file.read()
+        except OSError:
+            continue
+        if text and text != _NO_GID:
             # Reading the type of an entry without one fails; InfiniBand ports have none.
-            found[int(entry.name)] = (gid, _text(port / "gid_attrs/types" / entry.name))
+            gid = bytes.fromhex(text.decode().strip().replace(":", ""))
+            found[int(name)] = (gid, _text(port / "gid_attrs/types" / name))
     return dict(sorted(found.items()))
 
 
@@ -264,7 +272,7 @@ def _text(path: Path) -> str:
 
 
 def memory_location(numa_maps: str, address: int) -> str:
-    """Return "cpu:<node>" of the mapping that starts at or below `address`; ANYWHERE if not said.
+    """Return "cpu:<node>" of the mapping that starts at or below `address`; ANYWHERE if not known.
 
     `numa_maps` is the text of /proc/self/numa_maps. Of several nodes the one with most pages wins.
     """

@@ -52,7 +52,7 @@ def test_transformers_imports_beside_our_source_roots() -> None:
 def test_importing_the_package_is_cheap() -> None:
     """`mooncake --help` must answer at once: neither torch nor Ray comes along by accident."""
     code = (
-        "import sys, mooncake, mooncake.base, mooncake.launch.cli; "
+        "import sys, mooncake, mooncake.base, mooncake.cli.main; "
         "heavy = ('torch', 'ray', 'transformers', 'fastapi'); "
         "print([name for name in heavy if name in sys.modules])"
     )

@@ -1,4 +1,5 @@
-"""A headless chromium, a door with scripted answers, a real server: what the page's tests share.
+"""A headless chromium, an API server with scripted answers, a real server: what the page's tests
+share.
 
 The browser is the system's (Debian's chromium): none is ever downloaded, and without one the tests
 skip. Every test ends with the console looked through and all requests known to be for the server.
@@ -15,9 +16,9 @@ import pytest
 from playwright.sync_api import Browser, Error, Page, sync_playwright
 
 from mooncake.api.config import ApiConfig
-from tests.browser.support import WAIT_MS, DoorThread, Visit
-from tests.support.door import Script
-from tests.support.server_process import ServerProcess, nano_checkpoint
+from tests.browser.support import WAIT_MS, ApiServerThread, Visit
+from tests.support.api.server import Script
+from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 
 ARGUMENTS = (
     "--no-sandbox",  # tests run as root in containers, where the sandbox cannot be set up
@@ -65,12 +66,12 @@ def visit(browser: Browser) -> Iterator[Callable[..., Visit]]:
 
 
 @pytest.fixture
-def door() -> Iterator[Callable[..., DoorThread]]:
-    """Serve scripted answers: `door(script, config=…)`."""
+def api_server() -> Iterator[Callable[..., ApiServerThread]]:
+    """Serve scripted answers: `api_server(script, config=…)`."""
     with ExitStack() as stack:
 
-        def serve(script: Script, *, config: ApiConfig | None = None) -> DoorThread:
-            return stack.enter_context(DoorThread(script, config))
+        def serve(script: Script, *, config: ApiConfig | None = None) -> ApiServerThread:
+            return stack.enter_context(ApiServerThread(script, config))
 
         yield serve
 

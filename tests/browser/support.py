@@ -1,4 +1,5 @@
-"""Helpers of the page's tests: a page that is watched, a scripted door in a thread of its own."""
+"""Helpers of the page's tests: a page that is watched, a scripted API server in a thread of its
+own."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from playwright.sync_api import ConsoleMessage, Locator, Page, Request, expect
 
 from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig
-from mooncake.api.server import serve
+from mooncake.api.http.server import serve
 from mooncake.base import Role, WorkerLoad
-from mooncake.scheduler.status import ClusterStatus, LoadStatus, PoolStatus, WorkerStatus
+from mooncake.scheduler.gateway.status import ClusterStatus, LoadStatus, PoolStatus, WorkerStatus
 from mooncake.telemetry.recent import Recent
-from tests.support.door import Script, ScriptedBackend, tiny_model, tiny_tokenizer
+from tests.support.api.server import Script, ScriptedBackend, tiny_model, tiny_tokenizer
 
 WAIT_S = 60.0
 WAIT_MS = 1000 * WAIT_S
@@ -78,7 +79,7 @@ class Visit:
         )
 
     def check(self) -> None:
-        """Nothing was complained about and nobody else was asked for anything."""
+        """Check that the page logged no error and asked no other server."""
         elsewhere = [url for url in self._asked if not url.startswith(self.url)]
         assert elsewhere == [], "requests left the origin"
         errors = [
@@ -123,8 +124,8 @@ class ClusterBackend(ScriptedBackend):
         )  # fmt: skip
 
 
-class DoorThread:
-    """A door over a `ScriptedBackend`, served by a loop in a thread; a context."""
+class ApiServerThread:
+    """An API server over a `ScriptedBackend`, served by a loop in a thread; a context."""
 
     def __init__(self, script: Script, config: ApiConfig | None = None) -> None:
         self.url = ""
@@ -166,8 +167,8 @@ class DoorThread:
         self._wait_for(lambda: self.backend.num_running == 0)
 
     def wait_until_nobody_listens(self) -> None:
-        """Wait until nobody follows the cluster's feed."""
-        self._wait_for(lambda: self.app.state.door.num_listeners == 0)
+        """Wait until no client follows the cluster's feed."""
+        self._wait_for(lambda: self.app.state.api_server.num_listeners == 0)
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         async def wait() -> None:
@@ -182,10 +183,10 @@ class DoorThread:
         tokenizer = tiny_tokenizer()
         return [tokenizer.decode(request.prompt_tokens) for request in self.backend.requests]
 
-    def __enter__(self) -> DoorThread:
+    def __enter__(self) -> ApiServerThread:
         self._thread.start()
         assert self._serving.wait(WAIT_S)
-        assert self.url, "the door did not open"
+        assert self.url, "the server did not start"
         return self
 
     def __exit__(
@@ -196,4 +197,4 @@ class DoorThread:
     ) -> None:
         self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(WAIT_S)
-        assert not self._thread.is_alive(), "the door does not close"
+        assert not self._thread.is_alive(), "the server does not stop"

@@ -9,8 +9,8 @@ from playwright.sync_api import expect
 
 from mooncake.api.config import ApiConfig
 from mooncake.base import Failure, GenerateRequest, OutputEvent
-from tests.browser.support import DoorThread, Visit
-from tests.support.door import Script, answer, refusal, says, tiny_tokenizer
+from tests.browser.support import ApiServerThread, Visit
+from tests.support.api.server import Script, answer, refusal, says, tiny_tokenizer
 
 TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}
 CALL = (
@@ -18,7 +18,7 @@ CALL = (
     '<|tool_call_argument_begin|>{"city":"Oslo"}<|tool_call_end|><|tool_calls_section_end|>'
 )
 
-Doors = Callable[..., DoorThread]
+ApiServers = Callable[..., ApiServerThread]
 Visits = Callable[..., Visit]
 
 
@@ -40,8 +40,8 @@ def in_turn(*texts: str) -> Callable[[GenerateRequest], list[OutputEvent | None]
     return script
 
 
-def test_an_answer_is_shown_while_it_is_made(door: Doors, visit: Visits) -> None:
-    with_pause = door(in_turn("once upon|pause| a time"))
+def test_an_answer_is_shown_while_it_is_made(api_server: ApiServers, visit: Visits) -> None:
+    with_pause = api_server(in_turn("once upon|pause| a time"))
     page = visit(with_pause.url)
     page.say("tell me a tale")
     text = page.answers.locator(".text").last
@@ -56,8 +56,10 @@ def test_an_answer_is_shown_while_it_is_made(door: Doors, visit: Visits) -> None
     assert page.focus == "prompt"
 
 
-def test_the_conversation_and_the_settings_are_in_the_request(door: Doors, visit: Visits) -> None:
-    served = door(says("fine"))
+def test_the_conversation_and_the_settings_are_in_the_request(
+    api_server: ApiServers, visit: Visits
+) -> None:
+    served = api_server(says("fine"))
     page = visit(served.url)
     page.page.locator("#system").fill("be brief")
     page.page.locator("#temperature").fill("0.3")
@@ -83,8 +85,8 @@ def test_the_conversation_and_the_settings_are_in_the_request(door: Doors, visit
     assert "how are you" not in served.prompts()[2]
 
 
-def test_thinking_is_folded_away_and_opens(door: Doors, visit: Visits) -> None:
-    served = door(in_turn("<think>let me see</think>|pause|forty two"))
+def test_thinking_is_folded_away_and_opens(api_server: ApiServers, visit: Visits) -> None:
+    served = api_server(in_turn("<think>let me see</think>|pause|forty two"))
     page = visit(served.url)
     page.say("what is it")
     summary = page.see(".thinking summary")
@@ -101,8 +103,10 @@ def test_thinking_is_folded_away_and_opens(door: Doors, visit: Visits) -> None:
     expect(thoughts).to_be_hidden()
 
 
-def test_a_tool_call_is_shown_and_its_result_goes_back(door: Doors, visit: Visits) -> None:
-    served = door(in_turn(CALL, "cold then"))
+def test_a_tool_call_is_shown_and_its_result_goes_back(
+    api_server: ApiServers, visit: Visits
+) -> None:
+    served = api_server(in_turn(CALL, "cold then"))
     page = visit(served.url)
     page.page.locator("#tools").fill(json.dumps(TOOL))
     page.say("weather?")
@@ -119,8 +123,10 @@ def test_a_tool_call_is_shown_and_its_result_goes_back(door: Doors, visit: Visit
     assert "## Return of functions.get_weather:0\nminus 4" in prompt
 
 
-def test_tools_that_are_not_json_are_refused_on_the_spot(door: Doors, visit: Visits) -> None:
-    served = door(says("never"))
+def test_tools_that_are_not_json_are_refused_on_the_spot(
+    api_server: ApiServers, visit: Visits
+) -> None:
+    served = api_server(says("never"))
     page = visit(served.url)
     page.page.locator("#tools").fill("[{]")
     expect(page.see("#tools-error")).to_contain_text("Tools:")
@@ -132,8 +138,8 @@ def test_tools_that_are_not_json_are_refused_on_the_spot(door: Doors, visit: Vis
     expect(page.page.locator("#tools-error")).to_be_hidden()
 
 
-def test_stopping_aborts_and_keeps_what_was_said(door: Doors, visit: Visits) -> None:
-    served = door(in_turn("as far as|pause| never", "|pause|", "again"))
+def test_stopping_aborts_and_keeps_what_was_said(api_server: ApiServers, visit: Visits) -> None:
+    served = api_server(in_turn("as far as|pause| never", "|pause|", "again"))
     page = visit(served.url)
     stops: list[Callable[[], None]] = [
         lambda: page.page.get_by_role("button", name="Stop").click(),
@@ -156,8 +162,10 @@ def test_stopping_aborts_and_keeps_what_was_said(door: Doors, visit: Visits) -> 
     expect(page.answers.last.locator("> .text")).to_have_text("again")
 
 
-def test_a_new_chat_forgets_the_answer_that_was_being_made(door: Doors, visit: Visits) -> None:
-    served = door(in_turn("old news|pause| never", "fresh"))
+def test_a_new_chat_forgets_the_answer_that_was_being_made(
+    api_server: ApiServers, visit: Visits
+) -> None:
+    served = api_server(in_turn("old news|pause| never", "fresh"))
     page = visit(served.url)
     page.say("first question")
     expect(page.answers.locator("> .text")).to_have_text("old news")
@@ -171,7 +179,7 @@ def test_a_new_chat_forgets_the_answer_that_was_being_made(door: Doors, visit: V
     assert "old news" not in served.prompts()[1]
 
 
-def test_a_refusal_says_why_and_can_be_tried_again(door: Doors, visit: Visits) -> None:
+def test_a_refusal_says_why_and_can_be_tried_again(api_server: ApiServers, visit: Visits) -> None:
     left: list[Script] = [
         lambda request: refusal(
             request,
@@ -183,7 +191,7 @@ def test_a_refusal_says_why_and_can_be_tried_again(door: Doors, visit: Visits) -
     def script(request: GenerateRequest) -> Iterable[OutputEvent | None]:
         return left.pop(0)(request)
 
-    served = door(script)
+    served = api_server(script)
     page = visit(served.url)
     page.expected_errors = ("429",)
     page.say("hello")
@@ -194,9 +202,9 @@ def test_a_refusal_says_why_and_can_be_tried_again(door: Doors, visit: Visits) -
     expect(alert).to_have_count(0)
 
 
-def test_text_of_the_model_stays_text(door: Doors, visit: Visits) -> None:
+def test_text_of_the_model_stays_text(api_server: ApiServers, visit: Visits) -> None:
     nasty = "<img src=x onerror=alert(1)><script>alert(2)</script> ```py\nx = '<b>'\n``` end"
-    served = door(says(nasty))
+    served = api_server(says(nasty))
     page = visit(served.url)
     page.say("<i>hi</i>")
     page.wait_for_end()
@@ -207,9 +215,9 @@ def test_text_of_the_model_stays_text(door: Doors, visit: Visits) -> None:
     expect(page.page.locator("#turns :is(img, script, b, i)")).to_have_count(0)
 
 
-def test_a_server_with_keys_asks_for_one(door: Doors, visit: Visits) -> None:
+def test_a_server_with_keys_asks_for_one(api_server: ApiServers, visit: Visits) -> None:
     config = ApiConfig(port=0, drain_s=0.2, api_keys=("sesame",))
-    served = door(says("welcome"), config=config)
+    served = api_server(says("welcome"), config=config)
     page = visit(served.url)
     page.expected_errors = ("401",)
     expect(page.page.locator("#welcome")).to_contain_text("API key")

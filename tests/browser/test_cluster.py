@@ -12,21 +12,21 @@ import httpx
 from playwright.sync_api import Route, expect
 
 from mooncake.api.config import ApiConfig
-from tests.browser.support import WAIT_S, DoorThread, Visit
-from tests.support.door import says
-from tests.support.server_process import ServerProcess
+from tests.browser.support import WAIT_S, ApiServerThread, Visit
+from tests.support.api.server import says
+from tests.support.serve.server_process import ServerProcess
 
 MAX_EVENTS = 120
-"""Of the cluster's feed, before a load is given up: there is one a second."""
+"""Events of the cluster's feed, one a second, before `wait_for_load` gives up."""
 LONG = 30_000
-"""More tokens than are made before a test has looked."""
+"""More tokens than are generated before a test has looked."""
 
 Visits = Callable[..., Visit]
 
 
 def wait_for_load(server: ServerProcess, wanted: int) -> None:
-    """Follow the cluster until so many sequences run in the engine, and as many requests are in the
-    house."""
+    """Follow the cluster until `wanted` sequences run in the engine and as many requests are in
+    flight."""
     with httpx.stream("GET", f"{server.url}/v1/cluster/events", timeout=WAIT_S) as feed:
         events = (line for line in feed.iter_lines() if line.startswith("data: "))
         for event in itertools.islice(events, MAX_EVENTS):
@@ -127,8 +127,12 @@ def test_the_cluster_page_follows_the_load(server: ServerProcess, visit: Visits)
     expect(dram).to_contain_text("32 MiB")
 
 
-def test_the_feed_is_left_when_nobody_looks(door: Callable[..., DoorThread], visit: Visits) -> None:
-    served = door(says("x"), config=ApiConfig(port=0, drain_s=0.2, feed_s=0.05, max_listeners=1))
+def test_the_page_leaves_the_feed_when_it_is_hidden(
+    api_server: Callable[..., ApiServerThread], visit: Visits
+) -> None:
+    served = api_server(
+        says("x"), config=ApiConfig(port=0, drain_s=0.2, feed_s=0.05, max_listeners=1)
+    )
     page = visit(served.url)
     for _ in range(3):  # the only place for a listener is free again each time
         page.page.get_by_role("link", name="Cluster").click()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.support import DoorThread, Visit
-from tests.support.door import says
+from tests.browser.support import ApiServerThread, Visit
+from tests.support.api.server import says
 
-Doors = Callable[..., DoorThread]
+ApiServers = Callable[..., ApiServerThread]
 Visits = Callable[..., Visit]
 
 MAX_TABS = 60
@@ -61,8 +61,8 @@ def tab_to(page: Visit, name: str, key: str = "Tab") -> None:
     raise AssertionError(f"{name} cannot be reached with {key}")
 
 
-def test_everything_works_by_keyboard_alone(door: Doors, visit: Visits) -> None:
-    page = visit(door(says("<think>hm</think>hello")).url)
+def test_everything_works_by_keyboard_alone(api_server: ApiServers, visit: Visits) -> None:
+    page = visit(api_server(says("<think>hm</think>hello")).url)
     keyboard = page.page.keyboard
     expect(page.page.locator("#prompt")).to_be_focused()
     keyboard.type("line one")
@@ -94,9 +94,9 @@ def test_everything_works_by_keyboard_alone(door: Doors, visit: Visits) -> None:
 
 
 def test_all_settings_can_be_reached_in_the_order_they_are_shown(
-    door: Doors, visit: Visits
+    api_server: ApiServers, visit: Visits
 ) -> None:
-    page = visit(door(says("x")).url)
+    page = visit(api_server(says("x")).url)
     expect(page.page.locator("#model option")).to_have_count(2)
     tab_to(page, "model", "Shift+Tab")
     for name in (
@@ -109,8 +109,10 @@ def test_all_settings_can_be_reached_in_the_order_they_are_shown(
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_colours_follow_the_system_and_can_be_read(door: Doors, visit: Visits, dark: bool) -> None:
-    page = visit(door(says("<think>hm</think>hello")).url, dark=dark)
+def test_colours_follow_the_system_and_can_be_read(
+    api_server: ApiServers, visit: Visits, dark: bool
+) -> None:
+    page = visit(api_server(says("<think>hm</think>hello")).url, dark=dark)
     page.say("hi")
     page.wait_for_end()
     background = "rgb(23, 23, 26)" if dark else "rgb(251, 250, 247)"
@@ -124,9 +126,9 @@ def test_colours_follow_the_system_and_can_be_read(door: Doors, visit: Visits, d
 
 
 def test_a_chosen_theme_goes_before_the_systems_and_is_remembered(
-    door: Doors, visit: Visits
+    api_server: ApiServers, visit: Visits
 ) -> None:
-    page = visit(door(says("x")).url, dark=True)
+    page = visit(api_server(says("x")).url, dark=True)
     button = page.page.locator("#theme")
     dark = page.page.evaluate(_BACKGROUND)
     button.press("Enter")
@@ -142,9 +144,11 @@ def test_a_chosen_theme_goes_before_the_systems_and_is_remembered(
 
 
 @pytest.mark.parametrize("width", [400, 1400])
-def test_nothing_is_wider_than_the_screen(door: Doors, visit: Visits, width: int) -> None:
+def test_nothing_is_wider_than_the_screen(
+    api_server: ApiServers, visit: Visits, width: int
+) -> None:
     long_word = "m" * 300
-    page = visit(door(says(long_word)).url, width=width)
+    page = visit(api_server(says(long_word)).url, width=width)
     page.say(long_word)
     page.wait_for_end()
     assert page.page.evaluate(_OVERFLOW) <= 0

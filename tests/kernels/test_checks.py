@@ -9,7 +9,7 @@ import torch
 from mooncake_kernels import checks, dispatch
 from mooncake_kernels.checks import CheckRow, check_kernels, difference
 
-from tests.support.kernel_gates import DEVICE
+from tests.support.kernels.gates import DEVICE
 
 
 def test_every_op_has_a_case() -> None:

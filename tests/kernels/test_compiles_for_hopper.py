@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hopper_compiler import HOPPER_SHARED_BYTES
+from tests.support.kernels.hopper_compiler import HOPPER_SHARED_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_WGMMA = ("8 heads", "16 rows", "layer ops", "router", "float32")
@@ -38,7 +38,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
     }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.hopper_launches"],
+        [sys.executable, "-W", "ignore", "-m", "tests.support.kernels.hopper_launches"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -7,7 +7,7 @@ import torch
 from mooncake_kernels.triton import expert_order
 from mooncake_kernels.triton.expert_order import expert_tiles
 
-from tests.support.kernel_gates import DEVICE
+from tests.support.kernels.gates import DEVICE
 
 
 def check(experts: torch.Tensor, num_experts: int, tile_rows: int) -> None:

@@ -12,7 +12,7 @@ from mooncake_kernels.reference.fp8 import widen_blocks
 from mooncake_kernels.triton.experts import pack_int4
 from mooncake_kernels.tuning import ExpertsConfig, ProductTile
 
-from tests.support.kernel_gates import DEVICE, assert_product
+from tests.support.kernels.gates import DEVICE, assert_product
 
 TILE = ProductTile(block_w=32, block_k=32, group_t=2, programs=1, warps=4, stages=2)
 SWAPPED = ExpertsConfig(16, True, TILE, TILE)

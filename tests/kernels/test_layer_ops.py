@@ -7,7 +7,7 @@ import torch
 from mooncake_kernels.dispatch import kernel
 from mooncake_kernels.reference.fp8 import quantize_rows, widen_rows
 
-from tests.support.kernel_gates import DEVICE, assert_attention, assert_log_sums, assert_product
+from tests.support.kernels.gates import DEVICE, assert_attention, assert_log_sums, assert_product
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 

@@ -11,7 +11,7 @@ from mooncake_kernels.reference.paged import paged_span
 from mooncake_kernels.reference.paged_batch import PagedBatch, batch_of_spans
 from mooncake_kernels.tuning import DecodeTile
 
-from tests.support.kernel_gates import DEVICE, assert_attention, assert_log_sums
+from tests.support.kernels.gates import DEVICE, assert_attention, assert_log_sums
 
 GARBAGE_PAGE = 2**30
 

@@ -8,7 +8,7 @@ from mooncake_kernels.dispatch import kernel
 from mooncake_kernels.reference.mla_prefill import ExpandedKeys, RaggedBatch
 from mooncake_kernels.reference.paged import paged_span
 
-from tests.support.kernel_gates import DEVICE, assert_attention, assert_log_sums
+from tests.support.kernels.gates import DEVICE, assert_attention, assert_log_sums
 
 
 def ints(values: list[int]) -> torch.Tensor:

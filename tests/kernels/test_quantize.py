@@ -6,7 +6,7 @@ import pytest
 import torch
 from mooncake_kernels.dispatch import kernel
 
-from tests.support.kernel_gates import DEVICE
+from tests.support.kernels.gates import DEVICE
 
 
 def steps(values: torch.Tensor) -> torch.Tensor:

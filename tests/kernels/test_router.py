@@ -7,7 +7,7 @@ import torch
 from mooncake_kernels.dispatch import kernel
 from mooncake_kernels.reference.router import Routing
 
-from tests.support.kernel_gates import DEVICE
+from tests.support.kernels.gates import DEVICE
 
 CASES = [
     (5, Routing(2, 1, 1, True, 1.0)),

@@ -10,7 +10,7 @@ from mooncake_kernels.dispatch import kernel
 from mooncake_kernels.reference.sampling import DrawSettings, Penalties
 
 from mooncake.model.layers import sampling_math
-from tests.support.kernel_gates import DEVICE
+from tests.support.kernels.gates import DEVICE
 
 ROWS, VOCAB = 6, 300
 

@@ -26,7 +26,7 @@ from mooncake_kernels.tuning import (
     save_table,
 )
 
-from tests.support.kernel_gates import DEVICE
+from tests.support.kernels.gates import DEVICE
 
 H200 = Target("NVIDIA H200", "3.6.0")
 SHAPE = ExpertsShape("int4", 384, 256, 7168)

@@ -7,6 +7,10 @@ root file system read-only, with a throw-away layer on top, and runs COMMAND in 
 as root. Devices: rxe0 on eth0 (10.0.0.1/24), rxe1 on eth1 (10.0.1.1/24). Exit status: that of
 COMMAND; 125 when the guest did not finish; 0 with "skipped: ..." where no guest can be had, or 77
 with --required.
+
+Emulation is several times slower on some processors than on others. The guest times a loop of plain
+Python before COMMAND and takes REFERENCE_LOOP_S as one: `--timeout-s`, the limit of a single test
+(pytest-timeout's PYTEST_TIMEOUT) and what tests wait for (MOONCAKE_GUEST_SLOWNESS) grow with it.
 """
 
 from __future__ import annotations
@@ -37,8 +41,12 @@ PACKAGES = {
     "/usr/lib/python3/dist-packages/pyverbs": "python3-pyverbs",
 }
 """What must be here, a command or a file -> the Debian package it comes with."""
-BOOT_S = 240.0
-"""Five seconds on an idle machine."""
+BOOT_S = 480.0
+"""Ten seconds on an idle machine."""
+REFERENCE_LOOP_S = 0.5
+"""What the loop of `_GUEST` takes in a guest on an idle AMD EPYC of 2024."""
+TEST_S = 300.0
+"""What one test may take there; the longest takes ten, but other work may share the host."""
 DID_NOT_FINISH = 125
 NOT_TO_BE_HAD = 77
 
@@ -70,7 +78,14 @@ for number in 0 1; do
   ip link set eth$number up
   rdma link add rxe$number type rxe netdev eth$number
 done
-echo "{mark} begins"
+export MOONCAKE_GUEST_SLOWNESS=$({python} -ISc '
+import time
+start, total = time.monotonic(), 0
+for number in range(1_000_000):
+    total += number & 7
+print(round(max(1.0, (time.monotonic() - start) / {reference_s}), 2))')
+export PYTEST_TIMEOUT=$({python} -ISc "print({test_s} * $MOONCAKE_GUEST_SLOWNESS)")
+echo "{mark} begins $MOONCAKE_GUEST_SLOWNESS"
 cd {folder}
 {command}
 echo "{mark} $?"
@@ -116,6 +131,9 @@ def build_ram_disk(kernel: GuestKernel, command: Sequence[str], mark: str) -> by
         folder=shlex.quote(str(Path.cwd())),
         command=shlex.join(command),
         mark=mark,
+        python=shlex.quote(sys.executable),
+        reference_s=REFERENCE_LOOP_S,
+        test_s=TEST_S,
     )
     folder, program = stat.S_IFDIR | 0o755, stat.S_IFREG | 0o755
     busybox = shutil.which("busybox")
@@ -134,6 +152,7 @@ def build_ram_disk(kernel: GuestKernel, command: Sequence[str], mark: str) -> by
 def run(command: Sequence[str], *, memory_mb: int, timeout_s: float) -> int:
     """Run `command` in a fresh guest, its output to ours; return its exit status.
 
+    timeout_s: what `command` may take in a guest of the reference's speed; a slower one gets more.
     Raises CannotPrepare when the guest does not boot.
     """
     kernel = fetch_kernel()
@@ -156,9 +175,13 @@ def run(command: Sequence[str], *, memory_mb: int, timeout_s: float) -> int:
         assert guest.stdout is not None
         lines = (line.decode(errors="replace").rstrip("\r\n") for line in guest.stdout)
         try:
-            boot = _until(lines, f"{mark} begins", guest, BOOT_S)
+            boot = _until(lines, rf"{mark} begins (\S+)", guest, BOOT_S)
             if boot.ended is None:
-                raise CannotPrepare(f"the guest does not boot; its last words: {boot.last!r}")
+                raise CannotPrepare(f"the guest does not boot; its last line: {boot.last!r}")
+            slowness = float(boot.ended[1])
+            timeout_s *= slowness
+            print(f"the guest is {slowness} times slower than the reference, its limit "
+                  f"{timeout_s:.0f} s", flush=True)  # fmt: skip
             status = _until(lines, rf"{mark} (\d+)", guest, timeout_s).ended
         finally:
             guest.kill()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mooncake.api import load_served_model
-from mooncake.model.presets import init_checkpoint
+from mooncake.model.checkpoint.presets import init_checkpoint
 from tests.rdma.test_nics import num_packets
-from tests.support.model_cluster import model_cluster, request
-from tests.unit.transfer.driving import NEEDS_RDMA
+from tests.support.serve.model_cluster import model_cluster, request
+from tests.support.transfer.driving import NEEDS_RDMA
 
 pytestmark = NEEDS_RDMA
 MAX_TOKENS = 12

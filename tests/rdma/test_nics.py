@@ -5,7 +5,6 @@ The devices are software ones on dummy links, which `ip link set ... down` takes
 
 from __future__ import annotations
 
-import os
 import random
 import select
 import subprocess
@@ -17,18 +16,18 @@ import pytest
 
 from mooncake.base.clock import MonotonicClock
 from mooncake.base.errors import TransferError
-from mooncake.transfer.backends import rdma_verbs
-from mooncake.transfer.backends.rdma import RdmaBackend, RdmaSettings
-from mooncake.transfer.backends.rdma_nic import Completion, Outcome, WorkRequest
-from mooncake.transfer.backends.rdma_verbs import NicChoices, VerbsNic, open_nics
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.rdma import verbs as rdma_verbs
+from mooncake.transfer.rdma.backend import RdmaBackend, RdmaSettings
+from mooncake.transfer.rdma.nic import Completion, Outcome, WorkRequest
+from mooncake.transfer.rdma.verbs import NicChoices, VerbsNic, open_nics
 from mooncake.transfer.router import RoutedTransfer
-from tests.unit.transfer.driving import NEEDS_RDMA, WAIT_S, move, wait_for
+from tests.support.transfer.driving import EMULATED, NEEDS_RDMA, WAIT_S, move, wait_for
 
 MIB = 2**20
 IN_GUEST = pytest.mark.skipif(
-    os.environ.get("MOONCAKE_RDMA_GUEST") != "1",
+    not EMULATED,
     reason="takes links down: only on the machine 'make test-rdma' boots",
 )
 pytestmark = NEEDS_RDMA
@@ -104,10 +103,10 @@ def test_thousands_of_scattered_slices(open_rdma: Open) -> None:
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
 def test_a_nic_that_goes_down_in_mid_batch_and_comes_back(open_rdma: Open, op: Op) -> None:
     us, owner = open_rdma("us"), open_rdma("owner")
-    ours, theirs = us.allocate(16 * MIB, "ours"), owner.allocate(16 * MIB, "theirs")
+    ours, theirs = us.allocate(4 * MIB, "ours"), owner.allocate(4 * MIB, "theirs")
     source, target = (theirs, ours) if op is Op.READ else (ours, theirs)
-    source.buffer[:] = random.Random(4).randbytes(MIB) * 16
-    whole = TransferOp(ours.region_id, 0, theirs.region_id, 0, 16 * MIB)
+    source.buffer[:] = random.Random(4).randbytes(MIB) * 4
+    whole = TransferOp(ours.region_id, 0, theirs.region_id, 0, 4 * MIB)
     batch = TransferBatch(op=op, peer=owner.segment, ops=[whole])
     ids = [us.submit(batch) for _ in range(12)]
     try:

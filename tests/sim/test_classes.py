@@ -12,7 +12,7 @@ import msgspec
 from mooncake.base import FinishReason, Priority
 from mooncake.sim.measure import RequestMeasure
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine
-from tests.support.traces import simulation
+from tests.support.sim.traces import simulation
 
 LIMITS = {"ttft_slo_s": 10.0, "tbt_slo_s": 0.1}
 Fields = dict[str, Any]
@@ -111,7 +111,7 @@ def test_a_flood_is_refused_before_another_tenant_is() -> None:
     assert served(found["flood"]) < 0.7
 
 
-def test_batch_fills_what_is_idle_and_delays_nobody() -> None:
+def test_batch_fills_idle_workers_and_delays_no_other_class() -> None:
     interactive = Made().stream(0.6, 0.0, 120.0, {})
     alone = play(interactive.lines, of_class)
     both = play(interactive.stream(20.0, 20.0, 23.0, {"priority": Priority.BATCH}).lines, of_class)

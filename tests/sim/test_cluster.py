@@ -12,7 +12,7 @@ from mooncake.base import FinishReason, Grammar, Role
 from mooncake.instance import InstanceConfig
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.telemetry.events import FirstToken
-from tests.support.cluster import Cluster, HeapRunner, engine_config, request, specs
+from tests.support.sim.cluster import Cluster, HeapRunner, engine_config, request, specs
 
 PROMPT = list(range(1, 60))
 EAGER = SchedulerConfig(fetch_latency_s=0.0, local_bytes_per_s=1e12, remote_bytes_per_s=1e12)

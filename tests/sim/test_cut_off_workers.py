@@ -10,10 +10,11 @@ import pytest
 
 from mooncake.instance import InstanceConfig
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.sim.network import NetworkConfig
-from tests.support.cluster import Cluster, engine_config, request, specs
+from mooncake.sim.world.network import NetworkConfig
+from tests.support.examples import examples
+from tests.support.sim.cluster import Cluster, engine_config, request, specs
 
-NUM_SEEDS = 40
+NUM_SEEDS = examples(40)
 PUSH_TIMEOUT_S = 3.0
 
 
@@ -53,7 +54,7 @@ def disturb(random: Random, cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_no_byte_is_wrong_whoever_is_cut_off(seed: int) -> None:
+def test_no_byte_is_wrong_when_any_worker_is_cut_off(seed: int) -> None:
     random = Random(seed)
     cluster = cluster_of(random, seed)
     heads = [[random.randrange(97) for _ in range(random.randrange(60))] for _ in range(3)]

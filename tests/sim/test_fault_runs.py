@@ -7,17 +7,17 @@ import pytest
 
 from mooncake.base import ConfigError, FinishReason, SamplingParams
 from mooncake.base.messages import Role
-from mooncake.kvstore.disk import DiskBlock
-from mooncake.sim.clock import EventHeap
-from mooncake.sim.disk import SimDiskConfig, SimDisks, SimMedium
-from mooncake.sim.fault_plan import Fault
-from mooncake.sim.fault_run import FaultyRun
-from mooncake.sim.faults import Trial
-from mooncake.sim.injector import Injector
+from mooncake.kvstore.storage.disk import DiskBlock
+from mooncake.sim.faults.injector import Injector
+from mooncake.sim.faults.plan import Fault
+from mooncake.sim.faults.random_faults import Trial
+from mooncake.sim.faults.run import FaultyRun
 from mooncake.sim.simulation import SimulationConfig
 from mooncake.sim.workload import Workload
-from tests.support.cluster import Cluster, request, specs
-from tests.support.traces import hardware, model, sessions
+from mooncake.sim.world.clock import EventHeap
+from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
+from tests.support.sim.cluster import Cluster, request, specs
+from tests.support.sim.traces import hardware, model, sessions
 
 KILLS = [
     Fault(at_s=1.0, kind="kill", target="prefill-0"),
@@ -70,7 +70,7 @@ class OneAhead:
 
 
 def test_a_wrong_token_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.sim.runner._Known", OneAhead)
+    monkeypatch.setattr("mooncake.sim.world.runner._Known", OneAhead)
     report = FaultyRun(config(), Workload.replay(sessions(3)), [], "none").run()
     assert report.failure is not None
     assert "r0: token 0 is" in report.failure

@@ -12,12 +12,12 @@ from mooncake.base import FinishReason, Role
 from mooncake.instance import InstanceConfig
 from mooncake.rpc.membership import ANSWER_S
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.sim.network import NetworkConfig
+from mooncake.sim.world.network import NetworkConfig
 from mooncake.telemetry.events import Placed
-from tests.support import cluster as cluster_support
-from tests.support.cluster import LAYOUT, Cluster, engine_config, request, specs
-from tests.support.fake_runner import expected_output
-from tests.support.scheduling import PROFILE
+from tests.support.engine.fake_runner import expected_output
+from tests.support.scheduler.scheduling import PROFILE
+from tests.support.sim import cluster as cluster_support
+from tests.support.sim.cluster import LAYOUT, Cluster, engine_config, request, specs
 
 FIRST, SECOND, THIRD = "gateway", "gateway-1", "gateway-2"
 HEAD = [(7 * token) % 97 for token in range(120)]
@@ -34,12 +34,12 @@ def cluster_of(*gateway_ids: str, **changes: object) -> Cluster:
 
 def members(cluster: Cluster, gateway_id: str) -> dict[str, str]:
     """Return worker id -> epoch of the workers a gateway places requests on."""
-    views = cluster.world.doors[gateway_id].conductor.views
+    views = cluster.world.gateway_hosts[gateway_id].conductor.views
     return {view.worker_id: view.worker.epoch for view in views}
 
 
 def num_indexed(cluster: Cluster, gateway_id: str) -> int:
-    return cluster.world.doors[gateway_id].conductor.num_indexed_blocks
+    return cluster.world.gateway_hosts[gateway_id].conductor.num_indexed_blocks
 
 
 def burst(cluster: Cluster, gateway_ids: list[str]) -> list[Placed]:
@@ -124,8 +124,10 @@ def test_a_gateway_dies_and_comes_back_knowing_the_cluster(victim: str, after_s:
         del cluster.world.streams[f"mine-{number}"]  # its clients are cut off
     cluster.world.start_gateway(victim)
     cluster.run(0.9)
-    books, others = (cluster.world.doors[name].conductor.books for name in (victim, other))
-    assert books.owners == ({other} if others.own_ids() else set())
+    bookings, others = (
+        cluster.world.gateway_hosts[name].conductor.bookings for name in (victim, other)
+    )
+    assert bookings.owners == ({other} if others.own_ids() else set())
     assert others.owners == set(), "bookings of a former life"
     cluster.run(30)
     assert members(cluster, victim) == members(cluster, other)
@@ -141,12 +143,12 @@ def test_a_gateway_dies_and_comes_back_knowing_the_cluster(victim: str, after_s:
 def test_a_gateway_that_stays_away_leaves_nothing_behind() -> None:
     cluster = cluster_of(FIRST, SECOND)
     placed = burst(cluster, [SECOND, SECOND])
-    books = cluster.world.doors[FIRST].conductor.books
-    assert books.owners == {SECOND}
+    bookings = cluster.world.gateway_hosts[FIRST].conductor.bookings
+    assert bookings.owners == {SECOND}
     cluster.world.kill_gateway(SECOND)
     cluster.world.streams.clear()
     cluster.run(30)
-    assert books.owners == set()
+    assert bookings.owners == set()
     cluster.check_quiet()
     cluster.world.submit(request("later", HEAD))
     cluster.run(5)
@@ -196,7 +198,7 @@ def test_nothing_is_lost_whatever_dies(seed: int) -> None:
     assert asked, "nobody was left to ask"
     for gateway_id in gateways:
         assert members(cluster, gateway_id) == members(cluster, FIRST)
-        assert not cluster.world.doors[gateway_id].conductor.books.owners
+        assert not cluster.world.gateway_hosts[gateway_id].conductor.bookings.owners
     finished = [stream.finals[0].reason for stream in cluster.world.streams.values()]
     assert FinishReason.LENGTH in finished
 
@@ -245,11 +247,13 @@ def test_workers_let_go_of_what_a_dead_gateway_asked_for(long_runs: Cluster, vic
             del cluster.world.streams[f"r{number}"]
     cluster.run(2.0 + ANSWER_S + 1.5)
     assert num_running(cluster) == 2, "the requests of the dead are still computed"
-    assert cluster.world.doors.keys() == {FIRST, SECOND} - {victim}
+    assert cluster.world.gateway_hosts.keys() == {FIRST, SECOND} - {victim}
     cluster.run(60)
     check_long_streams(cluster)
-    [door] = cluster.world.doors.values()
-    assert door.gateway.status(cluster.world.heap.now()).counters.get("attempts_lost", 0) == 0
+    [gateway_host] = cluster.world.gateway_hosts.values()
+    assert (
+        gateway_host.gateway.status(cluster.world.heap.now()).counters.get("attempts_lost", 0) == 0
+    )
 
 
 def test_gateways_that_cannot_reach_each_other_are_both_alive_to_workers(
@@ -259,35 +263,92 @@ def test_gateways_that_cannot_reach_each_other_are_both_alive_to_workers(
     cluster.world.network.partition(FIRST, SECOND, cut=True)
     cluster.run(3.5)
     now = cluster.world.heap.now()
-    for door in cluster.world.doors.values():
-        assert [one.state for one in door.gateway.status(now).gateways] == ["up", "silent"]
+    for gateway_host in cluster.world.gateway_hosts.values():
+        assert [one.state for one in gateway_host.gateway.status(now).gateways] == ["up", "silent"]
     cluster.run(ANSWER_S + 2)
     assert num_running(cluster) == 4
     cluster.world.network.partition(FIRST, SECOND, cut=False)
     cluster.run(60)
     check_long_streams(cluster)
-    for door in cluster.world.doors.values():
-        status = door.gateway.status(cluster.world.heap.now())
+    for gateway_host in cluster.world.gateway_hosts.values():
+        status = gateway_host.gateway.status(cluster.world.heap.now())
         assert status.counters.get("attempts_lost", 0) == 0
         assert [one.state for one in status.gateways] == ["up", "up"]
 
 
 def test_a_gateway_that_stood_still_for_long_places_its_requests_again(long_runs: Cluster) -> None:
     cluster = long_runs
-    cluster.world.doors[SECOND].process.hang(2.0 + ANSWER_S + 3)
+    cluster.world.gateway_hosts[SECOND].process.hang(2.0 + ANSWER_S + 3)
     cluster.run(2.0 + ANSWER_S + 2)
     assert num_running(cluster) == 2
     cluster.run(60)
     check_long_streams(cluster)
-    counters = cluster.world.doors[SECOND].gateway.status(cluster.world.heap.now()).counters
+    counters = cluster.world.gateway_hosts[SECOND].gateway.status(cluster.world.heap.now()).counters
     assert counters["attempts_lost"] == 2
 
 
 def test_a_gateway_that_says_goodbye_is_forgotten_at_once() -> None:
     cluster = cluster_of(FIRST, SECOND)
-    cluster.world.doors[SECOND].gateway.say_goodbye()
+    cluster.world.gateway_hosts[SECOND].gateway.say_goodbye()
     cluster.world.kill_gateway(SECOND)
     cluster.run(0.5)
     status = cluster.world.gateway.status(cluster.world.heap.now())
     assert [gateway.id for gateway in status.gateways] == [FIRST]
     cluster.run(5)
+
+
+@pytest.mark.parametrize("to", [FIRST, SECOND])
+@pytest.mark.parametrize("source", ["node-prefill-0", "node-decode-1"])
+def test_one_gateways_bad_link_ends_no_worker(source: str, to: str) -> None:
+    """The one that hears nothing uses these workers no more; the other goes on with them. When the
+    link is whole again both use them, in the epoch they had.
+    """
+    scheduler = SchedulerConfig(heartbeat_timeout_s=2.0)
+    cluster = cluster_of(FIRST, SECOND, scheduler=scheduler)
+    before = members(cluster, FIRST)
+    for number in range(8):
+        prompt = HEAD[number : number + 60]
+        cluster.world.submit(
+            request(f"r{number}", prompt, max_tokens=40), [FIRST, SECOND][number % 2]
+        )
+    cluster.run(0.05)
+    cluster.world.network.partition_one_way(source, to, cut=True)
+    cluster.run(5)
+    cut_off = {name for name in before if f"node-{name}".replace("kvstore-", "") == source}
+    assert members(cluster, to).keys() == before.keys() - cut_off
+    other = SECOND if to == FIRST else FIRST
+    assert members(cluster, other) == before
+    cluster.world.network.partition_one_way(source, to, cut=False)
+    cluster.run(30)
+    assert members(cluster, FIRST) == members(cluster, SECOND) == before
+    assert all(worker.num_starts == 1 for worker in cluster.world.workers.values())
+    cluster.check_streams()
+    cluster.check_quiet()
+
+
+def test_a_gateway_that_hears_no_peer_declares_no_worker_lost() -> None:
+    cluster = cluster_of(FIRST, SECOND, scheduler=SchedulerConfig(heartbeat_timeout_s=2.0))
+    before = members(cluster, FIRST)
+    nodes = [*{worker.spec.node_id for worker in cluster.world.workers.values()}, FIRST]
+    for node in nodes:
+        cluster.world.network.partition_one_way(node, SECOND, cut=True)
+    cluster.run(6)
+    assert members(cluster, SECOND) == {}
+    for node in nodes:
+        cluster.world.network.partition_one_way(node, SECOND, cut=False)
+    cluster.run(6)
+    assert members(cluster, FIRST) == members(cluster, SECOND) == before
+
+
+def test_a_node_that_no_gateway_hears_is_lost() -> None:
+    cluster = cluster_of(FIRST, SECOND, scheduler=SchedulerConfig(heartbeat_timeout_s=2.0))
+    for gateway_id in (FIRST, SECOND):
+        cluster.world.network.partition_one_way("node-decode-1", gateway_id, cut=True)
+    cluster.run(5)
+    assert "decode-1" not in members(cluster, FIRST).keys() | members(cluster, SECOND).keys()
+    for gateway_id in (FIRST, SECOND):
+        cluster.world.network.partition_one_way("node-decode-1", gateway_id, cut=False)
+    cluster.run(10)
+    assert cluster.world.workers["decode-1"].num_starts == 2
+    assert members(cluster, FIRST) == members(cluster, SECOND)
+    assert members(cluster, FIRST)["decode-1"] == "e2"

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.kvstore.node import KvNode
+from mooncake.kvstore.node.node import KvNode
 from mooncake.sim.simulation import Simulation
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine
-from tests.support.traces import simulation
+from tests.support.sim.traces import simulation
 
 HEAD = list(range(1, 11))
 NUM_TURNS = 6

@@ -23,7 +23,7 @@ from mooncake.base.messages import (
 )
 from mooncake.instance import InstanceConfig
 from mooncake.scheduler.config import SchedulerConfig
-from tests.support.cluster import Cluster, request, specs
+from tests.support.sim.cluster import Cluster, request, specs
 
 WORDS: list[type[msgspec.Struct]] = [
     AbortTask, DecodeTask, KVReady, PinGranted, PrefillTask, PushEnded, PutEnd, PutGranted,

@@ -7,12 +7,12 @@ import pytest
 from mooncake.base import AnyMessage, BlockEvents, Tier, block_keys
 from mooncake.base.messages import Replicate
 from mooncake.kvstore import KvNode
-from mooncake.sim.disk import SimMedium
-from mooncake.sim.network import Endpoint, NetworkConfig
+from mooncake.sim.world.disk import SimMedium
+from mooncake.sim.world.network import Endpoint, NetworkConfig
 from tests.sim.test_cluster import EAGER, PROMPT, prompts
-from tests.support.cluster import LAYOUT, Cluster, engine_config, request, specs
-from tests.support.kvstore_world import keys
-from tests.support.pool_world import PoolWorld
+from tests.support.kvstore.node_world import keys
+from tests.support.kvstore.pool_world import PoolWorld
+from tests.support.sim.cluster import LAYOUT, Cluster, engine_config, request, specs
 
 NUM_FULL_BLOCKS = len(PROMPT) // 4
 
@@ -42,7 +42,7 @@ def test_a_prefix_survives_the_death_of_all_workers_through_ssd() -> None:
     cluster.check_quiet()
 
 
-def test_damaged_blocks_are_recomputed_and_nobody_sees_other_tokens() -> None:
+def test_damaged_blocks_are_recomputed_and_tokens_stay_the_same() -> None:
     cluster = Cluster(specs(1, 1), scheduler=EAGER, ssd_blocks=100)
     cluster.world.submit(request("first", PROMPT))
     cluster.run(5)

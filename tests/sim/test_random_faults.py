@@ -10,10 +10,11 @@ import pytest
 
 from mooncake.instance import InstanceConfig
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.sim.network import NetworkConfig
-from tests.support.cluster import Cluster, engine_config, request, specs
+from mooncake.sim.world.network import NetworkConfig
+from tests.support.examples import examples
+from tests.support.sim.cluster import Cluster, engine_config, request, specs
 
-NUM_SEEDS = 60
+NUM_SEEDS = examples(60)
 
 
 def random_cluster(random: Random, seed: int) -> Cluster:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base import Priority
-from mooncake.kvstore.node import KvNode
+from mooncake.kvstore.node.node import KvNode
 from mooncake.sim.simulation import Simulation
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine
-from tests.support.traces import simulation
+from tests.support.sim.traces import simulation
 
 NUM_DOCUMENTS = 8
 DOCUMENT_BLOCKS = 30
@@ -98,7 +98,7 @@ def test_documents_come_up_whole_though_a_few_blocks_may_be_on_their_way(
         assert counted(played, "blocks_missed") == 0
 
 
-def test_who_does_not_wait_loses_nothing_by_it(both: tuple[Simulation, Simulation]) -> None:
+def test_requests_that_do_not_wait_lose_nothing_by_it(both: tuple[Simulation, Simulation]) -> None:
     num = len(trace()) - NUM_DOCUMENTS
     without, ahead = ([one.ttft_s for one in played.measures.requests[:num]] for played in both)
     assert ahead == without

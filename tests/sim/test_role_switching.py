@@ -25,16 +25,22 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan
 from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
-from mooncake.launch.simulation_runs import figures
+from mooncake.launch.config.shipped import figures
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.sim.checkers import check_ended, check_index, check_machine, check_quiet, check_stream
-from mooncake.sim.clock import EventHeap
-from mooncake.sim.cost_model import HardwareFigures, ModelFigures
-from mooncake.sim.network import NetworkConfig
-from mooncake.sim.runner import SimRunner
+from mooncake.sim.faults.checkers import (
+    check_ended,
+    check_index,
+    check_machine,
+    check_quiet,
+    check_stream,
+)
 from mooncake.sim.simulation import Simulation, SimulationConfig
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine, Workload
-from mooncake.sim.world import Stream, SupervisorConfig, WorkerSpec, World, WorldConfig
+from mooncake.sim.world.clock import EventHeap
+from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
+from mooncake.sim.world.network import NetworkConfig
+from mooncake.sim.world.runner import SimRunner
+from mooncake.sim.world.world import Stream, SupervisorConfig, WorkerSpec, World, WorldConfig
 from mooncake.telemetry.events import Recorders
 from mooncake.transfer.engine import Region
 
@@ -160,6 +166,7 @@ def check(world: World, streams: list[Stream]) -> None:
     check_index(world)
 
 
+@pytest.mark.slow
 def test_switching_keeps_more_requests_inside_their_limits() -> None:
     inside = {}
     for on in (False, True):
@@ -193,8 +200,8 @@ def at_the_limit(seed: int, switching: bool) -> tuple[int, int]:
     )
     simulation = Simulation(
         SimulationConfig(
-            model=figures("models", "llama3-70b", ModelFigures),
-            hardware=figures("hardware", "a800x8", HardwareFigures),
+            model=figures("llama3-70b", ModelFigures),
+            hardware=figures("a800x8", HardwareFigures),
             num_prefill=4,
             num_decode=4,
             decode_pools=True,
@@ -213,6 +220,7 @@ def at_the_limit(seed: int, switching: bool) -> tuple[int, int]:
     return inside, int(counters.get("roles_switched", 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_gaps_at_their_limit_have_no_worker_to_spare(seed: int) -> None:
     """More prompts would be computed, and all of them would decode too slowly."""

@@ -1,5 +1,5 @@
 """Two hundred seeds of faults over the shipped machines, checked after every event; see
-`mooncake.sim.faults`. `make soak SEEDS=… FIRST=…` runs as many as one likes.
+`mooncake.sim.faults.random_faults`. `make soak SEEDS=… FIRST=…` runs as many as one likes.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ import os
 
 import pytest
 
-from mooncake.sim.fault_plan import KINDS
-from mooncake.sim.faults import Trial, TrialReport, describe_failure
+from mooncake.sim.faults.plan import KINDS
+from mooncake.sim.faults.random_faults import Trial, TrialReport, describe_failure
+from tests.support.examples import examples
 
 FIRST = int(os.environ.get("SOAK_FIRST", "0"))
-NUM_SEEDS = int(os.environ.get("SOAK_SEEDS", "200"))
+NUM_SEEDS = int(os.environ.get("SOAK_SEEDS") or examples(200))
 SEEDS_A_TEST = 10
 
 

@@ -25,6 +25,6 @@ class Absent:
 
 if __name__ == "__main__":
     sys.meta_path.insert(0, Absent(sys.argv[1].split(",")))
-    from mooncake.launch.cli import run
+    from mooncake.cli.main import run
 
     sys.exit(run(sys.argv[2:]))

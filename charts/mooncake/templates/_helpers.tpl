@@ -1,9 +1,44 @@
+{{/* The prefix of all names, 44 characters at most: Kubernetes labels the pods of a StatefulSet with its
+     name ("-gateway" and the like, 8) and a hash ("-", 10), and a label has 63. Longer names keep a
+     digest, so that two releases that begin alike stay apart. */}}
 {{- define "mooncake.name" -}}
-{{- printf "%s-mooncake" .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- $name := printf "%s-mooncake" .Release.Name -}}
+{{- if gt (len $name) 44 -}}
+{{- $name = printf "%s-%s" ($name | trunc 35 | trimSuffix "-") (sha256sum $name | trunc 8) -}}
+{{- end -}}
+{{- $name -}}
 {{- end -}}
 
 {{- define "mooncake.secret" -}}
 {{- .Values.secret.existing | default (include "mooncake.name" .) -}}
+{{- end -}}
+
+{{/* Refuse values whose pods could not start or never become ready. */}}
+{{- define "mooncake.check" -}}
+{{- if .Values.secret.apiKeys }}
+{{- $name := .Values.secret.existing }}
+{{- if not $name }}
+{{- fail "secret.apiKeys: name a Secret that has `keys.yaml` in secret.existing" }}
+{{- end }}
+{{- $known := lookup "v1" "Secret" .Release.Namespace $name }}
+{{- if and $known (not (hasKey ($known.data | default dict) "keys.yaml")) }}
+{{- fail (printf "secret.apiKeys: the Secret %s has no `keys.yaml`" $name) }}
+{{- end }}
+{{- end }}
+{{- $keyless := not (or .Values.secret.apiKeys .Values.gateway.allowKeyless) }}
+{{- range .Values.gateway.args }}
+{{- if regexMatch "^--api-keys?(-file)?(=|$)" (toString .) }}
+{{- $keyless = false }}
+{{- end }}
+{{- if regexMatch "^--ssl-(certfile|keyfile)" (toString .) }}
+{{- fail (printf "gateway.args: %s: name the Secret of the certificate in gateway.tlsSecret" .) }}
+{{- else if regexMatch "^--ssl-(ca-certs|cert-reqs)" (toString .) }}
+{{- fail (printf "gateway.args: %s: probes have no client certificate; ask for them at the ingress" .) }}
+{{- end }}
+{{- end }}
+{{- if $keyless }}
+{{- fail "gateway.allowKeyless: all who reach the API could use it; give secret.apiKeys=true and secret.existing=NAME, or gateway.allowKeyless=true" }}
+{{- end }}
 {{- end -}}
 
 {{/* Labels that select the pods of one role: (dict "root" $ "role" "gateway"). */}}

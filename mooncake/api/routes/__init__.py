@@ -1,1 +1,1 @@
-"""See the modules; nothing is imported here on purpose."""
+"""The HTTP routes, one module for each API, and what writes their replies."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mooncake.api.chat_call import new_chat_call
-from mooncake.api.door import Door
-from mooncake.api.errors import ErrorReply, error_reply
-from mooncake.api.generation import Call, Delta
-from mooncake.api.http import DONE, CallResponse, call_id, event, read_body
-from mooncake.api.logprobs import LogprobSpeller
-from mooncake.api.message_parser import ToolCallDelta
-from mooncake.api.routes.usage import call_usage
+from mooncake.api.adapters.chat_call import new_chat_call
+from mooncake.api.adapters.chat_message import MessageWriter
+from mooncake.api.api_server import ApiServer
+from mooncake.api.errors import ErrorReply
+from mooncake.api.generation.generation import Call, Delta
+from mooncake.api.http.request_body import read_body
+from mooncake.api.http.response import DONE, CallResponse, call_id, event
+from mooncake.api.routes.openai_renderer import OpenAiRenderer, call_usage
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import (
@@ -24,16 +24,12 @@ from mooncake.api.schema.replies import (
     ChatLogprobs,
     ChatReply,
     ChatText,
-    FunctionText,
-    ToolCallReply,
-    Usage,
     encode,
 )
-from mooncake.base import MooncakeError
 
 
-def chat_routes(door: Door) -> APIRouter:
-    """Return the chat route over `door`."""
+def chat_routes(api_server: ApiServer) -> APIRouter:
+    """Return the chat route over `api_server`."""
     router = APIRouter()
 
     @router.post(
@@ -42,37 +38,20 @@ def chat_routes(door: Door) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""
-        body = await read_body(request, ChatRequest, door.config)
-        door.check_model(body.model)
-        door.check_fields(body)
-        call = await new_chat_call(door, body, call_id("chatcmpl", request, body.request_id))
-        renderer = ChatRenderer(door, body)
-        return CallResponse(door, call, renderer, stream=bool(body.stream))
+        body = await read_body(request, ChatRequest, api_server)
+        call = await new_chat_call(api_server, body, call_id("chatcmpl", request, body.request_id))
+        renderer = ChatRenderer(api_server, body)
+        return CallResponse(api_server, call, renderer, stream=bool(body.stream))
 
     return router
 
 
-def _tool_call(piece: ToolCallDelta) -> ToolCallReply:
-    function = FunctionText(arguments=piece.arguments)
-    reply = ToolCallReply(index=piece.index, function=function)
-    if piece.call_id is not None and piece.name is not None:
-        reply.id, reply.type, function.name = piece.call_id, "function", piece.name
-    return reply
-
-
-class ChatRenderer:
+class ChatRenderer(OpenAiRenderer[ChatRequest]):
     """Writes chat replies and chunks."""
 
-    def __init__(self, door: Door, body: ChatRequest) -> None:
-        self._body = body
-        self._model = door.names[0]
-        self._fingerprint = door.fingerprint
-        self._created = door.now_s()
-        self._speller = LogprobSpeller(
-            door.model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
-        )
-        last = body.messages[-1]
-        self._echo = last.text if body.echo and last.role == "assistant" else ""
+    def __init__(self, api_server: ApiServer, body: ChatRequest) -> None:
+        super().__init__(api_server, body)
+        self._writer = MessageWriter(body)
 
     def whole(self, call: Call, deltas: list[Delta]) -> bytes:
         body = self._body
@@ -87,7 +66,7 @@ class ChatRenderer:
             choices=[
                 ChatChoice(
                     index=delta.index,
-                    message=self._message(delta),
+                    message=self._writer.whole(delta),
                     logprobs=self._logprobs(delta),
                     finish_reason=delta.finish_reason,
                     stop_reason=delta.stop_reason,
@@ -99,13 +78,13 @@ class ChatRenderer:
             prompt_token_ids=prompt_tokens.tolist() if body.return_token_ids else UNSET,
         )
         if prompt_logprobs is not None:
-            reply.prompt_logprobs = self._speller.prompt(prompt_tokens, prompt_logprobs)
+            reply.prompt_logprobs = self._speller.by_id(prompt_tokens, prompt_logprobs)
         return encode(reply)
 
     def begin(self, call: Call) -> list[bytes]:
         chunks: list[bytes] = []
         for choice in call.choices:
-            text = ChatText(role="assistant", content=self._echo)
+            text = ChatText(role="assistant", content=self._writer.echo)
             chunk = self._chunk(call, [ChatChunkChoice(choice.index, text, None, None)])
             if self._body.return_token_ids and not chunks:
                 chunk.prompt_token_ids = call.requests[0].prompt_tokens.tolist()
@@ -119,7 +98,7 @@ class ChatRenderer:
             return []
         choice = ChatChunkChoice(
             index=delta.index,
-            delta=self._text(delta),
+            delta=self._writer.added(delta),
             logprobs=self._logprobs(delta) if delta.tokens else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason if ended else UNSET,
@@ -127,37 +106,12 @@ class ChatRenderer:
         )
         return [event(encode(self._chunk(call, [choice])))]
 
-    def _message(self, delta: Delta) -> ChatText:
-        """Return a whole message; its content is null when there are only tool calls."""
-        content = self._echo + delta.text
-        message = self._text(delta)
-        message.role = "assistant"
-        message.content = None if delta.tool_calls and not content else content
-        for call in message.tool_calls or []:
-            call.index = UNSET  # a stream's way to tell calls apart
-        return message
-
-    def _text(self, delta: Delta) -> ChatText:
-        """Return what a delta adds; reasoning under both names that clients know."""
-        text = ChatText()
-        if delta.text:
-            text.content = delta.text
-        if delta.reasoning and self._body.include_reasoning is not False:
-            text.reasoning = text.reasoning_content = delta.reasoning
-        if delta.tool_calls:
-            text.tool_calls = [_tool_call(piece) for piece in delta.tool_calls]
-        return text
-
     def end(self, call: Call) -> list[bytes]:
         if not self._body.include_usage:
             return [DONE]
         chunk = self._chunk(call, [])
         chunk.usage = call_usage(call)
         return [event(encode(chunk)), DONE]
-
-    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
-        del call
-        return [event(error_reply(error)), DONE]
 
     def _chunk(self, call: Call, choices: list[ChatChunkChoice]) -> ChatChunk:
         return ChatChunk(
@@ -169,11 +123,6 @@ class ChatRenderer:
             choices=choices,
             usage=self._usage_so_far(call),
         )
-
-    def _usage_so_far(self, call: Call) -> Usage | UnsetType | None:
-        if self._body.continuous_usage:
-            return call_usage(call)
-        return None if self._body.include_usage else UNSET
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not self._body.logprobs:

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
-import msgspec
 from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mooncake.api.constraints import answer_form, form_grammar
-from mooncake.api.door import Door
-from mooncake.api.errors import ErrorReply, error_reply
-from mooncake.api.generation import Call, Delta
-from mooncake.api.http import DONE, CallResponse, call_id, event, read_body
-from mooncake.api.logprobs import LogprobSpeller
-from mooncake.api.routes.usage import call_usage
-from mooncake.api.sampling import (
-    Wanted,
-    check_ids,
-    check_sequences,
-    fit_output,
-    fit_prompt,
-    sampling_params,
-    text_options,
-)
-from mooncake.api.schema.completion import DEFAULT_MAX_TOKENS, CompletionRequest
+from mooncake.api.adapters.completion_call import new_completion_call
+from mooncake.api.api_server import ApiServer
+from mooncake.api.errors import ErrorReply
+from mooncake.api.generation.generation import Call, Delta
+from mooncake.api.http.request_body import read_body
+from mooncake.api.http.response import DONE, CallResponse, call_id, event
+from mooncake.api.routes.openai_renderer import OpenAiRenderer, call_usage
+from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import (
     CompletionChoice,
@@ -36,11 +25,11 @@ from mooncake.api.schema.replies import (
     Usage,
     encode,
 )
-from mooncake.base import InvalidRequest, MooncakeError, SamplingParams, TokenLogprobs
+from mooncake.base import TokenLogprobs
 
 
-def completion_routes(door: Door) -> APIRouter:
-    """Return the completion route over `door`."""
+def completion_routes(api_server: ApiServer) -> APIRouter:
+    """Return the completion route over `api_server`."""
     router = APIRouter()
 
     @router.post(
@@ -48,96 +37,26 @@ def completion_routes(door: Door) -> APIRouter:
         openapi_extra=operation(CompletionRequest, CompletionReply, ErrorReply, stream=True),
     )
     async def completions(request: Request) -> Response:
-        """Go on with one or more prompts, whole or as a stream of events."""
-        body = await read_body(request, CompletionRequest, door.config)
-        door.check_model(body.model)
-        door.check_fields(body)
-        _check_completion(body)
-        prompts, texts = await _prompts(door, body)
-        call = door.new_call(
-            call_id("cmpl", request, body.request_id), prompts, body, text_options(body)
-        )
-        renderer = CompletionRenderer(door, body, texts)
-        return CallResponse(door, call, renderer, stream=bool(body.stream))
+        """Continue one or more prompts, whole or as a stream of events."""
+        body = await read_body(request, CompletionRequest, api_server)
+        name = call_id("cmpl", request, body.request_id)
+        call, texts = await new_completion_call(api_server, body, name)
+        renderer = CompletionRenderer(api_server, body, texts)
+        return CallResponse(api_server, call, renderer, stream=bool(body.stream))
 
     return router
 
 
-async def _prompts(
-    door: Door, body: CompletionRequest
-) -> tuple[list[tuple[list[int], SamplingParams]], list[str]]:
-    """Return (tokens and sampling, text to echo) of every prompt."""
-    wanted = _wanted(body)
-    asked = body.prompts
-    check_sequences(len(asked), body, door.config)
-    shared = msgspec.structs.replace(
-        sampling_params(body, wanted, door.model, door.config),
-        # Checking a large schema takes milliseconds, in which no stream may stutter.
-        grammar=await asyncio.to_thread(lambda: form_grammar(answer_form(body), door.model)),
-    )
-    if not asked:
-        raise InvalidRequest("prompt: must not be empty", param="prompt")
-    prompts: list[tuple[list[int], SamplingParams]] = []
-    texts: list[str] = []
-    for prompt in asked:
-        if isinstance(prompt, str):
-            tokens = await door.encode(prompt, add_special=body.add_special_tokens is not False)
-            await asyncio.sleep(0)  # others' turn: there may be a thousand of these
-        else:
-            check_ids("prompt", prompt, door.model)
-            tokens = prompt
-        fitted = fit_prompt(tokens, body, shared, door.model)
-        prompts.append((fitted, fit_output(len(fitted), shared, wanted, door.model)))
-        if not body.echo:
-            texts.append("")
-        elif isinstance(prompt, str) and fitted is tokens:
-            texts.append(prompt)
-        else:
-            texts.append(door.model.tokenizer.decode(fitted))
-    return prompts, texts
-
-
-def _wanted(body: CompletionRequest) -> Wanted:
-    asked_prompt = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
-    if body.echo and body.logprobs is not None:
-        asked_prompt.append(body.logprobs)
-    return Wanted(
-        # With 0 (echo only) one token is made and dropped: it takes a step to score the prompt.
-        max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
-        max_tokens_param="max_tokens",
-        default_max_tokens=DEFAULT_MAX_TOKENS,
-        num_logprobs=body.logprobs,
-        logprobs_param="logprobs",
-        num_prompt_logprobs=max(asked_prompt, default=None),
-    )
-
-
-def _check_completion(body: CompletionRequest) -> None:
-    if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest(
-            "max_tokens: must be at least 1 (0 is for echo=true, to score a prompt)",
-            param="max_tokens",
-        )
-    if body.stream and body.prompt_logprobs is not None:
-        raise InvalidRequest(
-            "prompt_logprobs is not available with stream=true", param="prompt_logprobs"
-        )
-
-
-class CompletionRenderer:
+class CompletionRenderer(OpenAiRenderer[CompletionRequest]):
     """Writes completion replies and chunks. Remembers for each choice how much text it has sent."""
 
-    def __init__(self, door: Door, body: CompletionRequest, texts: Sequence[str]) -> None:
-        self._body = body
-        self._model = door.names[0]
-        self._fingerprint = door.fingerprint
-        self._created = door.now_s()
+    def __init__(
+        self, api_server: ApiServer, body: CompletionRequest, texts: Sequence[str]
+    ) -> None:
+        super().__init__(api_server, body)
         self._texts = texts
         self._num_per_prompt = body.n or 1
         self._prompt_only = body.max_tokens == 0
-        self._speller = LogprobSpeller(
-            door.model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
-        )
         self._offsets: dict[int, int] = {}
 
     def whole(self, call: Call, deltas: list[Delta]) -> bytes:
@@ -145,7 +64,7 @@ class CompletionRenderer:
         return encode(self._reply(call, choices, self._usage(call)))
 
     def begin(self, call: Call) -> list[bytes]:
-        del call  # the first chunk of each choice says all there is
+        del call  # the first chunk of each choice has all there is
         return []
 
     def chunk(self, call: Call, delta: Delta) -> list[bytes]:
@@ -159,10 +78,6 @@ class CompletionRenderer:
         if not self._body.include_usage:
             return [DONE]
         return [event(encode(self._reply(call, [], self._usage(call)))), DONE]
-
-    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
-        del call
-        return [event(error_reply(error)), DONE]
 
     def _choice(self, call: Call, delta: Delta) -> CompletionChoice:
         prompt_tokens = call.requests[delta.index].prompt_tokens
@@ -183,7 +98,7 @@ class CompletionRenderer:
             else UNSET,
         )
         if self._body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
-            choice.prompt_logprobs = self._speller.prompt(prompt_tokens, delta.prompt_logprobs)
+            choice.prompt_logprobs = self._speller.by_id(prompt_tokens, delta.prompt_logprobs)
         return choice
 
     def _logprobs(
@@ -216,8 +131,3 @@ class CompletionRenderer:
 
     def _usage(self, call: Call) -> Usage:
         return call_usage(call, num_output_tokens=0 if self._prompt_only else None)
-
-    def _usage_so_far(self, call: Call) -> Usage | UnsetType | None:
-        if self._body.continuous_usage:
-            return self._usage(call)
-        return None if self._body.include_usage else UNSET

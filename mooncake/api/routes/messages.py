@@ -1,5 +1,5 @@
-"""Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`: thin adapters over the one chat
-request. Errors have Anthropic's shape (`mooncake.api.errors`).
+"""Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`, over the internal chat request.
+Errors have Anthropic's shape (`mooncake.api.errors`).
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mooncake.api.chat_call import chat_prompt, new_chat_call
-from mooncake.api.door import Door
+from mooncake.api.adapters.chat_call import chat_prompt, new_chat_call
+from mooncake.api.adapters.message_stream import MessageStream
+from mooncake.api.adapters.messages_request import PARAMS, messages_chat
+from mooncake.api.adapters.translation import named_as
+from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import AnthropicError, anthropic_error
-from mooncake.api.generation import Call, Delta
-from mooncake.api.http import CallResponse, call_id, event, json_response, read_body
-from mooncake.api.message_stream import MessageStream
-from mooncake.api.messages_request import PARAMS, messages_chat
+from mooncake.api.generation.generation import Call, Delta
+from mooncake.api.http.request_body import read_body
+from mooncake.api.http.response import CallResponse, call_id, event, json_response
 from mooncake.api.schema.message_replies import MessageReply, MessageUsage, TokenCount
 from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
-from mooncake.api.translation import named_as
 from mooncake.base import MooncakeError
 
 
-def messages_routes(door: Door) -> APIRouter:
-    """Return the routes of Anthropic's API over `door`."""
+def messages_routes(api_server: ApiServer) -> APIRouter:
+    """Return the routes of Anthropic's API over `api_server`."""
     router = APIRouter()
 
     @router.post(
@@ -35,13 +36,13 @@ def messages_routes(door: Door) -> APIRouter:
     )
     async def messages(request: Request) -> Response:
         """Answer a conversation given as blocks, whole or as a stream of events."""
-        body = await read_body(request, MessagesRequest, door.config)
-        door.check_model(body.model)
-        door.check_fields(body)
+        body = await read_body(request, MessagesRequest, api_server)
         with named_as(PARAMS):
-            chat = await asyncio.to_thread(messages_chat, body)  # of a thousand turns it takes long
-            call = await new_chat_call(door, chat, call_id("msg", request, body.request_id))
-        return CallResponse(door, call, MessagesRenderer(door, call), stream=bool(body.stream))
+            chat = await asyncio.to_thread(messages_chat, body)  # a thousand turns take long
+            call = await new_chat_call(api_server, chat, call_id("msg", request, body.request_id))
+        return CallResponse(
+            api_server, call, MessagesRenderer(api_server, call), stream=bool(body.stream)
+        )
 
     @router.post(
         "/v1/messages/count_tokens",
@@ -49,22 +50,20 @@ def messages_routes(door: Door) -> APIRouter:
     )
     async def count_tokens(request: Request) -> Response:
         """Return how many tokens the prompt of such a message has."""
-        body = await read_body(request, CountTokensRequest, door.config)
-        door.check_model(body.model)
-        door.check_fields(body)
+        body = await read_body(request, CountTokensRequest, api_server)
         with named_as(PARAMS):
-            tokens = await asyncio.to_thread(lambda: chat_prompt(door, messages_chat(body)))
+            tokens = await asyncio.to_thread(lambda: chat_prompt(api_server, messages_chat(body)))
         return json_response(encode(TokenCount(len(tokens))))
 
     return router
 
 
 class MessagesRenderer:
-    """Writes a message or its events."""
+    """Writes a message, or its events."""
 
-    def __init__(self, door: Door, call: Call) -> None:
+    def __init__(self, api_server: ApiServer, call: Call) -> None:
         usage = message_usage(call)
-        reply = MessageReply(id=call.call_id, model=door.names[0], usage=usage)
+        reply = MessageReply(id=call.call_id, model=api_server.names[0], usage=usage)
         self._stream = MessageStream(reply)
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
@@ -94,7 +93,7 @@ class MessagesRenderer:
 
 
 def message_usage(call: Call) -> MessageUsage:
-    """Return what `call` has cost so far."""
+    """Return the tokens of `call` so far, in Anthropic's form."""
     cached = call.num_cached_tokens
     return MessageUsage(
         input_tokens=call.num_prompt_tokens - cached,

@@ -5,39 +5,41 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from mooncake.api.door import Door
+from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ErrorReply
-from mooncake.api.http import json_response
+from mooncake.api.http.response import json_response
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import ModelCard, ModelList, encode
 
 
-def model_routes(door: Door) -> APIRouter:
-    """Return the model routes over `door`."""
+def model_routes(api_server: ApiServer) -> APIRouter:
+    """Return the model routes over `api_server`."""
     router = APIRouter()
 
     @router.get("/v1/models", openapi_extra=operation(None, ModelList, ErrorReply))
     async def models() -> Response:
         """List the names under which the model is served."""
-        return json_response(encode(ModelList("list", [_card(door, name) for name in door.names])))
+        return json_response(
+            encode(ModelList("list", [_card(api_server, name) for name in api_server.names]))
+        )
 
     @router.get("/v1/models/{name:path}", openapi_extra=operation(None, ModelCard, ErrorReply))
     async def model(name: str) -> Response:
-        """Describe one of them."""
-        door.check_model(name)
-        return json_response(encode(_card(door, name)))
+        """Describe one of these names."""
+        api_server.check_model(name)
+        return json_response(encode(_card(api_server, name)))
 
     return router
 
 
-def _card(door: Door, name: str) -> ModelCard:
+def _card(api_server: ApiServer, name: str) -> ModelCard:
     return ModelCard(
         id=name,
         object="model",
-        created=door.model.created_s,
+        created=api_server.model.created_s,
         owned_by="mooncake",
-        root=door.model.name,
+        root=api_server.model.name,
         parent=None,
-        max_model_len=door.model.max_model_len,
+        max_model_len=api_server.model.max_model_len,
         permission=[],
     )

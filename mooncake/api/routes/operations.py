@@ -1,4 +1,4 @@
-"""What operators ask: health, version, metrics, the cluster's status."""
+"""The routes for operators: health, version, metrics, the cluster's status."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
 from mooncake import __version__
-from mooncake.api.door import Door
-from mooncake.api.http import error_response, json_response
+from mooncake.api.api_server import ApiServer
+from mooncake.api.http.response import ErrorResponse, json_response
 from mooncake.api.schema.replies import encode
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {
@@ -20,18 +20,18 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {
 }
 
 
-def operation_routes(door: Door) -> APIRouter:
-    """Return the operators' routes over `door`."""
+def operation_routes(api_server: ApiServer) -> APIRouter:
+    """Return the operators' routes over `api_server`."""
     router = APIRouter()
 
     @router.get("/health", response_class=Response, responses=_NOT_READY)
     async def health() -> Response:
         """200 without a body when a request would be served now, else 503 and what is missing."""
-        return Response() if door.ready else error_response(door.not_ready)
+        return Response() if api_server.ready else ErrorResponse(api_server.not_ready)
 
     @router.get("/ping", response_class=Response)
     async def ping() -> Response:
-        """200 as long as the process answers, whatever it could do: for liveness probes."""
+        """200 as long as the process answers, ready or not: for liveness probes."""
         return Response()
 
     @router.get("/version")
@@ -41,14 +41,14 @@ def operation_routes(door: Door) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """All series in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return Response(
-            door.backend.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8"
+            api_server.backend.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
 
     @router.get("/v1/cluster/status")
     async def status() -> Response:
         """Workers, pool and load: what `mooncake status` shows."""
-        return json_response(encode(door.backend.status()))
+        return json_response(encode(api_server.backend.status()))
 
     return router

@@ -1,6 +1,6 @@
-"""The web page at `/`, its files, and the feed of events behind its cluster view.
+"""The web page at `/`, its files, and the feed of events for its view of the cluster.
 
-Files are read once and served from memory under their exact names: no path is ever looked up.
+Files are read once and served from memory by their exact names: no path of a request is opened.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mooncake.api.access import PAGE_PATH
-from mooncake.api.door import Door
-from mooncake.api.http import STREAM_HEADERS, error_response, event, until_gone
+from mooncake.api.api_server import ApiServer
+from mooncake.api.http.access import PAGE_PATH
+from mooncake.api.http.response import STREAM_HEADERS, ErrorResponse, event, until_gone
 from mooncake.api.schema.replies import encode
 from mooncake.base import Overloaded
 
@@ -39,9 +39,9 @@ _HEADERS = {
 }
 
 
-def page_routes(door: Door) -> APIRouter:
-    """Return the page's routes over `door`. None is in the OpenAPI document: they are for people,
-    and the feed has no end."""
+def page_routes(api_server: ApiServer) -> APIRouter:
+    """Return the page's routes over `api_server`. They are not in the OpenAPI document: people use
+    them, and the feed has no end."""
     router = APIRouter(include_in_schema=False)
     files = _read_files()
 
@@ -50,6 +50,13 @@ def page_routes(door: Door) -> APIRouter:
         """The page itself."""
         return _file(request, files, "index.html")
 
+    if api_server.config.docs:
+
+        @router.get("/docs")
+        async def docs(request: Request) -> Response:
+            """The page that shows the OpenAPI document."""
+            return _file(request, files, "docs.html")
+
     @router.get(PAGE_PATH + "{name}")
     async def file(request: Request, name: str) -> Response:
         """A file of the page."""
@@ -57,8 +64,8 @@ def page_routes(door: Door) -> APIRouter:
 
     @router.get("/v1/cluster/events")
     async def events() -> Response:
-        """The cluster's status and what happened lately, about once a second, without end."""
-        return FeedResponse(door)
+        """The cluster's status and its last requests, about once a second, without end."""
+        return FeedResponse(api_server)
 
     return router
 
@@ -84,32 +91,38 @@ def _file(request: Request, files: dict[str, tuple[bytes, str]], name: str) -> R
 
 
 class FeedResponse(Response):
-    """The cluster as server-sent events, until the client goes or the server shuts down."""
+    """Sends the cluster's status as events until the client leaves or the server shuts down."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, api_server: ApiServer) -> None:
         super().__init__()
-        self._door = door
+        self._api_server = api_server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        door = self._door
-        if door.num_listeners >= door.config.max_listeners:
+        api_server = self._api_server
+        if api_server.num_listeners >= api_server.config.max_listeners:
             error = Overloaded(
-                f"{door.num_listeners} listeners follow the cluster already", retry_after_s=5.0
+                f"{api_server.num_listeners} listeners follow the cluster already",
+                retry_after_s=5.0,
             )
-            await error_response(error)(scope, receive, send)
+            await ErrorResponse(error)(scope, receive, send)
             return
-        ends = [asyncio.ensure_future(until_gone(receive)), asyncio.ensure_future(door.stopping())]
-        door.num_listeners += 1
+        ends = [
+            asyncio.ensure_future(until_gone(receive)),
+            asyncio.ensure_future(api_server.stopping()),
+        ]
+        api_server.num_listeners += 1
         try:
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
             while not any(end.done() for end in ends):
-                body = event(encode({"status": door.backend.status(), "recent": door.recent()}))
+                body = event(
+                    encode({"status": api_server.backend.status(), "recent": api_server.recent()})
+                )
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 await asyncio.wait(
-                    ends, timeout=door.config.feed_s, return_when=asyncio.FIRST_COMPLETED
+                    ends, timeout=api_server.config.feed_s, return_when=asyncio.FIRST_COMPLETED
                 )
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            door.num_listeners -= 1
+            api_server.num_listeners -= 1
             for end in ends:
                 end.cancel()

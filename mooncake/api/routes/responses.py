@@ -1,5 +1,5 @@
-"""`POST /v1/responses`: a thin adapter over the one chat request. Nothing is stored: the next
-call may reach another gateway.
+"""`POST /v1/responses`, over the internal chat request. Nothing is stored: the next call may reach
+another gateway.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mooncake.api.chat_call import new_chat_call
-from mooncake.api.door import Door
+from mooncake.api.adapters.chat_call import new_chat_call
+from mooncake.api.adapters.response_stream import ResponseStream
+from mooncake.api.adapters.responses_request import PARAMS, responses_chat
+from mooncake.api.adapters.translation import named_as
+from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ErrorReply
-from mooncake.api.generation import Call, Delta
-from mooncake.api.http import CallResponse, call_id, read_body
-from mooncake.api.logprobs import LogprobSpeller
-from mooncake.api.response_stream import ResponseStream
-from mooncake.api.responses_request import PARAMS, responses_chat
+from mooncake.api.generation.generation import Call, Delta
+from mooncake.api.generation.logprobs import LogprobSpeller
+from mooncake.api.http.request_body import read_body
+from mooncake.api.http.response import CallResponse, call_id
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
@@ -29,12 +31,11 @@ from mooncake.api.schema.response_replies import (
     ResponseUsage,
 )
 from mooncake.api.schema.responses import ResponsesRequest
-from mooncake.api.translation import named_as
 from mooncake.base import MooncakeError, SamplingParams
 
 
-def responses_routes(door: Door) -> APIRouter:
-    """Return the responses route over `door`."""
+def responses_routes(api_server: ApiServer) -> APIRouter:
+    """Return the responses route over `api_server`."""
     router = APIRouter()
 
     @router.post(
@@ -43,28 +44,28 @@ def responses_routes(door: Door) -> APIRouter:
     )
     async def responses(request: Request) -> Response:
         """Answer a conversation given as items, whole or as a stream of events."""
-        body = await read_body(request, ResponsesRequest, door.config)
-        door.check_model(body.model)
-        door.check_fields(body)
+        body = await read_body(request, ResponsesRequest, api_server)
         with named_as(PARAMS):
-            chat = await asyncio.to_thread(responses_chat, body)  # of many items it takes long
-            call = await new_chat_call(door, chat, call_id("resp", request, body.request_id))
-        renderer = ResponsesRenderer(door, body, chat, call)
-        return CallResponse(door, call, renderer, stream=bool(body.stream))
+            chat = await asyncio.to_thread(responses_chat, body)  # many items take long
+            call = await new_chat_call(api_server, chat, call_id("resp", request, body.request_id))
+        renderer = ResponsesRenderer(api_server, body, chat, call)
+        return CallResponse(api_server, call, renderer, stream=bool(body.stream))
 
     return router
 
 
 class ResponsesRenderer:
-    """Writes a response or its events."""
+    """Writes a response, or its events."""
 
-    def __init__(self, door: Door, body: ResponsesRequest, chat: ChatRequest, call: Call) -> None:
+    def __init__(
+        self, api_server: ApiServer, body: ResponsesRequest, chat: ChatRequest, call: Call
+    ) -> None:
         speller = None
         if chat.logprobs:
-            speller = LogprobSpeller(door.model.tokenizer, as_ids=False)
+            speller = LogprobSpeller(api_server.model.tokenizer, as_ids=False)
         sampling = call.requests[0].sampling
         reply = response_reply(body, call.call_id, sampling)
-        reply.created_at, reply.model = door.now_s(), door.names[0]
+        reply.created_at, reply.model = api_server.now_s(), api_server.names[0]
         self._stream = ResponseStream(reply, speller)
         self._finish_reason: str | None = None
 
@@ -92,7 +93,7 @@ class ResponsesRenderer:
 
 
 def response_reply(body: ResponsesRequest, name: str, sampling: SamplingParams) -> ResponseReply:
-    """Return a response without output that repeats what was asked."""
+    """Return a response without output, which repeats the settings of the request."""
     sent = body.model_dump(mode="json", by_alias=True, exclude_none=True)
     text: dict[str, Any] = {"format": {"type": "text"}} | sent.get("text", {})
     return ResponseReply(
@@ -119,7 +120,7 @@ _NO_TOOL = {"description": None, "parameters": None, "strict": True}
 
 
 def response_usage(call: Call) -> ResponseUsage:
-    """Return what `call` has cost."""
+    """Return the tokens of `call` so far, in the form of this API."""
     return ResponseUsage(
         input_tokens=call.num_prompt_tokens,
         input_tokens_details=InputDetails(call.num_cached_tokens),

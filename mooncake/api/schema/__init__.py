@@ -1,1 +1,1 @@
-"""See the modules; nothing is imported here on purpose."""
+"""The JSON of the APIs: bodies (pydantic), replies (msgspec), the OpenAPI document."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
@@ -15,31 +13,26 @@ from pydantic import (
 )
 
 from mooncake.api.schema.fields import MAX_ITEMS, Count, GenerationFields, Positive
+from mooncake.api.schema.json_object import JsonObject
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(JsonObject):
     """A call the model made earlier in the conversation."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     name: str = Field(min_length=1)
     arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(BaseModel):
+class ToolCall(JsonObject):
     """One entry of an assistant turn's `tool_calls`."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ContentPart(BaseModel):
+class ContentPart(JsonObject):
     """A piece of a message's content; this model takes text only."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: str
     text: str | None = None
@@ -52,10 +45,8 @@ class ContentPart(BaseModel):
         return value
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(JsonObject):
     """One turn of the conversation."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
@@ -81,24 +72,20 @@ class ChatMessage(BaseModel):
         return self.content or ""
 
 
-class OfFunction(BaseModel):
-    """What names its kind, of which there is one."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
+class OfFunction(JsonObject):
+    """An object whose type is always "function"."""
 
     type: Literal["function"]
 
 
-class FunctionSpec(BaseModel):
+class FunctionSpec(JsonObject):
     """A function the model may call."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """False = arguments are any object; else they are held to `parameters`."""
+    """False = arguments may be any object; else they must be valid against `parameters`."""
 
 
 class Tool(OfFunction):
@@ -115,12 +102,12 @@ class Tool(OfFunction):
         return tool
 
     def remember(self, raw: dict[str, Any]) -> None:
-        """Keep what the client wrote, in its own order."""
+        """Keep the JSON that the client sent, with its order of fields."""
         self._raw = raw
 
     @property
     def raw(self) -> dict[str, Any]:
-        """What the client wrote: that goes into prompts."""
+        """The JSON that the client sent; prompts contain it."""
         return self._raw
 
 
@@ -130,10 +117,8 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_ITE
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(JsonObject):
     """The function in a named `tool_choice`."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     name: str
 
@@ -159,14 +144,14 @@ class ChatRequest(GenerationFields):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
-    """"none" has a model not think that can do without; the others are passed to its template."""
+    """"none" turns reasoning off where the model allows it; the others go to its template."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template is told; `reasoning_effort` says it in OpenAI's words."""
+        """The variables for the chat template; `reasoning_effort` sets those for reasoning."""
         kwargs = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
@@ -176,6 +161,6 @@ class ChatRequest(GenerationFields):
 
     @property
     def thinking(self) -> bool | None:
-        """Whether the template is told to have the model think; None = it is not told."""
+        """Whether the template is told to have the model reason; None = it is not told."""
         value = self.template_kwargs.get("thinking")
         return value if isinstance(value, bool) else None

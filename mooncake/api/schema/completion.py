@@ -12,7 +12,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(GenerationFields):
-    """Go on with one or more prompts, given as text or token ids."""
+    """Continue one or more prompts, given as text or token ids."""
 
     prompt: (
         str
@@ -21,7 +21,7 @@ class CompletionRequest(GenerationFields):
         | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_ITEMS)]
     )
     logprobs: Count | None = None
-    """Also of so many most likely tokens."""
+    """Return the logprobs of the sampled tokens, and of so many most likely ones beside each."""
 
     @property
     def prompts(self) -> list[str | list[int]]:

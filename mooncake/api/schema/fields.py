@@ -1,7 +1,12 @@
-"""What every generating call may ask for: OpenAI's fields and vLLM's extras.
+"""The fields that several APIs have: OpenAI's names and vLLM's extras.
 
-Types are strict as OpenAI's are ("5" is no integer). Unknown fields are accepted and logged, known
-ones that this engine cannot honour are refused, so that nothing is ignored silently.
+    SamplingFields            what every API and `mooncake.SamplingParams` have
+    ├── AnswerFields          also how many answers, how long, where they stop
+    └── SharedFields          also what only HTTP needs: the model's name, streaming, ids
+        GenerationFields      = both: the root of the chat and completion bodies
+
+Unknown fields are accepted and logged; known ones that this engine cannot honour are refused, so
+that nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -9,31 +14,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    field_validator,
-)
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
+from mooncake.api.schema.json_object import JsonObject, RequestBody
 from mooncake.api.schema.structure import ResponseFormat, StructuredOutputs
 from mooncake.base import InvalidRequest
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 Count = Annotated[int, Field(ge=0, le=INT64_MAX)]
-"""Bounded as all numbers are: one of thousands of digits cannot even be repeated in an error."""
+"""All numbers are bounded: one of thousands of digits could not even be repeated in an error."""
 Positive = Annotated[int, Field(ge=1, le=INT64_MAX)]
 
 MAX_ITEMS = 65_536
-"""Of a list: more turns than any context holds."""
+"""The most items that a list may have: more turns than any context holds."""
 
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**21)]
-"""Lists are bounded, and checked to the first wrong item only: neither many items nor many wrong
-ones must cost seconds, in which no stream moves."""
+"""Lists are bounded, and checked up to the first wrong item only: neither many items nor many wrong
+ones may cost seconds, in which no stream would move."""
 
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
@@ -58,7 +57,7 @@ LogitBias = Annotated[
         }
     ),
 ]
-"""Token id -> what is added to its logit."""
+"""Token id (as text) -> the number that is added to its logit."""
 
 QUIET_FIELDS = frozenset(
     {
@@ -66,10 +65,10 @@ QUIET_FIELDS = frozenset(
         "session_id", "spaces_between_special_tokens", "store", "user",
     }
 )  # fmt: skip
-"""Accepted without a word: they have no effect on the tokens here."""
+"""Fields that are accepted silently: they have no effect on the tokens here."""
 
 Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Field -> (values that ask for nothing, what to do instead). null always asks for nothing."""
+"""Field -> (values that ask for nothing, advice for the error). null always asks for nothing."""
 
 UNSUPPORTED_FIELDS: Unsupported = {
     "audio": ((), "this model writes text only"),
@@ -85,7 +84,7 @@ UNSUPPORTED_FIELDS: Unsupported = {
     "thinking_token_budget": ((), "limit the whole answer with max_tokens"),
     "use_beam_search": ((False,), "it is there in /v1/chat/completions"),
 }
-"""In any API."""
+"""Fields that no API of this server honours."""
 
 _ELSEWHERE: Unsupported = {
     "input": ((), "send messages or prompt, or use /v1/responses"),
@@ -95,39 +94,36 @@ _ELSEWHERE: Unsupported = {
     "stop_sequences": (([],), "use stop"),
     "system": ((), "send a message of role system"),
 }
-"""What other APIs call things: ignored, it would change the answer without a word."""
+"""Names that other APIs have for our fields: if ignored, they would change the answer silently."""
 
 
-class StreamOptions(BaseModel):
-    """What else a stream carries."""
+def _texts(schema: dict[str, Any] | str | None) -> list[str]:
+    return [schema] if isinstance(schema, str) else []
 
-    model_config = ConfigDict(extra="allow", strict=True)
+
+class StreamOptions(JsonObject):
+    """What a stream carries besides the answer."""
 
     include_usage: bool | None = None
-    """One more chunk at the end, with usage and no choices."""
+    """Send one more chunk at the end, with usage and no choices."""
     continuous_usage_stats: bool | None = None
-    """Usage so far in every chunk."""
+    """Send the usage so far in every chunk."""
 
 
-class SharedFields(BaseModel):
-    """What a generating call of any API may ask for. None = the model's default."""
+class SamplingFields(JsonObject):
+    """How tokens are chosen and how the prompt is cut. None = the model's default."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
-    quiet: ClassVar[frozenset[str]] = QUIET_FIELDS
-    unsupported: ClassVar[Unsupported] = UNSUPPORTED_FIELDS
-
-    model: str | None = None
-    stream: bool | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
     """0 and -1 = off."""
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    seed: int | None = Field(default=None, ge=INT64_MIN, le=INT64_MAX)
     min_tokens: Count | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
@@ -135,12 +131,39 @@ class SharedFields(BaseModel):
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
     structured_outputs: StructuredOutputs | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64_MAX)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT64_MAX)
     """Keep so many tokens of the prompt; -1 = as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     """Which end is cut off; left by default, so that the newest text stays."""
+
+
+class AnswerFields(SamplingFields):
+    """Also how many answers are made, how long they are and where they stop."""
+
+    n: Positive | None = None
+    max_tokens: Count | None = None
+    stop: str | Texts | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Count | None = None
+    """Return the logprobs of the prompt's tokens, and of so many most likely ones beside each."""
+    best_of: Positive | None = None
+    """Generate so many answers and return the `n` most likely."""
+    use_beam_search: bool | None = None
+    """Look for the `n` most likely answers with `n` beams, or `best_of`; nothing is sampled."""
+    length_penalty: float | None = Field(default=None, ge=-10, le=10)
+    """With beam search answers compare by logprob / number of tokens ** length_penalty."""
+
+
+class SharedFields(SamplingFields, RequestBody):
+    """The fields of a generating call that all HTTP APIs have."""
+
+    quiet: ClassVar[frozenset[str]] = QUIET_FIELDS
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED_FIELDS
+
+    stream: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """What the chat template is told; of no meaning where there is no conversation."""
+    """Variables for the chat template; without effect where there is no conversation."""
     priority: (
         Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
         | Literal["premium", "interactive", "batch"]
@@ -148,11 +171,17 @@ class SharedFields(BaseModel):
     ) = None
     """Lower is sooner, as in vLLM: below 0 premium, 0 interactive, above 0 batch."""
     service_tier: str | None = None
-    """The same as OpenAI says it: "priority" is premium, "flex" batch, all others interactive;
-    `priority` goes before it.
+    """OpenAI's name for the same: "priority" is premium, "flex" batch, all others interactive;
+    `priority` wins over it.
     """
-    cache_salt: str | None = Field(None, min_length=1, max_length=128)
-    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=128)
+    """Only requests with the same salt share cached blocks."""
+    request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
+
+    @property
+    def json_texts(self) -> list[str]:
+        asked = self.structured_outputs
+        return _texts(asked.json_ if asked is not None else None)
 
     @field_validator("cache_salt")
     @classmethod
@@ -162,7 +191,7 @@ class SharedFields(BaseModel):
         return value
 
     def refuse_unsupported(self) -> list[str]:
-        """Refuse fields we know and cannot honour; return the names of those we do not know.
+        """Refuse the fields that are known and cannot be honoured; return the unknown ones' names.
 
         Raises:
             InvalidRequest: names the field and what to do instead.
@@ -178,33 +207,26 @@ class SharedFields(BaseModel):
         return unknown
 
 
-class GenerationFields(SharedFields):
-    """Root of the chat and completion requests."""
+class GenerationFields(AnswerFields, SharedFields):
+    """The fields that the bodies of chat and completions have in common."""
 
     unsupported: ClassVar[Unsupported] = {**UNSUPPORTED_FIELDS, **_ELSEWHERE}
 
-    n: Positive | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
-    stop: str | Texts | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    prompt_logprobs: Count | None = None
-    best_of: Positive | None = None
-    """Generate so many and keep the `n` most likely."""
-    use_beam_search: bool | None = None
-    """Look for the `n` most likely answers with `n` beams, or `best_of`; nothing is sampled."""
-    length_penalty: float | None = Field(None, ge=-10, le=10)
-    """Of beam search: answers compare by logprob / number of tokens ** length_penalty."""
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
     echo: bool | None = None
+    """Put the prompt (in a chat: the message that is continued) before the answer."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def json_texts(self) -> list[str]:
+        return super().json_texts + _texts(self.guided_json)
 
     @property
     def stops(self) -> list[str]:
@@ -220,7 +242,7 @@ class GenerationFields(SharedFields):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def refuse_unsupported(self) -> list[str]:
-        """Also refuse `stream_options` where nothing is streamed."""
+        """Do the same, and refuse `stream_options` where nothing is streamed."""
         unknown = super().refuse_unsupported()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""What `/v1/messages` sends, as msgspec structs: the message, its blocks, its events."""
+"""Replies of `/v1/messages`, as msgspec structs: the message, its blocks, its events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """What the model thought. The signature only tells clients that the block is whole."""
+    """The model's reasoning. The signature only tells clients that the block is complete."""
 
     thinking: str = ""
     signature: str = ""
@@ -36,7 +36,7 @@ class MessageUsage(msgspec.Struct, frozen=True):
     """What the call cost, in tokens; the whole prompt is the sum of the three kinds of input."""
 
     input_tokens: int
-    """Those that were computed."""
+    """Those that were not found in a cache."""
     output_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
@@ -56,8 +56,8 @@ class MessageReply(msgspec.Struct, kw_only=True):
 
 
 class BlockDelta(msgspec.Struct):
-    """What is added to a block, or what ended the message; which fields it has depends on `type`,
-    which an end has not."""
+    """What is added to a block, or the end of the message. Its fields depend on `type`; the end has
+    none."""
 
     type: str | UnsetType = UNSET
     text: str | UnsetType = UNSET

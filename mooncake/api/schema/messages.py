@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from mooncake.api.schema.chat import MAX_TOOLS
 from mooncake.api.schema.fields import (
@@ -15,6 +15,7 @@ from mooncake.api.schema.fields import (
     Texts,
     Unsupported,
 )
+from mooncake.api.schema.json_object import JsonObject
 
 _NEEDED = {
     "text": ("text",),
@@ -25,10 +26,8 @@ _NEEDED = {
 }
 
 
-class Block(BaseModel):
+class Block(JsonObject):
     """A piece of a turn: text, the model's thinking, a call it made, or a call's result."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: str
     text: str | None = None
@@ -55,32 +54,26 @@ class Block(BaseModel):
 Blocks = str | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
 
-class Turn(BaseModel):
+class Turn(JsonObject):
     """One turn of the conversation."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
-class MessagesTool(BaseModel):
-    """One entry of `tools`; only the client's own are: nothing is searched or run here."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
+class MessagesTool(JsonObject):
+    """One entry of `tools`: only the client's own, as nothing is searched or run here."""
 
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    """Calls are held to the schema whatever it says, unless it is false."""
+    """Calls must be valid against the schema unless this is false."""
 
 
-class MessagesToolChoice(BaseModel):
+class MessagesToolChoice(JsonObject):
     """Whether and what to call."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -93,34 +86,28 @@ class MessagesToolChoice(BaseModel):
         return self
 
 
-class ThinkingSettings(BaseModel):
-    """Whether the model should think; a budget of its own is not kept apart."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
+class ThinkingSettings(JsonObject):
+    """Whether the model should reason; a budget for it is not kept."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(JsonObject):
     """JSON that is valid against `schema`."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputSettings(BaseModel):
+class OutputSettings(JsonObject):
     """The form of the answer."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class PromptFields(SharedFields):
-    """What both calls read: all that goes into the prompt."""
+    """The fields of both calls: everything that goes into the prompt."""
 
     quiet: ClassVar[frozenset[str]] = SharedFields.quiet | {"cache_control"}
     unsupported: ClassVar[Unsupported] = {

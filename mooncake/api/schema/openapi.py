@@ -1,5 +1,5 @@
-"""Bodies and replies in the OpenAPI document: routes read and write those themselves, so they are
-added here.
+"""Adds bodies and replies to the OpenAPI document: routes read and write those themselves, so
+FastAPI does not know them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def operation(
     *,
     stream: bool = False,
 ) -> dict[str, Any]:
-    """Return what `openapi_extra` says for a route: the JSON body that it takes, what it answers,
-    perhaps as a stream, and what anything else than 200 carries."""
+    """Return a route's `openapi_extra`: its JSON body, its reply, perhaps as a stream too, and the
+    body of every status other than 200."""
     content: dict[str, Any] = {"application/json": _schema(reply)}
     if stream:
         content["text/event-stream"] = {"schema": _EVENTS}
@@ -48,7 +48,7 @@ def add_schemas(
     bodies: list[type[BaseModel]],
     replies: list[type[msgspec.Struct]],
 ) -> None:
-    """Put the schemas of `bodies` and `replies` and all they refer to into `document`."""
+    """Put the schemas of `bodies` and `replies`, and all they refer to, into `document`."""
     _, of_bodies = models_json_schema(
         [(kind, "validation") for kind in bodies], ref_template=_REFERENCE
     )

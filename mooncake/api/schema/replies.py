@@ -1,4 +1,5 @@
-"""What we send, as msgspec structs: encoding one is a microsecond, which a token stream needs.
+"""Replies of OpenAI's APIs, as msgspec structs: encoding one takes a microsecond, as token streams
+need.
 
 Fields left UNSET do not appear; None appears as null, as OpenAI's clients expect.
 """
@@ -67,15 +68,18 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class PromptLogprob(msgspec.Struct):
-    """One candidate of a prompt position (vLLM's form)."""
+class Logprob(msgspec.Struct, frozen=True):
+    """One candidate for a token, in vLLM's form."""
 
     logprob: float
+    """Natural; -9999 stands for minus infinity."""
     rank: int
+    """1 = the most likely token."""
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
+PromptLogprobs = list[dict[int, Logprob] | None]
+"""Of each prompt token the candidates by token id; None for the first one."""
 
 
 class FunctionText(msgspec.Struct):

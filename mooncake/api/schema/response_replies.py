@@ -1,4 +1,4 @@
-"""What `/v1/responses` sends, as msgspec structs: the response, its output items, its events."""
+"""Replies of `/v1/responses`, as msgspec structs: the response, its output items, its events."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Item = MessageItem | ReasoningItem | CallItem
 
 
 class InputDetails(msgspec.Struct, frozen=True):
-    """How much of the input was reused, and how much was kept for money (nothing is)."""
+    """How much of the input was reused; storing input costs nothing here."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
@@ -79,7 +79,7 @@ class ResponseUsage(msgspec.Struct, frozen=True):
 
 
 class ResponseReply(msgspec.Struct, kw_only=True):
-    """The response: what was asked, what came of it."""
+    """The response: the settings of the request, and its output."""
 
     id: str
     object: str = "response"

@@ -1,12 +1,12 @@
-"""The body of `POST /v1/responses`, OpenAI's newer way to ask. Nothing is stored here: a
-conversation is sent whole, in `input`.
+"""The body of `POST /v1/responses`. Nothing is stored here: a conversation is sent whole, in
+`input`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mooncake.api.schema.chat import MAX_TOOLS, FunctionSpec, OfFunction
 from mooncake.api.schema.fields import (
@@ -18,16 +18,15 @@ from mooncake.api.schema.fields import (
     Texts,
     Unsupported,
 )
+from mooncake.api.schema.json_object import JsonObject
 
 _TEXT_PARTS = frozenset(
     {"input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"}
 )
 
 
-class ItemPart(BaseModel):
+class ItemPart(JsonObject):
     """A piece of an item's content; this model takes text only."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: str
     text: str | None = None
@@ -51,10 +50,8 @@ _NEEDED = {
 }
 
 
-class InputItem(BaseModel):
+class InputItem(JsonObject):
     """One entry of `input`: a message, a call the model made, its result, or its reasoning."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -77,7 +74,7 @@ class InputItem(BaseModel):
 
 
 class FunctionTool(FunctionSpec, OfFunction):
-    """One entry of `tools`; only functions are: nothing is searched or run here."""
+    """One entry of `tools`: only functions, as nothing is searched or run here."""
 
 
 class ToolName(OfFunction):
@@ -86,40 +83,32 @@ class ToolName(OfFunction):
     name: str
 
 
-class AllowedTools(BaseModel):
+class AllowedTools(JsonObject):
     """`tool_choice` among some of the declared tools."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[ToolName], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
-class TextFormat(BaseModel):
+class TextFormat(JsonObject):
     """The form of the answer's text."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
-    """Accepted; the schema is always kept to."""
+    """Accepted; the schema is always enforced."""
 
 
-class TextSettings(BaseModel):
+class TextSettings(JsonObject):
     """How the answer's text should be."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     format: TextFormat | None = None
 
 
-class ReasoningSettings(BaseModel):
+class ReasoningSettings(JsonObject):
     """How much the model should think before it answers."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
@@ -159,7 +148,7 @@ class ResponsesRequest(SharedFields):
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     include: Texts | None = None
-    """"message.output_text.logprobs" has an effect; the others ask for what we do not have."""
+    """"message.output_text.logprobs" has an effect; the others name what does not exist here."""
     top_logprobs: Count | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """auto = cut off the beginning of what is too long."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from mooncake.api.schema.chat import Messages, Tools
 from mooncake.api.schema.fields import TokenIds
+from mooncake.api.schema.json_object import RequestBody
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(RequestBody):
     """Either `prompt` or `messages`, which go through the chat template first."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    model: str | None = None
     prompt: str | None = None
     messages: Messages | None = Field(None, min_length=1)
     tools: Tools | None = None
@@ -32,10 +30,7 @@ class TokenizeRequest(BaseModel):
         return self
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(RequestBody):
     """Token ids to be spelled as text, special tokens included."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    model: str | None = None
     tokens: TokenIds

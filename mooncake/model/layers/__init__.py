@@ -1,1 +1,1 @@
-"""See the modules; nothing is imported here on purpose."""
+"""The layers of the model, and sampling."""

@@ -1,5 +1,5 @@
-"""From logits to tokens. Owns what sampling must remember of each running sequence: its settings,
-how many tokens it has put out, and the token counts that penalties need.
+"""From logits to tokens. Owns the sampling state of each running sequence: its settings, the number
+of its output tokens, and the token counts that penalties need.
 
 No model, no pages, no generator state: the random number of a token follows from the request's seed
 and the token's place in the output, so a sequence goes on unchanged on another worker.
@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from mooncake_kernels.reference import sampling as on_device
 
-from mooncake.base import Grammar, InternalError, MooncakeError, SamplingParams, TokenLogprobs
+from mooncake.base import (
+    Failure,
+    Grammar,
+    InternalError,
+    MooncakeError,
+    SamplingParams,
+    TokenLogprobs,
+    Unavailable,
+)
 from mooncake.engine.plan import Sample, SequenceStart
 from mooncake.model.copies import Arriving, Copies, HostCopies
 from mooncake.model.grammar import Follower, Grammars
@@ -32,7 +40,7 @@ DrawTokens = Callable[[torch.Tensor, on_device.DrawSettings], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens chosen on the device, on their way to the host."""
+    """Tokens chosen on the device, being copied to the host."""
 
     tokens: torch.Tensor
     """int64 [rows], on the device."""
@@ -40,7 +48,7 @@ class Drawn:
     arriving: Arriving
     """float64 [2, rows]: the tokens and each row's largest logit."""
     logits: torch.Tensor | None
-    """As the model gave them, where somebody asked for logprobs: must not change until then."""
+    """The unmodified logits when logprobs are wanted; must not change until `finish`."""
 
 
 class Sampler:
@@ -59,7 +67,7 @@ class Sampler:
         copies: Copies | None = None,
         draw_tokens: DrawTokens | None = None,
     ) -> None:
-        """`grammars` follows those that requests come with; None = none may come.
+        """`grammars` follows the grammars of requests; None = requests may not have one.
 
         copies: to and from the device of the logits; None = it is the host. draw_tokens: draws
         without a look from the host (contract: `mooncake_kernels.reference.sampling`); None = what
@@ -72,9 +80,9 @@ class Sampler:
         self._sequences: dict[int, _Sequence] = {}
 
     def start(self, start: SequenceStart) -> None:
-        """Take up a sequence, new or resumed (`output_tokens` not empty).
+        """Add a sequence, new or resumed (`output_tokens` not empty).
 
-        A sequence that has this id already is replaced.
+        It replaces a sequence with the same id.
         """
         sequence = _Sequence.begin(start, self._vocab_size, self._copies)
         grammar = start.sampling.grammar
@@ -85,31 +93,34 @@ class Sampler:
         self._sequences[start.sequence_id] = sequence
 
     def prepare(self, grammar: Grammar) -> None:
-        """A sequence with this grammar comes soon. From any thread."""
+        """Start compiling the grammar of a sequence to come. From any thread."""
         if self._grammars is not None:
             self._grammars.prepare(grammar)
 
     def forget(self, sequence_id: int) -> None:
-        """Drop a sequence; one that is not known is passed over."""
+        """Drop a sequence; unknown ids are ignored."""
         self._sequences.pop(sequence_id, None)
 
-    def broken(self, sequence_ids: Sequence[int]) -> dict[int, str]:
-        """Return which of these sequences cannot go on, and why: their grammar cannot be followed.
+    def broken(self, sequence_ids: Sequence[int]) -> dict[int, Failure]:
+        """Return which of these sequences cannot go on, and why: their grammar cannot be followed,
+        by no worker or (503) by this one.
 
         Waits for the masks of the others. To be called before `sample`.
         """
-        reasons: dict[int, str] = {}
+        failures: dict[int, Failure] = {}
         for sequence_id in sequence_ids:
             sequence = self._known(sequence_id)
             if sequence.follower is None:
                 continue
             try:
                 mask = sequence.follower.forbidden()
+            except Unavailable as error:
+                failures[sequence_id] = Failure.unavailable(error.message)
             except MooncakeError as error:
-                reasons[sequence_id] = error.message
+                failures[sequence_id] = Failure.invalid(error.message)
             else:
                 sequence.mask = None if mask is None else self._copies.send(mask)
-        return reasons
+        return failures
 
     def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
         """Return one sample per row of `logits` [rows, vocab] fp32; each is added to its sequence.
@@ -341,10 +352,9 @@ class _Sequence:
 
 
 def _unless_empty(row: torch.Tensor, fewer: torch.Tensor) -> torch.Tensor:
-    """Return `fewer`, a row with more of `row` masked; `row` itself where nothing would be left.
+    """Return `fewer` (`row` with more tokens masked), or `row` where that would leave no token.
 
-    What a grammar or a client's other settings leave to choose from is never nothing, so no request
-    can end a step that others share.
+    So grammars and settings always leave a token, and no request can end a step that others share.
     """
     return torch.where(fewer.isneginf().all(), row, fewer)
 

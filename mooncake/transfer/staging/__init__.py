@@ -1,1 +1,1 @@
-"""Device memory by way of pinned host memory: what no protocol reaches, in pipelined hops."""
+"""Moves device memory that no protocol reaches by itself, through pinned host memory."""

@@ -14,29 +14,29 @@ from mooncake.transfer.regions import HostRegion, RegionTable
 
 @dataclass(frozen=True, kw_only=True)
 class StagingLimits:
-    """How much host memory stands between devices and the network, and how long is waited."""
+    """Bounds of the host memory between devices and the network, and of waiting."""
 
     slot_bytes: int = 4 * 2**20
-    """A slice on its way. PCIe is at full speed from 1 MiB on; a slice also costs messages."""
+    """Bytes of one slice. PCIe is at full speed from 1 MiB on; each slice also costs messages."""
     num_slots: int = 8
-    """For batches of our own that touch our device."""
+    """Slots for batches of our own that touch our device."""
     num_windows: int = 16
-    """For peers that read or write our device."""
+    """Slots for peers that read or write our device."""
     num_windows_asked: int = 8
     """Windows of one peer that we hold or wait for."""
     max_windows_asked: int = 64
-    """Of these, more than so many of one visitor end its stream."""
+    """A client that asks for more windows at a time is hung up on."""
     num_sessions: int = 4096
     connect_s: float = 5.0
     fence_s: float = 5.0
-    """An owner that has not answered so long after a batch was stopped is given up."""
+    """An owner that has not answered so long after a batch was stopped counts as lost."""
     rest_s: float = 10.0
-    """A window whose visitor was lost rests so long: late bytes of its may still arrive."""
+    """A window whose client was lost rests for so long: late bytes may still arrive."""
 
 
 @dataclass(slots=True)
 class Arena:
-    """See the module. `open` may be called from any thread, the rest only after it."""
+    """The slots of one engine. `open` may be called from any thread, the rest only after it."""
 
     table: RegionTable
     limits: StagingLimits

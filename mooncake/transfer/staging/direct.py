@@ -1,7 +1,7 @@
 """Batches that hardware moves between devices by itself (GPUDirect): no slot, no window.
 
-What is added to the protocol is order: before a NIC writes, what a device has begun must have ended
-that could still write there; after, its writes must be shown to the device's work to come.
+This adds order to the protocol: a NIC writes only when the work that a device had begun can no
+longer write there, and its writes are made visible to the device's later work.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Post = Callable[[Callable[[], None]], None]
 
 
 class Carrier(Protocol):
-    """The protocols between host memories, and one that may reach devices."""
+    """The protocols between host memories, one of which may reach devices."""
 
     def go_on(self, job: Job) -> None:
-        """`job` touches no device after all: let the protocols have it."""
+        """Hand a job that touches no device to the protocols."""
 
     def carry(
         self,
@@ -42,17 +42,17 @@ class Carrier(Protocol):
         on_end: Callable[[Job], None],
         only: str | None = None,
     ) -> Job:
-        """Start a batch of its own; `on_end` is called once, from any thread."""
+        """Move `ops` as a batch of their own; `on_end` is called once, from any thread."""
 
     def stop(self, job: Job, reason: str) -> None:
         """Ask a batch to end."""
 
     def reaches(self, peer: SegmentRef, protocol: str) -> bool:
-        """Whether a protocol is worth trying."""
+        """Return whether a protocol is worth trying."""
 
 
 def settle_all(memories: Sequence[DeviceMemory], post: Post, then: Callable[[], None]) -> None:
-    """Do `then` when nothing their devices have begun can still write to these by itself."""
+    """Do `then` when nothing that devices have begun can still write to `memories`."""
     left = len(memories)
 
     def settled() -> None:
@@ -68,7 +68,7 @@ def settle_all(memories: Sequence[DeviceMemory], post: Post, then: Callable[[], 
 
 
 def _flush_all(regions: Iterable[DeviceRegion]) -> str | None:
-    """Show their devices what NICs wrote; return why that failed, if it did."""
+    """Make what NICs wrote visible to the devices; return why that failed, if it did."""
     try:
         for region in regions:
             region.memory.flush()
@@ -78,7 +78,7 @@ def _flush_all(regions: Iterable[DeviceRegion]) -> str | None:
 
 
 class DirectMoves:
-    """All such batches of one engine. Lives in the staging loop."""
+    """The batches of one engine that hardware moves. Lives in the staging loop."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class DirectMoves:
         stage: Callable[[Flow, Iterable[int]], None],
         ended: Callable[[Flow], None],
     ) -> None:
-        """`stage` gets a flow whose hardware failed; `ended` is told of one that is over."""
+        """`stage` is called with a flow whose hardware failed, `ended` with one that is over."""
         self._carrier = carrier
         self._post = post
         self._stage = stage
@@ -96,7 +96,7 @@ class DirectMoves:
     def takes(
         self, job: Job, ours: Iterable[DeviceRegion], theirs: Iterable[wire.RegionFacts]
     ) -> bool:
-        """Whether hardware reaches every device at both ends."""
+        """Return whether hardware reaches every device at both ends."""
         return (
             all(DIRECT in region.protocols for region in ours)
             and all(DIRECT in facts.protocols for facts in theirs)

@@ -26,14 +26,16 @@ class Load:
     slice: Slice
     local: DeviceRegion | None
     remote: int | None
-    """The peer's region, where it lies on a device."""
+    """The peer's region if it lies on a device."""
 
     @property
     def local_ranges(self) -> list[tuple[int, int]]:
+        """(offset, number of bytes) ranges at our end, in order."""
         return _joined((op.local_offset, op.num_bytes) for op in self.slice.pieces)
 
     @property
     def remote_ranges(self) -> list[tuple[int, int]]:
+        """(offset, number of bytes) ranges at the peer's end, in order."""
         return _joined((op.remote_offset, op.num_bytes) for op in self.slice.pieces)
 
     def host_ops(
@@ -93,7 +95,7 @@ def cut_loads(
 
 
 class Step(Enum):
-    """What a passage waits for."""
+    """What a slice transfer is waiting for."""
 
     PERMIT = "its turn to ask the peer for a window"
     WINDOW = "the peer's window"
@@ -103,8 +105,8 @@ class Step(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Passage:
-    """One load that is under way, and what it holds."""
+class SliceTransfer:
+    """One load under way, and what it holds."""
 
     flow: Flow
     load: Load
@@ -118,22 +120,23 @@ class Passage:
 
     @property
     def is_write(self) -> bool:
+        """Whether bytes go to the peer."""
         return self.flow.job.op is Op.WRITE
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """One batch: loads that have not begun, passages that have."""
+    """One batch: loads that have not begun, slice transfers that have."""
 
     job: Job
     peer: StagingPeer | None
     waiting: deque[Load] = field(default_factory=deque)
-    passages: list[Passage] = field(default_factory=list)
+    transfers: list[SliceTransfer] = field(default_factory=list)
     is_direct: bool = False
-    """While hardware is to move the whole batch at once."""
+    """Whether hardware is to move the whole batch at once."""
     direct: Job | None = None
-    """What does it."""
+    """The job by which hardware does it."""
     withdrawn: bool = False
-    """The job was stopped, and all that is in hand was told so."""
+    """Whether all that is in hand was stopped, after the job was."""
     settled: bool = False
-    """What the devices had begun before this batch can write no more."""
+    """Whether what the devices had begun before this batch can write no more."""

@@ -1,43 +1,40 @@
-"""The owner's side: lends windows to peers that prove themselves, and copies between them and the
-device.
+"""The owner's side: lends windows to proven clients, and copies between them and the device.
 
-All of it lives in the staging loop but for the copies, whose ends are posted to it. What a visitor
-has opened ends with its stream; windows it may still be writing to rest first.
+All of it lives in the staging loop but for the copies, whose ends are posted to it. What a client
+has opened ends with its session; windows it may still be writing to rest first.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from mooncake.base.errors import ProtocolError, TransferError
-from mooncake.transfer.backends.control_link import ControlLink
-from mooncake.transfer.backends.io_loop import IoLoop
-from mooncake.transfer.backends.listener import Listener, tcp_listener
 from mooncake.transfer.device import HOST
-from mooncake.transfer.handshake import AcceptingSide, Credentials, PeerIdentity
+from mooncake.transfer.net.handshake import AcceptingSide, Credentials, PeerIdentity
+from mooncake.transfer.net.io_loop import IoLoop
+from mooncake.transfer.net.listener import Listener, tcp_listener
+from mooncake.transfer.net.session import OwnerStream
 from mooncake.transfer.regions import DeviceRegion, RangeRefused, RegionTable
 from mooncake.transfer.staging import wire
 from mooncake.transfer.staging.arena import Arena
 from mooncake.transfer.staging.slots import FairSlots
 
-_LOG = logging.getLogger(__name__)
-_HANDSHAKE_S = 5.0
-
 
 class State(Enum):
+    """How far a window has come."""
+
     WAITING = "for a slot, or for the device's own work"
     COPYING = "a copy is in hand"
-    GRANTED = "the visitor has it"
+    GRANTED = "the client has it"
 
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """One slice of one visitor."""
+    """One slice of one client, and the slot lent for it."""
 
     ticket: int
     region: DeviceRegion
@@ -46,15 +43,16 @@ class Window:
     slot: int | None = None
     state: State = State.WAITING
     dropped: bool = False
-    """The visitor wants it no more."""
+    """Whether the client has given it back."""
 
     @property
     def num_bytes(self) -> int:
+        """Length of the slice."""
         return sum(length for _, length in self.ranges)
 
 
 class StagingOwner:
-    """Listens for the control streams of visitors."""
+    """Serves the control sessions of clients."""
 
     def __init__(
         self,
@@ -70,37 +68,22 @@ class StagingOwner:
         self.loop = loop
         self.windows = FairSlots(arena.limits.num_windows)
         self.num_copying = 0
-        self._credentials = credentials
-        self._sessions: set[OwnerSession] = set()
-        """Also those that have ended while a copy of theirs is in hand."""
         sock = tcp_listener(bind_host)
         self.port: int = sock.getsockname()[1]
-        limit = arena.limits.num_sessions
-        self._listener = Listener(
-            sock, loop, "staging", limit, lambda: self.num_streams, self._take
+        self.listener: Listener[StagingSession] = Listener(
+            sock,
+            loop,
+            "staging",
+            arena.limits.num_sessions,
+            lambda accepted: StagingSession(self, accepted, credentials.accept()),
         )
-
-    @property
-    def num_streams(self) -> int:
-        """Visitors that are connected, or for whom a copy is in hand."""
-        return len(self._sessions)
-
-    def _take(self, sock: socket.socket) -> OwnerSession:
-        session = OwnerSession(self, sock, self._credentials.accept())
-        self._sessions.add(session)
-        return session
+        """Keeps sessions that have ended while a copy of theirs is in hand."""
 
     def fence(self, identity: PeerIdentity, then: Callable[[], None]) -> None:
-        """End the named earlier sessions of this engine; `then` is called when no copy of theirs is
+        """End the earlier sessions that a client has named; call `then` when no copy of theirs is
         in hand.
         """
-        former = [
-            session
-            for session in self._sessions
-            if session.identity is not None
-            and session.identity.engine_id == identity.engine_id
-            and session.identity.connection_id in identity.fenced
-        ]
+        former = self.listener.fenced(identity)
         for session in former:
             session.close()
         left = [session for session in former if session.num_copying]
@@ -114,58 +97,49 @@ class StagingOwner:
         if not left:
             then()
 
-    def forget(self, session: OwnerSession) -> None:
-        """A session has ended and nothing of it is in hand."""
-        self._sessions.discard(session)
-
     def close(self) -> None:
-        """Refuse visitors and end what they have opened; copies in hand still end."""
-        self._listener.close()
-        for session in list(self._sessions):
+        """Refuse clients and end what they have opened; copies in hand still end."""
+        for session in self.listener.close():
             session.close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a window is lost or held by nobody."""
+        """Raise AssertionError when a window is lost, or held without a holder."""
         self.windows.check_integrity()
-        held = [slot for session in self._sessions for slot in session.slots()]
+        held = [slot for session in self.listener.sessions for slot in session.slots()]
         assert len(held) == len(set(held)) == self.windows.num_held, f"windows {held}"
 
 
-class OwnerSession:
-    """One visitor's control stream and its windows."""
+class StagingSession:
+    """One client's control session and its windows."""
 
     def __init__(self, owner: StagingOwner, sock: socket.socket, handshake: AcceptingSide) -> None:
-        self.identity: PeerIdentity | None = None
+        self.loop = owner.loop
         self.num_copying = 0
         self.on_idle: Callable[[], None] = lambda: None
         """Called when a copy has ended."""
         self._owner = owner
-        self._handshake = handshake
         self._windows: dict[int, Window] = {}
-        self._link = ControlLink(owner.loop, sock, self._on_frame, lambda _reason: self.close())
-        self._timer = owner.loop.call_later(_HANDSHAKE_S, self._on_silence)
+        self._stream = OwnerStream("staging", owner.loop, sock, handshake, self)
 
     @property
-    def is_stranger(self) -> bool:
-        return self.identity is None and not self._link.closed
-
-    def _on_silence(self) -> None:
-        _LOG.warning("staging peer dropped: no handshake in time")
-        self.close()
+    def identity(self) -> PeerIdentity | None:
+        return self._stream.identity
 
     def slots(self) -> list[int]:
-        """Return the windows held for this visitor."""
+        """Return the windows held for this client."""
         return [window.slot for window in self._windows.values() if window.slot is not None]
 
-    # ------------------------------------------------------------ what it says
+    # ------------------------------------------------------------ messages
 
-    def _on_frame(self, body: bytes) -> None:
-        if self.identity is None:
-            self._on_handshake(body)
-            return
-        ask = wire.decode_ask(body)
+    def on_proven(self, identity: PeerIdentity, welcome: Callable[[], None]) -> None:
+        """Fence the client's earlier sessions before it is let in."""
+        self._owner.fence(identity, welcome)
+
+    def on_frame(self, body: bytes) -> None:
+        """Take one message. Raises ProtocolError."""
+        ask = wire.CODEC.decode_ask(body)
         if isinstance(ask, wire.AskRegion):
-            self._say(self._facts(ask.region_id))
+            self._send(self._facts(ask.region_id))
         elif isinstance(ask, wire.Open):
             self._open(ask)
         elif isinstance(ask, wire.Land):
@@ -175,21 +149,8 @@ class OwnerSession:
         else:
             self._sync(ask)
 
-    def _on_handshake(self, body: bytes) -> None:
-        answer = self._handshake.step(body)
-        identity = self._handshake.identity
-        if identity is not None:
-            self._timer.cancel()
-            self.identity = identity
-            self._owner.fence(identity, lambda: self._link.send(answer))
-            return
-        self._link.send(answer)
-        if self._handshake.refusal is not None:
-            _LOG.warning("staging peer refused: %s", self._handshake.refusal)
-            self.close()
-
-    def _say(self, answer: wire.Answer) -> None:
-        self._link.send(wire.encode(answer))
+    def _send(self, answer: wire.Answer) -> None:
+        self._stream.send(wire.CODEC.encode(answer))
 
     def _facts(self, region_id: int) -> wire.RegionFacts:
         region = self._owner.table.get_device(region_id)
@@ -212,15 +173,15 @@ class OwnerSession:
     def _open(self, ask: wire.Open) -> None:
         limits = self._owner.arena.limits
         if ask.ticket in self._windows or len(self._windows) >= limits.max_windows_asked:
-            raise ProtocolError("a visitor asks for too many windows")
+            raise ProtocolError("a client asks for too many windows")
         try:
             region = self._device(ask.region_id, ask.ranges)
         except RangeRefused as error:
-            self._say(wire.Refused(ask.ticket, error.message))
+            self._send(wire.Refused(ask.ticket, error.message))
             return
         window = Window(ask.ticket, region, ask.ranges, ask.is_write)
         if window.num_bytes > limits.slot_bytes:
-            self._say(wire.Refused(ask.ticket, f"a window has {limits.slot_bytes} bytes"))
+            self._send(wire.Refused(ask.ticket, f"a window has {limits.slot_bytes} bytes"))
             return
         self._windows[ask.ticket] = window
         got = functools.partial(self._got, window)
@@ -231,20 +192,19 @@ class OwnerSession:
             ready()
 
     def _settle(self, region: DeviceRegion, then: Callable[[], None]) -> None:
-        """Do `then`, unless the session has ended, when what the device does by itself is done."""
+        """Do `then` when the device's own work is done, unless the session has ended."""
 
         def settled(_error: str | None) -> None:
-            if not self._link.closed:
+            if not self._stream.closed:
                 then()
 
         region.memory.settle(self._posting(settled))
 
     def _posting(self, act: Callable[[str | None], None]) -> Callable[[str | None], None]:
-        loop = self._owner.loop
-        return lambda error: loop.post(lambda: act(error))
+        return lambda error: self.loop.post(lambda: act(error))
 
     def _got(self, window: Window, slot: int) -> None:
-        if window.dropped or self._link.closed:
+        if window.dropped or self._stream.closed:
             self._owner.windows.release(slot)
             self._windows.pop(window.ticket, None)
             return
@@ -264,8 +224,8 @@ class OwnerSession:
             self.num_copying -= 1
             self._owner.num_copying -= 1
             then(window, error)
-            if self._link.closed and not self.num_copying:
-                self._owner.forget(self)
+            if self._stream.closed and not self.num_copying:
+                self._owner.listener.forget(self)
             self.on_idle()
 
         view = self._owner.arena.view(window.slot, window.num_bytes, is_window=True)
@@ -276,29 +236,29 @@ class OwnerSession:
         window.state = State.GRANTED
         arena = self._owner.arena
         offset = arena.offset(window.slot, is_window=True)
-        self._say(wire.Granted(window.ticket, arena.region.region_id, offset))
+        self._send(wire.Granted(window.ticket, arena.region.region_id, offset))
 
     def _filled(self, window: Window, error: str | None) -> None:
-        """The device's bytes lie in the window."""
-        if error is None and not window.dropped and not self._link.closed:
+        """Grant a window into which the device's bytes were copied, unless that failed."""
+        if error is None and not window.dropped and not self._stream.closed:
             self._grant(window)
             return
         self._free(window)
         if error is not None:
-            self._say(wire.Refused(window.ticket, error))
+            self._send(wire.Refused(window.ticket, error))
 
     def _land(self, ticket: int) -> None:
         window = self._windows.get(ticket)
         if window is None or not window.is_write or window.state is not State.GRANTED:
-            raise ProtocolError("a visitor lands what it does not have")
+            raise ProtocolError("a client lands what it does not have")
         self._copy(window, self._landed)
 
     def _landed(self, window: Window, error: str | None) -> None:
         self._free(window)
         if error is not None:
-            self._say(wire.Refused(window.ticket, error))
+            self._send(wire.Refused(window.ticket, error))
         else:
-            self._say(wire.Done(window.ticket))
+            self._send(wire.Done(window.ticket))
 
     def _drop(self, ticket: int) -> None:
         window = self._windows.get(ticket)
@@ -316,7 +276,7 @@ class OwnerSession:
     # ------------------------------------------------------------ NICs that need no window
 
     def _sync(self, ask: wire.Settle | wire.Flush) -> None:
-        done = functools.partial(self._say, wire.Done(ask.ticket))
+        done = functools.partial(self._send, wire.Done(ask.ticket))
         try:
             region = self._device(ask.region_id, ())
             if isinstance(ask, wire.Flush):
@@ -325,15 +285,14 @@ class OwnerSession:
             else:
                 self._settle(region, done)
         except TransferError as error:
-            self._say(wire.Refused(ask.ticket, error.message))
+            self._send(wire.Refused(ask.ticket, error.message))
 
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Hang up. Windows the visitor has rest a while; those being copied end with the copy."""
-        self._timer.cancel()
-        self._link.close()
-        slots, loop = self._owner.windows, self._owner.loop
+        """Hang up. Windows the client has rest a while; those being copied end with the copy."""
+        self._stream.close()
+        slots = self._owner.windows
         slots.forget(self)
         for window in list(self._windows.values()):
             if window.state is State.COPYING:
@@ -342,6 +301,6 @@ class OwnerSession:
             if window.slot is not None:
                 slots.rest(window.slot)
                 wake = functools.partial(slots.wake, window.slot)
-                loop.call_later(self._owner.arena.limits.rest_s, wake)
+                self.loop.call_later(self._owner.arena.limits.rest_s, wake)
         if not self.num_copying:
-            self._owner.forget(self)
+            self._owner.listener.forget(self)

@@ -1,6 +1,6 @@
-"""What staging must amount to, in the plainest way: whole regions, one copy after another, waiting.
+"""The plain reference of staging, to compare with: whole regions, one copy after another.
 
-For comparing; nothing is pipelined and both ends must be in this process.
+Nothing is pipelined, and both ends must be in this process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbered places that many want: given out in turn to whoever asks, so that nobody starves. Pure.
+"""Numbered slots, given out to those that ask in turn, so that none starves. Pure.
 
 A slot is free, held or resting (its former holder may still be writing to it).
 """
@@ -9,11 +9,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 
 Granted = Callable[[int], None]
-"""Given the slot that the asker holds from now on."""
+"""Called with the slot that the asker holds from now on."""
 
 
 class FairSlots:
-    """One turn for each asker, however much one asks for."""
+    """Askers take turns, however much each asks for."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -25,29 +25,32 @@ class FairSlots:
 
     @property
     def num_free(self) -> int:
+        """Slots that the next asker gets."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
+        """Slots that askers hold."""
         return len(self._held)
 
     @property
     def num_resting(self) -> int:
+        """Slots that are out of use for a while."""
         return len(self._resting)
 
     @property
     def num_asks(self) -> int:
-        """Asks nobody has answered yet."""
+        """Asks without an answer."""
         return sum(len(asks) for asks in self._asks.values())
 
-    def ask(self, who: Hashable, granted: Granted) -> None:
-        """Have `granted` called with a slot: at once, or when it is the turn of `who`."""
-        self._asks.setdefault(who, deque()).append(granted)
+    def ask(self, asker: Hashable, granted: Granted) -> None:
+        """Have `granted` called with a slot: at once, or when it is the turn of `asker`."""
+        self._asks.setdefault(asker, deque()).append(granted)
         self._serve()
 
-    def forget(self, who: Hashable) -> None:
-        """Answer no ask of `who` any more."""
-        self._asks.pop(who, None)
+    def forget(self, asker: Hashable) -> None:
+        """Drop the open asks of `asker`."""
+        self._asks.pop(asker, None)
 
     def release(self, slot: int) -> None:
         """Give back a held slot."""
@@ -56,12 +59,12 @@ class FairSlots:
         self._serve()
 
     def rest(self, slot: int) -> None:
-        """A held slot is not to be used until `wake`."""
+        """Keep a slot that was held out of use until `wake`."""
         self._held.remove(slot)
         self._resting.add(slot)
 
     def wake(self, slot: int) -> None:
-        """A resting slot may be used again."""
+        """Put a resting slot back into use."""
         self._resting.remove(slot)
         self._free.append(slot)
         self._serve()
@@ -72,10 +75,10 @@ class FairSlots:
         self._serving = True
         try:
             while self._free and self._asks:
-                who, asks = self._asks.popitem(last=False)
+                asker, asks = self._asks.popitem(last=False)
                 granted = asks.popleft()
                 if asks:
-                    self._asks[who] = asks
+                    self._asks[asker] = asks
                 slot = self._free.popleft()
                 self._held.add(slot)
                 granted(slot)
@@ -86,4 +89,4 @@ class FairSlots:
         """Raise AssertionError unless each slot is exactly one of free, held and resting."""
         places = sorted([*self._free, *self._held, *self._resting])
         assert places == list(range(self.num_slots)), f"slots {places} of {self.num_slots}"
-        assert not (self._free and self._asks), "a slot is free and somebody waits"
+        assert not (self._free and self._asks), "a slot is free although one is asked for"

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from mooncake.api.chat_call import new_chat_call
+from mooncake.api.adapters.chat_call import new_chat_call
+from mooncake.api.adapters.messages_request import messages_chat
+from mooncake.api.adapters.responses_request import responses_chat
+from mooncake.api.api_server import ApiServer
 from mooncake.api.config import ApiConfig
-from mooncake.api.door import Door
-from mooncake.api.generation import Call
-from mooncake.api.http import Renderer
-from mooncake.api.messages_request import messages_chat
-from mooncake.api.responses_request import responses_chat
+from mooncake.api.generation.generation import Call
+from mooncake.api.http.response import Renderer
 from mooncake.api.routes.chat import ChatRenderer
 from mooncake.api.routes.messages import MessagesRenderer
 from mooncake.api.routes.responses import ResponsesRenderer
@@ -26,7 +26,7 @@ from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.messages import MessagesRequest
 from mooncake.api.schema.responses import ResponsesRequest
 from mooncake.base import FinalEvent, GenerateRequest, OutputEvent, TokensEvent
-from tests.support.door import ScriptedBackend, answer, tiny_model, tiny_tokenizer
+from tests.support.api.server import ScriptedBackend, answer, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 MODEL = tiny_model(max_model_len=1024)
@@ -70,7 +70,7 @@ class Cut:
         return [*events, final]
 
 
-async def chat(door: Door) -> tuple[Call, Renderer]:
+async def chat(api_server: ApiServer) -> tuple[Call, Renderer]:
     body = ChatRequest.model_validate(
         {
             "messages": [{"role": "user", "content": "hi"}], "n": 2, "logprobs": True,
@@ -78,21 +78,21 @@ async def chat(door: Door) -> tuple[Call, Renderer]:
             "stream_options": {"include_usage": True}, "top_logprobs": 1,
         }
     )  # fmt: skip
-    return await new_chat_call(door, body, "chatcmpl-x"), ChatRenderer(door, body)
+    return await new_chat_call(api_server, body, "chatcmpl-x"), ChatRenderer(api_server, body)
 
 
-async def responses(door: Door) -> tuple[Call, Renderer]:
+async def responses(api_server: ApiServer) -> tuple[Call, Renderer]:
     body = ResponsesRequest.model_validate(
         {
             "input": "hi", "tools": [{"type": "function", **FUNCTION}], "top_logprobs": 1,
         }
     )  # fmt: skip
     asked = responses_chat(body)
-    call = await new_chat_call(door, asked, "resp-x")
-    return call, ResponsesRenderer(door, body, asked, call)
+    call = await new_chat_call(api_server, asked, "resp-x")
+    return call, ResponsesRenderer(api_server, body, asked, call)
 
 
-async def messages(door: Door) -> tuple[Call, Renderer]:
+async def messages(api_server: ApiServer) -> tuple[Call, Renderer]:
     body = MessagesRequest.model_validate(
         {
             "messages": [{"role": "user", "content": "hi"}], "max_tokens": 99,
@@ -100,8 +100,8 @@ async def messages(door: Door) -> tuple[Call, Renderer]:
             "stop_sequences": [STOP],
         }
     )  # fmt: skip
-    call = await new_chat_call(door, messages_chat(body), "msg-x")
-    return call, MessagesRenderer(door, call)
+    call = await new_chat_call(api_server, messages_chat(body), "msg-x")
+    return call, MessagesRenderer(api_server, call)
 
 
 def events_of(frames: list[bytes]) -> list[Any]:
@@ -196,15 +196,15 @@ def test_every_chunking_tells_the_same(api: str, name: str) -> None:
     script = Cut(TEXTS[name])
 
     async def main() -> None:
-        door = Door(ScriptedBackend(script), MODEL, ApiConfig(), wall_s=lambda: 1.0)
-        call, renderer = await make(door)
+        api_server = ApiServer(ScriptedBackend(script), MODEL, ApiConfig(), wall_s=lambda: 1.0)
+        call, renderer = await make(api_server)
         async with call:
             whole = json.loads(renderer.whole(call, await call.finish()))
         length = len(script.tokens)
         chunkings = [(), tuple(range(1, length)), *((cut,) for cut in range(1, length))]
         for cuts in chunkings:
             script.cuts = cuts
-            call, renderer = await make(door)
+            call, renderer = await make(api_server)
             frames: list[bytes] = []
             async with call:
                 while (deltas := await call.deltas()) is not None:

@@ -9,19 +9,21 @@ import pytest
 from pydantic import ValidationError
 
 from mooncake.api.errors import (
-    ApiError,
     error_headers,
     error_reply,
     failure_error,
     shorten,
+    unknown_field,
     validation_error,
 )
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.base import (
     Failure,
+    InternalError,
     InvalidRequest,
     MooncakeError,
     Overloaded,
+    RequestTimeout,
     Unauthorized,
     Unavailable,
 )
@@ -51,9 +53,19 @@ def test_headers(error: MooncakeError, headers: dict[str, str]) -> None:
 def test_failures_of_the_cluster_keep_everything() -> None:
     failure = Failure(status=408, error_type="RequestTimeoutError", message="late", param="timeout")
     error = failure_error(failure)
-    assert isinstance(error, ApiError)
+    assert isinstance(error, RequestTimeout)
     assert (error.http_status, error.error_type) == (408, "RequestTimeoutError")
     assert (error.message, error.param, error.retry_after_s) == ("late", "timeout", None)
+    odd = failure_error(Failure(status=599, error_type="Odd", message="x"))
+    assert (type(odd), odd.http_status, odd.error_type) == (InternalError, 599, "Odd")
+
+
+def test_an_unknown_field_is_answered_with_the_nearest_known_one() -> None:
+    error = unknown_field("max_token", ["max_tokens", "min_tokens", "top_p"])
+    assert (error.param, error.message) == (
+        "max_token", "'max_token' is no known field; did you mean max_tokens?",
+    )  # fmt: skip
+    assert unknown_field("zzz", ["top_p"]).message == "'zzz' is no known field"
 
 
 def refusal(body: str) -> InvalidRequest:

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
 
 from mooncake.api import gateway_backend
-from mooncake.api.backend import generate
+from mooncake.api.backend import Backend, EventStream
 from mooncake.api.gateway_backend import MAX_READS_A_TURN, GatewayBackend
 from mooncake.base import (
     FinalEvent,
@@ -24,6 +24,14 @@ from mooncake.base import (
     TokensEvent,
     pack_tokens,
 )
+
+
+async def generate(backend: Backend, request: GenerateRequest) -> AsyncIterator[OutputEvent]:
+    """Yield the events of one request; closing the iterator early aborts it."""
+    async with EventStream(backend, [request]) as stream:
+        while events := await stream.batch():
+            for event in events:
+                yield event
 
 
 class Note(msgspec.Struct):

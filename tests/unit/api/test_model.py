@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.api.model import load_served_model
 from mooncake.base import CheckpointError, ConfigError
-from tests.unit.api.test_tokenizer import BASE, write_tiktoken
+from tests.unit.api.text.test_tokenizer import BASE, write_tiktoken
 
 CONFIG: dict[str, Any] = {
     "model_type": "kimi_k2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

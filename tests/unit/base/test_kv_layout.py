@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.base import KvLayout, SegmentRef, packed_places, page_places
-from tests.support.specs import small_spec
+from tests.support.model.specs import small_spec
 
 SEGMENT = SegmentRef(engine_id="e", endpoints={}, host="h")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import CheckpointError, ModelSpec, yarn_mscale
-from tests.support.specs import small_config, small_spec
+from tests.support.model.specs import small_config, small_spec
 
 YARN = {
     "type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,

@@ -8,7 +8,6 @@ import pytest
 
 from mooncake.base import (
     ConfigError,
-    ManualClock,
     MonotonicClock,
     MooncakeError,
     Overloaded,
@@ -42,15 +41,6 @@ def test_errors_carry_what_the_client_needs() -> None:
     assert Unavailable("later").retryable
     assert not ConfigError("no").retryable
     assert ConfigError("no", param="port").param == "port"
-
-
-def test_a_manual_clock_only_goes_forward() -> None:
-    clock = ManualClock(5.0)
-    clock.advance_to(5.0)
-    clock.advance_to(7.5)
-    assert clock.now() == 7.5
-    with pytest.raises(ValueError, match="cannot go back"):
-        clock.advance_to(7.0)
 
 
 def test_real_time_does_not_go_back() -> None:

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from mooncake.base import ConfigError
 from mooncake.bench.dataset_files import custom, read_samples, sharegpt, trace
 from mooncake.bench.samples import (
+    PromptSource,
     RandomShape,
     RepetitionShape,
-    Words,
     random_samples,
     repetition_samples,
 )
-from tests.support.door import tiny_tokenizer
+from tests.support.api.server import tiny_tokenizer
 
-IDS = Words(None, 500)
-TEXT = Words(tiny_tokenizer(), 0)
+IDS = PromptSource(None, 500)
+TEXT = PromptSource(tiny_tokenizer(), 0)
 
 
 @settings(max_examples=30, deadline=None)

@@ -9,7 +9,7 @@ from mooncake.base.request import GenerateRequest, Priority
 from mooncake.engine.batcher import Batch, Batcher
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.sequence import Sequence, SequenceState
-from tests.support.engines import ROOMY, request
+from tests.support.engine.engines import ROOMY, request
 
 WAITING, RUNNING, ENDED = SequenceState.WAITING, SequenceState.RUNNING, SequenceState.ENDED
 
@@ -227,7 +227,7 @@ def test_a_newcomer_displaces_a_lower_class_only() -> None:
     assert planner.commit(batch) == {3: 7}
 
 
-def test_no_page_is_left_for_those_who_would_yield_anyway() -> None:
+def test_no_page_is_left_for_sequences_that_would_yield_anyway() -> None:
     planner = Planner(num_blocks=4)
     low = planner.add(3, max_tokens=9, priority=Priority.BATCH)
     planner.plan()
@@ -236,7 +236,7 @@ def test_no_page_is_left_for_those_who_would_yield_anyway() -> None:
     assert low.num_preemptions == 0
 
 
-def test_nobody_is_displaced_in_vain() -> None:
+def test_no_sequence_is_displaced_in_vain() -> None:
     planner = Planner(num_blocks=4)
     low = planner.add(4, priority=Priority.BATCH)
     planner.plan()

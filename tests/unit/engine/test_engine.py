@@ -11,8 +11,8 @@ from mooncake.base.errors import InternalError
 from mooncake.base.request import FinishReason, Priority
 from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
-from tests.support.engines import Bench, request
-from tests.support.fake_runner import History, expected_output, fake_logprobs
+from tests.support.engine.engines import Bench, request
+from tests.support.engine.fake_runner import History, expected_output, fake_logprobs
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
@@ -315,7 +315,7 @@ def test_the_integrity_check_finds_a_forgotten_release() -> None:
         bench.engine.check_integrity(unreleased_ids=())
 
 
-def test_the_integrity_check_finds_holds_that_nobody_accounts_for() -> None:
+def test_the_integrity_check_finds_holds_without_a_holder() -> None:
     bench = Bench()
     pages = bench.engine.pool.allocate(2) or []
     bench.engine.check_integrity(role_holds=pages)

@@ -8,8 +8,8 @@ import pytest
 
 from mooncake.base.sampling import SamplingParams
 from mooncake.engine.plan import LayerDone, SequenceStart, StepPlan, StepResult, StepSlot
-from tests.support.engines import request
-from tests.support.fake_runner import FakeRunner, History, expected_output, small_layout
+from tests.support.engine.engines import request
+from tests.support.engine.fake_runner import FakeRunner, History, expected_output, small_layout
 
 LAYOUT = small_layout()
 PROMPT = [1, 2, 3, 4, 5, 6]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mooncake.base.request import Priority
 from mooncake.engine.policy import last_in_order, rank
 from mooncake.engine.sequence import Sequence
-from tests.support.engines import request
+from tests.support.engine.engines import request
 
 
 def sequence(arrival: int, priority: Priority) -> Sequence:

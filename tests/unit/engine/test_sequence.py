@@ -8,9 +8,9 @@ import pytest
 
 from mooncake.base import pack_tokens
 from mooncake.base.blocks import block_keys
-from mooncake.base.request import FinishReason
-from mooncake.engine.sequence import Sequence, request_finish
-from tests.support.engines import request
+from mooncake.base.request import FinishReason, request_finish
+from mooncake.engine.sequence import Sequence
+from tests.support.engine.engines import request
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from mooncake.base.request import FinishReason
+import pytest
+
+from mooncake.base.request import Failure, FinishReason
+from mooncake.engine.engine import EngineHung
 from mooncake.engine.plan import Sample, StepResult
-from tests.support.engines import Bench
+from tests.support.engine.engines import Bench
 
 
 def test_one_sequence_fails_and_the_others_go_on() -> None:
@@ -15,7 +18,7 @@ def test_one_sequence_fails_and_the_others_go_on() -> None:
         step_id=0,
         samples=[Sample(sequence_id=good.sequence_id, token=7)],
         seconds=0.1,
-        failures={bad.sequence_id: "its grammar cannot be followed"},
+        failures={bad.sequence_id: Failure.invalid("its grammar cannot be followed")},
     )
     outputs = {out.sequence: out for out in bench.engine.on_step(result, 1.0)}
     assert outputs[good].token == 7
@@ -30,12 +33,16 @@ def test_one_sequence_fails_and_the_others_go_on() -> None:
     assert bench.engine.get(good.sequence_id) is good
 
 
-def test_a_step_that_failed_is_nobodys_own_fault() -> None:
+def test_a_failed_step_is_the_fault_of_no_request() -> None:
     bench = Bench()
     first, second = bench.add([1, 2, 3]), bench.add([4, 5, 6])
     bench.engine.tick(0.0)
     result = StepResult(
-        step_id=0, samples=[], seconds=0.1, failures={first.sequence_id: "odd"}, error="no memory"
+        step_id=0,
+        samples=[],
+        seconds=0.1,
+        failures={first.sequence_id: Failure.invalid("odd")},
+        error="no memory",
     )
     outputs = bench.engine.on_step(result, 1.0)
     assert [output.sequence for output in outputs] == [first, second]
@@ -45,3 +52,27 @@ def test_a_step_that_failed_is_nobodys_own_fault() -> None:
         assert "no memory" in output.failure.message
         bench.engine.release(output.sequence)
     bench.engine.check_integrity()
+
+
+def test_a_step_without_progress_ends_the_engine() -> None:
+    bench = Bench(step_timeout_s=5)
+    bench.add([1, 2, 3])
+    for second in range(5):
+        bench.engine.tick(float(second))
+    bench.engine.on_progress()
+    for second in range(5, 10):
+        bench.engine.tick(float(second))
+    assert not bench.engine.hung
+    with pytest.raises(EngineHung, match="step 0 made no progress for 5 s"):
+        bench.engine.tick(10.5)
+    assert bench.engine.hung
+
+
+def test_an_idle_engine_and_a_stopped_process_are_not_hung() -> None:
+    bench = Bench(step_timeout_s=5)
+    for second in range(100):
+        bench.engine.tick(float(second))
+    bench.add([1, 2, 3])
+    bench.engine.tick(100.0)
+    bench.engine.tick(1000.0)
+    assert not bench.engine.hung

@@ -7,8 +7,9 @@ import xxhash
 from mooncake.base import BlockSource, PinBlocks, PinGranted, Unpin, WorkerRef
 from mooncake.instance.fetch import Fetcher
 from mooncake.instance.reuse import PrefixReuse
-from mooncake.instance.verify import PageChecksums
-from tests.support.duo import LAYOUT, NUM_PAGES, Duo
+from mooncake.kvstore.client.block_memory import BlockMemory
+from mooncake.kvstore.client.block_reader import BlockReader
+from tests.support.engine.engine_pair import LAYOUT, NUM_PAGES, EnginePair
 
 HERE = WorkerRef("prefill-0", "e1", "here")
 STORE = WorkerRef("kvstore-0", "e2", "there")
@@ -17,39 +18,43 @@ KEYS = [bytes([index]) * 16 for index in range(4)]
 
 
 class Scene:
-    def __init__(self) -> None:
-        self.duo = Duo()
-        self.fetcher = Fetcher(HERE, self.duo.channel, self.duo.mover, timeout_s=5.0)
+    def __init__(self, *, verify: bool = False) -> None:
+        pair = self.engine_pair = EnginePair()
+        self.reader = pair.reader = BlockReader(HERE, pair.channel, pair.transfer, verify=verify)
+        pages = BlockMemory.strided(pair.pages, LAYOUT, NUM_PAGES * LAYOUT.slice_bytes)
+        self.fetcher = Fetcher(self.reader, pages, timeout_s=5.0)
         self.ended: list[int] = []
 
     def start(self, num_blocks: int) -> list[int]:
-        pages = self.duo.pool.allocate(num_blocks) or []
+        pages = self.engine_pair.pool.allocate(num_blocks) or []
         keys = KEYS[:num_blocks]
         self.fetcher.start(
-            STORE, keys, pages, self.duo.heap.now(), lambda n, at: self.ended.append(n)
+            STORE, keys, pages, self.engine_pair.heap.now(), lambda n, at: self.ended.append(n)
         )
-        self.duo.run()
+        self.engine_pair.run()
         return pages
 
     def grant(self, blocks: list[int], ticket: int = 1) -> None:
-        places = self.duo.places(blocks)
-        message = PinGranted(ticket=ticket, store=STORE, num_blocks=len(blocks), places=places)
-        self.fetcher.on_pin_granted(message, self.duo.heap.now())
+        places = self.engine_pair.places(blocks)
+        message = PinGranted(
+            asker=HERE, ticket=ticket, store=STORE, num_blocks=len(blocks), places=places
+        )
+        self.reader.on_granted(message, self.engine_pair.heap.now())
 
     @property
     def unpinned(self) -> list[int]:
-        return [m.ticket for m in self.duo.there_inbox if isinstance(m, Unpin)]
+        return [m.ticket for m in self.engine_pair.there_inbox if isinstance(m, Unpin)]
 
 
 def test_blocks_are_pinned_read_and_unpinned() -> None:
     scene = Scene()
     pages = scene.start(2)
-    assert scene.duo.there_inbox == [PinBlocks(reader=HERE, ticket=1, keys=KEYS[:2])]
-    expected = [scene.duo.fill_pool(5, 50), scene.duo.fill_pool(2, 20)]
+    assert scene.engine_pair.there_inbox == [PinBlocks(reader=HERE, ticket=1, keys=KEYS[:2])]
+    expected = [scene.engine_pair.fill_pool(5, 50), scene.engine_pair.fill_pool(2, 20)]
     scene.grant([5, 2])
-    scene.duo.run()
+    scene.engine_pair.run()
     assert scene.ended == [2]
-    assert [scene.duo.page_bytes(page) for page in pages] == expected
+    assert [scene.engine_pair.page_bytes(page) for page in pages] == expected
     assert scene.unpinned == [1]
 
 
@@ -57,7 +62,7 @@ def test_a_shorter_run_is_what_arrives() -> None:
     scene = Scene()
     scene.start(3)
     scene.grant([0])
-    scene.duo.run()
+    scene.engine_pair.run()
     assert scene.ended == [1]
 
 
@@ -72,11 +77,11 @@ def test_a_miss_ends_with_nothing() -> None:
 def test_a_silent_owner_is_given_up_and_its_late_grant_unpinned() -> None:
     scene = Scene()
     scene.start(1)
-    assert scene.fetcher.tick(1.0) == 5.0
-    scene.fetcher.tick(5.0)
+    assert scene.reader.tick(1.0) == 5.0
+    scene.reader.tick(5.0)
     assert scene.ended == [0]
     scene.grant([0])
-    scene.duo.run()
+    scene.engine_pair.run()
     assert scene.ended == [0]
     assert scene.unpinned == [1, 1]
 
@@ -84,7 +89,7 @@ def test_a_silent_owner_is_given_up_and_its_late_grant_unpinned() -> None:
 def test_a_lost_owner_is_a_miss() -> None:
     scene = Scene()
     scene.start(1)
-    scene.fetcher.on_peer_lost(STORE, 0.0)
+    scene.reader.on_peer_lost(STORE, 0.0)
     assert scene.ended == [0]
 
 
@@ -92,10 +97,10 @@ def test_an_owner_lost_in_mid_read_is_a_miss() -> None:
     scene = Scene()
     scene.start(1)
     scene.grant([0])
-    scene.duo.network.detach("there")
-    scene.fetcher.on_peer_lost(STORE, scene.duo.heap.now())
+    scene.engine_pair.network.detach("there")
+    scene.reader.on_peer_lost(STORE, scene.engine_pair.heap.now())
     assert scene.ended == [], "the read may still write to the pages"
-    scene.duo.run()
+    scene.engine_pair.run()
     assert scene.ended == [0]
 
 
@@ -103,31 +108,28 @@ def test_a_cancelled_read_ends_when_it_has_stopped() -> None:
     scene = Scene()
     scene.start(1)
     scene.grant([0])
-    scene.fetcher.cancel(1, scene.duo.heap.now())
+    scene.fetcher.cancel(1, scene.engine_pair.heap.now())
     assert scene.ended == []
-    scene.duo.run()
+    scene.engine_pair.run()
     assert scene.ended == [0]
-    assert scene.fetcher.num_open == 0
+    assert scene.reader.num_open == 0
 
 
 class Verifying(Scene):
     """A fetcher that looks at what arrives; pool blocks 0 to 2 hold their number."""
 
     def __init__(self) -> None:
-        super().__init__()
-        duo = self.duo
-        pages = PageChecksums(LAYOUT, duo.pages, NUM_PAGES)
-        self.fetcher = Fetcher(HERE, duo.channel, duo.mover, timeout_s=5.0, pages=pages)
-        self.blocks = [duo.fill_pool(block, block + 1) for block in range(3)]
+        super().__init__(verify=True)
+        self.blocks = [self.engine_pair.fill_pool(block, block + 1) for block in range(3)]
 
     def arrive(self, checksums: list[int]) -> None:
         self.start(3)
         message = PinGranted(
-            ticket=1, store=STORE, num_blocks=3, places=self.duo.places([0, 1, 2]),
-            checksums=checksums,
+            asker=HERE, ticket=1, store=STORE, num_blocks=3,
+            places=self.engine_pair.places([0, 1, 2]), checksums=checksums,
         )  # fmt: skip
-        self.fetcher.on_pin_granted(message, self.duo.heap.now())
-        self.duo.run()
+        self.reader.on_granted(message, self.engine_pair.heap.now())
+        self.engine_pair.run()
 
     @property
     def promises(self) -> list[int]:
@@ -140,9 +142,9 @@ def test_what_arrives_as_promised_counts() -> None:
     assert scene.ended == [], "not looked at yet"
     assert scene.unpinned == []
     while not scene.ended:
-        assert scene.fetcher.tick(1.0) in (1.0, None)
+        assert scene.reader.tick(1.0) in (1.0, None)
     assert scene.ended == [3]
-    scene.duo.run()
+    scene.engine_pair.run()
     assert scene.unpinned == [1]
 
 
@@ -150,18 +152,18 @@ def test_what_arrives_damaged_is_a_miss_from_there_on_and_the_owner_is_told() ->
     scene = Verifying()
     first, second, third = scene.promises
     scene.arrive([first, second ^ 1, third])
-    scene.fetcher.tick(1.0)
+    scene.reader.tick(1.0)
     assert scene.ended == [1]
-    assert scene.fetcher.num_blocks_corrupt == 1
-    scene.duo.run()
-    assert [m.corrupt for m in scene.duo.there_inbox if isinstance(m, Unpin)] == [[KEYS[1]]]
+    assert scene.reader.num_corrupt == 1
+    scene.engine_pair.run()
+    assert [m.corrupt for m in scene.engine_pair.there_inbox if isinstance(m, Unpin)] == [[KEYS[1]]]
 
 
 def test_blocks_without_a_promise_are_taken_as_they_come() -> None:
     scene = Verifying()
     scene.arrive([scene.promises[0], 0, 0])
-    scene.fetcher.tick(1.0)
-    scene.fetcher.tick(1.0)
+    scene.reader.tick(1.0)
+    scene.reader.tick(1.0)
     assert scene.ended == [3]
 
 
@@ -170,70 +172,70 @@ def test_a_fetch_cancelled_while_it_is_looked_at_ends_once() -> None:
     scene.arrive(scene.promises)
     scene.fetcher.cancel(1, 1.0)
     assert scene.ended == [0]
-    assert scene.fetcher.tick(1.0) is None
-    assert scene.fetcher.num_open == 0
+    assert scene.reader.tick(1.0) is None
+    assert scene.reader.num_open == 0
 
 
 class Reuse:
     def __init__(self, scene: Scene, sources: list[BlockSource]) -> None:
         self.gathered: list[list[int]] = []
         self.reuse = PrefixReuse(
-            scene.duo.pool,
+            scene.engine_pair.pool,
             scene.fetcher,
             KEYS,
             sources,
             lambda pages, at: self.gathered.append(pages),
         )
-        self.reuse.start(scene.duo.heap.now())
+        self.reuse.start(scene.engine_pair.heap.now())
 
 
 def test_reuse_without_sources_leaves_matching_to_the_engine() -> None:
     scene = Scene()
-    held = scene.duo.pool.allocate(1) or []
-    scene.duo.pool.publish(KEYS[0], held[0])
+    held = scene.engine_pair.pool.allocate(1) or []
+    scene.engine_pair.pool.publish(KEYS[0], held[0])
     assert Reuse(scene, []).gathered == [[]]
-    assert scene.duo.pool.num_held == 1
+    assert scene.engine_pair.pool.num_held == 1
 
 
 def test_reuse_extends_the_own_prefix_by_fetched_blocks() -> None:
     scene = Scene()
-    held = scene.duo.pool.allocate(1) or []
-    scene.duo.pool.publish(KEYS[0], held[0])
+    held = scene.engine_pair.pool.allocate(1) or []
+    scene.engine_pair.pool.publish(KEYS[0], held[0])
     reuse = Reuse(scene, [BlockSource(store=STORE, first=1, stop=3)])
     assert reuse.gathered == []
     scene.grant([0, 1])
-    scene.duo.run()
+    scene.engine_pair.run()
     (pages,) = reuse.gathered
     assert pages[0] == held[0]
-    assert scene.duo.pool.match(KEYS) == pages
+    assert scene.engine_pair.pool.match(KEYS) == pages
     assert len(pages) == 3
-    scene.duo.pool.release(pages)
-    scene.duo.pool.release(held)
-    assert scene.duo.pool.num_held == 0
+    scene.engine_pair.pool.release(pages)
+    scene.engine_pair.pool.release(held)
+    assert scene.engine_pair.pool.num_held == 0
 
 
 def test_reuse_keeps_what_came_of_a_partial_fetch() -> None:
     scene = Scene()
     reuse = Reuse(scene, [BlockSource(store=STORE, first=0, stop=4)])
     scene.grant([3])
-    scene.duo.run()
+    scene.engine_pair.run()
     (pages,) = reuse.gathered
     assert len(pages) == 1
-    assert scene.duo.pool.num_held == 1
+    assert scene.engine_pair.pool.num_held == 1
 
 
 def test_reuse_without_room_recomputes() -> None:
     scene = Scene()
-    scene.duo.pool.allocate(7)
+    scene.engine_pair.pool.allocate(7)
     assert Reuse(scene, [BlockSource(store=STORE, first=0, stop=4)]).gathered == [[]]
 
 
 def test_a_cancelled_reuse_ends_holding_nothing_new() -> None:
     scene = Scene()
     reuse = Reuse(scene, [BlockSource(store=STORE, first=0, stop=2)])
-    reuse.reuse.cancel(scene.duo.heap.now())
+    reuse.reuse.cancel(scene.engine_pair.heap.now())
     assert reuse.gathered == [[]]
-    assert scene.duo.pool.num_held == 0
+    assert scene.engine_pair.pool.num_held == 0
 
 
 class TestAnotherReplica:
@@ -244,59 +246,62 @@ class TestAnotherReplica:
         return Reuse(scene, [source])
 
     def grant(self, scene: Scene, store: WorkerRef, ticket: int, blocks: list[int]) -> None:
-        places = scene.duo.places(blocks)
-        message = PinGranted(ticket=ticket, store=store, num_blocks=len(blocks), places=places)
-        scene.fetcher.on_pin_granted(message, scene.duo.heap.now())
+        places = scene.engine_pair.places(blocks)
+        message = PinGranted(
+            asker=HERE, ticket=ticket, store=store, num_blocks=len(blocks), places=places
+        )
+        scene.reader.on_granted(message, scene.engine_pair.heap.now())
 
     def asked(self, scene: Scene) -> list[tuple[int, list[bytes]]]:
-        scene.duo.run()
-        inbox = scene.duo.there_inbox
+        scene.engine_pair.run()
+        inbox = scene.engine_pair.there_inbox
         return [(m.ticket, m.keys) for m in inbox if isinstance(m, PinBlocks)]
 
     def test_it_is_asked_for_the_rest(self) -> None:
         scene = Scene()
         reuse = self.reuse(scene, OTHER)
-        expected = [scene.duo.fill_pool(n, 10 + n) for n in range(3)]
+        expected = [scene.engine_pair.fill_pool(n, 10 + n) for n in range(3)]
         self.grant(scene, STORE, 1, [0])
         assert self.asked(scene) == [(1, KEYS[:3]), (2, KEYS[1:3])]
         self.grant(scene, OTHER, 2, [1, 2])
-        scene.duo.run()
+        scene.engine_pair.run()
         (pages,) = reuse.gathered
-        assert [scene.duo.page_bytes(page) for page in pages] == expected
-        assert scene.duo.pool.match(KEYS) == pages
+        assert [scene.engine_pair.page_bytes(page) for page in pages] == expected
+        assert scene.engine_pair.pool.match(KEYS) == pages
 
     def test_a_pool_lost_in_mid_read(self) -> None:
         scene = Scene()
         reuse = self.reuse(scene, OTHER)
         self.grant(scene, STORE, 1, [0, 1, 2])
-        scene.duo.network.detach("there")
-        scene.fetcher.on_peer_lost(STORE, scene.duo.heap.now())
-        assert scene.fetcher.num_open == 1, "the read may still write to the pages"
+        scene.engine_pair.network.detach("there")
+        scene.reader.on_peer_lost(STORE, scene.engine_pair.heap.now())
+        assert scene.reader.num_open == 1, "the read may still write to the pages"
         while scene.fetcher.num_fetches_failed == 0:
-            assert scene.duo.heap.step()
+            assert scene.engine_pair.heap.step()
         assert reuse.gathered == []
-        assert scene.fetcher.num_open == 1, "of another pool now"
-        scene.fetcher.on_peer_lost(OTHER, scene.duo.heap.now())
+        assert scene.reader.num_open == 1, "of another pool now"
+        scene.reader.on_peer_lost(OTHER, scene.engine_pair.heap.now())
         assert reuse.gathered == [[]]
-        assert scene.duo.pool.num_held == 0
+        assert scene.engine_pair.pool.num_held == 0
 
     def test_a_damaged_block_is_taken_from_another(self) -> None:
         scene = Verifying()
         reuse = self.reuse(scene, OTHER)
-        right = scene.duo.fill_pool(0, 7)
-        places = scene.duo.places([0, 0, 0])
+        right = scene.engine_pair.fill_pool(0, 7)
+        places = scene.engine_pair.places([0, 0, 0])
         promises = [xxhash.xxh3_64_intdigest(right)] * 3
         for store, ticket, given in ((STORE, 1, [promises[0], 1, 1]), (OTHER, 2, promises[:2])):
             message = PinGranted(
-                ticket=ticket, store=store, num_blocks=len(given), places=places, checksums=given
-            )
-            scene.fetcher.on_pin_granted(message, scene.duo.heap.now())
-            scene.duo.run()
-            scene.fetcher.tick(1.0)
-            scene.fetcher.tick(1.0)
+                asker=HERE, ticket=ticket, store=store, num_blocks=len(given), places=places,
+                checksums=given,
+            )  # fmt: skip
+            scene.reader.on_granted(message, scene.engine_pair.heap.now())
+            scene.engine_pair.run()
+            scene.reader.tick(1.0)
+            scene.reader.tick(1.0)
         (pages,) = reuse.gathered
-        assert [scene.duo.page_bytes(page) for page in pages] == [right] * 3
-        assert scene.fetcher.num_blocks_corrupt == 1
+        assert [scene.engine_pair.page_bytes(page) for page in pages] == [right] * 3
+        assert scene.reader.num_corrupt == 1
 
     def test_each_is_asked_once(self) -> None:
         scene = Scene()
@@ -307,9 +312,9 @@ class TestAnotherReplica:
         assert reuse.gathered == [[]]
         assert len(self.asked(scene)) == 3
 
-    def test_a_cancelled_reuse_asks_nobody_else(self) -> None:
+    def test_a_cancelled_reuse_asks_no_other_node(self) -> None:
         scene = Scene()
         reuse = self.reuse(scene, OTHER)
-        reuse.reuse.cancel(scene.duo.heap.now())
+        reuse.reuse.cancel(scene.engine_pair.heap.now())
         assert reuse.gathered == [[]]
         assert len(self.asked(scene)) == 1

@@ -1,7 +1,7 @@
 """Fetches are counted apart by place, so that the Conductor learns how fast each is."""
 
 from mooncake.scheduler.config import SchedulerConfig
-from tests.support.cluster import LAYOUT, Cluster, request, specs
+from tests.support.sim.cluster import LAYOUT, Cluster, request, specs
 
 PROMPT = list(range(1, 60))
 EAGER = SchedulerConfig(

@@ -8,9 +8,6 @@ import pytest
 import xxhash
 
 from mooncake.base import PinBlocks, PinGranted
-from mooncake.instance.fetch import Fetcher
-from mooncake.instance.verify import PageChecksums
-from tests.support.duo import LAYOUT, NUM_PAGES
 from tests.unit.instance.test_fetch import HERE, KEYS, STORE, Scene
 
 
@@ -18,31 +15,28 @@ class Pieces(Scene):
     """An owner that has four blocks and gives them in pieces; its block n holds n + 1."""
 
     def __init__(self, *, verify: bool = False) -> None:
-        super().__init__()
-        duo = self.duo
-        if verify:
-            pages = PageChecksums(LAYOUT, duo.pages, NUM_PAGES)
-            self.fetcher = Fetcher(HERE, duo.channel, duo.mover, timeout_s=5.0, pages=pages)
-        self.blocks = [duo.fill_pool(block, block + 1) for block in range(4)]
+        super().__init__(verify=verify)
+        self.blocks = [self.engine_pair.fill_pool(block, block + 1) for block in range(4)]
         self.pages = self.start(4)
 
     def give(self, ticket: int, blocks: list[int], *, more: bool, damaged: bool = False) -> None:
         checksums = [xxhash.xxh3_64_intdigest(self.blocks[block]) + damaged for block in blocks]
         message = PinGranted(
-            ticket=ticket, store=STORE, num_blocks=len(blocks), places=self.duo.places(blocks),
+            asker=HERE, ticket=ticket, store=STORE, num_blocks=len(blocks),
+            places=self.engine_pair.places(blocks),
             checksums=checksums, more=more,
         )  # fmt: skip
-        self.fetcher.on_pin_granted(message, self.duo.heap.now())
+        self.reader.on_granted(message, self.engine_pair.heap.now())
 
     def run(self) -> None:
-        self.duo.run()
-        while self.fetcher.tick(self.duo.heap.now()) == self.duo.heap.now():
+        self.engine_pair.run()
+        while self.reader.tick(self.engine_pair.heap.now()) == self.engine_pair.heap.now():
             pass
-        self.duo.run()
+        self.engine_pair.run()
 
     @property
     def asked(self) -> list[tuple[int, list[bytes]]]:
-        pins = [m for m in self.duo.there_inbox if isinstance(m, PinBlocks)]
+        pins = [m for m in self.engine_pair.there_inbox if isinstance(m, PinBlocks)]
         return [(pin.ticket, pin.keys) for pin in pins]
 
 
@@ -60,16 +54,16 @@ def test_a_run_arrives_piece_by_piece_as_one_fetch(verify: bool) -> None:
     scene.run()
     assert scene.ended == [4]
     assert scene.unpinned == [1, 2, 3]
-    assert [scene.duo.page_bytes(page) for page in scene.pages] == scene.blocks
+    assert [scene.engine_pair.page_bytes(page) for page in scene.pages] == scene.blocks
     assert scene.fetcher.num_blocks_fetched == 4
-    assert scene.fetcher.num_open == 0
+    assert scene.reader.num_open == 0
 
 
 def test_a_piece_is_given_back_before_the_next_is_asked_for() -> None:
     scene = Pieces()
     scene.give(1, [0, 1], more=True)
     scene.run()
-    kinds = [type(message).__name__ for message in scene.duo.there_inbox]
+    kinds = [type(message).__name__ for message in scene.engine_pair.there_inbox]
     assert kinds == ["PinBlocks", "Unpin", "PinBlocks"]
 
 
@@ -78,7 +72,7 @@ def test_what_came_before_a_piece_that_fails_counts() -> None:
     scene.give(1, [0, 1], more=True)
     scene.run()
     scene.give(2, [2, 3], more=False)
-    scene.duo.network.detach("there")
+    scene.engine_pair.network.detach("there")
     scene.run()
     assert scene.ended == [2]
     assert scene.fetcher.num_fetches_failed == 0
@@ -92,7 +86,7 @@ def test_a_damaged_block_ends_the_fetch_whatever_more_there_is() -> None:
     scene.run()
     assert scene.ended == [1]
     assert scene.asked[1:] == [(2, KEYS[1:])]
-    assert scene.fetcher.num_blocks_corrupt == 1
+    assert scene.reader.num_corrupt == 1
 
 
 def test_a_miss_after_a_piece_ends_the_fetch() -> None:
@@ -107,7 +101,7 @@ def test_all_pieces_together_have_the_time_of_one_fetch() -> None:
     scene = Pieces()
     scene.give(1, [0, 1], more=True)
     scene.run()
-    scene.fetcher.tick(5.0)
+    scene.reader.tick(5.0)
     assert scene.ended == [2], "the owner was silent until the time was up"
 
 
@@ -118,7 +112,7 @@ def test_a_fetch_is_cancelled_by_its_number_in_any_piece(granted: bool) -> None:
     scene.run()
     if granted:
         scene.give(2, [2], more=True)
-    scene.fetcher.cancel(1, scene.duo.heap.now())
+    scene.fetcher.cancel(1, scene.engine_pair.heap.now())
     scene.run()
     assert scene.ended == [2]
     assert len(scene.asked) == 2
@@ -129,5 +123,5 @@ def test_a_lost_owner_ends_the_fetch_between_pieces() -> None:
     scene = Pieces()
     scene.give(1, [0, 1], more=True)
     scene.run()
-    scene.fetcher.on_peer_lost(STORE, scene.duo.heap.now())
+    scene.reader.on_peer_lost(STORE, scene.engine_pair.heap.now())
     assert scene.ended == [2]

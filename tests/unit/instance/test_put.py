@@ -7,7 +7,8 @@ from __future__ import annotations
 from mooncake.base import PutEnd, PutGranted, PutStart, WorkerRef
 from mooncake.instance.push import Push
 from mooncake.instance.put import WriteThrough
-from tests.support.duo import LAYOUT, Duo
+from mooncake.kvstore.client.block_writer import BlockWriter
+from tests.support.engine.engine_pair import LAYOUT, EnginePair
 
 HERE = WorkerRef("prefill-0", "e1", "here")
 STORE = WorkerRef("kvstore-0", "e2", "there")
@@ -16,43 +17,47 @@ KEYS = [bytes([index]) * 16 for index in range(3)]
 
 class Scene:
     def __init__(self, num_blocks: int) -> None:
-        self.duo = Duo()
-        self.puts = WriteThrough(HERE, self.duo.channel, grant_timeout_s=5.0)
-        self.push = Push(self.duo.mover, self.duo.pool, timeout_s=30.0)
-        self.pages = self.duo.pool.allocate(num_blocks) or []
+        self.engine_pair = EnginePair()
+        self.writer = BlockWriter(HERE, self.engine_pair.channel)
+        self.puts = WriteThrough(self.writer, grant_timeout_s=5.0)
+        self.push = Push(self.engine_pair.mover, self.engine_pair.pool, timeout_s=30.0)
+        self.pages = self.engine_pair.pool.allocate(num_blocks) or []
         for index, page in enumerate(self.pages):
-            self.duo.fill_page(page)
+            self.engine_pair.fill_page(page)
             self.push.add_block(index, page)
         self.settled: list[float] = []
         blocks = {KEYS[index]: index for index in range(num_blocks)}
         self.puts.put(STORE, self.push, blocks, "tenant", self.settled.append)
-        self.duo.run()
+        self.engine_pair.run()
 
     def grant(self, indexes: list[int], blocks: list[int], ticket: int = 1) -> None:
         keys = [KEYS[index] for index in indexes]
-        message = PutGranted(ticket=ticket, store=STORE, keys=keys, places=self.duo.places(blocks))
-        self.puts.on_granted(message, self.duo.heap.now())
+        message = PutGranted(
+            asker=HERE, ticket=ticket, store=STORE, keys=keys,
+            places=self.engine_pair.places(blocks),
+        )  # fmt: skip
+        self.writer.on_granted(message, self.engine_pair.heap.now())
 
     def finish(self) -> None:
-        self.push.advance(range(len(self.pages)), LAYOUT.num_layers, self.duo.heap.now())
-        self.duo.run()
+        self.push.advance(range(len(self.pages)), LAYOUT.num_layers, self.engine_pair.heap.now())
+        self.engine_pair.run()
 
     @property
     def ends(self) -> list[PutEnd]:
-        return [m for m in self.duo.there_inbox if isinstance(m, PutEnd)]
+        return [m for m in self.engine_pair.there_inbox if isinstance(m, PutEnd)]
 
 
 def test_a_put_asks_fills_and_ends() -> None:
     scene = Scene(2)
-    start = scene.duo.there_inbox[0]
+    start = scene.engine_pair.there_inbox[0]
     assert start == PutStart(writer=HERE, ticket=1, keys=KEYS[:2], tenant="tenant")
     scene.grant([0, 1], [3, 0])
     scene.finish()
     assert scene.ends == [PutEnd(writer=HERE, ticket=1, written=KEYS[:2])]
-    assert scene.duo.pool_bytes(3) == scene.duo.page_bytes(scene.pages[0])
-    assert scene.duo.pool_bytes(0) == scene.duo.page_bytes(scene.pages[1])
+    assert scene.engine_pair.pool_bytes(3) == scene.engine_pair.page_bytes(scene.pages[0])
+    assert scene.engine_pair.pool_bytes(0) == scene.engine_pair.page_bytes(scene.pages[1])
     assert len(scene.settled) == 1
-    assert scene.puts.num_open == 0
+    assert scene.writer.num_open == 0
     assert scene.puts.num_blocks_put == 2
 
 
@@ -67,49 +72,49 @@ def test_nothing_granted_ends_the_put() -> None:
     scene = Scene(1)
     scene.grant([], [])
     assert len(scene.settled) == 1
-    assert scene.puts.num_open == 0
+    assert scene.writer.num_open == 0
 
 
-def test_a_grant_nobody_waits_for_is_given_back() -> None:
+def test_a_grant_without_a_waiting_put_is_given_back() -> None:
     scene = Scene(1)
     scene.grant([0], [0], ticket=77)
-    scene.duo.run()
+    scene.engine_pair.run()
     assert scene.ends == [PutEnd(writer=HERE, ticket=77, dropped=[KEYS[0]])]
 
 
 def test_an_abandoned_put_drops_what_is_not_whole() -> None:
     scene = Scene(2)
     scene.grant([0, 1], [0, 1])
-    scene.push.advance([0], LAYOUT.num_layers, scene.duo.heap.now())
-    scene.duo.run()
-    scene.push.close(scene.duo.heap.now(), lambda at: scene.puts.abandon(scene.push, at))
-    scene.duo.run()
+    scene.push.advance([0], LAYOUT.num_layers, scene.engine_pair.heap.now())
+    scene.engine_pair.run()
+    scene.push.close(scene.engine_pair.heap.now(), lambda at: scene.puts.abandon(scene.push, at))
+    scene.engine_pair.run()
     assert scene.ends == [PutEnd(writer=HERE, ticket=1, written=[KEYS[0]], dropped=[KEYS[1]])]
     assert len(scene.settled) == 1
 
 
 def test_the_loss_of_the_pool_ends_its_puts() -> None:
     scene = Scene(1)
-    scene.puts.on_peer_lost(WorkerRef("kvstore-0", "another epoch", "there"), 0.0)
-    assert scene.puts.num_open == 1
-    scene.puts.on_peer_lost(STORE, 0.0)
-    assert scene.puts.num_open == 0
+    scene.writer.on_peer_lost(WorkerRef("kvstore-0", "another epoch", "there"), 0.0)
+    assert scene.writer.num_open == 1
+    scene.writer.on_peer_lost(STORE, 0.0)
+    assert scene.writer.num_open == 0
     assert len(scene.settled) == 1
 
 
 def test_a_grant_that_never_comes_is_given_up() -> None:
     scene = Scene(1)
-    assert scene.puts.tick(0.0) == 5.0
-    assert scene.puts.tick(5.0) is None
+    assert scene.writer.tick(0.0) == 5.0
+    assert scene.writer.tick(5.0) is None
     assert len(scene.settled) == 1
 
 
 def test_a_grant_for_a_push_being_closed_is_given_back() -> None:
     scene = Scene(1)
-    scene.push.add_destination(scene.duo.places([4]), [0], lambda *_: None, 0.0)
-    scene.push.advance([0], LAYOUT.num_layers, scene.duo.heap.now())
-    scene.push.close(scene.duo.heap.now(), lambda at: scene.puts.abandon(scene.push, at))
+    scene.push.add_destination(scene.engine_pair.places([4]), [0], lambda *_: None, 0.0)
+    scene.push.advance([0], LAYOUT.num_layers, scene.engine_pair.heap.now())
+    scene.push.close(scene.engine_pair.heap.now(), lambda at: scene.puts.abandon(scene.push, at))
     scene.grant([0], [2])
-    scene.duo.run()
+    scene.engine_pair.run()
     assert scene.ends == [PutEnd(writer=HERE, ticket=1, dropped=[KEYS[0]])]
     assert len(scene.settled) == 1

@@ -7,7 +7,7 @@ import pytest
 
 from mooncake.base import ConfigError
 from mooncake.kvstore import KvStoreConfig
-from tests.support.kvstore_world import BLOCK, LAYOUT
+from tests.support.kvstore.node_world import BLOCK, LAYOUT
 
 
 @pytest.mark.parametrize(

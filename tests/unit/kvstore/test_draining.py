@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mooncake.base import Drain, Welcome
 from mooncake.base.pool_messages import FindHomes, HomesFound
-from mooncake.sim.disk import SimMedium
-from tests.support.kvstore_world import GATEWAY, NodeWorld, keys, worker
+from mooncake.sim.world.disk import SimMedium
+from tests.support.kvstore.node_world import GATEWAY, NodeWorld, keys, worker
 
 
 def drain(world: NodeWorld) -> None:
@@ -20,7 +20,9 @@ def answer(world: NodeWorld, first: int) -> None:
     for _, question in world.channel.sent[first:]:
         if isinstance(question, FindHomes):
             alone = [False] * len(question.keys)
-            world.handle(HomesFound(ticket=question.ticket, elsewhere=alone, homes=[]))
+            world.handle(HomesFound(
+                asker=question.asker, ticket=question.ticket, elsewhere=alone, homes=[]
+            ))  # fmt: skip
 
 
 def test_it_tells_that_nothing_is_to_be_had_and_takes_nothing() -> None:

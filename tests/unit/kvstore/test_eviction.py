@@ -16,7 +16,7 @@ from mooncake.kvstore.eviction import (
     length_aware_policy,
     lfu_policy,
 )
-from tests.support.kvstore_world import key, keys
+from tests.support.kvstore.node_world import key, keys
 
 
 def store(policy: EvictionPolicy, run: list[bytes]) -> None:

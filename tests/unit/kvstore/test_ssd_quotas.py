@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from mooncake.base import Tier
 from mooncake.base.pool_messages import TenantUse
 from mooncake.kvstore.eviction import LruPolicy
-from mooncake.kvstore.ssd import SsdTier
-from mooncake.sim.disk import SimMedium
-from tests.support.kvstore_world import BLOCK, NodeWorld, keys, worker
+from mooncake.kvstore.storage.ssd import SsdTier
+from mooncake.sim.world.disk import SimMedium
+from tests.support.kvstore.node_world import BLOCK, NodeWorld, keys, worker
 
 P = worker("prefill-0")
 
@@ -56,14 +56,14 @@ def test_a_node_says_what_its_tenants_have() -> None:
     )  # fmt: skip
 
 
-def test_a_tenant_that_may_have_nothing_there_holds_nobody_up() -> None:
+def test_a_tenant_without_ssd_quota_does_not_delay_others() -> None:
     world = world_of(0)
     put(world, range(10, 12), "t")
     put(world, range(2))
     assert world.on_ssd == set(keys(0, 1))
 
 
-def test_a_tenant_whose_disk_fails_holds_nobody_up() -> None:
+def test_a_tenant_whose_disk_fails_does_not_delay_others() -> None:
     """Its one block may lie on the second disk only; what others have goes to the first."""
     world = world_of(1, disks=2, num_blocks=16)
     world.media[1].refuses_writes = True

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake.base import FinishReason, Role, WorkerLoad, WorkerRef
 from mooncake.base.pool_messages import PoolState
-from mooncake.launch import pool_metrics
+from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.telemetry.events import (
     Accepted,
     Finished,
@@ -67,9 +67,9 @@ def gateway_text() -> str:
 
 def pool_text() -> str:
     """Return /metrics of a pool node with a link."""
+    node = WorkerRef("kv-0", "e", "tcp://h:1")
     state = PoolState(
-        ticket=0, store=WorkerRef("kv-0", "e", "tcp://h:1"), load=WorkerLoad(),
-        layout_fingerprint="f", block_bytes=1,
+        asker=node, ticket=0, store=node, load=WorkerLoad(), layout_fingerprint="f", block_bytes=1,
     )  # fmt: skip
     link = LinkSnapshot(
         protocol="tcp", nic="", peer="p", num_bytes=1, num_slices=1, busy_s=1, num_retries=0,

@@ -10,11 +10,19 @@ import torch
 
 from mooncake.base import ConfigError
 from mooncake.model.backends import Backends, settle
-from mooncake.model.convert import convert_checkpoint
+from mooncake.model.checkpoint.convert import convert_checkpoint
+from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.loading import load_model
-from mooncake.model.weights import Checkpoint
-from tests.support.tiny_models import CPU, forward, kv_for, random_tokens, slot, source_of, truth
+from tests.support.model.tiny_models import (
+    CPU,
+    forward,
+    kv_for,
+    random_tokens,
+    slot,
+    source_of,
+    truth,
+)
 
 TRITON = Backends("triton", "triton")
 FIXED = Backends("triton", "triton", deterministic=True)
@@ -100,6 +108,7 @@ def row_by_row(a: np.ndarray, b: np.ndarray, **ignored: object) -> np.ndarray:
     return (a[:, :, None] * b[None]).sum(axis=1)
 
 
+@pytest.mark.slow
 def test_deterministic_bits_depend_on_no_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triton.runtime.interpreter.np.matmul", row_by_row)
     model = loaded(FIXED)

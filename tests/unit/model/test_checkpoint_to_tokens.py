@@ -11,12 +11,12 @@ import transformers
 
 from mooncake.base import SamplingParams
 from mooncake.engine.plan import SequenceStart
+from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
-from mooncake.model.presets import init_checkpoint
-from mooncake.model.weights import Checkpoint
-from tests.support.tiny_models import forward, kv_for, random_tokens, slot
+from tests.support.model.tiny_models import forward, kv_for, random_tokens, slot
 
 CPU = torch.device("cpu")
 NUM_OUTPUT = 32

@@ -9,13 +9,13 @@ from typing import NoReturn
 import pytest
 import torch
 
-from mooncake.api.grammar import ToolRule, choice_rule, json_rule, tool_rules
+from mooncake.api.constrained.grammar import ToolRule, choice_rule, json_rule, tool_rules
 from mooncake.base import CheckpointError, Grammar, InternalError, SamplingParams
 from mooncake.engine.plan import SequenceStart
-from mooncake.model.grammar import MAX_COMPILED, MAX_PREPARING, Grammars
+from mooncake.model.grammar import MAX_PREPARING, MIN_COMPILED_BYTES, Grammars
 from mooncake.model.grammar_tokens import GrammarTokens
 from mooncake.model.layers.sampler import Sampler
-from tests.support.grammars import (
+from tests.support.api.grammars import (
     ARGUMENT,
     CALL,
     CALL_END,
@@ -186,10 +186,15 @@ def test_sequences_of_one_grammar_do_not_disturb_each_other(grammars: Grammars) 
         assert (special(END) in allowed) is (END in texts)
 
 
-def test_few_compiled_grammars_are_kept(grammars: Grammars) -> None:
-    for number in range(MAX_COMPILED + 20):
-        grammar = grammar_of(choice_rule([f"n{number}"], "x"))
-        assert refused_at(grammars, grammar, encode(f"n{number}")) is None
+def test_compiled_grammars_are_kept_up_to_a_size(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 20 * MIN_COMPILED_BYTES
+    monkeypatch.setattr("mooncake.model.grammar.MAX_COMPILED_BYTES", limit)
+    for number in range(30):
+        word = f"n{number}" + "x" * (1_000 if number % 7 else 10_000)
+        assert allowed_next(grammars.follow(grammar_of(choice_rule([word], "x")), []))
+        assert grammars.num_compiled_bytes <= limit
 
 
 def start(grammar: Grammar, sequence_id: int = 0, **sampling: object) -> SequenceStart:
@@ -261,8 +266,9 @@ class TestInTheSampler:
         sampler.start(start(grammar_of('"a"'), 2))
         reasons = sampler.broken([1, 2])
         assert reasons.keys() == {1}
-        assert "does not compile" in reasons[1]
-        assert len(reasons[1].splitlines()) == 1
+        assert reasons[1].status == 400
+        assert "does not compile" in reasons[1].message
+        assert len(reasons[1].message.splitlines()) == 1
         [sample] = sampler.sample(torch.zeros(1, TOKENIZER.vocab_size), [2])
         assert sample.token == encode("a")[0]
 
@@ -273,7 +279,7 @@ class TestInTheSampler:
         grammars = Grammars(TOKENIZER.vocab_size, load)
         sampler = Sampler(TOKENIZER.vocab_size, grammars)
         sampler.start(start(grammar_of('"a"')))
-        assert "no tokenizer there" in sampler.broken([0])[0]
+        assert "no tokenizer there" in sampler.broken([0])[0].message
 
     @pytest.mark.parametrize("error", [KeyError("odd\nbacktrace"), SystemExit("odd\nbacktrace")])
     def test_what_the_library_raises_ends_one_sequence(self, error: BaseException) -> None:
@@ -284,7 +290,7 @@ class TestInTheSampler:
 
         sampler = Sampler(TOKENIZER.vocab_size, Grammars(TOKENIZER.vocab_size, load))
         sampler.start(start(grammar_of('"a"')))
-        [reason] = sampler.broken([0]).values()
+        reason = sampler.broken([0])[0].message
         assert reason.startswith("the grammar cannot be followed: ")
         assert "odd" in reason
         assert "\n" not in reason
@@ -305,7 +311,7 @@ class TestInTheSampler:
         grammar, wrong = grammar_of('"ab"'), grammar_of('"')
         for each in (wrong, grammar, grammar):
             sampler.prepare(each)
-        grammars._early.submit(lambda: None).result(60)  # behind them
+        grammars._early.wait(grammars._early.submit(lambda: None))  # behind them
         assert list(grammars._compiled) == [grammar.text]
         sampler.start(start(grammar, 1))
         sampler.start(start(wrong, 2))
@@ -315,11 +321,11 @@ class TestInTheSampler:
 
     def test_a_flood_of_grammars_is_prepared_in_part(self) -> None:
         grammars, go_on = tiny_grammars(), threading.Event()
-        grammars._early.submit(go_on.wait, 60)
+        grammars._early.submit(lambda: go_on.wait(60))
         for number in range(2 * MAX_PREPARING):
             grammars.prepare(grammar_of(f'"{number}"'))
         go_on.set()
-        grammars._early.submit(lambda: None).result(60)
+        grammars._early.wait(grammars._early.submit(lambda: None))
         assert len(grammars._compiled) == MAX_PREPARING
         assert allowed_next(grammars.follow(grammar_of('"a"'), [])) == {encode("a")[0]}
 
@@ -330,11 +336,11 @@ class TestInTheSampler:
         grammars = Grammars(TOKENIZER.vocab_size, load)
         grammars.read_vocabulary()
         grammars.prepare(grammar_of('"a"'))
-        grammars._early.submit(lambda: None).result(60)
+        grammars._early.wait(grammars._early.submit(lambda: None))
         assert not grammars._preparing
         sampler = Sampler(TOKENIZER.vocab_size, grammars)
         sampler.start(start(grammar_of('"a"')))
-        assert "odd" in sampler.broken([0])[0]
+        assert "odd" in sampler.broken([0])[0].message
 
     def test_without_grammars_none_may_come(self) -> None:
         sampler = Sampler(TOKENIZER.vocab_size)

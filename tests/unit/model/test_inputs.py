@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mooncake.model.inputs import StepInputs, build_inputs
-from tests.support.tiny_models import slot
+from tests.support.model.tiny_models import slot
 
 SHAPE = torch.Size((20, 4, 8))
 

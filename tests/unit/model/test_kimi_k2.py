@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from mooncake.base import CheckpointError
+from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.mla import absorbed_is_cheaper
 from mooncake.model.loading import load_model
-from mooncake.model.weights import Checkpoint
-from tests.support.specs import small_spec
-from tests.support.tiny_models import (
+from tests.support.model.specs import small_spec
+from tests.support.model.tiny_models import (
     CONFIGS,
     CPU,
     forward,

@@ -8,8 +8,8 @@ import torch
 
 from mooncake.base import ConfigError, SegmentRef, page_places
 from mooncake.model.kv_tensors import KvTensors
-from tests.support.specs import small_spec
-from tests.support.tiny_models import CPU, layout_for
+from tests.support.model.specs import small_spec
+from tests.support.model.tiny_models import CPU, layout_for
 
 LAYOUT = layout_for(small_spec(), block_tokens=4)
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mooncake.base import ConfigError, KvLayout
+from mooncake.base import KvLayout
 from mooncake.model.memory import (
     count_parameters,
-    plan_memory,
     weights_bytes,
     workspace_bytes,
 )
-from tests.support.specs import small_spec
-from tests.support.tiny_models import CONFIGS, layout_for, source_of, truth
+from tests.support.model.specs import small_spec
+from tests.support.model.tiny_models import CONFIGS, source_of, truth
 
 KIMI_K2 = {
     "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64, "q_lora_rank": 1536,
@@ -49,28 +48,10 @@ def test_routers_are_kept_in_float32() -> None:
     assert weights_bytes(spec, "bfloat16") == 2 * count.total + 2 * count.router
 
 
-def test_pages_fill_what_is_left() -> None:
-    spec = small_spec()
-    layout = layout_for(spec)
-    weights = weights_bytes(spec, "float32")
-    budget = weights + 1000 + 7 * layout.block_bytes + layout.block_bytes // 2
-    plan = plan_memory(spec, layout, dtype="float32", budget_bytes=budget, workspace=1000)
-    assert plan.num_pages == 7
-    assert plan.num_kv_tokens == 7 * 16
-    assert budget - layout.block_bytes < plan.total_bytes <= budget
-
-
-def test_too_small_a_budget_is_refused_with_what_is_needed() -> None:
-    spec = small_spec()
-    with pytest.raises(ConfigError, match=r"needs at least .* the budget is 1000 B"):
-        plan_memory(spec, layout_for(spec), dtype="float32", budget_bytes=1000, workspace=0)
-
-
 def test_one_kimi_k2_token_takes_70272_bytes() -> None:
     spec = small_spec(**KIMI_K2)
     layout = KvLayout.for_model(spec, block_tokens=64, dtype="bfloat16", weights_revision="x")
-    plan = plan_memory(spec, layout, dtype="bfloat16", budget_bytes=3 * 10**12, workspace=0)
-    assert plan.kv_page_bytes == 64 * 70272
+    assert layout.block_bytes == 64 * 70272
 
 
 def test_workspace_grows_with_tokens_and_sequences() -> None:

@@ -11,7 +11,7 @@ from mooncake_kernels.reference import mla
 from mooncake_kernels.reference.paged import PagedSpan, paged_span
 
 from mooncake.model.layers.mla import absorbed_is_cheaper
-from tests.support.specs import small_spec
+from tests.support.model.specs import small_spec
 
 HEADS, RANK, NOPE, ROPE, VALUE = 3, 24, 10, 6, 8
 BLOCK, NUM_PAGES = 4, 40

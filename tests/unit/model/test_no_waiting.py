@@ -25,13 +25,21 @@ from mooncake.engine.plan import SequenceStart, StepResult
 from mooncake.engine.sequence import Sequence
 from mooncake.model.backends import Backends
 from mooncake.model.copies import Here
-from mooncake.model.graphs import DecodeGraphs, EagerSteps, Replay
+from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.runner import ModelRunner
-from tests.support.tiny_models import CPU, kv_for, layout_for, random_tokens, slot, source_of, truth
+from tests.support.model.tiny_models import (
+    CPU,
+    kv_for,
+    layout_for,
+    random_tokens,
+    slot,
+    source_of,
+    truth,
+)
 
 VOCAB = 211
 NOWHERE = torch.device("meta")
@@ -238,7 +246,7 @@ def bench(model: KimiK2, *, captured: bool) -> Iterator[Bench]:
 
 def test_tokens_are_those_of_steps_in_turn(model: KimiK2, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences join and end while steps run ahead; some ask for what forbids that."""
-    monkeypatch.setattr("mooncake.model.graphs._SETTLED", 1)
+    monkeypatch.setattr("mooncake.model.device.graphs._SETTLED", 1)
     joins = {
         0: [(n, replace(MIXED[n], max_tokens=most)) for n, most in enumerate((9, 30, 40))],
         12: [(3, replace(MIXED[3], max_tokens=25))],
@@ -264,8 +272,10 @@ def test_the_next_step_begins_before_this_ones_tokens_are_read(model: KimiK2) ->
     assert log.count("replay") == 39 + 1
 
 
-def test_a_guess_nobody_confirms_is_dropped(model: KimiK2, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.model.graphs._SETTLED", 0)
+def test_a_guess_that_is_not_confirmed_is_dropped(
+    model: KimiK2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.model.device.graphs._SETTLED", 0)
     log: list[str] = []
     kv = kv_for(model.spec)
     with torch.inference_mode():

@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mooncake.base import YarnScaling
 from mooncake.model.layers.rope import Rope, rope_frequencies, rope_scale
-from tests.support.specs import small_spec
-from tests.support.tiny_models import CPU
+from tests.support.model.specs import small_spec
+from tests.support.model.tiny_models import CPU
 
 # (factor, original, beta_fast, beta_slow, mscale, mscale_all_dim): K2-Instruct, K2-0905,
 # DeepSeek-V3, terms that do not cancel, only one term, a range cut off at both ends.

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mooncake.base import SamplingParams, TokenLogprobs
+from mooncake.base import Failure, SamplingParams, TokenLogprobs
 from mooncake.engine.plan import LayerDone, Sample, SequenceStart, StepPlan, StepResult
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.runner import ModelRunner
-from tests.support.tiny_models import kv_for, ours, random_tokens, slot, source_of, truth
+from tests.support.model.tiny_models import kv_for, ours, random_tokens, slot, source_of, truth
 
 BROKEN = 210
 """A prompt that begins with it cannot go on, as far as `GreedySampler` is concerned."""
@@ -35,9 +35,9 @@ class GreedySampler:
         self.forgotten.append(sequence_id)
         self.history.pop(sequence_id, None)
 
-    def broken(self, sequence_ids: Sequence[int]) -> dict[int, str]:
+    def broken(self, sequence_ids: Sequence[int]) -> dict[int, Failure]:
         return {
-            sequence_id: "it is broken"
+            sequence_id: Failure.invalid("it is broken")
             for sequence_id in sequence_ids
             if self.history[sequence_id][0] == BROKEN
         }
@@ -260,5 +260,5 @@ def test_a_sequence_that_cannot_go_on_fails_alone(model: KimiK2) -> None:
         runner.submit(plan(0, slots, [start_of(1, good), start_of(2, bad)]))
         result, _ = result_of(runner)
     assert result.error is None
-    assert result.failures == {2: "it is broken"}
+    assert result.failures == {2: Failure.invalid("it is broken")}
     assert [sample.sequence_id for sample in result.samples] == [1]

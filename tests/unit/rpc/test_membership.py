@@ -16,7 +16,7 @@ from mooncake.base import (
 from mooncake.base.messages import DoubtPeers, WhoAreYou
 from mooncake.rpc import membership
 from mooncake.rpc.membership import ANSWER_S, HELLO_RETRY_S, MAX_GATEWAYS, Membership
-from tests.support.scheduling import Inbox, hello, ref
+from tests.support.scheduler.scheduling import Inbox, hello, ref
 
 FIRST, SECOND = ref("gateway"), ref("gateway-1")
 POOL = ref("kv0")
@@ -118,7 +118,7 @@ def test_a_gateway_that_starts_again_is_greeted_again_and_the_other_is_not() -> 
     member = both()
     member.tick(0.0)
     again = WorkerRef(SECOND.worker_id, "e9", "elsewhere")
-    member.membership.on_who(WhoAreYou(gateway=again))
+    member.membership.on_who_are_you(WhoAreYou(gateway=again))
     member.membership.send_blocks(KEYS, [])
     member.tick(0.1)
     assert member.count(WorkerHello, again) == 1, "under its new address"
@@ -143,12 +143,12 @@ def test_the_pool_is_known_while_one_gateway_knows_it() -> None:
 def test_doubts_are_told_to_all_that_know_us() -> None:
     member = both()
     member.welcome(FIRST, ref("gateway-2"))
-    member.membership.doubt([ref("d0")])
+    member.membership.ask_about([ref("d0")])
     assert member.count(DoubtPeers, FIRST) == member.count(DoubtPeers, SECOND) == 1
     assert member.count(DoubtPeers, ref("gateway-2")) == 0
 
 
-def test_who_withdraws_has_nothing_for_anybody() -> None:
+def test_a_worker_that_withdraws_reports_no_blocks() -> None:
     member = both()
     member.membership.withdraw()
     member.membership.send_blocks(KEYS, [])

@@ -10,6 +10,7 @@ import pytest
 from mooncake.base import CostSample
 from mooncake.scheduler.cost import (
     DEFAULT_COEFFICIENTS,
+    MIN_STEP_S,
     BandwidthEstimate,
     RunningMean,
     StepCostModel,
@@ -48,6 +49,17 @@ def test_noise_is_averaged_out() -> None:
     assert 0.02 < model.error_ratio < 0.15
 
 
+def test_no_step_is_predicted_to_take_no_time() -> None:
+    """Steps that take longer the less they compute have no fixed cost in the best fit."""
+    noisy = [CostSample(1, context, 1, 1e-9) for context in (0, 1, 2)]
+    noisy += [CostSample(4096, 0, 1, 1e-12), CostSample(1, 60_000, 1, 1e-12)]
+    model = StepCostModel(noisy)
+    for _ in range(20):
+        model.observe(noisy)
+        assert model.tbt_s(1, 0) >= MIN_STEP_S
+        assert model.tbt_s(64, 100_000) >= MIN_STEP_S
+
+
 def test_a_few_page_faults_do_not_bend_the_model() -> None:
     model = StepCostModel(GRID)
     for index in range(100):
@@ -83,7 +95,6 @@ def test_without_samples_the_defaults_speak() -> None:
 def test_samples_without_time_or_tokens_are_skipped() -> None:
     model = StepCostModel([CostSample(0, 0, 0, 1.0), CostSample(8, 0, 1, 0.0)])
     model.observe([CostSample(0, 5, 1, 0.2)])
-    assert model.num_samples == 0
     assert model.coefficients == DEFAULT_COEFFICIENTS
 
 

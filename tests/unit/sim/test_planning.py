@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from mooncake.sim.planning import plan_cluster
-from mooncake.sim.result import SimulationResult, result_of
+from mooncake.sim.results.result import SimulationResult, result_of
 from mooncake.sim.simulation import SimulationConfig
-from tests.support.traces import hardware, model, sessions, simulation
+from tests.support.sim.traces import hardware, model, sessions, simulation
 
 BASE = SimulationConfig(model=model(), hardware=hardware(), num_prefill=1, num_decode=1)
 

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from mooncake.base import ConfigError, FinishReason
-from mooncake.sim.report import page
-from mooncake.sim.result import SimulationResult, result_of
+from mooncake.sim.results.report import page
+from mooncake.sim.results.result import SimulationResult, result_of
 from mooncake.sim.simulation import COUPLED, SimulationConfig
-from tests.support.traces import hardware, model, sessions, simulation
+from tests.support.sim.traces import hardware, model, sessions, simulation
 
 TRACE = sessions(60)
 

@@ -9,7 +9,7 @@ import pytest
 from mooncake.base import ConfigError
 from mooncake.sim.trace_cache import POLICY_NAMES, hit_rate
 from mooncake.sim.workload import TraceLine, describe, parse_trace
-from tests.support.traces import line, sessions
+from tests.support.sim.traces import line, sessions
 
 
 def plain_lru(trace: list[TraceLine], capacity: int) -> float:

@@ -15,7 +15,7 @@ from mooncake.sim.workload import (
     parse_trace,
     prompt_tokens,
 )
-from tests.support.traces import line, sessions
+from tests.support.sim.traces import line, sessions
 
 
 def test_lines_come_in_order_of_time() -> None:

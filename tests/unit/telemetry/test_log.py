@@ -1,17 +1,19 @@
 """One record, one line, for people and for machines."""
 
+import datetime
 import io
 import json
 import logging
 
 import pytest
 
-from mooncake.telemetry.log import configure_logging
+from mooncake.telemetry.log import MAX_ALIKE_A_MINUTE, configure_logging
 
 
 def lines(*, json_lines: bool, level: str = "INFO") -> tuple[io.StringIO, logging.Logger]:
     stream = io.StringIO()
-    configure_logging("decode-0", stream, level=level, json_lines=json_lines)
+    form = "json" if json_lines else "text"
+    configure_logging("decode-0", stream, level=level, form=form)
     return stream, logging.getLogger("mooncake.decode.worker")
 
 
@@ -29,6 +31,19 @@ def test_json_is_one_object_a_line() -> None:
     entry = json.loads(line)
     assert entry["message"] == "two\nlines"
     assert (entry["worker"], entry["level"], entry["attempt"]) == ("decode-0", "INFO", "2")
+
+
+@pytest.mark.parametrize("json_lines", [False, True])
+def test_times_are_iso_8601_with_a_zone(json_lines: bool) -> None:
+    stream, logger = lines(json_lines=json_lines)
+    before = datetime.datetime.now().astimezone()
+    logger.info("hello")
+    text = stream.getvalue()
+    at = datetime.datetime.fromisoformat(
+        json.loads(text)["time"] if json_lines else text.split()[0]
+    )
+    assert at.tzinfo is not None
+    assert abs(at - before) < datetime.timedelta(seconds=30)
 
 
 @pytest.mark.parametrize("json_lines", [False, True])
@@ -53,3 +68,28 @@ def test_configuring_twice_writes_once() -> None:
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="LOUD"):
         lines(json_lines=False, level="LOUD")
+
+
+def test_control_characters_are_spelled_out() -> None:
+    stream, logger = lines(json_lines=False)
+    logger.info("a\x1b[2Jb\rc\x9bd\u2028e\nf")
+    assert stream.getvalue().endswith(r": a\x1b[2Jb\rc\x9bd\u2028e | f" + "\n")
+
+
+def test_one_message_is_logged_only_so_often_in_a_minute() -> None:
+    stream, logger = lines(json_lines=False)
+    now_s = 1_000.0
+
+    def log(name: str, message: str, *args: object) -> None:
+        record = logging.LogRecord(name, logging.WARNING, "", 0, message, args, None)
+        record.created = now_s
+        logging.getLogger(name).handle(record)
+
+    for number in range(MAX_ALIKE_A_MINUTE + 5):
+        log(logger.name, "refused %d", number)
+    log(logger.name, "another")
+    log("mooncake.api.http.access_log", "refused %d", 1)
+    assert len(stream.getvalue().splitlines()) == MAX_ALIKE_A_MINUTE + 2
+    now_s += 60.0
+    log(logger.name, "refused %d", 1)
+    assert stream.getvalue().splitlines()[-1].endswith("refused 1 left_out=5")

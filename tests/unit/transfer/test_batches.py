@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from mooncake.base.clock import ManualClock
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.transfer.batches import BatchBook, Job
+from mooncake.transfer.batches import BatchTable, Job
 from mooncake.transfer.engine import Op, TransferBatch, TransferDone, TransferOp
+from tests.support.clock import ManualClock
 
 PEER = SegmentRef("peer", {}, "host")
 
@@ -27,11 +27,11 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def book(clock: ManualClock) -> BatchBook:
-    return BatchBook(clock)
+def book(clock: ManualClock) -> BatchTable:
+    return BatchTable(clock)
 
 
-def open_job(book: BatchBook, num_parts: int) -> Job:
+def open_job(book: BatchTable, num_parts: int) -> Job:
     request = batch()
     job = book.open(request)
     job.set_ops(request.ops)
@@ -39,11 +39,11 @@ def open_job(book: BatchBook, num_parts: int) -> Job:
     return job
 
 
-def readable(book: BatchBook) -> bool:
+def readable(book: BatchTable) -> bool:
     return bool(select.select([book], [], [], 0)[0])
 
 
-def test_a_job_ends_when_all_parts_are_done(book: BatchBook, clock: ManualClock) -> None:
+def test_a_job_ends_when_all_parts_are_done(book: BatchTable, clock: ManualClock) -> None:
     job = open_job(book, 2)
     assert job.begin()
     assert job.begin()
@@ -60,7 +60,7 @@ def test_a_job_ends_when_all_parts_are_done(book: BatchBook, clock: ManualClock)
     assert book.num_open == 0
 
 
-def test_a_failed_part_fails_the_job_once_the_others_are_back(book: BatchBook) -> None:
+def test_a_failed_part_fails_the_job_once_the_others_are_back(book: BatchTable) -> None:
     job = open_job(book, 3)
     assert job.begin()
     assert job.begin()
@@ -73,7 +73,7 @@ def test_a_failed_part_fails_the_job_once_the_others_are_back(book: BatchBook) -
     assert (done.error, done.num_bytes) == ("broken", 0)
 
 
-def test_a_stopped_job_waits_for_what_is_in_hand(book: BatchBook) -> None:
+def test_a_stopped_job_waits_for_what_is_in_hand(book: BatchTable) -> None:
     job = open_job(book, 5)
     assert job.begin()
     job.stop("cancelled")
@@ -86,7 +86,7 @@ def test_a_stopped_job_waits_for_what_is_in_hand(book: BatchBook) -> None:
     assert book.poll() == []
 
 
-def test_a_part_given_back_may_be_done_again(book: BatchBook) -> None:
+def test_a_part_given_back_may_be_done_again(book: BatchTable) -> None:
     job = open_job(book, 1)
     assert job.begin()
     job.give_back()
@@ -96,7 +96,7 @@ def test_a_part_given_back_may_be_done_again(book: BatchBook) -> None:
     assert book.poll()[0].error is None
 
 
-def test_a_job_stopped_before_it_began_ends_at_once(book: BatchBook) -> None:
+def test_a_job_stopped_before_it_began_ends_at_once(book: BatchTable) -> None:
     job = book.open(batch())
     job.stop("impossible")
     assert [done.error for done in book.poll()] == ["impossible"]
@@ -105,12 +105,12 @@ def test_a_job_stopped_before_it_began_ends_at_once(book: BatchBook) -> None:
     assert book.poll() == []
 
 
-def test_no_parts_is_success(book: BatchBook) -> None:
+def test_no_parts_is_success(book: BatchTable) -> None:
     open_job(book, 0)
     assert [done.error for done in book.poll()] == [None]
 
 
-def test_deadlines_expire_in_order_and_once(book: BatchBook) -> None:
+def test_deadlines_expire_in_order_and_once(book: BatchTable) -> None:
     late, soon, never = (book.open(batch(deadline_s=at)) for at in (30.0, 20.0, None))
     assert book.next_deadline_s() == 20.0
     assert book.take_expired(19.9) == []
@@ -125,7 +125,7 @@ def test_deadlines_expire_in_order_and_once(book: BatchBook) -> None:
     assert book.open_jobs() == [soon, never]
 
 
-def test_ids_are_fresh_and_endings_come_in_order(book: BatchBook) -> None:
+def test_ids_are_fresh_and_endings_come_in_order(book: BatchTable) -> None:
     jobs = [open_job(book, 1) for _ in range(5)]
     assert len({job.batch_id for job in jobs}) == 5
     for job in reversed(jobs):
@@ -135,7 +135,7 @@ def test_ids_are_fresh_and_endings_come_in_order(book: BatchBook) -> None:
     book.check_integrity()
 
 
-def test_endings_survive_close(book: BatchBook) -> None:
+def test_endings_survive_close(book: BatchTable) -> None:
     before = len(os.listdir("/proc/self/fd"))
     job = open_job(book, 1)
     book.close()
@@ -145,25 +145,25 @@ def test_endings_survive_close(book: BatchBook) -> None:
     assert [done.error for done in book.poll()] == ["closed"]
 
 
-def test_racing_threads_end_every_job_once(book: BatchBook) -> None:
+def test_racing_threads_end_every_job_once(book: BatchTable) -> None:
     """Parts finish, fail and are given back in four threads while a fifth cancels."""
     jobs = [open_job(book, 8) for _ in range(200)]
 
-    def work(lane: int) -> None:
+    def work(connection: int) -> None:
         for index, job in enumerate(jobs):
             for turn in range(4):
                 if not job.begin():
                     break
-                if (index + lane + turn) % 7 == 0:
+                if (index + connection + turn) % 7 == 0:
                     job.give_back()
                 else:
-                    job.finish("failed" if (index, turn) == (lane * 13, 2) else None)
+                    job.finish("failed" if (index, turn) == (connection * 13, 2) else None)
 
     def cancel() -> None:
         for job in jobs:
             job.stop("cancelled")
 
-    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(4)]
+    threads = [threading.Thread(target=work, args=(connection,)) for connection in range(4)]
     threads.append(threading.Thread(target=cancel))
     for thread in threads:
         thread.start()

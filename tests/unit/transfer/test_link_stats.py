@@ -54,7 +54,7 @@ def test_links_of_peers_that_are_gone_go_when_others_come() -> None:
         stats.arrived("nic", f"peer {number:03}", 10, posted_s=60 * number, now_s=60 * number + 1)
         stats.arrived("nic", "old friend", 10, posted_s=60 * number, now_s=60 * number + 2)
     links = {link.peer: link.num_bytes for link in stats.snapshot()}
-    assert links.pop("old friend") == 10 * 200, "who is used goes on counting"
+    assert links.pop("old friend") == 10 * 200, "a link in use goes on counting"
     assert sorted(links) == [f"peer {number:03}" for number in range(200 - len(links), 200)]
     assert 60 <= len(links) <= 61, "those of an hour"
     assert stats.totals()["transfer_tcp_bytes"] == 2 * 10 * 200

@@ -27,7 +27,7 @@ def world() -> World:
     return World()
 
 
-def test_who_has_not_failed_is_always_asked(world: World) -> None:
+def test_a_peer_that_has_not_failed_is_always_asked(world: World) -> None:
     assert [world.health.refusal(KEY) for _ in range(3)] == [None] * 3
     world.health.unknown(KEY)
     world.health.reached(KEY)

@@ -43,7 +43,7 @@ def test_empty_ops_vanish_and_do_not_hinder_merging() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "num_lanes", "num_slices"),
+    ("num_bytes", "num_connections", "num_slices"),
     [
         (1, 2, 1),
         (4096, 2, 1),
@@ -57,15 +57,15 @@ def test_empty_ops_vanish_and_do_not_hinder_merging() -> None:
         (64 * MIB, 3, 18),
     ],
 )
-def test_slices_are_even_and_a_multiple_of_the_lanes(
-    num_bytes: int, num_lanes: int, num_slices: int
+def test_slices_are_even_and_a_multiple_of_the_connections(
+    num_bytes: int, num_connections: int, num_slices: int
 ) -> None:
     limits = SliceLimits(target_bytes=4 * MIB, min_bytes=256 * KIB)
-    slices = plan_slices([TransferOp(1, 0, 2, 0, num_bytes)], num_lanes, limits)
+    slices = plan_slices([TransferOp(1, 0, 2, 0, num_bytes)], num_connections, limits)
     assert len(slices) == num_slices
     assert slices[0].num_bytes % 4096 == 0 or num_slices == 1
     assert sum(part.num_bytes for part in slices) == num_bytes
-    assert choose_slice_bytes(num_bytes, num_lanes, limits) <= limits.target_bytes
+    assert choose_slice_bytes(num_bytes, num_connections, limits) <= limits.target_bytes
 
 
 def test_small_ops_share_a_slice_up_to_the_piece_limit() -> None:

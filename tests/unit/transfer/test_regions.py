@@ -46,7 +46,7 @@ def test_registered_memory_is_the_callers_own(table: RegionTable) -> None:
     [memoryview(b"read only"), memoryview(bytearray(10))[::2], memoryview(bytearray())],
     ids=["read-only", "strided", "empty"],
 )
-def test_memory_nobody_could_write_is_refused(table: RegionTable, buffer: memoryview) -> None:
+def test_memory_that_cannot_be_written_is_refused(table: RegionTable, buffer: memoryview) -> None:
     with pytest.raises(TransferError, match="odd: only writable"):
         table.register(buffer, "odd")
 
@@ -99,7 +99,7 @@ def test_another_tables_region_is_not_ours_to_withdraw(table: RegionTable) -> No
     other.close()
 
 
-def test_withdrawal_waits_until_nobody_is_inside(table: RegionTable) -> None:
+def test_withdrawal_waits_until_no_thread_is_inside(table: RegionTable) -> None:
     region = table.allocate(10, "shared")
     gate = table.gates.new()
     inside, may_leave = threading.Event(), threading.Event()
@@ -127,7 +127,7 @@ def test_withdrawal_waits_until_nobody_is_inside(table: RegionTable) -> None:
     may_leave.set()
     toucher.join()
     owner.join()
-    assert saw == [False], "the region was withdrawn while somebody was inside"
+    assert saw == [False], "the region was withdrawn while a thread was inside"
     table.gates.forget(gate)
 
 

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from mooncake.base.clock import ManualClock
 from mooncake.base.errors import ConfigError, TransferError
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.transfer.backends.inproc import InprocFabric
-from mooncake.transfer.backends.port import Backend
+from mooncake.transfer.backend import Backend
 from mooncake.transfer.batches import Job
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.link_stats import LinkStats
+from mooncake.transfer.local.backend import InprocFabric
 from mooncake.transfer.regions import Gates, RegionTable
 from mooncake.transfer.router import RoutedTransfer
-from tests.unit.transfer.driving import move
+from tests.support.clock import ManualClock
+from tests.support.transfer.driving import move
 
 Open = Callable[..., RoutedTransfer]
 

@@ -1,0 +1,212 @@
+"""Servers under test: started with one command line, watched until they answer, ended by pid.
+
+Every server gets the same allocator and OpenMP settings, so that engines are compared and not their
+environments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build"
+VLLM_ENV = BUILD / "vllm-venv"
+LOGS = BUILD / "bench-logs"
+START_S = 400.0
+STOP_S = 60.0
+POLL_S = 0.25
+
+KEPT_HEAP = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30),
+    "MALLOC_TOP_PAD_": str(256 * 2**20),
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+}
+VLLM_SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CACHE_ROOT": str(BUILD / "vllm-cache"),
+}
+MAX_MODEL_LEN = "8192"
+SERVED_NAME = "bench"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One server: how it is called in tables and what starts it."""
+
+    name: str
+    command: tuple[str, ...]
+    """Without host and port."""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def ours(name: str, model: Path, *flags: str) -> Layout:
+    """Return `mooncake serve` with `flags`."""
+    fixed = ("--served-model-name", SERVED_NAME, "--max-model-len", MAX_MODEL_LEN)
+    program = (sys.executable, "-m", "mooncake.cli.main", "serve", str(model), *fixed)
+    return Layout(name=name, command=(*program, *flags))
+
+
+def vllm_cpu(model: Path) -> Layout | None:
+    """Return vllm-cpu out of its own environment; None where that has not been made."""
+    program = VLLM_ENV / "bin" / "vllm"
+    if not program.exists():
+        return None
+    flags = (
+        "--skip-tokenizer-init", "--served-model-name", SERVED_NAME, "--dtype", "bfloat16",
+        "--max-model-len", MAX_MODEL_LEN, "--max-num-seqs", "16", "--enable-prefix-caching",
+    )  # fmt: skip
+    return Layout(
+        name="vllm-cpu",
+        command=(str(program), "serve", str(model), *flags),
+        environment=VLLM_SETTINGS,
+    )
+
+
+class Server:
+    """A running server and its processes."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self._process = process
+        self.url = f"http://127.0.0.1:{port}"
+        self.port = port
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that its processes have taken so far, in seconds."""
+        return process_cpu_s(family(self._process.pid))
+
+
+@contextlib.contextmanager
+def running(layout: Layout) -> Iterator[Server]:
+    """Start a server, yield it when it answers, end it and all it started.
+
+    Raises:
+        RuntimeError: it did not come up; the message names its log.
+    """
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log = LOGS / f"{layout.name.replace(' ', '-')}.log"
+    port = _free_port()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*layout.command, "--host", "127.0.0.1", "--port", str(port)],
+            env={**os.environ, **KEPT_HEAP, **layout.environment},
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _await_health(process, port, log)
+        yield Server(process, port)
+    finally:
+        _end(process)
+
+
+def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < end_s:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection.request("GET", "/health")
+            status = connection.getresponse().status
+            connection.close()
+            if status == 200:
+                return
+        time.sleep(POLL_S)
+    raise RuntimeError(f"a server did not come up; see {log}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask the server to end; whoever of its processes is left after a while is killed by pid."""
+    born = {pid: _birth(pid) for pid in family(process.pid) if pid != process.pid}
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for pid, birth in born.items():
+        # The number may belong to somebody else by now.
+        if birth is not None and _birth(pid) == birth:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def family(pid: int) -> list[int]:
+    """Return `pid` and its descendants, as far as they run now."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                parent = int(_stat_fields(int(entry.name))[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found, waiting = [], [pid]
+    while waiting:
+        found.append(waiting.pop())
+        waiting += children.get(found[-1], [])
+    return found
+
+
+def _stat_fields(pid: int) -> Sequence[str]:
+    """Return the fields of /proc/PID/stat after the name: state, parent, …"""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+
+
+def _birth(pid: int) -> str | None:
+    """Return when a process began (in ticks since boot), or None if it is gone."""
+    try:
+        return _stat_fields(pid)[19]
+    except OSError:
+        return None
+
+
+def _cpu_ticks(pid: int) -> int:
+    try:
+        fields = _stat_fields(pid)
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
+def process_cpu_s(pids: Sequence[int]) -> float:
+    """Return the CPU time that these processes have taken so far, in seconds."""
+    return sum(_cpu_ticks(pid) for pid in pids) / os.sysconf("SC_CLK_TCK")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def machine() -> str:
+    """Return the machine's name for tables: cores, model, load of the last minute."""
+    models = {
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    }
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} cores of {', '.join(sorted(models)) or 'unknown'}"
+
+
+def load() -> str:
+    """Return the load average of the last minute as a word."""
+    return f"{os.getloadavg()[0]:.1f}"

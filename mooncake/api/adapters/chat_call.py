@@ -1,0 +1,123 @@
+"""One request for an answer to a conversation: makes the call that a `ChatRequest` asks for. All
+chat APIs are translated to that request. No state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from mooncake.api.api_server import ApiServer
+from mooncake.api.constrained.constraints import Thinking, chat_grammar
+from mooncake.api.generation.generation import Call
+from mooncake.api.generation.sampling import (
+    Wanted,
+    check_chars,
+    fit_output,
+    fit_prompt,
+    sampling_params,
+    text_options,
+)
+from mooncake.api.schema.chat import ChatRequest
+from mooncake.api.text.conversation import render_conversation
+from mooncake.api.text.message_parser import Marker, reasoning_is_open
+from mooncake.base import InvalidRequest, SamplingParams
+
+
+async def new_chat_call(api_server: ApiServer, body: ChatRequest, name: str) -> Call:
+    """Return the call that answers `body`, not yet started.
+
+    Raises:
+        InvalidRequest: the request contradicts itself, or asks for what cannot be done.
+    """
+    _check_chat(body)
+    calls = bool(body.tools) and body.tool_choice != "none"
+    if calls and not api_server.tool_markers:
+        raise InvalidRequest("tools: this model has no tool-call format we know", param="tools")
+    # A long conversation or a large schema takes seconds, in which no stream may stutter.
+    prompt = await asyncio.to_thread(_prompt, api_server, body, calls=calls)
+    markers = api_server.think_markers | (api_server.tool_markers if calls else {})
+    max_calls = 1 if body.parallel_tool_calls is False else None
+    options = text_options(body, markers=markers, max_calls=max_calls)
+    return api_server.new_call(name, [prompt], body, options)
+
+
+def _prompt(
+    api_server: ApiServer, body: ChatRequest, *, calls: bool
+) -> tuple[list[int], SamplingParams]:
+    """Return the conversation's tokens and the sampling of the answer. Runs in a thread."""
+    wanted = _wanted(body)
+    sampling = sampling_params(body, wanted, api_server.model, api_server.config)
+    tokens = fit_prompt(chat_prompt(api_server, body), body, sampling, api_server.model)
+    sampling = fit_output(len(tokens), sampling, wanted, api_server.model)
+    ids, thinking = _marker_ids(api_server) if calls else {}, _thinking(api_server, body, tokens)
+    grammar = chat_grammar(body, api_server.model, ids, thinking)
+    return tokens, msgspec.structs.replace(sampling, grammar=grammar)
+
+
+def chat_prompt(api_server: ApiServer, body: ChatRequest) -> list[int]:
+    """Return the tokens of the conversation after the chat template. Slow: call it in a thread.
+
+    Raises:
+        InvalidRequest: the chat template refused it, or it is too long for any tokens.
+    """
+    num_chars = sum(len(message.text) for message in body.messages)
+    check_chars(num_chars, body, api_server.model, "messages")
+    kwargs = body.template_kwargs
+    if body.documents is not None:
+        kwargs["documents"] = body.documents
+    text = render_conversation(
+        api_server.model.template,
+        body.messages,
+        None if body.tool_choice == "none" else body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        kwargs=kwargs,
+        guard=api_server.guard,
+    )
+    check_chars(len(text), body, api_server.model, "messages")
+    return api_server.encode_chat(text, add_special=bool(body.add_special_tokens))
+
+
+def _marker_ids(api_server: ApiServer) -> dict[Marker, int]:
+    return {marker: token for token, marker in api_server.tool_markers.items()}
+
+
+def _thinking(api_server: ApiServer, body: ChatRequest, prompt: list[int]) -> Thinking:
+    """Return where in this answer the model may reason."""
+    if not api_server.think_markers:
+        return Thinking()
+    ids = {marker: token for token, marker in api_server.think_markers.items()}
+    begins = api_server.thinks and not body.continue_final_message and body.thinking is not False
+    return Thinking(
+        begin=ids[Marker.THINK_BEGIN] if begins else None,
+        end=ids[Marker.THINK_END],
+        is_open=reasoning_is_open(prompt, api_server.think_markers),
+    )
+
+
+def _wanted(body: ChatRequest) -> Wanted:
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return Wanted(
+        max_tokens=asked,
+        max_tokens_param="max_tokens"
+        if body.max_completion_tokens is None
+        else "max_completion_tokens",
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        logprobs_param="top_logprobs",
+        num_prompt_logprobs=body.prompt_logprobs,
+    )
+
+
+def _check_chat(body: ChatRequest) -> None:
+    if body.max_tokens == 0 and body.max_completion_tokens is None:
+        raise InvalidRequest("max_tokens: must be at least 1", param="max_tokens")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs is not available with stream=true", param="prompt_logprobs"
+        )
+    if body.tool_choice not in (None, "none", "auto") and not body.tools:
+        raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")

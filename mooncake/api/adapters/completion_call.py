@@ -1,0 +1,92 @@
+"""One request to continue prompts: makes the call that a `CompletionRequest` asks for. No state."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from mooncake.api.api_server import ApiServer
+from mooncake.api.constrained.constraints import answer_form, form_grammar
+from mooncake.api.generation.generation import Call
+from mooncake.api.generation.sampling import (
+    Wanted,
+    check_chars,
+    check_ids,
+    check_sequences,
+    fit_output,
+    fit_prompt,
+    sampling_params,
+    text_options,
+)
+from mooncake.api.schema.completion import DEFAULT_MAX_TOKENS, CompletionRequest
+from mooncake.base import InvalidRequest, SamplingParams
+
+
+async def new_completion_call(
+    api_server: ApiServer, body: CompletionRequest, name: str
+) -> tuple[Call, list[str]]:
+    """Return the call that answers `body`, not yet started, and of each prompt the text to echo.
+
+    Raises:
+        InvalidRequest: the request contradicts itself, or asks for what cannot be done.
+    """
+    _check_completion(body)
+    wanted = _wanted(body)
+    asked = body.prompts
+    check_sequences(len(asked), body, api_server.config)
+    shared = msgspec.structs.replace(
+        sampling_params(body, wanted, api_server.model, api_server.config),
+        # Checking a large schema takes milliseconds, in which no stream may stutter.
+        grammar=await asyncio.to_thread(lambda: form_grammar(answer_form(body), api_server.model)),
+    )
+    if not asked:
+        raise InvalidRequest("prompt: must not be empty", param="prompt")
+    prompts: list[tuple[list[int], SamplingParams]] = []
+    texts: list[str] = []
+    for prompt in asked:
+        if isinstance(prompt, str):
+            check_chars(len(prompt), body, api_server.model, "prompt")
+            tokens = await api_server.encode(
+                prompt, add_special=body.add_special_tokens is not False
+            )
+            await asyncio.sleep(0)  # other tasks' turn: there may be a thousand prompts
+        else:
+            check_ids("prompt", prompt, api_server.model)
+            tokens = prompt
+        fitted = fit_prompt(tokens, body, shared, api_server.model)
+        prompts.append((fitted, fit_output(len(fitted), shared, wanted, api_server.model)))
+        if not body.echo:
+            texts.append("")
+        elif isinstance(prompt, str) and fitted is tokens:
+            texts.append(prompt)
+        else:
+            texts.append(api_server.model.tokenizer.decode(fitted))
+    return api_server.new_call(name, prompts, body, text_options(body)), texts
+
+
+def _wanted(body: CompletionRequest) -> Wanted:
+    asked_prompt = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
+    if body.echo and body.logprobs is not None:
+        asked_prompt.append(body.logprobs)
+    return Wanted(
+        # With 0 (echo only) one token is made and dropped: scoring the prompt takes a step.
+        max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
+        max_tokens_param="max_tokens",
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        num_logprobs=body.logprobs,
+        logprobs_param="logprobs",
+        num_prompt_logprobs=max(asked_prompt, default=None),
+    )
+
+
+def _check_completion(body: CompletionRequest) -> None:
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest(
+            "max_tokens: must be at least 1 (0 is for echo=true, to score a prompt)",
+            param="max_tokens",
+        )
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs is not available with stream=true", param="prompt_logprobs"
+        )

@@ -1,0 +1,131 @@
+"""Builds the blocks of a message from the pieces of an answer, with Anthropic's events.
+
+One object a message. The whole reply is made by the same steps as the stream, so they agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import from_json
+
+from mooncake.api.generation.generation import Delta
+from mooncake.api.http.response import event
+from mooncake.api.schema.message_replies import (
+    AnswerBlock,
+    BlockDelta,
+    MessageEvent,
+    MessageReply,
+    MessageUsage,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
+from mooncake.api.schema.replies import encode
+from mooncake.api.text.message_parser import Piece, ToolCallDelta
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageStream:
+    """Owns the message while it grows. The events it returns are encoded and ready to be sent."""
+
+    def __init__(self, reply: MessageReply) -> None:
+        self.reply = reply
+        self._open: AnswerBlock | None = None
+        self._open_call = -1
+        self._arguments = ""
+
+    def begin(self) -> list[bytes]:
+        """Return the events before the first token."""
+        return [_event("message_start", message=self.reply)]
+
+    def add(self, delta: Delta) -> list[bytes]:
+        """Add what is new and return its events."""
+        events: list[bytes] = []
+        for piece in delta.pieces:
+            if not self._belongs(piece):
+                events += self._close()
+                events.append(self._start(piece))
+            events += self._extend(piece)
+        return events
+
+    def finish(
+        self, finish_reason: str | None, stop_reason: int | str | None, usage: MessageUsage
+    ) -> list[bytes]:
+        """End the message and return its last events."""
+        events = self._close()
+        reply = self.reply
+        reply.stop_reason = _STOP_REASONS.get(finish_reason or "stop", "end_turn")
+        if isinstance(stop_reason, str) and reply.stop_reason == "end_turn":
+            reply.stop_reason, reply.stop_sequence = "stop_sequence", stop_reason
+        reply.usage = usage
+        end = BlockDelta(stop_reason=reply.stop_reason, stop_sequence=reply.stop_sequence)
+        events.append(_event("message_delta", delta=end, usage=usage))
+        events.append(_event("message_stop"))
+        return events
+
+    def _belongs(self, piece: Piece) -> bool:
+        """Return whether `piece` continues the open block."""
+        if isinstance(piece, ToolCallDelta):
+            return isinstance(self._open, ToolUseBlock) and piece.index == self._open_call
+        return isinstance(self._open, ThinkingBlock if piece.is_reasoning else TextBlock)
+
+    def _start(self, piece: Piece) -> bytes:
+        block: AnswerBlock
+        if isinstance(piece, ToolCallDelta):
+            assert piece.call_id is not None
+            assert piece.name is not None
+            block = ToolUseBlock(piece.call_id, piece.name)
+            self._open_call, self._arguments = piece.index, ""
+        else:
+            block = ThinkingBlock() if piece.is_reasoning else TextBlock()
+        self._open = block
+        self.reply.content.append(block)
+        return self._block_event("content_block_start", content_block=block)
+
+    def _extend(self, piece: Piece) -> list[bytes]:
+        block = self._open
+        if isinstance(piece, ToolCallDelta):
+            if not piece.arguments:
+                return []
+            self._arguments += piece.arguments
+            delta = BlockDelta("input_json_delta", partial_json=piece.arguments)
+        elif isinstance(block, ThinkingBlock):
+            block.thinking += piece.text
+            delta = BlockDelta("thinking_delta", thinking=piece.text)
+        else:
+            assert isinstance(block, TextBlock)
+            block.text += piece.text
+            delta = BlockDelta("text_delta", text=piece.text)
+        return [self._block_event("content_block_delta", delta=delta)]
+
+    def _close(self) -> list[bytes]:
+        """End the open block, if there is one."""
+        block, self._open = self._open, None
+        if block is None:
+            return []
+        events: list[bytes] = []
+        if isinstance(block, ToolUseBlock):
+            block.input = arguments_so_far(self._arguments)
+        elif isinstance(block, ThinkingBlock):
+            block.signature = self.reply.id
+            signed = BlockDelta("signature_delta", signature=block.signature)
+            events.append(self._block_event("content_block_delta", delta=signed))
+        return [*events, self._block_event("content_block_stop")]
+
+    def _block_event(self, kind: str, **fields: Any) -> bytes:
+        return _event(kind, index=len(self.reply.content) - 1, **fields)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event(encode(MessageEvent(type=kind, **fields)), kind)
+
+
+def arguments_so_far(text: str) -> dict[str, Any]:
+    """Return the arguments of a call; for one that was cut off, those that are complete."""
+    try:
+        value = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,172 @@
+"""Builds the output items of a response from the pieces of an answer, with an event for each step.
+
+One object a response. The whole reply is made by the same steps as the stream, so they agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mooncake.api.generation.generation import Delta
+from mooncake.api.generation.logprobs import LogprobSpeller
+from mooncake.api.http.response import event
+from mooncake.api.schema.replies import ChatLogprob, encode
+from mooncake.api.schema.response_replies import (
+    CallItem,
+    Item,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    ResponseEvent,
+    ResponseReply,
+    ResponseUsage,
+)
+from mooncake.api.text.message_parser import Piece, ToolCallDelta
+from mooncake.base import MooncakeError
+
+
+class ResponseStream:
+    """Owns the response while it grows. The events it returns are encoded and ready to be sent."""
+
+    def __init__(self, reply: ResponseReply, speller: LogprobSpeller | None) -> None:
+        """`speller` is given when the client asked for the logprobs of the text's tokens."""
+        self.reply = reply
+        self._speller = speller
+        self._key = reply.id.partition("_")[2]
+        self._num_events = 0
+        self._open: Item | None = None
+        self._open_call = -1
+        self._logprobs: list[tuple[int | None, ChatLogprob]] = []
+        self._run = 0
+
+    def begin(self) -> list[bytes]:
+        """Return the events before the first token."""
+        return [
+            self._event("response.created", response=self.reply),
+            self._event("response.in_progress", response=self.reply),
+        ]
+
+    def add(self, delta: Delta) -> list[bytes]:
+        """Add what is new and return its events."""
+        if self._speller is not None:
+            entries = self._speller.chat(delta.tokens, delta.logprobs).content
+            self._logprobs += zip(delta.runs, entries, strict=True)
+        events: list[bytes] = []
+        for piece in delta.pieces:
+            if not self._belongs(piece):
+                events += self._close("completed")
+                events += self._start(piece)
+            events += self._extend(piece)
+        return events
+
+    def finish(self, finish_reason: str | None, usage: ResponseUsage) -> list[bytes]:
+        """End the response and return its last events."""
+        cut = finish_reason == "length"
+        status = "incomplete" if cut else "completed"
+        events = self._close(status)
+        self.reply.status = status
+        self.reply.incomplete_details = {"reason": "max_output_tokens"} if cut else None
+        self.reply.usage = usage
+        return [*events, self._event(f"response.{status}", response=self.reply)]
+
+    def fail(self, error: MooncakeError) -> list[bytes]:
+        """End the response with `error` and return its last event."""
+        self._close("incomplete")
+        self.reply.status = "failed"
+        self.reply.error = {"code": "server_error", "message": error.message}
+        return [self._event("response.failed", response=self.reply)]
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = ResponseEvent(type=kind, sequence_number=self._num_events, **fields)
+        self._num_events += 1
+        return event(encode(body), kind)
+
+    def _item_event(self, kind: str, item: Item, **fields: Any) -> bytes:
+        index = len(self.reply.output) - 1
+        return self._event(kind, output_index=index, item_id=item.id, **fields)
+
+    def _text_event(self, kind: str, item: Item, **fields: Any) -> bytes:
+        return self._item_event(kind, item, content_index=0, **fields)
+
+    def _belongs(self, piece: Piece) -> bool:
+        """Return whether `piece` continues the open item."""
+        if isinstance(piece, ToolCallDelta):
+            return isinstance(self._open, CallItem) and piece.index == self._open_call
+        kind = ReasoningItem if piece.is_reasoning else MessageItem
+        return isinstance(self._open, kind)
+
+    def _start(self, piece: Piece) -> list[bytes]:
+        number = len(self.reply.output)
+        item: Item
+        if isinstance(piece, ToolCallDelta):
+            assert piece.call_id is not None
+            assert piece.name is not None
+            item = CallItem(f"fc_{self._key}_{number}", piece.call_id, piece.name)
+            self._open_call = piece.index
+        elif piece.is_reasoning:
+            item = ReasoningItem(f"rs_{self._key}_{number}")
+        else:
+            self._run = piece.run
+            item = MessageItem(f"msg_{self._key}_{number}")
+        self._open = item
+        self.reply.output.append(item)
+        events = [self._event("response.output_item.added", output_index=number, item=item)]
+        kind = "response.content_part.added"
+        if isinstance(item, ReasoningItem):
+            events.append(self._text_event(kind, item, part=ReasoningText()))
+            item.content.append(ReasoningText())
+        elif isinstance(item, MessageItem):
+            events.append(self._text_event(kind, item, part=OutputText()))
+            item.content.append(OutputText())
+        return events
+
+    def _extend(self, piece: Piece) -> list[bytes]:
+        item = self._open
+        if isinstance(piece, ToolCallDelta):
+            assert isinstance(item, CallItem)
+            if not piece.arguments:
+                return []
+            item.arguments += piece.arguments
+            kind = "response.function_call_arguments.delta"
+            return [self._item_event(kind, item, delta=piece.arguments)]
+        if isinstance(item, ReasoningItem):
+            item.content[0].text += piece.text
+            return [self._text_event("response.reasoning_text.delta", item, delta=piece.text)]
+        assert isinstance(item, MessageItem)
+        item.content[0].text += piece.text
+        kind = "response.output_text.delta"
+        logprobs = self._take_logprobs(item)
+        return [self._text_event(kind, item, delta=piece.text, logprobs=logprobs)]
+
+    def _close(self, status: str) -> list[bytes]:
+        """End the open item, if there is one."""
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        item.status = status
+        events: list[bytes] = []
+        if isinstance(item, CallItem):
+            kind = "response.function_call_arguments.done"
+            events.append(self._item_event(kind, item, arguments=item.arguments))
+        elif isinstance(item, ReasoningItem):
+            text = item.content[0].text
+            events.append(self._text_event("response.reasoning_text.done", item, text=text))
+        else:
+            self._take_logprobs(item)
+            part = item.content[0]
+            kind = "response.output_text.done"
+            events.append(self._text_event(kind, item, text=part.text, logprobs=part.logprobs))
+        if not isinstance(item, CallItem):
+            kind = "response.content_part.done"
+            events.append(self._text_event(kind, item, part=item.content[0]))
+        index = len(self.reply.output) - 1
+        events.append(self._event("response.output_item.done", output_index=index, item=item))
+        return events
+
+    def _take_logprobs(self, item: MessageItem) -> list[ChatLogprob]:
+        """Move the logprobs that have arrived since the message's last text into it."""
+        taken = [entry for run, entry in self._logprobs if run == self._run]
+        self._logprobs = [pair for pair in self._logprobs if (pair[0] or 0) > self._run]
+        item.content[0].logprobs += taken
+        return taken

@@ -1,0 +1,233 @@
+"""What all routes and `LLM` share: backend, model, settings, and the set of running calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from mooncake import __version__
+from mooncake.api.backend import Backend, EventSource, EventStream
+from mooncake.api.config import ApiConfig
+from mooncake.api.errors import shorten
+from mooncake.api.generation.beam_search import BeamStream
+from mooncake.api.generation.generation import Call, Choice, TextOptions
+from mooncake.api.generation.sampling import check_sequences, choice_seed, request_priority
+from mooncake.api.model import ServedModel
+from mooncake.api.schema.fields import GenerationFields, SharedFields
+from mooncake.api.schema.json_object import RequestBody
+from mooncake.api.text.guard import Guard
+from mooncake.api.text.message_parser import THINK_MARKERS, TOOL_MARKERS, Marker, find_markers
+from mooncake.base import (
+    GenerateRequest,
+    IdSource,
+    InvalidRequest,
+    ModelNotFound,
+    MooncakeError,
+    SamplingParams,
+    SystemIds,
+    Unavailable,
+    pack_tokens,
+)
+
+_log = logging.getLogger(__name__)
+
+THREAD_CHARS = 20_000
+"""Longer texts are encoded in a thread (about 5 ms of work), so that streams do not stutter."""
+
+MAX_LOGGED_NAMES = 16
+
+
+class ApiServer:
+    """Makes calls and knows which are running; only that set ever changes."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: ServedModel,
+        config: ApiConfig,
+        *,
+        ids: IdSource | None = None,
+        wall_s: Callable[[], float] = time.time,
+        recent: Callable[[], Any] | None = None,
+    ) -> None:
+        """`recent` returns a summary of the last requests (`telemetry.recent`) for the web page."""
+        self.backend = backend
+        self.model = model
+        self.config = config
+        self.names = config.served_model_names or model.names
+        self.fingerprint = f"mooncake-{__version__}"
+        self.draining = False
+        self.recent = recent or dict
+        self.num_listeners = 0
+        """How many clients follow the feed of cluster events."""
+        self._stopping = asyncio.Event()
+        self.think_markers = find_markers(model.tokenizer, THINK_MARKERS)
+        """Empty when the model does not mark its reasoning."""
+        self.tool_markers = find_markers(model.tokenizer, TOOL_MARKERS)
+        """Empty when the model has no tool-call format that we know."""
+        self.guard = None
+        if not config.allow_special_tokens_in_chat:
+            self.guard = Guard(model.tokenizer, [marker.value for marker in THINK_MARKERS])
+        template = model.template.source
+        self.thinks = bool(self.think_markers) and Marker.THINK_BEGIN.value in template
+        """Whether the model reasons by itself: its template knows of think blocks."""
+        self._ids = ids or SystemIds()
+        self._wall_s = wall_s
+        self._calls: set[Call] = set()
+        self._call_ended = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and self.backend.ready
+
+    @property
+    def not_ready(self) -> Unavailable:
+        """The error that says why a request cannot be served now."""
+        if self.draining:
+            return self._shutting_down()
+        workers = " and ".join(f"no {role} worker" for role in self.backend.missing)
+        return Unavailable(f"not ready: {workers or 'no worker'} takes requests")
+
+    def drain(self) -> None:
+        """Refuse new calls from now on, and end the feeds of cluster events."""
+        self.draining = True
+        self._stopping.set()
+        self.backend.drain()
+
+    async def stopping(self) -> None:
+        """Wait until the server shuts down."""
+        await self._stopping.wait()
+
+    def now_s(self) -> int:
+        """Return the Unix time for `created` in replies."""
+        return int(self._wall_s())
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFound for a name that is not served; None means the one served."""
+        if name is not None and name not in self.names:
+            raise ModelNotFound(
+                f"The model {shorten(name)} does not exist here; served: {', '.join(self.names)}",
+                param="model",
+            )
+
+    def check_body(self, body: RequestBody) -> None:
+        """Refuse another model and fields that cannot be honoured; log unknown fields.
+
+        Raises:
+            ModelNotFound: the body names another model.
+            InvalidRequest: names the field and what to do instead.
+        """
+        self.check_model(body.model)
+        if isinstance(body, SharedFields) and (unknown := body.refuse_unsupported()):
+            names = ", ".join(shorten(name) for name in sorted(unknown)[:MAX_LOGGED_NAMES])
+            _log.warning("%d unknown request fields were ignored: %s", len(unknown), names)
+
+    async def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Tokenize `text`, in a thread when it is long."""
+        encode = self.model.tokenizer.encode
+        if len(text) <= THREAD_CHARS:
+            return encode(text, add_special=add_special)
+        return await asyncio.to_thread(encode, text, add_special=add_special)
+
+    def encode_chat(self, text: str, *, add_special: bool) -> list[int]:
+        """Tokenize a rendered conversation. Control tokens that messages merely spell are text,
+        unless the settings allow them (`allow_special_tokens_in_chat`).
+        """
+        encode = self.model.tokenizer.encode if self.guard is None else self.guard.encode
+        return encode(text, add_special=add_special)
+
+    def new_id(self) -> str:
+        """Return a fresh random id."""
+        return self._ids.hex(16)
+
+    def new_call(
+        self,
+        call_id: str,
+        prompts: Sequence[tuple[list[int], SamplingParams]],
+        fields: GenerationFields,
+        options: TextOptions,
+    ) -> Call:
+        """Return the call of these prompts, not yet started: `n` sequences for each prompt.
+
+        Two calls may carry the same id of a client's choice, here or at another gateway. So the
+        ids that the cluster sees end in the gateway's name and a random part.
+
+        Raises:
+            Unavailable: the server is draining.
+            InvalidRequest: too many sequences, or beam search together with a grammar.
+        """
+        if self.draining:
+            raise self._shutting_down()
+        if fields.use_beam_search and any(sampling.grammar for _, sampling in prompts):
+            raise InvalidRequest(
+                "use_beam_search: not together with tools or a form of the answer",
+                param="use_beam_search",
+            )
+        check_sequences(len(prompts), fields, self.config)
+        width = max(fields.n or 1, fields.best_of or 1)
+        n = (fields.n or 1) if fields.use_beam_search else width
+        seed = self._ids.integer(64) if fields.seed is None else fields.seed
+        base = "-".join(filter(None, (call_id, self.config.gateway_id, self._ids.hex(4))))
+        requests: list[GenerateRequest] = []
+        for tokens, sampling in prompts:
+            prompt = pack_tokens(tokens)
+            for _ in range(n):
+                which = len(requests)
+                requests.append(
+                    GenerateRequest(
+                        request_id=f"{base}-{which}",
+                        prompt=prompt,
+                        sampling=msgspec.structs.replace(
+                            sampling, seed=choice_seed(seed, which % n)
+                        ),
+                        cache_salt=fields.cache_salt or "",
+                        priority=request_priority(fields),
+                    )
+                )
+        choices = [
+            Choice(which, request, self.model.tokenizer, options, self.model.eos_token_ids)
+            for which, request in enumerate(requests)
+        ]
+        stream: EventSource
+        if fields.use_beam_search:
+            penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
+            stream = BeamStream(self.backend, requests, n, width, penalty)
+        else:
+            stream = EventStream(self.backend, requests)
+        return Call(stream, call_id, requests, choices, n, num_kept=fields.n or 1)
+
+    @contextlib.contextmanager
+    def running(self, call: Call) -> Iterator[None]:
+        """Count `call` as running in this block, so that a shutdown waits for it or ends it."""
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.discard(call)
+            self._call_ended.set()
+
+    async def calls_ended(self, limit_s: float) -> None:
+        """Wait until no call is running, for `limit_s` seconds at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._calls:
+                    self._call_ended.clear()
+                    await self._call_ended.wait()
+
+    def _shutting_down(self) -> Unavailable:
+        return Unavailable("the server is shutting down", retry_after_s=self.config.drain_s)
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def fail_all(self, error: MooncakeError) -> None:
+        """End all running calls with `error`."""
+        for call in list(self._calls):
+            call.fail(error)

@@ -1,0 +1,1 @@
+"""Constrained answers: from JSON schemas, patterns and tools to grammars."""

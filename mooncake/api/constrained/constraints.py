@@ -1,0 +1,233 @@
+"""Turns the form that a request asks of its answer (`response_format`, `structured_outputs`, tools)
+into the grammar that constrains its tokens. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from mooncake.api.constrained.grammar import (
+    ToolRule,
+    choice_rule,
+    json_rule,
+    lark_text,
+    regex_rule,
+    tool_rules,
+)
+from mooncake.api.model import ServedModel
+from mooncake.api.schema.chat import ChatRequest, NamedToolChoice, Tool
+from mooncake.api.schema.fields import GenerationFields
+from mooncake.api.text.message_parser import Marker
+from mooncake.base import Grammar, InvalidRequest
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Form(msgspec.Struct, frozen=True):
+    """The form of an answer's content: a Lark expression, or the client's own grammar."""
+
+    rule: str = ""
+    grammar: str = ""
+    param: str = ""
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """Where a model's reasoning begins and ends (token ids); its text is not constrained."""
+
+    begin: int | None = None
+    """None = the model may not begin to reason here."""
+    end: int | None = None
+    is_open: bool = False
+    """Whether the prompt ends inside a think block."""
+
+
+def answer_form(fields: GenerationFields) -> Form | None:
+    """Return the form that the request asks for; None = any text.
+
+    Raises:
+        InvalidRequest: more than one was asked for, or one that cannot be followed.
+    """
+    asked: dict[str, dict[str, Any] | None] = {
+        "response_format": _response_format(fields),
+        "structured_outputs": _structured_outputs(fields),
+        "guided_json": None if fields.guided_json is None else {"json": fields.guided_json},
+        "guided_regex": None if fields.guided_regex is None else {"regex": fields.guided_regex},
+        "guided_choice": None if fields.guided_choice is None else {"choice": fields.guided_choice},
+        "guided_grammar": None
+        if fields.guided_grammar is None
+        else {"grammar": fields.guided_grammar},
+    }
+    forms = [(param, form) for param, form in asked.items() if form]
+    if not forms:
+        return None
+    if len(forms) > 1:
+        names = " and ".join(param for param, _ in forms)
+        raise InvalidRequest(f"{names} exclude each other", param=forms[1][0])
+    param, form = forms[0]
+    [(kind, value)] = form.items()
+    if kind == "grammar":
+        return Form(grammar=lark_text(value, param), param=param)
+    if kind == "regex":
+        return Form(regex_rule(value, param), param=param)
+    if kind == "choice":
+        return Form(choice_rule(value, param), param=param)
+    return Form(json_rule(_parsed(value, param), param), param=param)
+
+
+def form_grammar(form: Form | None, model: ServedModel) -> Grammar | None:
+    """Return the grammar of an answer without reasoning: `form` holds from the first token on."""
+    if form is None:
+        return None
+    return Grammar(text=_text(form), end_ids=_ends(model))
+
+
+def chat_grammar(
+    body: ChatRequest,
+    model: ServedModel,
+    ids: Mapping[Marker, int],
+    thinking: Thinking,
+) -> Grammar | None:
+    """Return the grammar of a chat answer; `ids` are the tool markers, empty without tools to call.
+
+    Raises:
+        InvalidRequest: what was asked for contradicts itself or cannot be followed.
+    """
+    form = answer_form(body)
+    if not ids:
+        if form is None:
+            return None
+        return _held(_text(form), model, thinking, [])
+    tools = chosen_tools(body)
+    forced = body.tool_choice not in (None, "auto")
+    if form is not None and form.grammar:
+        raise InvalidRequest(f"{form.param}: not together with tools", param=form.param)
+    rules = tool_rules(tools, ids, many=body.parallel_tool_calls is not False, opened=not forced)
+    triggers = [ids[Marker.SECTION_BEGIN]]
+    if not forced:
+        triggers.append(ids[Marker.CALL_BEGIN])
+    if forced or form is not None:
+        start = "start: calls"
+        if not forced and form is not None:
+            start = f"start: calls | answer\nanswer: {form.rule}"
+        return _held("\n".join([start, *rules]), model, thinking, triggers)
+    return Grammar(
+        text="\n".join(["start: calls", *rules]),
+        end_ids=_ends(model),
+        free=True,
+        optional=True,
+        triggers=triggers,
+    )
+
+
+def chosen_tools(body: ChatRequest) -> list[ToolRule]:
+    """Return the tools that may be called under `tool_choice`.
+
+    Raises:
+        InvalidRequest: a name is declared twice, or the chosen one not at all.
+    """
+    tools = body.tools or []
+    names = [tool.function.name for tool in tools]
+    [(twice, count)] = Counter(names).most_common(1) or [("", 0)]
+    if count > 1:
+        raise InvalidRequest(f"tools: {twice[:100]!r} is declared twice", param="tools")
+    if isinstance(body.tool_choice, NamedToolChoice):
+        wanted = body.tool_choice.function.name
+        tools = [tool for tool in tools if tool.function.name == wanted]
+        if not tools:
+            raise InvalidRequest(
+                f"tool_choice: no tool is named {wanted[:100]!r}", param="tool_choice"
+            )
+    return [ToolRule(tool.function.name, _arguments_schema(tool)) for tool in tools]
+
+
+def _arguments_schema(tool: Tool) -> Any:
+    """Return the schema of a call's arguments: an object; with `strict: false` any object."""
+    function = tool.function
+    if function.strict is False:
+        return _ANY_OBJECT
+    if function.parameters is None:
+        return _NO_ARGUMENTS
+    return (
+        function.parameters
+        if "type" in function.parameters
+        else {
+            **function.parameters,
+            **_ANY_OBJECT,
+        }
+    )
+
+
+def _held(text: str, model: ServedModel, thinking: Thinking, triggers: Sequence[int]) -> Grammar:
+    """Return a grammar for the whole answer after its reasoning."""
+    return Grammar(
+        text=text,
+        end_ids=_ends(model),
+        free=thinking.is_open,
+        triggers=list(triggers),
+        think_begin=None if thinking.is_open else thinking.begin,
+        think_end=thinking.end,
+    )
+
+
+def _text(form: Form) -> str:
+    return form.grammar or f"start: answer\nanswer: {form.rule}"
+
+
+def _ends(model: ServedModel) -> list[int]:
+    if not model.eos_token_ids:
+        raise InvalidRequest("this model names no end token, so it cannot follow a grammar")
+    return list(model.eos_token_ids)
+
+
+def _response_format(fields: GenerationFields) -> dict[str, Any] | None:
+    asked = fields.response_format
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return {"json": _ANY_OBJECT}
+    if asked.json_schema is None or asked.json_schema.schema_ is None:
+        raise InvalidRequest(
+            "response_format: json_schema.schema is missing", param="response_format"
+        )
+    return {"json": asked.json_schema.schema_}
+
+
+def _structured_outputs(fields: GenerationFields) -> dict[str, Any] | None:
+    asked = fields.structured_outputs
+    if asked is None:
+        return None
+    param = "structured_outputs"
+    if asked.structural_tag is not None:
+        raise InvalidRequest(
+            f"{param}.structural_tag is not supported: declare tools, or send a grammar",
+            param=param,
+        )
+    given: dict[str, Any] = {
+        "json": asked.json_,
+        "regex": asked.regex,
+        "choice": asked.choice,
+        "grammar": asked.grammar,
+    }
+    found = {kind: value for kind, value in given.items() if value is not None}
+    if asked.json_object:
+        found["json_object"] = True
+    if len(found) != 1:
+        raise InvalidRequest(
+            f"{param}: exactly one of json, regex, choice, grammar, json_object", param=param
+        )
+    return {"json": _ANY_OBJECT} if "json_object" in found else found
+
+
+def _parsed(schema: Any, param: str) -> Any:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param}: the schema is not valid JSON", param=param) from error

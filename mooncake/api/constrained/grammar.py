@@ -1,0 +1,304 @@
+"""Composes the grammars of constrained answers: JSON schemas, choices, tool calls. Pure.
+
+Everything a client wrote is compiled once here, without the vocabulary. What cannot be followed
+exactly is a 400 that names it, and never a wrong answer. llguidance was chosen because it refuses
+schema keywords that it does not follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import llguidance
+import llguidance.gbnf_to_lark
+import msgspec
+
+from mooncake.api.constrained.schema_graph import (
+    MAPS_OF_SCHEMAS,
+    MAX_PARTS,
+    PLAIN_VALUES,
+    check_schema,
+)
+from mooncake.api.text.message_parser import Marker
+from mooncake.base import InvalidRequest
+from mooncake.base.deep_stack import run_deep
+
+MAX_GRAMMAR_CHARS = 1_000_000
+"""The longest grammar made of one schema."""
+MAX_OWN_CHARS = 100_000
+"""The longest pattern or grammar that a client may write."""
+MAX_CHOICES = 1_000
+"""The library follows at most 2,000 alternatives at a time."""
+MAX_RULES = 500
+"""The most rules of a client's own grammar. The library compiles nested rules by recursion, and a
+stack of 8 MiB overflows at 1,600."""
+MAX_KNOWN_FAULTS = 512
+
+_WHITESPACE = r"[ \n\t]{0,40}"
+"""White space between JSON tokens: enough for indentation, too little to fill an answer with."""
+
+_CHECKED_FORMATS = frozenset(
+    {
+        "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown",
+        "uri", "uuid",
+    }
+)  # fmt: skip
+"""The formats that the library enforces; JSON Schema allows to ignore the others."""
+
+_NAMES_OF_SCHEMAS = frozenset({"$anchor", "$dynamicAnchor", "$id", "id"})
+"""Keywords that are left out: references start at the root, as `check_schema` reads them."""
+
+_LEXEME = re.compile(
+    r""""(?:[^"\\\n]|\\.)*"i?|/(?:[^/\\]|\\.)+/[imslux]*|(?:\#|//).*"""
+    r"""|(?P<token><[^<>\s]+>)|(?P<document>%(?:json|llguidance|regex))\s*"""
+)
+"""Strings, patterns, comments, special tokens and keywords before a JSON document, as the library
+reads a Lark grammar; what is between them is rules."""
+_SET_OPERATOR = re.compile(r"&|~(?!\s*[0-9])")
+"""Intersection and complement; `~ 3..5` is a repetition."""
+
+_INDEX = "/[0-9]{1,4}/"
+"""Pattern of the number at the end of a call's id."""
+
+
+class ToolRule(msgspec.Struct, frozen=True):
+    """A function that may be called, and the JSON schema of its arguments."""
+
+    name: str
+    schema: Any
+
+
+def json_rule(schema: Any, param: str) -> str:
+    """Return the Lark expression for JSON that is valid against `schema`.
+
+    Raises:
+        InvalidRequest: part of the schema cannot be followed; names it, and in `param` the field.
+    """
+    rule, _ = _measured_rule(schema, param)
+    return rule
+
+
+def _measured_rule(schema: Any, param: str) -> tuple[str, int]:
+    """Return the rule of `json_rule` and the number of objects and lists in the schema."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param}: a JSON schema is an object", param=param)
+    num_parts = check_schema(schema, param)
+    options = {"whitespace_pattern": _WHITESPACE}
+    rule = f"%json {json.dumps(_cleaned(schema) | {'x-guidance': options})}"
+    _check(f"start: answer\nanswer: {rule}", param)
+    return rule, num_parts
+
+
+def regex_rule(pattern: str, param: str) -> str:
+    """Return the Lark expression for texts that match `pattern` as a whole.
+
+    Raises:
+        InvalidRequest: the pattern cannot be followed.
+    """
+    _check_length(pattern, param, MAX_OWN_CHARS)
+    # Anchors at the ends are redundant: the whole text must match.
+    bare = pattern.removeprefix("^")
+    if bare.endswith("$") and not bare.endswith("\\$"):
+        bare = bare[:-1]
+    plain = llguidance.regex_to_lark(bare, "dws")  # \\d, \\w and \\s mean ASCII
+    rule = f"/{plain}/" if bare else '""'
+    _check(f"start: answer\nanswer: {rule}", param)
+    return rule
+
+
+def choice_rule(choices: Sequence[str], param: str) -> str:
+    """Return the Lark expression for exactly one of `choices`.
+
+    Raises:
+        InvalidRequest: there are none, an empty one, or too many.
+    """
+    if not choices or not all(choices):
+        raise InvalidRequest(f"{param}: at least one choice, none of them empty", param=param)
+    if len(choices) > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{param}: at most {MAX_CHOICES} choices; a JSON schema's enum takes more", param=param
+        )
+    rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
+    _check(f"start: answer\nanswer: {rule}", param)
+    return f"({rule})"
+
+
+def lark_text(grammar: str, param: str) -> str:
+    """Return a client's own grammar, Lark or GBNF, as Lark.
+
+    Raises:
+        InvalidRequest: it cannot be followed, has too many rules, or names special tokens.
+    """
+    _check_length(grammar, param, MAX_OWN_CHARS)
+    try:
+        text: str = llguidance.gbnf_to_lark.any_to_lark(grammar)
+    except Exception as error:  # the converter may raise anything
+        raise InvalidRequest(f"{param}: {_first_line(str(error))}", param=param) from error
+    text, rules = _with_clean_schemas(text, param)
+    if _SET_OPERATOR.search(rules):
+        raise InvalidRequest(
+            f"{param}: & and ~ (intersections and complements) are not available in it: "
+            "a mask of tokens could take hours",
+            param=param,
+        )
+    if rules.count(":") > MAX_RULES:
+        raise InvalidRequest(f"{param}: more than {MAX_RULES} rules", param=param)
+    _check(text, param)
+    return text
+
+
+def _with_clean_schemas(text: str, param: str) -> tuple[str, str]:
+    """Return a Lark grammar with its schemas checked and cleaned, and its rules without schemas,
+    strings, patterns and comments.
+
+    Raises:
+        InvalidRequest: it names special tokens, or a schema in it cannot be followed.
+    """
+    whole: list[str] = []
+    bare: list[str] = []
+    end = 0
+    while found := _LEXEME.search(text, end):
+        bare.append(text[end : found.start()])
+        if found["token"]:
+            raise InvalidRequest(f"{param}: special tokens are not available in it", param=param)
+        lexeme = found[0]
+        start, end = end, found.end()
+        if keyword := found["document"]:
+            try:
+                document, end = json.JSONDecoder().raw_decode(text, end)
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequest(
+                    f"{param}: what follows {keyword} is not valid JSON", param=param
+                ) from error
+            lexeme = text[found.start() : end]
+            if keyword == "%json" and isinstance(document, dict):
+                check_schema(document, param)
+                options = {name: document[name] for name in document if name == "x-guidance"}
+                lexeme = f"%json {json.dumps(_cleaned(document) | options)}"
+        whole += [text[start : found.start()], lexeme]
+    whole.append(text[end:])
+    bare.append(text[end:])
+    return "".join(whole), "\n".join(bare)
+
+
+def tool_rules(
+    tools: Sequence[ToolRule], ids: Mapping[Marker, int], *, many: bool, opened: bool
+) -> list[str]:
+    """Return Lark rules in which `calls` is a whole tool section of Kimi-K2.
+
+    `many`: more than one call may be made. `opened`: the section may also begin with a call, for
+    models that leave out the section's own marker.
+
+    Raises:
+        InvalidRequest: a tool's parameters cannot be followed (names the tool), or all together
+            are too large.
+    """
+    num_parts = 0
+    token = {marker: f"<[{token_id}]>" for marker, token_id in ids.items()}
+    names = " | ".join(f"tool_{number}" for number in range(len(tools)))
+    begin = token[Marker.SECTION_BEGIN] + ("?" if opened else "")
+    rules = [
+        f"calls: {begin} call{'+' if many else ''} {token[Marker.SECTION_END]}",
+        f"call: {token[Marker.CALL_BEGIN]} ({names}) {token[Marker.CALL_END]}",
+    ]
+    for number, tool in enumerate(tools):
+        schema, more = _measured_rule(tool.schema, f"tools: {tool.name}: parameters")
+        num_parts += more
+        if num_parts > MAX_PARTS:
+            raise InvalidRequest(
+                f"tools: their parameters have more than {MAX_PARTS} objects and lists together",
+                param="tools",
+            )
+        name = json.dumps(f"functions.{tool.name}:", ensure_ascii=False)
+        rules += [
+            f"tool_{number}: NAME_{number} {token[Marker.ARGUMENT_BEGIN]} arguments_{number}",
+            f"NAME_{number}: {name} {_INDEX}",
+            f"arguments_{number}: {schema}",
+        ]
+    return rules
+
+
+def _cleaned(schema: Any) -> Any:
+    """Return `schema` without annotations, which the library would refuse as unknown rules, and
+    without options for the library that a client may have put in."""
+    if isinstance(schema, list):
+        return [_cleaned(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    cleaned: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "x-guidance" or (key == "format" and str(value) not in _CHECKED_FORMATS):
+            continue
+        if key in _NAMES_OF_SCHEMAS and isinstance(value, str):
+            continue
+        if key in PLAIN_VALUES:
+            cleaned[key] = value
+        elif key in MAPS_OF_SCHEMAS and isinstance(value, dict):
+            cleaned[key] = {name: _cleaned(part) for name, part in value.items()}
+        else:
+            cleaned[key] = _cleaned(value)
+    return cleaned
+
+
+def _check_length(text: str, param: str, limit: int) -> None:
+    if len(text) > limit:
+        raise InvalidRequest(f"{param}: longer than the limit of {limit} characters", param=param)
+
+
+def _check(text: str, param: str) -> None:
+    _check_length(text, param, MAX_GRAMMAR_CHARS)
+    fault = _FAULTS.of(text)
+    if fault:
+        raise InvalidRequest(f"{param}: {fault}", param=param)
+
+
+class _Faults:
+    """The faults of the last grammars, kept by digest: a grammar may have a million characters."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+
+    def of(self, text: str) -> str:
+        """Return the fault of a grammar in one line, "" when it can be followed."""
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+        with self._lock:
+            if digest in self._known:
+                self._known.move_to_end(digest)
+                return self._known[digest]
+        fault = run_deep(lambda: _fault(text))
+        with self._lock:
+            self._known[digest] = fault
+            while len(self._known) > MAX_KNOWN_FAULTS:
+                self._known.popitem(last=False)
+        return fault
+
+
+_FAULTS = _Faults()
+
+
+def _fault(text: str) -> str:
+    grammar = llguidance.LLMatcher.grammar_from_lark(text)
+    is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
+    return _first_line(messages[0]) if is_error and messages else ""
+
+
+_WHERE = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?")
+
+
+def _first_line(message: str) -> str:
+    """Return a fault in one line, without its place in the grammar built around the client's."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if not lines:
+        return "cannot be followed"
+    first = _WHERE.sub("", lines[0])
+    details = [line for line in lines[1:] if line.startswith("error: ")]
+    return " ".join([first, *details])[:300]

@@ -1,0 +1,211 @@
+"""A JSON schema as a graph: its depth with references followed, and whether they resolve. Pure.
+
+The library that compiles schemas follows definitions by recursion, and a stack overflow ends the
+process. So a schema that is too deep is refused before the library sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from mooncake.base import InvalidRequest
+
+MAX_NESTING = 100
+"""The deepest nesting of the schema as it is written; the library takes 128."""
+MAX_DEPTH = 800
+"""The most objects and lists on a path from the root, with references followed. The library needs a
+stack of 8 MiB for 2,400."""
+MAX_PARTS = 10_000
+"""The most objects and lists in the schemas of one grammar. Compiling so many takes half a second,
+in which the other sequences of a step wait."""
+
+MAX_PATTERNS = 3
+"""The most patterns and formats that one text must match together (`allOf`). Each one more makes a
+mask about ten times as expensive: with six it takes seconds."""
+
+MAPS_OF_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+"""Keywords whose value maps names to schemas."""
+PLAIN_VALUES = frozenset({"const", "default", "enum", "examples", "required"})
+"""Keywords whose value is never a schema, whatever it looks like."""
+
+_Part = dict[str, Any] | list[Any]
+
+
+def check_schema(schema: dict[str, Any], param: str) -> int:
+    """Check that `schema` can be read in bounded depth; return how many objects and lists it has.
+
+    Raises:
+        InvalidRequest: it is too large or too deep, intersects too many patterns, or a reference
+            leads nowhere or only to itself; `param` names the field.
+    """
+    graph = _Graph(schema, param)
+    graph.check_loops()
+    if graph.depth() > MAX_DEPTH:
+        raise InvalidRequest(
+            f"{param}: the schema is too deep: following its references, more than {MAX_DEPTH} "
+            "objects lie within each other",
+            param=param,
+        )
+    graph.check_intersections()
+    return graph.num_parts
+
+
+class _Graph:
+    """The objects and lists of a schema by identity, with their children and reference targets."""
+
+    def __init__(self, schema: dict[str, Any], param: str) -> None:
+        self._root = schema
+        self._param = param
+        self._parts: dict[int, _Part] = {id(schema): schema}
+        self._children: dict[int, list[int]] = {}
+        self._targets: dict[int, int] = {}
+        self._walk()
+        self._resolve()
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._parts)
+
+    def _refusal(self, problem: str) -> InvalidRequest:
+        return InvalidRequest(f"{self._param}: {problem}", param=self._param)
+
+    def _walk(self) -> None:
+        """Find all parts, level by level."""
+        level: list[tuple[_Part, bool]] = [(self._root, False)]
+        for _ in range(MAX_NESTING):
+            below: list[tuple[_Part, bool]] = []
+            for part, is_map in level:
+                inner = list(_inner(part, is_map))
+                self._children[id(part)] = [id(each) for each, _ in inner]
+                self._parts.update((id(each), each) for each, _ in inner)
+                below += inner
+            if not below:
+                return
+            if len(self._parts) > MAX_PARTS:
+                raise self._refusal(f"the schema has more than {MAX_PARTS} objects and lists")
+            level = below
+        raise self._refusal(f"the schema is nested more than {MAX_NESTING} deep; use $defs")
+
+    def _resolve(self) -> None:
+        for which, part in self._parts.items():
+            reference = part.get("$ref") if isinstance(part, dict) else None
+            if isinstance(reference, str):
+                target = id(_follow(reference, self._root))
+                if target not in self._parts:
+                    raise self._refusal(
+                        f"there is no {reference[:100]!r} in the schema; references look like "
+                        "'#/$defs/NAME'"
+                    )
+                self._targets[which] = target
+
+    def check_loops(self) -> None:
+        """Refuse references that only lead back to themselves: no JSON could be valid."""
+        known: set[int] = set()
+        for first in self._targets:
+            way: dict[int, None] = {}
+            here: int | None = first
+            while here is not None and here not in known:
+                if here in way:
+                    part = self._parts[here]
+                    assert isinstance(part, dict)
+                    raise self._refusal(f"{part['$ref'][:100]} refers to itself only")
+                way[here] = None
+                here = self._targets.get(here)
+            known.update(way)
+
+    def check_intersections(self) -> None:
+        """Refuse texts that must match too many patterns at once; depth is checked before."""
+        known: dict[int, int] = {}
+        if any(self._num_patterns(which, known) > MAX_PATTERNS for which in reversed(self._parts)):
+            raise self._refusal(
+                f"more than {MAX_PATTERNS} patterns and formats hold for one text (allOf)"
+            )
+
+    def _num_patterns(self, which: int, known: dict[int, int]) -> int:
+        """Return the most patterns and formats that a text valid against this part must match."""
+        part = self._parts[which]
+        if which not in known and isinstance(part, dict):
+            known[which] = 0  # what a loop of references comes back to counts once
+            count = sum(isinstance(part.get(key), str) for key in ("pattern", "format"))
+            if (target := self._targets.get(which)) is not None:
+                count += self._num_patterns(target, known)
+            for key, combine in (("allOf", sum), ("anyOf", max), ("oneOf", max)):
+                members = part.get(key)
+                if isinstance(members, list) and members:
+                    count += combine(self._num_patterns(id(each), known) for each in members)
+            known[which] = count
+        return known.get(which, 0)
+
+    def _below(self, which: int) -> list[int]:
+        target = self._targets.get(which)
+        children = self._children[which]
+        return children if target is None else [*children, target]
+
+    def depth(self) -> int:
+        """Return a bound on the number of parts on any path from the root that visits none twice.
+
+        The parts of a strongly connected component all count, once. Tarjan's algorithm, without
+        recursion; it finds the innermost components first.
+        """
+        order: dict[int, int] = {}
+        low: dict[int, int] = {}
+        depth: dict[int, int] = {}
+        unfinished: list[int] = []
+
+        def enter(which: int) -> tuple[int, Iterator[int]]:
+            order[which] = low[which] = len(order)
+            unfinished.append(which)
+            return which, iter(self._below(which))
+
+        root = id(self._root)
+        way = [enter(root)]
+        while way:
+            which, rest = way[-1]
+            child = next(rest, None)
+            if child is None:
+                way.pop()
+                if way:
+                    above = way[-1][0]
+                    low[above] = min(low[above], low[which])
+                if low[which] == order[which]:
+                    members = [unfinished.pop()]
+                    while members[-1] != which:
+                        members.append(unfinished.pop())
+                    under = (depth.get(each, 0) for one in members for each in self._below(one))
+                    depth |= dict.fromkeys(members, len(members) + max(under, default=0))
+            elif child not in order:
+                way.append(enter(child))
+            elif child not in depth:
+                low[which] = min(low[which], order[child])
+        return depth[root]
+
+
+def _inner(part: _Part, is_map: bool) -> Iterator[tuple[_Part, bool]]:
+    """Yield the objects and lists in `part`, each with whether it maps names to schemas."""
+    keywords = isinstance(part, dict) and not is_map
+    items = part.items() if isinstance(part, dict) else enumerate(part)
+    for key, value in items:
+        if isinstance(value, dict | list) and not (keywords and key in PLAIN_VALUES):
+            yield value, keywords and key in MAPS_OF_SCHEMAS
+
+
+def _follow(reference: str, root: dict[str, Any]) -> Any:
+    """Return the target of a local reference (a JSON pointer); None where there is none."""
+    if reference == "#":
+        return root
+    if not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for step in reference[2:].split("/"):
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(name)
+        elif isinstance(found, list) and name.isdecimal() and len(name) < 10:
+            found = found[int(name)] if int(name) < len(found) else None
+        else:
+            return None
+    return found

@@ -1,0 +1,1 @@
+"""One call's generation: its parameters, its sequences, its logprobs, beam search."""

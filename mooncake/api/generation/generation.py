@@ -1,0 +1,380 @@
+"""The generation of one call: several sequences, each with its text, stop strings and end.
+
+`Choice` turns the events of one sequence into text. `Call` runs all of them; a shutdown or a
+disconnect ends it. Replies and streams are made from the same `Delta`s, so they agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from mooncake.api.backend import EventSource
+from mooncake.api.errors import failure_error
+from mooncake.api.text.message_parser import (
+    Marker,
+    MessageParser,
+    Piece,
+    TextDelta,
+    ToolCallDelta,
+    reasoning_is_open,
+)
+from mooncake.api.text.stream import Detokenizer, StopMatcher
+from mooncake.api.text.tokenizer import Tokenizer
+from mooncake.base import (
+    FinalEvent,
+    FinishReason,
+    GenerateRequest,
+    InternalError,
+    MooncakeError,
+    OutputEvent,
+    TokenLogprobs,
+    TokensEvent,
+    Unavailable,
+)
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens become text; the same for all choices of a call."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+    markers: Mapping[int, Marker] = {}
+    """Tokens that cut the text into reasoning, content and tool calls; none = plain text."""
+    max_calls: int | None = None
+    """Further tool calls are dropped."""
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """What was added to one choice since its last `Delta`."""
+
+    index: int
+    pieces: list[Piece]
+    """Text, reasoning and tool calls in the model's order."""
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    """As long as `tokens` when asked for, else empty."""
+    runs: list[int | None]
+    """For each of `logprobs` the number of the run of text that its token belongs to
+    (`TextDelta.run`); None = reasoning, part of a call, a marker or the end."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    """"stop", "length" or "tool_calls" with the last one."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it; None at the model's own end of text."""
+
+    @property
+    def text(self) -> str:
+        """All text without reasoning and tool calls."""
+        return self._joined(is_reasoning=False)
+
+    @property
+    def reasoning(self) -> str:
+        return self._joined(is_reasoning=True)
+
+    @property
+    def tool_calls(self) -> list[ToolCallDelta]:
+        return [piece for piece in self.pieces if isinstance(piece, ToolCallDelta)]
+
+    def _joined(self, *, is_reasoning: bool) -> str:
+        return "".join(
+            piece.text
+            for piece in self.pieces
+            if isinstance(piece, TextDelta) and piece.is_reasoning is is_reasoning
+        )
+
+
+class Choice:
+    """The text and the end of one sequence: `feed` takes its events, `take` returns what is new."""
+
+    def __init__(
+        self,
+        index: int,
+        request: GenerateRequest,
+        tokenizer: Tokenizer,
+        options: TextOptions,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.num_cached_tokens: int | None = None
+        self.finish_reason: str | None = None
+        self._eos = frozenset(eos_token_ids)
+        self._stop_ids = frozenset(request.sampling.stop_token_ids)
+        self._min_tokens = request.sampling.min_tokens
+        self._include_stop = options.include_stop
+        self._detokenizer = Detokenizer(tokenizer, skip_special=options.skip_special)
+        self._matcher = StopMatcher(options.stops, include_stop=options.include_stop)
+        self._held_stop_id: int | None = None
+        self._stop_reason: int | str | None = None
+        self._parser: MessageParser | None = None
+        if options.markers:
+            self._parser = MessageParser(
+                options.markers,
+                reasoning_open=reasoning_is_open(request.prompt_tokens, options.markers),
+                max_calls=options.max_calls,
+            )
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._runs: list[int | None] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def feed(self, event: OutputEvent) -> None:
+        """Take the next event; events after the end of the text are ignored.
+
+        Raises:
+            MooncakeError: the sequence was refused, failed, or was ended by the server.
+        """
+        if isinstance(event, FinalEvent):
+            self.num_cached_tokens = event.num_cached_tokens
+            if not self.finished:
+                self._end(event)
+        elif not self.finished:
+            self._add(event)
+
+    def take(self) -> Delta:
+        """Return what is new since the last call."""
+        delta = Delta(
+            index=self.index,
+            pieces=self._pieces(),
+            tokens=self._tokens,
+            logprobs=self._logprobs,
+            runs=self._runs,
+            prompt_logprobs=self._prompt_logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+        self._tokens, self._runs, self._logprobs = [], [], []
+        self._prompt_logprobs = None
+        return delta
+
+    def _pieces(self) -> list[Piece]:
+        if self._parser is not None:
+            return self._parser.take()
+        text, self._text = "".join(self._text), []
+        return [TextDelta(text=text)] if text else []
+
+    def _add(self, event: TokensEvent) -> None:
+        # A sequence that moved to another worker may repeat tokens.
+        repeated = self.num_tokens - event.start
+        if repeated < 0:
+            raise InternalError(f"tokens {self.num_tokens} to {event.start} of the answer are lost")
+        if event.prompt_logprobs is not None and self.num_tokens == 0:
+            self._prompt_logprobs = event.prompt_logprobs
+        for at in range(repeated, len(event.tokens)):
+            self._tokens.append(event.tokens[at])
+            if event.logprobs is not None:
+                self._logprobs.append(event.logprobs[at])
+                self._runs.append(self._run_of(event.tokens[at]))
+            self.num_tokens += 1
+            self._show(event.tokens[at])
+            if self.finished:
+                return
+
+    def _run_of(self, token: int) -> int | None:
+        if token in self._stop_ids or token in self._eos:
+            return None
+        if self._parser is None:
+            return 0
+        return None if token in self._parser.markers else self._parser.run
+
+    def _show(self, token: int) -> None:
+        """Turn one token into text. A stop id is held back: it shows only if it does not stop."""
+        if self._held_stop_id is not None:
+            held, self._held_stop_id = self._held_stop_id, None
+            self._show_token(held)
+        if token in self._stop_ids and not self.finished:
+            self._held_stop_id = token
+        elif not self.finished:
+            self._show_token(token)
+
+    def _show_token(self, token: int) -> None:
+        parser = self._parser
+        if parser is None:
+            self._show_text(self._detokenizer.push(token))
+            return
+        if parser.reasoning:
+            self.num_reasoning_tokens += 1
+        marker = parser.markers.get(token)
+        if marker is None:
+            self._show_text(self._detokenizer.push(token))
+        else:
+            self._detokenizer.cut()
+            parser.text(self._matcher.flush())
+            parser.marker(marker)
+
+    def _show_text(self, text: str) -> None:
+        """Pass on the text that cannot begin a stop string (none is looked for in tool calls)."""
+        stop = None
+        in_section = self._parser is not None and self._parser.in_section
+        if self.num_tokens > self._min_tokens and not in_section:
+            text, stop = self._matcher.push(text)
+        self._put(text)
+        if stop is not None:
+            self._finish("stop")
+            self._stop_reason = stop
+
+    def _put(self, text: str) -> None:
+        if self._parser is None:
+            self._text.append(text)
+        else:
+            self._parser.text(text)
+
+    def _finish(self, reason: str) -> None:
+        if self._parser is not None and reason == "stop":
+            self._parser.end()
+            if self._parser.num_calls:
+                reason = "tool_calls"
+        self.finish_reason = reason
+
+    def _end(self, event: FinalEvent) -> None:
+        if event.failure is not None:
+            raise failure_error(event.failure)
+        if event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise Unavailable("the server ended this request before it was finished; try again")
+        stop_id = event.stop_token_id
+        held, self._held_stop_id = self._held_stop_id, None
+        if held is not None and (held != stop_id or self._include_stop):
+            self._show_token(held)
+        if self.finished:
+            return
+        self._put(self._matcher.flush())
+        self._finish(event.reason.value)
+        if stop_id is not None and stop_id not in self._eos:
+            self._stop_reason = stop_id
+
+
+class Call:
+    """All sequences of one call. Leaving the `async with` block aborts those that still run."""
+
+    def __init__(
+        self,
+        stream: EventSource,
+        call_id: str,
+        requests: Sequence[GenerateRequest],
+        choices: Sequence[Choice],
+        num_per_prompt: int,
+        *,
+        num_kept: int | None = None,
+    ) -> None:
+        """`stream`: the events of `requests`. `num_kept`: how many choices of each prompt `finish`
+        returns, the most likely ones; None = all.
+        """
+        self.call_id = call_id
+        self.requests = requests
+        """Those of the choices that are returned, in their order."""
+        self._num_kept = num_kept or num_per_prompt
+        self._firsts = requests[::num_per_prompt]
+        self.choices = choices
+        self._num_per_prompt = num_per_prompt
+        self._by_id = {
+            request.request_id: choice for request, choice in zip(requests, choices, strict=True)
+        }
+        self._stream = stream
+
+    @property
+    def chooses(self) -> bool:
+        """Whether `finish` returns only some of the choices; `deltas` would return all."""
+        return self._num_kept < self._num_per_prompt
+
+    def run_as(self, tenant: str) -> None:
+        """Have all sequences run for `tenant`; called before the block is entered."""
+        self.requests = [msgspec.structs.replace(each, tenant=tenant) for each in self.requests]
+        self._stream.run_as(tenant)
+
+    async def __aenter__(self) -> Call:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stream.__aexit__(*error)
+
+    def fail(self, error: MooncakeError) -> None:
+        """End the call from outside: `deltas` and `finish` raise `error`."""
+        self._stream.fail(error)
+
+    async def deltas(self) -> list[Delta] | None:
+        """Wait for events and return what is new, one `Delta` a choice at most; None at the end.
+
+        Raises:
+            MooncakeError: a sequence was refused or failed, or the call was ended by `fail`.
+        """
+        events = await self._stream.batch()
+        if not events:
+            return None
+        return [choice.take() for choice in self._feed(events)]
+
+    async def finish(self) -> list[Delta]:
+        """Run to the end and return one `Delta` with the whole of each choice, in order."""
+        while events := await self._stream.batch():
+            self._feed(events)
+        deltas = [choice.take() for choice in self.choices]
+        if self.chooses:
+            deltas = self._most_likely(deltas)
+        return deltas
+
+    def _most_likely(self, deltas: list[Delta]) -> list[Delta]:
+        """Return the most likely answers to each prompt, best first, numbered anew."""
+        kept: list[Delta] = []
+        requests: list[GenerateRequest] = []
+        for first in range(0, len(deltas), self._num_per_prompt):
+            group = deltas[first : first + self._num_per_prompt]
+            for delta in sorted(group, key=_mean_logprob, reverse=True)[: self._num_kept]:
+                requests.append(self.requests[delta.index])
+                kept.append(msgspec.structs.replace(delta, index=len(kept)))
+        self.requests = requests
+        return kept
+
+    def _feed(self, events: Sequence[OutputEvent]) -> list[Choice]:
+        """Feed the choices and return those that have something new."""
+        fed: dict[int, Choice] = {}
+        for event in events:
+            choice = self._by_id[event.request_id]
+            was_finished = choice.finished
+            choice.feed(event)
+            if was_finished:
+                continue
+            fed[choice.index] = choice
+            if choice.finished and not isinstance(event, FinalEvent):
+                self._stream.abort(event.request_id)  # a stop string ended it
+        return list(fed.values())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts; each counts once, however many choices it has."""
+        return sum(len(request.prompt_tokens) for request in self._firsts)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_charged_tokens(self) -> int:
+        """Output tokens with those that no answer shows: the other beams of a search."""
+        return self.num_output_tokens + self._stream.num_dropped_tokens
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in a cache, for the first choice of each prompt."""
+        firsts = self.choices[:: self._num_per_prompt]
+        return sum(choice.num_cached_tokens or 0 for choice in firsts)
+
+
+def _mean_logprob(delta: Delta) -> float:
+    """Return the mean logprob of an answer's tokens, OpenAI's measure for `best_of`."""
+    if not delta.logprobs:
+        return -math.inf
+    return sum(entry.logprob for entry in delta.logprobs) / len(delta.logprobs)

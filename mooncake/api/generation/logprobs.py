@@ -1,0 +1,97 @@
+"""Logprobs in the forms that clients know: chat, completions, candidates by id. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mooncake.api.schema.replies import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    Logprob,
+    PromptLogprobs,
+    TokenLogprob,
+)
+from mooncake.api.text.tokenizer import Tokenizer
+from mooncake.base import TokenLogprobs
+
+FLOOR = -9999.0
+"""Stands for minus infinity, which JSON has no number for."""
+
+
+class LogprobSpeller:
+    """Writes tokens and logprobs for replies. `as_ids` writes "token_id:N" for a token's text."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def token(self, token_id: int) -> str:
+        """Return a token's own text; bytes that are not whole characters become U+FFFD."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def chat(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        """Return the chat form, one entry for each token."""
+        return ChatLogprobs([self._chat_one(*pair) for pair in zip(tokens, logprobs, strict=True)])
+
+    def completion(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+        text_offset: int,
+    ) -> CompletionLogprobs:
+        """Return the completion form; `text_offset` is where the first token's text starts.
+
+        An entry without logprobs (the first of a prompt) gets null, as OpenAI's echo has it.
+        """
+        columns = CompletionLogprobs([], [], [], [])
+        for token_id, entry in zip(tokens, logprobs, strict=True):
+            text = self.token(token_id)
+            columns.tokens.append(text)
+            columns.text_offset.append(text_offset)
+            text_offset += len(text)
+            if entry is None:
+                columns.token_logprobs.append(None)
+                columns.top_logprobs.append(None)
+                continue
+            columns.token_logprobs.append(_finite(entry.logprob))
+            top = {self.token(other): _finite(value) for other, value in entry.top}
+            top.setdefault(text, _finite(entry.logprob))
+            columns.top_logprobs.append(top)
+        return columns
+
+    def by_id(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> PromptLogprobs:
+        """Return vLLM's form: for each token the candidates by token id, its own one first."""
+        return [
+            None if entry is None else self._candidates(token_id, entry)
+            for token_id, entry in zip(tokens, logprobs, strict=True)
+        ]
+
+    def _chat_one(self, token_id: int, entry: TokenLogprobs) -> ChatLogprob:
+        return ChatLogprob(
+            token=self.token(token_id),
+            logprob=_finite(entry.logprob),
+            bytes=list(self._tokenizer.token_bytes(token_id)),
+            top_logprobs=[
+                TokenLogprob(
+                    self.token(other), _finite(value), list(self._tokenizer.token_bytes(other))
+                )
+                for other, value in entry.top
+            ],
+        )
+
+    def _candidates(self, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
+        own = Logprob(_finite(entry.logprob), entry.rank, self.token(token_id))
+        return {token_id: own} | {
+            other: Logprob(_finite(value), rank, self.token(other))
+            for rank, (other, value) in enumerate(entry.top, start=1)
+        }
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else FLOOR

@@ -1,0 +1,191 @@
+"""API keys, their limits, and the ids of requests.
+
+Plain ASGI because every request passes through it: no task, no queue, no copy of the stream. Owns
+the accounts of all keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mooncake.api.config import ApiKey
+from mooncake.api.errors import ApiError
+from mooncake.api.http.limits import Account, Limited
+from mooncake.api.http.response import ErrorResponse
+from mooncake.base import Clock, IdSource, MooncakeError, Unauthorized
+from mooncake.telemetry.events import Recorder, Refused
+
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version", "/docs", "/openapi.json"})
+"""Paths that need no key: probes and scrapers have none, and the web page asks its user for one."""
+
+PAGE_PATH = "/page/"
+"""Where the web page's own files are; they need no key either."""
+
+_PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def unlimited_keys(keys: Sequence[str]) -> list[ApiKey]:
+    """Return plain keys as `ApiKey`s without limits, numbered."""
+    return [
+        ApiKey(digest=hashlib.sha256(key.encode()).digest(), name=f"key {number}")
+        for number, key in enumerate(keys, 1)
+    ]
+
+
+class Keyring:
+    """The accounts of all keys.
+
+    A key's account, with what it has used and its running calls, survives a change of the keys.
+    Calls of a key that is removed may finish.
+    """
+
+    def __init__(self, fixed: Sequence[ApiKey], keys: Sequence[ApiKey]) -> None:
+        """`fixed` stay valid whatever `replace` is called with."""
+        self._fixed = fixed
+        self._accounts: dict[bytes, Account] = {}
+        self.replace(keys)
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def replace(self, keys: Sequence[ApiKey]) -> None:
+        """Accept these keys and the fixed ones from now on, and no others."""
+        before, self._accounts = self._accounts, {}
+        for key in (*self._fixed, *keys):
+            account = self._accounts[key.digest] = before.get(key.digest) or Account(key)
+            account.change(key)
+
+    def find(self, key: bytes) -> Account | None:
+        """Return the account of a key as it came on the wire; None for an unknown key."""
+        digest = hashlib.sha256(key).digest()
+        # All keys are compared, each in constant time: the time tells nothing about any of them.
+        found = None
+        for account in self._accounts.values():
+            if hmac.compare_digest(digest, account.key.digest):
+                found = account
+        return found
+
+
+class Access:
+    """ASGI middleware that checks the key and its limits and puts `X-Request-Id` on every reply.
+
+    Every POST holds one of its account's permits until the reply has ended, in whatever way. It
+    sets in the scope's state: `request_id`, `key_name`, `tenant` and `charge`, a function that
+    counts tokens against the key's limit.
+
+    Where no key is needed and only this machine is served, the name in `Host` must be this
+    machine's: a page of another site may have its own name resolve to 127.0.0.1.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keyring: Keyring,
+        ids: IdSource,
+        clock: Clock,
+        recorder: Recorder,
+        *,
+        host: str,
+    ) -> None:
+        """`host`: the name or address that the server listens on."""
+        self._app = app
+        self._is_local = _is_loopback(host)
+        self._keyring = keyring
+        self._ids = ids
+        self._clock = clock
+        self._recorder = recorder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _PLAIN_ID.fullmatch(given) else self._ids.hex(16)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+
+        async def named_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        if self._is_local and not len(self._keyring) and not _is_loopback(_host_name(headers)):
+            error: MooncakeError = ApiError(
+                403,
+                "PermissionDeniedError",
+                "without API keys this server answers to the names of its own machine only: send "
+                "'Host: localhost', or set --api-key",
+            )
+            await ErrorResponse(error)(scope, receive, named_send)
+            return
+        account = None
+        if len(self._keyring) and not _is_open(scope):
+            account = self._account(headers)
+            if account is None:
+                error = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
+                await ErrorResponse(error)(scope, receive, named_send)
+                return
+        if account is not None:
+            state["key_name"] = account.key.name
+        if account is None or scope["method"] != "POST":
+            await self._app(scope, receive, named_send)
+            return
+        try:
+            account.enter(self._clock.now())
+        except Limited as limited:
+            self._refused(request_id, limited)
+            await ErrorResponse(limited)(scope, receive, named_send)
+            return
+        state["tenant"] = account.key.tenant or account.key.name
+        state["charge"] = lambda num_tokens: account.charge(num_tokens, self._clock.now())
+        try:
+            await self._app(scope, receive, named_send)
+        finally:
+            account.leave()
+
+    def _refused(self, request_id: str, limited: Limited) -> None:
+        self._recorder.record(
+            Refused(
+                request_id=request_id,
+                at_s=self._clock.now(),
+                status=limited.http_status,
+                reason=limited.reason,
+            )
+        )
+
+    def _account(self, headers: Headers) -> Account | None:
+        """Return the account of the key in `headers`; None for an unknown key."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")
+        return self._keyring.find(key.strip().encode("latin-1"))
+
+
+def _host_name(headers: Headers) -> str:
+    """Return the name in `Host` without its port; without the header, which browsers always send,
+    this machine's."""
+    given = headers.get("host", "localhost")
+    name = given.rpartition(":")[0] if re.search(r":[0-9]*$", given) else given
+    return name.removeprefix("[").removesuffix("]").lower()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_open(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path in OPEN_PATHS or path.startswith(PAGE_PATH) or scope["method"] == "OPTIONS"

@@ -1,0 +1,266 @@
+"""Limits on HTTP connections: slow or oversized requests and clients that do not read are cut off.
+
+Owns how much one connection has sent and taken so far, and one timer for each direction. uvicorn
+closes idle connections between requests (`keep_alive_s`).
+
+The class here extends `HttpToolsProtocol`, which uvicorn does not document. So uvicorn is pinned
+(`UVICORN`, constraints.txt). To upgrade it, change both and run
+`tests/integration/api/test_connection.py`; it must pass unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mooncake.api.config import ApiConfig
+from mooncake.api.errors import ApiError, error_reply
+from mooncake.base import ConfigError
+
+UVICORN = "0.54.0"
+"""The release that this module was tested with."""
+
+_ATTRIBUTES = frozenset({"cycle", "flow", "headers", "loop", "transport"})
+"""uvicorn's attributes of a connection that are used here, all set by its constructor."""
+
+_log = logging.getLogger(__name__)
+
+_PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+
+
+LAST_LOOK_S = 0.05
+"""How long a connection may still send after a time-out: an event loop that was blocked runs its
+timers before it reads what has arrived."""
+
+
+class _Phase(Enum):
+    IDLE = "idle"
+    """No part of a next request has arrived."""
+    HEAD = "head"
+    BODY = "body"
+
+
+class HeadTooLarge(Exception):
+    """Raised inside the parser, which then stops reading the connection."""
+
+
+def limited_protocol(config: ApiConfig) -> type[HttpToolsProtocol]:
+    """Return the protocol class for uvicorn, with the limits of `config`.
+
+    Raises:
+        ConfigError: the installed uvicorn does not have what this module extends.
+    """
+    check_uvicorn(HttpToolsProtocol)
+    return type("LimitedProtocol", (_LimitedProtocol,), {"limits": config})
+
+
+def check_uvicorn(base: type) -> None:
+    """Check that `base` has every method that is overridden here and every attribute that is used.
+
+    Raises:
+        ConfigError: names what is missing and the release to install.
+    """
+    overridden = {name for name in vars(_LimitedProtocol) if not name.startswith("_")}
+    missing = {name for name in overridden if not hasattr(base, name)}
+    missing |= _ATTRIBUTES - set(vars(base)["__init__"].__code__.co_names)
+    if missing:
+        raise ConfigError(
+            f"uvicorn {uvicorn.__version__} has no {', '.join(sorted(missing))} in its HTTP "
+            f"protocol: install uvicorn=={UVICORN}, as constraints.txt pins it"
+        )
+
+
+class _LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which also refuses slow or large requests and cuts off slow readers."""
+
+    limits: ApiConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._phase = _Phase.IDLE
+        self._num_head_bytes = 0
+        self._head_is_too_large = False
+        self._num_body_bytes = 0
+        self._body_since_s = 0.0
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # ------------------------------------------------------------ reading
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports have all the methods and are not of this class.
+        super().connection_made(cast(asyncio.Transport, transport))
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_read_timer()
+        self._stop_write_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.is_closing() or self._phase is _Phase.BODY:
+            return
+        if self._phase is _Phase.HEAD:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > self.limits.max_header_bytes:
+                self._refuse_head()
+        elif self._read_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._watch_head()  # something came that begins no request, and ended the idle time
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._phase = _Phase.HEAD
+        self._num_head_bytes = 0
+        if self._read_timer is None:
+            self._watch_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= self.limits.max_headers:
+            self._head_is_too_large = True
+            raise HeadTooLarge
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.limits.max_header_bytes:
+            self._head_is_too_large = True
+            raise HeadTooLarge
+        self._stop_read_timer()
+        super().on_headers_complete()
+        self._phase = _Phase.BODY
+        self._num_body_bytes = 0
+        self._body_since_s = self.loop.time()
+        self._read_within(self.limits.body_timeout_s, self._check_body)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._stop_read_timer()
+        self._phase = _Phase.IDLE
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that the parser could not read, and close the connection."""
+        if self._head_is_too_large:
+            self._refuse_head()
+        else:
+            self._refuse(ApiError(400, "BadRequestError", msg))
+
+    def _watch_head(self) -> None:
+        self._read_within(self.limits.header_timeout_s, self._head_too_slow)
+
+    def _read_within(self, seconds: float, late: Callable[[], None]) -> None:
+        def last_look() -> None:
+            self._read_timer = self.loop.call_later(LAST_LOOK_S, late)
+
+        self._read_timer = self.loop.call_later(seconds, last_look)
+
+    def _head_too_slow(self) -> None:
+        self._read_timer = None
+        if self._phase is _Phase.HEAD:
+            self._refuse(
+                ApiError(
+                    408,
+                    "RequestTimeoutError",
+                    f"the headers took longer than {self.limits.header_timeout_s:g} s",
+                )
+            )
+        elif not self.transport.is_closing():
+            self.transport.close()  # a connection that was opened for nothing
+
+    def _check_body(self) -> None:
+        """Refuse a body that is past its time-out and came more slowly than the least rate."""
+        limits = self.limits
+        taken_s = self.loop.time() - self._body_since_s
+        allowed_s = limits.body_timeout_s + self._num_body_bytes / limits.min_body_bytes_per_s
+        if self.flow.read_paused:  # it is we who do not read
+            allowed_s = max(allowed_s, taken_s + limits.body_timeout_s)
+        if taken_s < allowed_s:
+            self._read_within(allowed_s - taken_s, self._check_body)
+            return
+        self._read_timer = None
+        self._refuse(
+            ApiError(
+                408,
+                "RequestTimeoutError",
+                f"the body came too slowly: {self._num_body_bytes} bytes in {taken_s:.0f} s",
+            )
+        )
+
+    def _refuse_head(self) -> None:
+        self._refuse(
+            ApiError(
+                431,
+                "RequestHeaderFieldsTooLargeError",
+                f"at most {self.limits.max_headers} headers and "
+                f"{self.limits.max_header_bytes} bytes of them are taken",
+            )
+        )
+
+    def _refuse(self, error: ApiError) -> None:
+        """Send `error`, unless the application's own answer has begun, and close the connection."""
+        self._stop_read_timer()
+        cycle = self.cycle
+        busy = cycle is not None and not cycle.response_complete
+        if not (busy and cycle.response_started):
+            body = error_reply(error)
+            head = (
+                f"HTTP/1.1 {error.http_status} {_PHRASES[error.http_status]}\r\n"
+                "content-type: application/json\r\nconnection: close\r\n"
+                f"content-length: {len(body)}\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+            if self.limits.access_log:
+                _log.info("refused a request that was not read: %d", error.http_status)
+        if busy:  # as after a disconnect: nothing more of the application's answer is sent
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.transport.close()
+
+    # ------------------------------------------------------------ writing
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._write_timer is None and self.transport.get_write_buffer_size():
+            self._watch_writing()
+
+    def _watch_writing(self) -> None:
+        self._stop_write_timer()
+
+        def last_look() -> None:
+            self._write_timer = self.loop.call_later(LAST_LOOK_S, self._not_read)
+
+        self._write_timer = self.loop.call_later(self.limits.write_timeout_s, last_look)
+
+    def _not_read(self) -> None:
+        self._write_timer = None
+        if self.flow.write_paused or self.transport.get_write_buffer_size():
+            _log.info("a client took nothing for %g s and was cut off", self.limits.write_timeout_s)
+            self.transport.abort()
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None

@@ -1,0 +1,66 @@
+"""The bodies of requests: read within the limits of `ApiConfig`, validated, checked against what is
+served. Holds no state.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from mooncake.api.api_server import ApiServer
+from mooncake.api.config import ApiConfig
+from mooncake.api.errors import ApiError, validation_error
+from mooncake.api.http.json_cost import ITEM_COST, NODE_COST, JsonCost
+from mooncake.api.schema.json_object import RequestBody
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -> Body:
+    """Read the body of `request` and check it: size, JSON, fields, the model's name.
+
+    Raises:
+        MooncakeError: 413 too large, 415 not JSON, 404 another model, 400 not valid; the message
+            names the field.
+    """
+    config = api_server.config
+    content_type = request.headers.get("content-type", "")
+    media = content_type.split(";", 1)[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        raise ApiError(
+            415,
+            "UnsupportedMediaTypeError",
+            f"the body must be JSON: send 'Content-Type: application/json', not {media[:80]!r}",
+        )
+    length = request.headers.get("content-length", "0")
+    _check_size(int(length) if length.isdecimal() else 0, 0, config)
+    parts: list[bytes] = []
+    size, cost = 0, JsonCost()
+    async for part in request.stream():
+        size += len(part)
+        cost.add(part)
+        _check_size(size, cost.total, config)
+        parts.append(part)
+    body = b"".join(parts)
+    try:
+        fields = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise validation_error(error, body) from error
+    for text in fields.json_texts:
+        cost.add_text(text)
+        _check_size(size, cost.total, config)
+    api_server.check_body(fields)
+    return fields
+
+
+def _check_size(num_bytes: int, cost: int, config: ApiConfig) -> None:
+    kind = "RequestTooLargeError"
+    if num_bytes > config.max_body_bytes:
+        limit = f"{config.max_body_bytes} bytes (--max-body-bytes)"
+        raise ApiError(413, kind, f"the body is larger than the limit of {limit}")
+    if cost > config.max_body_cost:
+        limit = f"the limit is {config.max_body_cost} (--max-body-cost)"
+        count = f"fields, objects and lists count {NODE_COST} each, items of lists {ITEM_COST}"
+        raise ApiError(413, kind, f"the body has too many values: {count}, and {limit}")

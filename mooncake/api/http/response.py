@@ -1,0 +1,180 @@
+"""Replies: JSON, errors, and calls that are answered whole or as a stream of events.
+
+What a reply says comes from a `Renderer`. One response object a request; nothing else is owned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mooncake.api.api_server import ApiServer
+from mooncake.api.errors import ANTHROPIC_PATH, anthropic_error, error_headers, error_reply
+from mooncake.api.generation.generation import Call, Delta
+from mooncake.base import InternalError, MooncakeError
+
+_log = logging.getLogger(__name__)
+
+_FAILED = "the server failed on this request; its log says why"
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(MooncakeError):
+    """The client closed the connection: there is nothing to answer any more."""
+
+
+class Renderer(Protocol):
+    """Writes what the reply to one call says, in the format of one API."""
+
+    def whole(self, call: Call, deltas: list[Delta]) -> bytes:
+        """Return the JSON body for a finished call; `deltas` hold the whole choices, in order."""
+
+    def begin(self, call: Call) -> list[bytes]:
+        """Return the events before the first token, as `event` makes them."""
+
+    def chunk(self, call: Call, delta: Delta) -> list[bytes]:
+        """Return the events for `delta`."""
+
+    def end(self, call: Call) -> list[bytes]:
+        """Return the events after the last token."""
+
+    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
+        """Return the last events of a stream that `error` cut off."""
+
+
+def call_id(prefix: str, request: Request, given: str | None) -> str:
+    """Return the id of a call: the one `given` in the body, else that of the HTTP request."""
+    return f"{prefix}-{given or request.state.request_id}"
+
+
+def json_response(body: bytes, status: int = 200) -> Response:
+    """Return a reply with the JSON text `body`."""
+    return Response(body, status_code=status, media_type="application/json")
+
+
+class ErrorResponse(Response):
+    """Sends an error in the shape that clients of the request's path expect."""
+
+    def __init__(self, error: MooncakeError) -> None:
+        super().__init__(
+            error_reply(error), error.http_status, error_headers(error), "application/json"
+        )
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(ANTHROPIC_PATH):
+            self.body = anthropic_error(self._error)
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+class CallResponse(Response):
+    """Runs a call and sends its reply; the call is aborted when the client disconnects.
+
+    The headers of a stream wait for the first token, so that a refusal still has its own status.
+    The tokens of the prompts are charged to the API key before they run, and given back when an
+    error is sent instead of an answer.
+    """
+
+    def __init__(
+        self, api_server: ApiServer, call: Call, renderer: Renderer, *, stream: bool
+    ) -> None:
+        super().__init__()
+        self._api_server = api_server
+        self._call = call
+        self._renderer = renderer
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = self._call
+        state = scope.get("state", {})
+        if tenant := state.get("tenant"):
+            call.run_as(tenant)
+        charge = state.get("charge", _free)
+        charge(call.num_prompt_tokens)
+        watcher = asyncio.create_task(_watch_disconnect(receive, call))
+        try:
+            with self._api_server.running(call):
+                refused = await self._run(scope, receive, send)
+                charge(call.num_charged_tokens if refused is None else -call.num_prompt_tokens)
+                if refused is not None:
+                    await ErrorResponse(refused)(scope, receive, send)
+        finally:
+            watcher.cancel()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> MooncakeError | None:
+        """Send the answer, or return the error to send instead when nothing has been sent yet."""
+        try:
+            async with self._call:
+                await self._reply(scope, receive, send)
+        except ClientGone:
+            _log.debug("a client disconnected")
+        except MooncakeError as error:  # a stream that has begun keeps its own
+            return error
+        except Exception:
+            _log.exception("a call failed")
+            return InternalError(_FAILED)
+        return None
+
+    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._stream:
+            await self._send_stream(send, await self._call.deltas())
+        else:
+            body = self._renderer.whole(self._call, await self._call.finish())
+            await json_response(body)(scope, receive, send)
+
+    async def _send_stream(self, send: Send, deltas: list[Delta] | None) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        try:
+            events = self._renderer.begin(self._call)
+            while deltas is not None:
+                for delta in deltas:
+                    events += self._renderer.chunk(self._call, delta)
+                if events:
+                    body = b"".join(events)
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                events = []
+                deltas = await self._call.deltas()
+            events = self._renderer.end(self._call)
+        except ClientGone:
+            raise
+        except MooncakeError as error:
+            events = self._renderer.failed(self._call, error)
+        except Exception:
+            _log.exception("a stream failed")
+            events = self._renderer.failed(self._call, InternalError(_FAILED))
+        await send({"type": "http.response.body", "body": b"".join(events), "more_body": False})
+
+
+def _free(num_tokens: int) -> None:
+    """Stand in for an account's `charge` where no API key is needed."""
+
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the stream otherwise
+]
+
+
+def event(data: bytes, name: str | None = None) -> bytes:
+    """Return one server-sent event. `data` is JSON and so has no line breaks."""
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b\n\n" % (head, data)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _watch_disconnect(receive: Receive, call: Call) -> None:
+    await until_gone(receive)
+    call.fail(ClientGone("the client closed the connection"))

@@ -1,0 +1,230 @@
+"""Cuts an answer into reasoning, content and tool calls, as Kimi-K2 marks them.
+
+Works on the token ids of the markers, never on their spelling, which is text. One object a choice;
+the cut does not depend on how tokens were grouped.
+
+    content ──<think>──► reasoning ──</think>──► content
+       └───────────┬─────────┘
+           section begin ──► between ──call begin──► id ──argument begin──► arguments
+                                └──────◄── call end ──────────────────────────┘
+    A section ends reasoning too: the model may call tools inside an unfinished think block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+import msgspec
+
+from mooncake.api.text.tokenizer import Tokenizer
+
+
+class Marker(str, Enum):
+    """The special tokens that structure an answer, by their names in the checkpoint."""
+
+    THINK_BEGIN = "<think>"
+    THINK_END = "</think>"
+    SECTION_BEGIN = "<|tool_calls_section_begin|>"
+    SECTION_END = "<|tool_calls_section_end|>"
+    CALL_BEGIN = "<|tool_call_begin|>"
+    ARGUMENT_BEGIN = "<|tool_call_argument_begin|>"
+    CALL_END = "<|tool_call_end|>"
+
+
+THINK_MARKERS = (Marker.THINK_BEGIN, Marker.THINK_END)
+TOOL_MARKERS = tuple(marker for marker in Marker if marker not in THINK_MARKERS)
+
+PREFILL_WINDOW = 3
+"""Among so many last tokens of the prompt is the marker of a template that opens a think block."""
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """What was added to one call. `call_id` and `name` come once, with the first piece."""
+
+    index: int
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class TextDelta(msgspec.Struct, kw_only=True):
+    """What was added to the answer's text, or to the reasoning before it."""
+
+    text: str
+    is_reasoning: bool = False
+    run: int = 0
+    """The number of its run: reasoning and calls divide the answer's text into runs."""
+
+
+Piece = TextDelta | ToolCallDelta
+
+
+def join_piece(pieces: list[Piece], piece: Piece) -> None:
+    """Add `piece` to the last of `pieces` where it continues that one, else append it."""
+    last = pieces[-1] if pieces else None
+    if isinstance(piece, ToolCallDelta):
+        if isinstance(last, ToolCallDelta) and last.index == piece.index:
+            last.arguments += piece.arguments
+            return
+    elif isinstance(last, TextDelta) and last.is_reasoning is piece.is_reasoning:
+        last.text += piece.text
+        return
+    pieces.append(piece)
+
+
+class _State(Enum):
+    CONTENT = "content"
+    REASONING = "reasoning"
+    BETWEEN = "between"
+    ID = "id"
+    ARGUMENTS = "arguments"
+
+
+_IN_SECTION = (_State.BETWEEN, _State.ID, _State.ARGUMENTS)
+
+_MOVES: dict[tuple[_State, Marker], _State] = {
+    (_State.CONTENT, Marker.THINK_BEGIN): _State.REASONING,
+    (_State.REASONING, Marker.THINK_END): _State.CONTENT,
+    (_State.CONTENT, Marker.SECTION_BEGIN): _State.BETWEEN,
+    (_State.REASONING, Marker.SECTION_BEGIN): _State.BETWEEN,
+    **{(state, Marker.CALL_BEGIN): _State.ID for state in _State},
+    **{(state, Marker.CALL_END): _State.BETWEEN for state in _IN_SECTION},
+    **{(state, Marker.SECTION_END): _State.CONTENT for state in _IN_SECTION},
+}
+
+
+class MessageParser:
+    """Takes text and markers in order and returns the pieces of the message in that order."""
+
+    def __init__(
+        self, markers: Mapping[int, Marker], *, reasoning_open: bool, max_calls: int | None
+    ) -> None:
+        self.markers = markers
+        self.num_calls = 0
+        self._max_calls = max_calls
+        self._state = _State.REASONING if reasoning_open else _State.CONTENT
+        self._id_text = ""
+        self._call_ids: set[str] = set()
+        self._arguments_seen = False
+        self._pieces: list[Piece] = []
+        self._run = 0
+        self._run_has_text = False
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the model is thinking."""
+        return self._state is _State.REASONING
+
+    @property
+    def run(self) -> int | None:
+        """The run that text would belong to now; None inside reasoning and calls."""
+        return self._run if self._state is _State.CONTENT else None
+
+    @property
+    def in_section(self) -> bool:
+        """Whether the model is in a section of tool calls, where stop strings do not apply."""
+        return self._state in _IN_SECTION
+
+    def text(self, text: str) -> None:
+        """Take text between markers."""
+        if not text:
+            return
+        match self._state:
+            case _State.CONTENT:
+                self._add_text(text, is_reasoning=False)
+            case _State.REASONING:
+                self._add_text(text, is_reasoning=True)
+            case _State.ID:
+                self._id_text += text
+            case _State.ARGUMENTS:
+                if not self._arguments_seen:
+                    text = text.lstrip()
+                self._add_arguments(text)
+            case _State.BETWEEN:
+                pass  # white space between calls has no meaning
+
+    def marker(self, marker: Marker) -> None:
+        """Take a marker; one that makes no sense here is ignored."""
+        if marker is Marker.ARGUMENT_BEGIN:
+            if self._state is _State.ID:
+                self._begin_call()
+            return
+        if marker in (Marker.CALL_BEGIN, Marker.CALL_END, Marker.SECTION_END):
+            self._end_call()
+            self._id_text = ""
+        self._state = _MOVES.get((self._state, marker), self._state)
+
+    def end(self) -> None:
+        """Take the model's own end of the answer: an open call counts as complete."""
+        self._end_call()
+
+    def take(self) -> list[Piece]:
+        """Return what is new since the last call; neighbours differ in kind or in their call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _begin_call(self) -> None:
+        call_id = self._id_text.strip()
+        name = function_name(call_id)
+        if ":" not in call_id or call_id in self._call_ids:
+            call_id = f"functions.{name}:{self.num_calls}"
+        while call_id in self._call_ids:  # results are told apart by it
+            call_id += "0"
+        self._call_ids.add(call_id)
+        self._state, self._arguments_seen = _State.ARGUMENTS, False
+        self.num_calls += 1
+        if self._kept:
+            index = self.num_calls - 1
+            self._end_run()
+            self._pieces.append(ToolCallDelta(index=index, call_id=call_id, name=name))
+
+    def _end_call(self) -> None:
+        if self._state is _State.ARGUMENTS and not self._arguments_seen:
+            self._add_arguments("{}")
+
+    def _add_arguments(self, text: str) -> None:
+        if not text:
+            return
+        self._arguments_seen = True
+        if self._kept:
+            join_piece(self._pieces, ToolCallDelta(index=self.num_calls - 1, arguments=text))
+
+    def _add_text(self, text: str, *, is_reasoning: bool) -> None:
+        if is_reasoning:
+            self._end_run()
+        else:
+            self._run_has_text = True
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, TextDelta) and last.is_reasoning is is_reasoning:
+            last.text += text  # as `join_piece`, without a piece for every token
+        else:
+            self._pieces.append(TextDelta(text=text, is_reasoning=is_reasoning, run=self._run))
+
+    def _end_run(self) -> None:
+        self._run += self._run_has_text
+        self._run_has_text = False
+
+    @property
+    def _kept(self) -> bool:
+        return self._max_calls is None or self.num_calls <= self._max_calls
+
+
+def function_name(call_id: str) -> str:
+    """Return the name in `functions.NAME:INDEX`; the name may itself have dots, dashes and colons,
+    and either end may be missing (`search:2`)."""
+    name = call_id.removeprefix("functions.")
+    head, colon, index = name.rpartition(":")
+    return head if colon and index.strip().isdecimal() else name
+
+
+def find_markers(tokenizer: Tokenizer, wanted: Sequence[Marker]) -> dict[int, Marker]:
+    """Return the ids of `wanted` in this tokenizer; {} unless it has all of them."""
+    ids = {tokenizer.special_id(marker.value): marker for marker in wanted}
+    return {} if None in ids else {key: value for key, value in ids.items() if key is not None}
+
+
+def reasoning_is_open(prompt_tokens: Sequence[int], markers: Mapping[int, Marker]) -> bool:
+    """Whether the prompt ends inside a think block that the template opened."""
+    last = [markers[token] for token in prompt_tokens[-PREFILL_WINDOW:] if token in markers]
+    return bool(last) and last[-1] is Marker.THINK_BEGIN

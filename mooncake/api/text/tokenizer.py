@@ -1,0 +1,252 @@
+"""Text to token ids and back, from the files of a checkpoint. Stateless after loading; runs no code
+of the checkpoint.
+
+Two formats: Kimi-K2's `tiktoken.model` + `tokenizer_config.json`, and a `tokenizer.json` of the
+byte-level or byte-fallback kind. Both become one table of the bytes of each token, as streaming
+needs it: a token's bytes never depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tiktoken
+import tokenizers
+
+from mooncake.base import CheckpointError
+from mooncake.base.vocabulary import (
+    KIMI_K2_PATTERN,
+    decoder_kind,
+    json_vocabulary,
+    read_json,
+    read_ranks,
+    tiktoken_vocabulary,
+)
+
+MAX_ENCODE_CHARS = 400_000
+MAX_RUN_CHARS = 25_000
+"""Longer texts, and longer runs of or without white space, are cut before they are encoded, as
+Kimi-K2's own tokenizer does: the merge loop is quadratic in the length of a run."""
+
+_LONG_RUN = re.compile(rf"(?<!\S)\S{{{MAX_RUN_CHARS + 1},}}|(?<!\s)\s{{{MAX_RUN_CHARS + 1},}}")
+"""Looked for where a run begins only: from each of its characters, it would be quadratic."""
+
+
+class Tokenizer(Protocol):
+    """What the API server needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that has a meaning."""
+
+    @property
+    def longest_token(self) -> int:
+        """The most bytes that one token stands for."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that are left out of text when special tokens are skipped."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The checkpoint's named tokens for templates: bos_token, eos_token, …"""
+
+    @property
+    def strips_leading_space(self) -> bool:
+        """Whether the first token's leading space is an artefact (sentencepiece)."""
+
+    def encode(
+        self, text: str, *, allow_special: bool = True, add_special: bool = False
+    ) -> list[int]:
+        """Return the ids of `text`.
+
+        `allow_special`: text that spells a special token becomes that token. `add_special`: add
+        the tokens that the checkpoint puts around a text, such as BOS.
+        """
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token; an id without a meaning has none."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Return the text; bytes that are not UTF-8 become U+FFFD."""
+
+    def special_id(self, name: str) -> int | None:
+        """Return the id of the added token spelled `name`, if there is one."""
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read the tokenizer of the checkpoint directory `path`.
+
+    Raises:
+        CheckpointError: no known tokenizer file, or a broken one; the message names the file.
+    """
+    config = read_json(path / "tokenizer_config.json")
+    if (path / "tiktoken.model").is_file():
+        return TiktokenTokenizer(read_ranks(path / "tiktoken.model"), config)
+    if (path / "tokenizer.json").is_file():
+        return JsonTokenizer(path / "tokenizer.json", config)
+    raise CheckpointError(f"{path}: neither tiktoken.model nor tokenizer.json is there")
+
+
+class _ByteTable:
+    """The bytes of each token id and the special ids: both tokenizers decode with it."""
+
+    def __init__(self, table: list[bytes], special: frozenset[int]) -> None:
+        self._table = table
+        self._special = special
+        self._longest = max(map(len, table), default=1)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._table)
+
+    @property
+    def longest_token(self) -> int:
+        return self._longest
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special
+
+    @property
+    def strips_leading_space(self) -> bool:
+        return False
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._table[token_id] if 0 <= token_id < len(self._table) else b""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        special = self._special if skip_special else frozenset()
+        data = b"".join(self.token_bytes(token) for token in token_ids if token not in special)
+        if self.strips_leading_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", errors="replace")
+
+
+class TiktokenTokenizer(_ByteTable):
+    """Kimi-K2's tokenizer: byte-pair ranks, special tokens by name from `tokenizer_config.json`.
+
+    Adds neither BOS nor EOS by itself. Ids after the base ranks that the configuration does not
+    name are called `<|reserved_token_ID|>`, as in the checkpoint's own code.
+    """
+
+    def __init__(self, ranks: dict[bytes, int], config: Mapping[str, Any]) -> None:
+        vocabulary = tiktoken_vocabulary(ranks, config)
+        super().__init__(vocabulary.table, vocabulary.special)
+        self._ids = {name: token_id for token_id, name in vocabulary.added.items()}
+        self._tokens = _special_tokens(config)
+        self._encoding = tiktoken.Encoding(
+            name="checkpoint",
+            pat_str=config.get("pat_str") or KIMI_K2_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens=self._ids,
+        )
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        return self._tokens
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._ids.get(self._tokens.get("eos_token", ""))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._ids.get(self._tokens.get("bos_token", ""))
+
+    def special_id(self, name: str) -> int | None:
+        return self._ids.get(name)
+
+    def encode(
+        self, text: str, *, allow_special: bool = True, add_special: bool = False
+    ) -> list[int]:
+        del add_special  # these checkpoints add nothing
+        ids: list[int] = []
+        for piece in cut_text(text):
+            if allow_special:
+                ids += self._encoding.encode(piece, allowed_special="all")
+            else:
+                ids += self._encoding.encode_ordinary(piece)
+        return ids
+
+
+class JsonTokenizer(_ByteTable):
+    """A `tokenizer.json` whose pieces stand for bytes: byte-level or byte-fallback."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        try:
+            self._special_aware = tokenizers.Tokenizer.from_file(str(path))
+            self._special_blind = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(f"{path}: {error}") from error
+        self._special_blind.encode_special_tokens = True
+        document = read_json(path)
+        vocabulary = json_vocabulary(document, path)
+        super().__init__(vocabulary.table, vocabulary.special)
+        self._strips = decoder_kind(document, path) == "fallback"
+        self._tokens = _special_tokens(config)
+
+    @property
+    def strips_leading_space(self) -> bool:
+        return self._strips
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        return self._tokens
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.special_id(self._tokens.get("eos_token", ""))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.special_id(self._tokens.get("bos_token", ""))
+
+    def special_id(self, name: str) -> int | None:
+        token_id: int | None = self._special_aware.token_to_id(name) if name else None
+        return token_id
+
+    def encode(
+        self, text: str, *, allow_special: bool = True, add_special: bool = False
+    ) -> list[int]:
+        tokenizer = self._special_aware if allow_special else self._special_blind
+        return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
+
+
+def cut_text(text: str) -> list[str]:
+    """Cut `text` where Kimi-K2's tokenizer does before it encodes: pieces of at most
+    `MAX_ENCODE_CHARS`, runs of at most `MAX_RUN_CHARS`."""
+    if len(text) <= MAX_RUN_CHARS:
+        return [text] if text else []
+    pieces: list[str] = []
+    for start in range(0, len(text), MAX_ENCODE_CHARS):
+        part = text[start : start + MAX_ENCODE_CHARS]
+        cuts = [
+            cut
+            for run in _LONG_RUN.finditer(part)
+            for cut in range(run.start() + MAX_RUN_CHARS, run.end(), MAX_RUN_CHARS)
+        ]
+        bounds = [0, *cuts, len(part)]
+        pieces += [part[a:b] for a, b in itertools.pairwise(bounds)]
+    return pieces
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens

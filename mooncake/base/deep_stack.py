@@ -1,0 +1,46 @@
+"""Threads with a stack for deep recursion in C: where processes have no limit on their stack,
+threads get 2 MiB, and an overflow ends the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+STACK_BYTES = 64 * 2**20
+"""Of each thread; only what is used takes memory."""
+
+_STACK_SIZE = threading.Lock()
+"""Held while the size for new threads, which is one for the whole process, is another."""
+
+
+def start_deep_thread(work: Callable[[], object], name: str) -> threading.Thread:
+    """Start and return a daemon thread that runs `work` with a stack of `STACK_BYTES`."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    with _STACK_SIZE:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return thread
+
+
+def run_deep(work: Callable[[], T]) -> T:
+    """Run `work` in a thread with a deep stack and return its value, or raise its error."""
+    values: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            values.append(work())
+        except BaseException as error:  # also a panic of a library
+            errors.append(error)
+
+    start_deep_thread(run, "deep").join()
+    if errors:
+        raise errors[0]
+    return values[0]

@@ -1,0 +1,1 @@
+"""The `mooncake` command: one thin file a command."""

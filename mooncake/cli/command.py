@@ -1,0 +1,100 @@
+"""One command of `mooncake`: its words, the settings it takes, what runs it. Makes argparse flags
+of settings; knows no particular command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mooncake.launch.config import options
+from mooncake.launch.config.config import read_settings
+from mooncake.launch.config.options import Option
+
+Read = Callable[[Mapping[str, object], str | None, Mapping[str, str]], Any]
+"""(settings as written by name, path of a YAML file, environment) -> the settings, read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command and all that `--help` says of it."""
+
+    words: str
+    """As typed after `mooncake`: "bench serve"."""
+    summary: str
+    examples: str
+    """One line each."""
+    notes: str = ""
+    """What else `--help` says, below the examples."""
+    settings: type
+    """A dataclass of `options.setting` fields: its flags."""
+    run: Callable[[Any], int]
+    """Takes the settings and returns the exit code."""
+    takes_file: bool = False
+    """Whether `--config FILE` may give the settings."""
+    own_read: Read | None = None
+    """Reads the settings where that takes more than `read_settings`."""
+
+    def read(
+        self, given: Mapping[str, object], file: str | None, environ: Mapping[str, str]
+    ) -> Any:
+        """Return the settings; raises ConfigError naming the one that is wrong."""
+        if self.own_read is not None:
+            return self.own_read(given, file, environ)
+        return read_settings(self.settings, given, file, environ)
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Give `parser` a flag for each setting; values stay as written, for `read`."""
+        groups: dict[str, argparse._ArgumentGroup] = {}
+        for name, (option, default) in options.options_of(self.settings).items():
+            if option.group not in groups:
+                groups[option.group] = parser.add_argument_group(option.group)
+            more: dict[str, Any] = {
+                "default": argparse.SUPPRESS,
+                "help": help_of(option, default).replace("%", "%%") or argparse.SUPPRESS,
+            }
+            if option.switch:
+                # What a file may turn on, a flag can turn off.
+                either = self.takes_file or default
+                more["action"] = argparse.BooleanOptionalAction if either else "store_true"
+            else:
+                more["metavar"] = option.metavar
+                more["action"] = "append" if option.repeat and not option.many else "store"
+                if option.many or (option.positional and not option.required):
+                    more["nargs"] = option.many or "?"
+            if option.positional:
+                del more["action"]
+                groups[option.group].add_argument(name, **more)
+            else:
+                groups[option.group].add_argument(*flags_of(name, option), dest=name, **more)
+        if self.takes_file:
+            parser.add_argument(
+                "--config", metavar="FILE", help="YAML of these settings, keys are the flags' names"
+            )
+
+
+def flags_of(name: str, option: Option) -> list[str]:
+    """Return the flags of a setting, the long one first."""
+    return [f"--{options.flag(name)}", *([option.short] if option.short else [])]
+
+
+def default_of(default: Any) -> str:
+    """Return a default as a person would write it; empty: there is none to write."""
+    if default is None or default in ((), ""):
+        return ""
+    if isinstance(default, bool):
+        return str(default).lower()
+    return ",".join(map(str, default)) if isinstance(default, tuple) else f"{default}"
+
+
+def help_of(option: Option, default: Any) -> str:
+    """Return the help of a setting with its choices, variable and default; empty: it is hidden."""
+    if not option.text:
+        return ""
+    notes = [f"one of {', '.join(option.choices)}"] if option.choices else []
+    notes += [f"env {option.env}"] if option.env else []
+    if default_of(default) and not (option.switch and not default):
+        notes.append(f"default: {default_of(default)}")
+    return f"{option.text} ({'; '.join(notes)})" if notes else option.text

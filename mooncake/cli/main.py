@@ -1,0 +1,172 @@
+"""The `mooncake` command: parses words, runs one command; imports what is heavy only then.
+
+Every error raised on purpose becomes one line on stderr and an exit code (`registry.EXIT_CODES`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from mooncake.base import CheckpointError, ConfigError, MooncakeError, UserError
+from mooncake.cli.command import Command
+from mooncake.cli.registry import EXIT_CODES, SUMMARIES, commands_of
+from mooncake.cli.version import version_line
+from mooncake.launch.config import options
+from mooncake.launch.config.config import unknown_setting
+from mooncake.launch.config.options import nearest
+from mooncake.launch.host import environment
+
+EXTRAS = {
+    "fastapi": "api", "httptools": "api", "httpx": "api", "pydantic": "api", "ray": "ray",
+    "starlette": "api", "uvicorn": "api", "uvloop": "api",
+}  # fmt: skip
+"""Packages that not every installation has -> the extra that brings them."""
+
+EPILOG = "`mooncake COMMAND --help` has the flags and examples of each command.\n\nexit codes:\n"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are our errors, so that all errors look alike."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            words = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action,
+                f"invalid choice: {value!r}{nearest(str(value), words)}; one of {', '.join(words)}",
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    code = run(sys.argv[1:] if argv is None else list(argv))
+    if any(thread.daemon for thread in threading.enumerate()):
+        # One that still imports torch, or is in it, would abort the interpreter's end.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except (CheckpointError, UserError) as error:
+        return _complain(error.message, 2)
+    except MooncakeError as error:
+        return _complain(error.message, 1)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").split(".")[0])
+        if extra is None:
+            raise
+        return _complain(f"{error.name} is not installed: pip install 'mooncake-serve[{extra}]'", 2)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return _reader_left()
+    except SystemExit as left:
+        if isinstance(left.__context__, BrokenPipeError):  # rich makes exit code 1 of it
+            return _reader_left()
+        raise
+
+
+def _run(argv: Sequence[str]) -> int:
+    arguments, unknown = make_parser(argv[0] if argv else "").parse_known_args(argv)
+    command: Command = arguments.command
+    if unknown:
+        raise ConfigError(_about_unknown(unknown[0], command))
+    known = options.options_of(command.settings)
+    given = {name: value for name, value in vars(arguments).items() if name in known}
+    file = arguments.config if command.takes_file else None
+    settings = command.read(given, file, environment.variables())
+    for name in sorted(given):
+        option, _ = known[name]
+        if option.secret:
+            _warn(
+                f"--{options.flag(name)}: all users of this machine see it in `ps`; better set "
+                f"{option.env}"
+            )
+    return command.run(settings)
+
+
+def _warn(message: str) -> None:
+    print(f"mooncake: warning: {message}", file=sys.stderr)
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"mooncake: {message}", file=sys.stderr)
+    return code
+
+
+def _reader_left() -> int:
+    """Keep silent at exit too: what is still in the buffer has nowhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
+
+
+def _about_unknown(word: str, command: Command) -> str:
+    if not word.startswith("-"):
+        return f"{word!r} is one argument too many"
+    if command.words == "serve":
+        return unknown_setting(word)
+    name = word.partition("=")[0].lstrip("-")
+    known = map(options.flag, options.options_of(command.settings))
+    return f"unknown option {word}{nearest(name, known)}"
+
+
+def make_parser(word: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all commands; with a `word`, only that command knows its flags."""
+    parser = _Parser(
+        prog="mooncake",
+        description="Serve Kimi-K2 from separate prefill, decode and KVCache pool workers.",
+        epilog=EPILOG + "".join(f"  {code:<4} {what}\n" for code, what in EXIT_CODES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", "-V", action="version", version=version_line())
+    groups = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name, summary in SUMMARIES.items():
+        commands = commands_of(name) if word in (None, name) else ()
+        alone = [command.words for command in commands] == [name]
+        examples = "\n".join(dict.fromkeys(command.examples.strip() for command in commands))
+        group = _add(groups, name, summary, examples, commands[0].notes if alone else "")
+        if alone:
+            commands[0].add_flags(group)
+            group.set_defaults(command=commands[0])
+            continue
+        kinds = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
+        for command in commands:
+            _, _, last = command.words.partition(" ")
+            leaf = _add(kinds, last, command.summary, command.examples, command.notes)
+            command.add_flags(leaf)
+            leaf.set_defaults(command=command)
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[_Parser],
+    name: str,
+    summary: str,
+    examples: str,
+    notes: str,
+) -> _Parser:
+    lines = "".join(f"  {line}\n" for line in examples.splitlines())
+    return commands.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"examples:\n{lines}\n{notes}", formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""`mooncake plan`: the smallest simulated cluster that keeps a trace inside its limits."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from mooncake.base import ConfigError, MooncakeError
+from mooncake.cli.command import Command
+from mooncake.launch.config.options import values_of
+from mooncake.launch.config.shipped import figures
+from mooncake.launch.config.sim_settings import PlanSettings
+from mooncake.sim import console as terminal
+from mooncake.sim.files import as_json, check_writable, read_trace, write
+from mooncake.sim.planning import plan_cluster
+from mooncake.sim.results.report import comparison_page
+from mooncake.sim.simulation import SimulationConfig
+from mooncake.sim.workload import Workload
+from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
+
+
+def run(wanted: PlanSettings) -> int:
+    """Try clusters, print and write what was tried.
+
+    Raises:
+        MooncakeError: none of up to `max_nodes` nodes is enough.
+    """
+    check_writable(wanted.json, wanted.report)
+    if wanted.trace is None:
+        raise ConfigError("--trace is missing", param="trace")
+    base = SimulationConfig(
+        model=figures(wanted.model, ModelFigures),
+        hardware=figures(wanted.hardware, HardwareFigures),
+        num_prefill=1,
+        num_decode=1,
+        **values_of(wanted, SimulationConfig),
+    )
+    workload = Workload.replay(read_trace(wanted.trace), speed=wanted.speed, limit=wanted.limit)
+    console = Console(stderr=True)
+    tried = plan_cluster(
+        base, lambda config: terminal.run(config, workload, console), wanted.max_nodes
+    )
+    write(wanted.json, as_json(tried))
+    rows = terminal.tried_rows(tried)
+    title = f"{base.model.name} on {base.hardware.name}: what was tried"
+    remark = "Chosen: the fewest instances with 99 % of requests inside both limits."
+    plots = [("Requests inside both limits, best split tried", terminal.plan_plot(tried))]
+    write(wanted.report, comparison_page(title, [("Clusters", rows, remark)], plots))
+    terminal.show_rows(title, rows, Console())
+    best = next((one for one in tried if one.chosen), None)
+    if best is None:
+        raise MooncakeError(f"no cluster of up to {wanted.max_nodes} nodes keeps 99 % inside")
+    Console().print(
+        f"{best.num_nodes} nodes: {best.num_prefill} prefill and {best.num_decode} decode instances"
+    )
+    return 0
+
+
+COMMANDS = (
+    Command(
+        words="plan", summary="the smallest cluster for a trace and limits", settings=PlanSettings,
+        run=run, takes_file=True,
+        examples="mooncake plan --trace trace.jsonl --model llama3-70b --hardware a800x8 \\\n"
+        "    --slo-ttft-s 30 --slo-tbt-ms 100",
+    ),
+)  # fmt: skip

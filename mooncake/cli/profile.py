@@ -1,0 +1,133 @@
+"""`mooncake profile`: time an engine's steps here and fit the Conductor's cost models to them.
+
+What workers do in two seconds at their start, here with as many sizes as fit, repeats and the error
+of the fit. One model for each role, as each worker has its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from mooncake.base import ConfigError, CostSample, Role
+from mooncake.cli.command import Command
+from mooncake.launch.config.options import count, same_as, setting, shared_values, text, truth
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import machine_facts
+from mooncake.launch.worker.cost_fit import ROLES, Fit, fit, shapes_within
+
+if TYPE_CHECKING:
+    from mooncake.launch.worker.direct import DirectEngine
+
+TERMS = ("s a step", "s a token", "s a pair of new and earlier token", "s a pair of new tokens")
+ENGINE, RESULT = "engine", "result"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Settings of `mooncake profile`."""
+
+    model: str = setting("", text, ENGINE, "DIR", "the checkpoint", positional=True, required=True)
+    dtype: str = same_as(ServeConfig, "dtype", ENGINE)
+    max_model_len: int | None = same_as(ServeConfig, "max_model_len", ENGINE)
+    max_num_seqs: int = same_as(ServeConfig, "max_num_seqs", ENGINE)
+    max_num_batched_tokens: int = same_as(ServeConfig, "max_num_batched_tokens", ENGINE)
+    num_threads: int | None = same_as(ServeConfig, "num_threads", ENGINE)
+    kv_cache_memory_bytes: int | None = same_as(ServeConfig, "kv_cache_memory_bytes", ENGINE)
+    device: str = same_as(ServeConfig, "device", ENGINE)
+    repeats: int = setting(3, count(1), RESULT, "N", "of each step")
+    out: str | None = setting(None, text, RESULT, "FILE", "write the samples and the fit there")
+    json: bool = setting(False, truth, RESULT, "", "print what --out writes", switch=True)
+
+
+def run(wanted: Profile) -> int:
+    """Profile a checkpoint, print tables or JSON, write `out` where it is given.
+
+    Raises:
+        MooncakeError: a setting is wrong, or the model cannot be run.
+    """
+    from mooncake.launch.worker.direct import DirectEngine
+
+    if wanted.out is not None and not Path(wanted.out).absolute().parent.is_dir():
+        raise ConfigError(f"out: the directory of {wanted.out} is not there")
+    console = Console(stderr=wanted.json)
+    with DirectEngine.open(**shared_values(wanted, ServeConfig)) as engine:
+        config = engine.config
+        fits = {role: fit(_time(engine, role, wanted.repeats, console)) for role in ROLES}
+    document = {
+        "model": wanted.model,
+        "host": machine_facts.host_name(),
+        "cores": machine_facts.num_cores(),
+        "max_batched_tokens": config.max_batched_tokens,
+        **{role.value: _document(found) for role, found in fits.items()},
+    }
+    if wanted.out is not None:
+        Path(wanted.out).write_text(json.dumps(document, indent=1) + "\n")
+    if wanted.json:
+        print(json.dumps(document))
+    else:
+        for role, found in fits.items():
+            _show(found, f"{role.value} steps of {wanted.model} on this machine", console)
+    return 0
+
+
+def _time(engine: DirectEngine, role: Role, repeats: int, console: Console) -> list[CostSample]:
+    """Return the median of a few runs of each step."""
+    columns = (TextColumn(f"{role.value} steps"), BarColumn(), MofNCompleteColumn())
+    samples = []
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        for shape in bar.track(shapes_within(role, engine.config)):
+            timed = [engine.time_step(shape) for _ in range(repeats)]
+            seconds = statistics.median(sample.seconds for sample in timed)
+            samples.append(msgspec.structs.replace(timed[0], seconds=seconds))
+    return samples
+
+
+def _document(found: Fit) -> dict[str, Any]:
+    return {
+        "samples": [msgspec.structs.asdict(sample) for sample in found.samples],
+        "coefficients": list(found.coefficients),
+        "error": {"median": statistics.median(found.errors), "max": max(found.errors)},
+    }
+
+
+def _show(found: Fit, title: str, console: Console) -> None:
+    table = Table(title=title, title_justify="left")
+    for heading in ("sequences", "new tokens", "in KV before", "ms", "fit ms", "error"):
+        table.add_column(heading, justify="right")
+    rows = zip(found.samples, found.predicted_s, found.errors, strict=True)
+    for sample, predicted, error in rows:
+        table.add_row(
+            str(sample.num_sequences),
+            str(sample.num_new_tokens),
+            str(sample.num_context_tokens),
+            f"{1000 * sample.seconds:.2f}",
+            f"{1000 * predicted:.2f}",
+            f"{error:.0%}",
+        )
+    console.print(table)
+    for value, term in zip(found.coefficients, TERMS, strict=True):
+        console.print(f"{value:.3g} {term}", highlight=False)
+    console.print(
+        f"error of a step left out of the fit: median {statistics.median(found.errors):.0%}, "
+        f"largest {max(found.errors):.0%}",
+        highlight=False,
+    )
+
+
+COMMANDS = (
+    Command(
+        words="profile", summary="time an engine's steps here and fit the cost model",
+        settings=Profile, run=run,
+        examples="mooncake profile checkpoints/k2-small\n"
+        "mooncake profile checkpoints/k2-small --num-threads 2 --out this-machine.json --json",
+    ),
+)  # fmt: skip

@@ -1,0 +1,120 @@
+"""All commands of `mooncake`, and descriptions of them for documentation.
+
+`describe()` returns one `CommandDoc` a command, in the order of `--help`; each holds a `FlagDoc` a
+flag, made of the very settings that the command line and configuration files are read by:
+
+>>> for command in describe():
+...     for flag in command.flags:
+...         print(command.words, flag.names, flag.type, flag.default, flag.help)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import msgspec
+
+from mooncake.cli.command import Command, default_of, flags_of
+from mooncake.launch.config import options
+
+SUMMARIES = {
+    "serve": "serve a checkpoint",
+    "model": "work with checkpoints",
+    "status": "workers, pool and load",
+    "chat": "talk to a server in the terminal",
+    "pool": "look at a pool node, put and get",
+    "bench": "measure a server or an engine",
+    "simulate": "play a trace, or faults, on a simulated cluster",
+    "plan": "the smallest cluster for a trace and limits",
+    "trace": "look at a trace",
+    "profile": "time an engine's steps here and fit the cost model",
+    "tune": "measure kernel configurations on this GPU",
+    "version": "print the version",
+}
+"""The first word of each command; the module of that name in this package has its `COMMANDS`."""
+
+EXIT_CODES = {
+    0: "done",
+    1: "it was tried and failed: no server, no room, a check that does not hold",
+    2: "a flag, a file or a checkpoint is wrong; nothing was started",
+    130: "Ctrl-C",
+    141: "the reader of the output left",
+}
+"""What the exit codes of all commands mean."""
+
+
+class FlagDoc(msgspec.Struct, frozen=True, kw_only=True):
+    """One flag."""
+
+    names: list[str]
+    """Long name first, "--port"; of a positional argument its name without dashes."""
+    type: str
+    """Of the value, as Python writes it."""
+    metavar: str
+    default: str
+    """As a person would write it; empty: none, the help says what happens then."""
+    choices: list[str]
+    group: str
+    help: str
+    key: str
+    """In a YAML file; empty where the command takes none."""
+    environment: str
+    """The variable it may come from; empty: none."""
+    switch: bool
+    repeat: bool
+    required: bool
+    positional: bool
+
+
+class CommandDoc(msgspec.Struct, frozen=True, kw_only=True):
+    """One command."""
+
+    words: str
+    """As typed after `mooncake`: "bench serve"."""
+    summary: str
+    examples: list[str]
+    takes_file: bool
+    """Whether `--config FILE` may give its settings."""
+    flags: list[FlagDoc]
+
+
+def commands_of(word: str) -> tuple[Command, ...]:
+    """Return the commands whose first word is `word`; imports what they need to be parsed."""
+    found: tuple[Command, ...] = importlib.import_module(f"mooncake.cli.{word}").COMMANDS
+    return found
+
+
+def describe() -> list[CommandDoc]:
+    """Return all commands with all flags that help shows."""
+    return [_describe(command) for word in SUMMARIES for command in commands_of(word)]
+
+
+def _describe(command: Command) -> CommandDoc:
+    types = {field.name: str(field.type) for field in dataclasses.fields(command.settings)}
+    flags = [
+        FlagDoc(
+            names=[name] if option.positional else flags_of(name, option),
+            type=types[name],
+            metavar=option.metavar,
+            default=default_of(default),
+            choices=list(option.choices),
+            group=option.group,
+            help=option.text,
+            key=options.flag(name) if command.takes_file else "",
+            environment=option.env,
+            switch=option.switch,
+            repeat=option.repeat,
+            required=option.required,
+            positional=option.positional,
+        )
+        for name, (option, default) in options.options_of(command.settings).items()
+        if option.text
+    ]
+    return CommandDoc(
+        words=command.words,
+        summary=command.summary,
+        examples=command.examples.splitlines(),
+        takes_file=command.takes_file,
+        flags=flags,
+    )

@@ -1,0 +1,60 @@
+"""`mooncake serve`: a cluster, one worker, a gateway or a pool node, until a signal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from mooncake.cli.command import Command
+from mooncake.launch.config.config import resolve
+from mooncake.launch.config.settings import ServeConfig
+
+EXAMPLES = """\
+mooncake serve checkpoints/k2-small                        1 prefill, 1 decode, 1 kvstore worker
+mooncake serve checkpoints/k2-small --prefill 2 --decode 2 --slo-ttft-s 5
+mooncake serve checkpoints/k2-small --colocated            one process, no Ray
+mooncake serve --config configs/serve/2p2d.yaml --port 9000
+mooncake serve --role prefill --join 10.0.0.7:6379         one more worker for a running cluster
+mooncake serve --role gateway --join 10.0.0.7:6379         one more gateway with an API
+mooncake serve checkpoints/k2-small --role kvstore --dram 100GiB --ssd /mnt/nvme0:2TiB
+mooncake serve checkpoints/k2-small --dry-run              what would be started, and its memory
+mooncake serve --check                                     each kernel against its reference here
+"""
+
+
+def run(config: ServeConfig) -> int:
+    """Serve, or only look: at the kernels, or at what would be started."""
+    if config.check:
+        return _check_kernels()
+    from mooncake.launch.cluster import serve
+
+    return serve.dry_run(config) if config.dry_run else serve.serve(config)
+
+
+def _check_kernels() -> int:
+    """Compare every fast op with its reference here, print a table; 0 if none differs."""
+    from mooncake_kernels.checks import check_kernels
+    from mooncake_kernels.timing import local_device
+
+    device, place = local_device()
+    table = Table(title=f"kernels on {place}", title_justify="left")
+    for heading in ("op", "backend", "difference", "gate", ""):
+        table.add_column(heading, justify="right" if heading in ("difference", "gate") else "left")
+    wrong = 0
+    for row in check_kernels(device):
+        ran = row.difference is not None
+        broken = ran or not row.note.startswith(("needs a", "not installed"))
+        wrong += broken and not row.passed
+        verdict = "ok" if row.passed else row.note or "DIFFERS"
+        found = f"{row.difference:.1e}" if row.difference is not None else "-"
+        table.add_row(row.op, row.backend, found, f"{row.gate:.0e}", verdict)
+    Console().print(table)
+    return 1 if wrong else 0
+
+
+COMMANDS = (
+    Command(
+        words="serve", summary="serve a checkpoint", examples=EXAMPLES, settings=ServeConfig,
+        run=run, takes_file=True, own_read=resolve,
+    ),
+)  # fmt: skip

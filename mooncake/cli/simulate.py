@@ -1,0 +1,149 @@
+"""`mooncake simulate`: a trace, or faults, on a simulated cluster of the shipped code."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from mooncake.base import ConfigError
+from mooncake.cli.command import Command
+from mooncake.launch.config.options import values_of
+from mooncake.launch.config.shipped import figures
+from mooncake.launch.config.sim_settings import SimulateSettings
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.sim import console as terminal
+from mooncake.sim.faults.plan import KINDS
+from mooncake.sim.faults.random_faults import Trial, TrialReport, describe_failure
+from mooncake.sim.faults.run import FaultyRun
+from mooncake.sim.files import as_json, check_writable, read_faults, read_trace, write
+from mooncake.sim.results.report import comparison_page, page
+from mooncake.sim.results.result import result_of
+from mooncake.sim.simulation import SimulationConfig
+from mooncake.sim.workload import Workload
+from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
+
+RANDOM = "random"
+EXAMPLES = """\
+mooncake simulate --trace trace.jsonl --model llama3-70b --hardware a800x8 --prefill 8 --decode 8
+mooncake simulate --trace trace.jsonl --model kimi-k2-thinking --hardware h200x8 \\
+    --prefill 2 --decode 2 --speed 2 --slo-ttft-s 10 --slo-tbt-ms 50 --report run.html
+mooncake simulate --trace trace.jsonl --model llama3-70b --hardware a800x8 \\
+    --engine coupled-prefix --decode 16      engines that do everything, as a baseline
+mooncake simulate --config run.yaml --seed 2   keys are the flags' names; flags come first
+mooncake simulate --faults random --seed 7     a small cluster under faults, checked
+mooncake simulate --faults faults.yaml --trace trace.jsonl --limit 300 --prefill 2 --decode 2
+"""
+NOTES = """\
+A file of faults is a YAML list or JSONL, each with at_s (seconds after the first request), kind and
+what the kind needs; without --trace they happen to the small cluster of --seed:
+  - {at_s: 10, kind: kill, target: prefill-0}
+  - {at_s: 12, kind: cut, target: decode-node-0, other: prefill-node-1, seconds: 5}
+  - {at_s: 20, kind: lose, amount: 0.1, seconds: 3}
+kinds:
+""" + "\n".join(f"  {kind:15} {effect}" for kind, effect in KINDS.items())
+
+
+def run(wanted: SimulateSettings) -> int:
+    """Play the trace, or let faults happen; 1 when a check failed."""
+    if wanted.faults is not None:
+        with _no_logs():
+            return _under_faults(wanted, wanted.faults)
+    check_writable(wanted.json, wanted.report)
+    config = simulation_config(wanted)
+    console, begun_s = Console(stderr=True), time.process_time()
+    result = terminal.run(config, _workload(wanted), console)
+    took_s = time.process_time() - begun_s
+    console.print(
+        f"{result.duration_s:,.0f} s of {result.num_nodes} nodes, {result.num_events:,} events, "
+        f"simulated in {took_s:,.0f} s of one core: {result.duration_s / max(took_s, 1e-3):,.1f} "
+        "times as fast as life"
+    )
+    write(wanted.json, as_json(result))
+    write(wanted.report, page(result))
+    terminal.show(result, Console())
+    return 0
+
+
+def simulation_config(wanted: SimulateSettings) -> SimulationConfig:
+    """Return the cluster that the settings describe."""
+    coupled = wanted.engine != "mooncake"
+    prefill = wanted.prefill if wanted.prefill is not None else 0 if coupled else 8
+    decode = wanted.decode if wanted.decode is not None else 16 if coupled else 8
+    return SimulationConfig(
+        model=figures(wanted.model, ModelFigures),
+        hardware=figures(wanted.hardware, HardwareFigures),
+        num_prefill=prefill,
+        num_decode=decode,
+        scheduler=SchedulerConfig(
+            fetch_remote=not wanted.local_caches,
+            ttft_slo_s=wanted.slo_ttft_s if wanted.reject else None,
+            tbt_slo_s=wanted.slo_tbt_ms / 1e3 if wanted.reject else None,
+            **values_of(wanted, SchedulerConfig),
+        ),
+        link_bytes_per_s=wanted.link_gbps * 1e9 / 8 if wanted.link_gbps else None,
+        **values_of(wanted, SimulationConfig),
+    )
+
+
+def _workload(wanted: SimulateSettings) -> Workload:
+    if wanted.trace is None:
+        raise ConfigError("--trace is missing", param="trace")
+    return Workload.replay(
+        read_trace(wanted.trace),
+        speed=wanted.speed,
+        limit=wanted.limit,
+        max_output_tokens=wanted.max_output,
+    )
+
+
+def _under_faults(wanted: SimulateSettings, file: str) -> int:
+    """Play faults on the trace's cluster, or on the small one of the seed."""
+    faults = None if file == RANDOM else read_faults(file)
+    if wanted.trace is None:
+        report = Trial(wanted.seed, faults, file).run()
+        html = comparison_page(terminal.fault_title(report), terminal.fault_tables(report))
+        return _end(wanted, report, html, f"mooncake simulate --faults {file} --seed {wanted.seed}")
+    config, console = simulation_config(wanted), Console(stderr=True)
+    workload = _workload(wanted)
+    run = FaultyRun(config, workload, faults, file)
+    with terminal.progress_of("faults", len(workload.arrivals), console) as progress:
+        report = run.run(progress)
+    html = comparison_page(terminal.fault_title(report), terminal.fault_tables(report))
+    if report.failure is None:
+        result = result_of(run.simulation)
+        terminal.show(result, Console())
+        html = page(result, terminal.fault_tables(report))
+    return _end(wanted, report, html, "the same command")
+
+
+@contextlib.contextmanager
+def _no_logs() -> Iterator[None]:
+    """Silence the logs: machines under faults log what they should, and it is no news here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _end(wanted: SimulateSettings, report: TrialReport, html: str, command: str) -> int:
+    write(wanted.json, as_json(report))
+    write(wanted.report, html)
+    terminal.show_rows(terminal.fault_title(report), report.rows, Console())
+    if report.failure is None:
+        return 0
+    print(describe_failure(report, command))
+    return 1
+
+
+COMMANDS = (
+    Command(
+        words="simulate", summary="play a trace, or faults, on a simulated cluster", run=run,
+        settings=SimulateSettings, takes_file=True, examples=EXAMPLES, notes=NOTES,
+    ),
+)  # fmt: skip

@@ -1,0 +1,97 @@
+"""`mooncake status`: the workers, gateways and load of a server, as tables or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mooncake.cli.command import Command
+from mooncake.launch.config.options import setting, text, truth
+from mooncake.launch.pool_client.http_client import Client
+
+STATUS_PATH = "/v1/cluster/status"
+DEFAULT_URL = "http://127.0.0.1:8000"
+SERVER = "server"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerAddress:
+    """Settings of all commands that ask a server."""
+
+    # fmt: off
+    url: str = setting(DEFAULT_URL, text, SERVER, "URL", "of the server")
+    api_key: str | None = setting(None, text, SERVER, "KEY", "if it asks for one",
+        env="MOONCAKE_API_KEY", secret=True)
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status(ServerAddress):
+    """Settings of `mooncake status`."""
+
+    json: bool = setting(False, truth, "output", "", "print what the server answers", switch=True)
+
+
+def show(wanted: Status) -> int:
+    """Print the status of a server.
+
+    Raises:
+        MooncakeError: no server answers, or it refuses.
+    """
+    answer = Client(wanted.url, wanted.api_key).get(STATUS_PATH)
+    if wanted.json:
+        json.dump(answer, sys.stdout, indent=2)
+        print()
+        return 0
+    console = Console()
+    console.print(gateway_table(answer.get("gateways", [])))
+    console.print(worker_table(answer.get("workers", [])))
+    for name, value in answer.items():
+        if name not in ("gateways", "workers"):
+            console.print(f"{name}: {_flat(value)}")
+    return 0
+
+
+def gateway_table(gateways: list[dict[str, Any]]) -> Table:
+    """Return one row a gateway, the one that answered first."""
+    table = Table(box=None, pad_edge=False)
+    columns = {"gateway": "id", "address": "address", "state": "state", "requests": "num_inflight"}
+    for title in columns:
+        table.add_column(title)
+    for gateway in gateways:
+        table.add_row(*(str(gateway.get(name, "")) for name in columns.values()))
+    return table
+
+
+def worker_table(workers: list[dict[str, Any]]) -> Table:
+    """Return one row a worker: its name and place, its state, its load."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("worker", "role", "pid", "host", "state", "running", "waiting", "free blocks"):
+        table.add_column(name)
+    for worker in workers:
+        load = worker.get("load") or {}
+        table.add_row(
+            *(str(worker.get(name, "")) for name in ("id", "role", "pid", "host", "state")),
+            *(str(load.get(name, 0)) for name in ("num_running", "num_waiting")),
+            f"{load.get('num_free_blocks', 0)} of {load.get('num_total_blocks', 0)}",
+        )
+    return table
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, dict):
+        value = [f"{name} {each}" for name, each in value.items()]
+    return (", ".join(map(str, value)) or "-") if isinstance(value, list) else str(value)
+
+
+COMMANDS = (
+    Command(
+        words="status", summary="workers, pool and load", settings=Status, run=show,
+        examples="mooncake status\nmooncake status --json | jq '.workers[].pid'",
+    ),
+)  # fmt: skip

@@ -1,0 +1,88 @@
+"""`mooncake tune`: measure kernel configurations on this GPU and write their table."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from mooncake.base import ConfigError
+from mooncake.cli.command import Command
+from mooncake.launch.config import options
+from mooncake.launch.config.options import SomeOf, setting, text
+
+EXPERTS = "experts of Kimi-K2"
+FORMATS = ("plain", "fp8", "int4")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tune:
+    """Settings of `mooncake tune`."""
+
+    # fmt: off
+    split: str = setting("tp8", text, EXPERTS, "NAME", "how they are split: tp8, tp16, ep16")
+    format: tuple[str, ...] = setting(FORMATS, SomeOf(*FORMATS), EXPERTS, "NAME",
+        "of the weights, may be repeated", repeat=True)
+    # fmt: on
+
+
+def tune(wanted: Tune) -> int:
+    """Measure the experts of Kimi-K2, split as asked for, on this GPU and write its table.
+
+    Raises:
+        ConfigError: no such split, or there is no GPU.
+    """
+    from mooncake_kernels.timing import local_device
+    from mooncake_kernels.tune import BATCHES, KIMI_K2_RANKS, rank_shape, tune_experts
+    from mooncake_kernels.tuning import TABLES, Target, save_table
+
+    split = options.OneOf(*KIMI_K2_RANKS)("split", wanted.split)
+    device, place = local_device()
+    if device.type != "cuda":
+        raise ConfigError("tune measures kernels on a CUDA GPU, and there is none here")
+    import triton
+
+    target = Target(place, triton.__version__)
+    console = Console(stderr=True)
+    for name in wanted.format:
+        shape = rank_shape(name, split)
+        with _bar(console) as bar:
+            task = bar.add_task(shape.key, total=len(BATCHES))
+            found = tune_experts(shape, progress=functools.partial(_show, bar, task))
+        save_table(TABLES / target.file_name, target, {shape.key: found})
+        console.print(f"{shape.key}: {len(found)} batches in {TABLES / target.file_name}")
+    return 0
+
+
+def _show(bar: Progress, task: TaskID, done: int, whole: int) -> None:
+    bar.update(task, completed=done, total=whole)
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+COMMANDS = (
+    Command(
+        words="tune", summary="measure kernel configurations on this GPU", settings=Tune, run=tune,
+        examples="mooncake tune --split tp8 --format int4\n"
+        "mooncake tune --split ep16 --format fp8 --format int4",
+    ),
+)  # fmt: skip

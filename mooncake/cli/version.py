@@ -1,0 +1,33 @@
+"""`mooncake version`: the version of this package and of Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import mooncake
+from mooncake.cli.command import Command
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """It takes no settings."""
+
+
+def version_line() -> str:
+    """Return what `mooncake version` and `mooncake --version` print."""
+    return f"mooncake {mooncake.__version__}, Python {sys.version.split()[0]}"
+
+
+def run(_: Version) -> int:
+    """Print the version."""
+    print(version_line())
+    return 0
+
+
+COMMANDS = (
+    Command(
+        words="version", summary="print the version", examples="mooncake version",
+        settings=Version, run=run,
+    ),
+)  # fmt: skip

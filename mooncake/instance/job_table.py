@@ -1,0 +1,203 @@
+"""The requests in progress on a worker: the table that the prefill and the decode role share.
+
+Owned by the role's worker, which decides what a job does. The table knows attempts, gateways and
+sequences: at most one attempt of a request is in progress, and what belongs to an older attempt,
+or to one that has ended, is fenced off.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from mooncake.base.blocks import BlockKey, block_keys
+from mooncake.base.kv_layout import KvLayout
+from mooncake.base.messages import (
+    AbortTask,
+    DecodeTask,
+    PrefillTask,
+    Reserved,
+    WorkerRef,
+    is_former,
+)
+from mooncake.engine.sequence import Sequence
+from mooncake.instance.reuse import PrefixReuse
+
+MAX_EARLY = 1024
+MAX_REMEMBERED = 4096
+EARLY_S = 10.0
+"""A reservation waits this long for its task."""
+
+TaskT = TypeVar("TaskT", bound="PrefillTask | DecodeTask")
+
+
+class Job(Generic[TaskT]):
+    """The state that every job has: its task, block keys, prefix reuse and sequence."""
+
+    def __init__(self, task: TaskT, layout: KvLayout) -> None:
+        self.task = task
+        request = task.request
+        tokens = request.tokens_with(task.output_tokens)
+        self.keys = block_keys(
+            layout.fingerprint, tokens, layout.block_tokens, request.tenant, request.cache_salt
+        )
+        """Of all full blocks of the prompt and of the task's output tokens."""
+        self.num_tokens = len(tokens)
+        """Tokens whose KV must exist before the next token is sampled."""
+        self._block_tokens = layout.block_tokens
+        self.reuse: PrefixReuse | None = None
+        self.sequence: Sequence | None = None
+        self.num_counted = 0
+        """Leading blocks that this node's pool already counts as used by this request."""
+
+    @property
+    def request_id(self) -> str:
+        return self.task.request.request_id
+
+    @property
+    def attempt(self) -> int:
+        return self.task.attempt
+
+    def reusable_keys(self, num_outputs: int) -> list[BlockKey]:
+        """Return the keys of the blocks that may come from a cache, when `num_outputs` output
+        tokens are known. The last known token is always computed, because its logits are wanted.
+        """
+        request = self.task.request
+        if request.sampling.num_prompt_logprobs is not None and not num_outputs:
+            return []  # the logits of every prompt token are wanted
+        num_known = len(request.prompt_tokens) + num_outputs
+        return self.keys[: (num_known - 1) // self._block_tokens]
+
+
+JobT = TypeVar("JobT", bound="Job[PrefillTask] | Job[DecodeTask]")
+
+
+class JobTable(Generic[JobT]):
+    """Jobs by request, sequence and gateway. Jobs may end during an iteration."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, JobT] = {}
+        self._by_sequence: dict[int, JobT] = {}
+        self._gateways: dict[str, WorkerRef] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        """Request id -> the last attempt that has ended here; the oldest are dropped."""
+        self._early: OrderedDict[tuple[str, int], tuple[float, Reserved]] = OrderedDict()
+        """(request, attempt) -> when a reservation came before its task, and the reservation."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[JobT]:
+        return iter(list(self._jobs.values()))
+
+    def add(self, job: JobT) -> None:
+        """Enter a job; the request's older attempt must have been removed."""
+        assert job.request_id not in self._jobs, "an older attempt is still in progress"
+        self._jobs[job.request_id] = job
+
+    def get(self, request_id: str) -> JobT | None:
+        """Return the job of a request, whichever attempt it is."""
+        return self._jobs.get(request_id)
+
+    def find(self, request_id: str, attempt: int) -> JobT | None:
+        """Return the job of exactly this attempt."""
+        job = self._jobs.get(request_id)
+        return job if job is not None and job.attempt == attempt else None
+
+    def is_over(self, request_id: str, attempt: int) -> bool:
+        """Whether this attempt has ended here, or a later one has replaced it."""
+        job = self._jobs.get(request_id)
+        replaced = job is not None and attempt < job.attempt
+        return replaced or attempt <= self._ended.get(request_id, -1)
+
+    def is_new(self, task: PrefillTask | DecodeTask) -> bool:
+        """Whether a task is neither a repeat nor of an attempt that is over."""
+        request_id = task.request.request_id
+        repeated = self.find(request_id, task.attempt) is not None
+        return not repeated and not self.is_over(request_id, task.attempt)
+
+    def abort(self, message: AbortTask) -> JobT | None:
+        """Fence off the attempt and all older ones; return the job that must end, if any."""
+        self._remember(message.request_id, message.attempt)
+        job = self._jobs.get(message.request_id)
+        return job if job is not None and job.attempt <= message.attempt else None
+
+    def remove(self, job: JobT) -> None:
+        """Take a job out and fence off its attempt; repeats change nothing."""
+        if self._jobs.get(job.request_id) is job:
+            del self._jobs[job.request_id]
+        self._remember(job.request_id, job.attempt)
+
+    def _remember(self, request_id: str, attempt: int) -> None:
+        self._ended[request_id] = max(attempt, self._ended.get(request_id, -1))
+        self._ended.move_to_end(request_id)
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def start_sequence(self, job: JobT, sequence: Sequence) -> None:
+        """Record that the engine runs this sequence for a job."""
+        job.sequence = sequence
+        self._by_sequence[sequence.sequence_id] = job
+
+    def of_sequence(self, sequence_id: int) -> JobT | None:
+        """Return the job that a running sequence belongs to."""
+        return self._by_sequence.get(sequence_id)
+
+    def end_sequence(self, job: JobT) -> int | None:
+        """Forget the job's sequence; return its id, None when the engine was running none."""
+        if job.sequence is None or job.sequence.sequence_id not in self._by_sequence:
+            return None
+        del self._by_sequence[job.sequence.sequence_id]
+        return job.sequence.sequence_id
+
+    def of_gateway(self, gateway: WorkerRef) -> list[JobT]:
+        """Return the jobs that this gateway asked for."""
+        return [job for job in self._jobs.values() if job.task.gateway == gateway]
+
+    def on_welcome(self, gateway: WorkerRef) -> list[JobT]:
+        """Take note of a gateway; return the jobs of its former epoch, which has no clients left.
+
+        A gateway that has started again numbers its attempts anew, so the fence is lifted.
+        """
+        if is_former(self._gateways.get(gateway.worker_id, gateway), gateway):
+            self._ended.clear()
+        self._gateways[gateway.worker_id] = gateway
+        return [job for job in self._jobs.values() if is_former(job.task.gateway, gateway)]
+
+    def keep_early(self, message: Reserved, now: float) -> Reserved | None:
+        """Keep a reservation that came before its task; return the one dropped to make room. The
+        time limit of a repeated one runs from its first arrival.
+        """
+        name = (message.request_id, message.attempt)
+        first_s, _ = self._early.get(name, (now, message))
+        self._early[name] = (first_s, message)
+        return self._early.popitem(last=False)[1][1] if len(self._early) > MAX_EARLY else None
+
+    def take_early(self, job: JobT) -> Reserved | None:
+        """Take out the reservation that waited for this job's task."""
+        return self._early.pop((job.request_id, job.attempt), (0.0, None))[1]
+
+    def expired_early(self, now: float) -> list[Reserved]:
+        """Take out the reservations whose task has not come in time."""
+        expired = []
+        while self._early:
+            name, (first_s, message) = next(iter(self._early.items()))
+            if now - first_s < EARLY_S:
+                break
+            del self._early[name]
+            expired.append(message)
+        return expired
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when an attempt that is over is still in progress, a sequence has no
+        job, or a bound was passed.
+        """
+        for request_id, job in self._jobs.items():
+            assert job.request_id == request_id
+            assert not self.is_over(request_id, job.attempt), f"{request_id} is over and goes on"
+        for sequence_id, job in self._by_sequence.items():
+            assert job.sequence is not None, f"the job of sequence {sequence_id} has no sequence"
+            assert job.sequence.sequence_id == sequence_id
+        assert len(self._early) <= MAX_EARLY, "more early reservations than allowed"
+        assert len(self._ended) <= MAX_REMEMBERED

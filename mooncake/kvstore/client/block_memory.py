@@ -1,0 +1,126 @@
+"""Registered memory that holds blocks, packed or in any regular shape, and places in it.
+
+Values: the registrations are the transfer engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import xxhash
+
+from mooncake.base import BlockPlaces, KvLayout
+from mooncake.transfer.engine import Region, TransferOp
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Registered memory that holds blocks: slice `n` of the block at `offset` begins `offset` bytes
+    after the n-th of `layers`, which are (region, byte offset).
+    """
+
+    layers: tuple[tuple[Region, int], ...]
+    slice_bytes: int
+
+    @classmethod
+    def packed(cls, region: Region, layout: KvLayout) -> BlockMemory:
+        """Return memory where all layers of a block lie together, as in the pool."""
+        return cls.strided(region, layout, layout.slice_bytes)
+
+    @classmethod
+    def strided(cls, region: Region, layout: KvLayout, layer_stride: int) -> BlockMemory:
+        """Return memory where the slices of a block lie `layer_stride` bytes apart, such as an
+        engine's pages `[layers, pages, block_tokens, width]`. Raises ValueError when that is less
+        than a slice.
+        """
+        if layer_stride < layout.slice_bytes:
+            raise ValueError(
+                f"layers {layer_stride} bytes apart overlap: a slice has {layout.slice_bytes}"
+            )
+        layers = tuple((region, layer * layer_stride) for layer in range(layout.num_layers))
+        return cls(layers, layout.slice_bytes)
+
+    @classmethod
+    def layered(cls, regions: Sequence[Region], layout: KvLayout) -> BlockMemory:
+        """Return memory that is one region a layer. Raises ValueError for another number."""
+        if len(regions) != layout.num_layers:
+            raise ValueError(f"{len(regions)} regions for {layout.num_layers} layers")
+        return cls(tuple((region, 0) for region in regions), layout.slice_bytes)
+
+    @property
+    def regions(self) -> list[Region]:
+        """The regions, each once."""
+        return list({region.region_id: region for region, _ in self.layers}.values())
+
+    def at(self, offsets: Sequence[int]) -> Places:
+        """Return the places of blocks that begin at these byte offsets. Raises ValueError when a
+        block would not lie inside.
+        """
+        for offset in offsets:
+            if not 0 <= offset <= self._last:
+                raise ValueError(f"no block at byte {offset}: the last may begin at {self._last}")
+        return Places(self, tuple(offsets))
+
+    def ops(self, offsets: Sequence[int], there: BlockPlaces) -> list[TransferOp]:
+        """Return the transfers between blocks here, at byte `offsets`, and blocks at a peer: one a
+        block where blocks are one piece on both sides, else one a slice.
+        """
+        size, stride = self.slice_bytes, there.layer_stride
+        layers = self.layers
+        if stride == size and self._is_packed:
+            size, layers = size * len(layers), layers[:1]
+        return [
+            TransferOp(region.region_id, base + here, there.region, remote + layer * stride, size)
+            for here, remote in zip(offsets, there.offsets, strict=False)
+            for layer, (region, base) in enumerate(layers)
+        ]
+
+    def checksum(self, offset: int) -> int:
+        """Return the xxh3-64 of a block's slices, layer after layer, which is that of the pool's
+        packed block. Reading a device takes some 0.1 ms a MiB. Raises TransferError when it fails.
+        """
+        size, layers = self.slice_bytes, self.layers
+        if self._is_packed:
+            size, layers = size * len(layers), layers[:1]
+        digest = xxhash.xxh3_64()
+        for _, run in groupby(layers, key=lambda layer: layer[0].region_id):
+            slices = list(run)
+            for part in slices[0][0].read([(base + offset, size) for _, base in slices]):
+                digest.update(part)
+        return digest.intdigest()
+
+    @cached_property
+    def _last(self) -> int:
+        """The last byte offset at which a block may begin."""
+        return min(region.num_bytes - base for region, base in self.layers) - self.slice_bytes
+
+    @cached_property
+    def _is_packed(self) -> bool:
+        """Whether each block is one piece of memory."""
+        [first, *_] = self.layers
+        step = self.slice_bytes
+        return all(
+            region is first[0] and base == first[1] + number * step
+            for number, (region, base) in enumerate(self.layers)
+        )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where some blocks lie, or are to lie, in memory that was registered."""
+
+    memory: BlockMemory
+    offsets: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, some: slice) -> Places:
+        return Places(self.memory, self.offsets[some])
+
+
+Where = Sequence[int] | Places
+"""Where blocks lie: byte offsets in a client's own memory, or places in registered memory."""

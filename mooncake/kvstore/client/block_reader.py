@@ -1,0 +1,299 @@
+"""Reads runs of blocks from pool nodes into registered memory: `PinBlocks`, READ, verify, `Unpin`;
+again while the node has more of the run, which comes up from its disks in pieces.
+
+A pure state machine that engines, clients of the pool and replicating nodes share. It owns tickets
+and batches of reads; memory and keys are the caller's. A read ends exactly once, when nothing
+writes to its memory any more, and what arrived before an error counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mooncake.base import (
+    BlockKey,
+    MooncakeError,
+    PinBlocks,
+    PinGranted,
+    TransferError,
+    Unavailable,
+    Unpin,
+    WorkerRef,
+)
+from mooncake.base.messages import NO_HEAD, ChainHead
+from mooncake.kvstore.client.block_memory import Places
+from mooncake.rpc.channel import Channel
+from mooncake.transfer.engine import Op, Transfer, TransferBatch, TransferDone
+
+VERIFY_BYTES_PER_TICK = 8 << 20
+"""Bytes hashed in one tick: less than a millisecond, so that nothing else waits long."""
+
+
+@dataclass(frozen=True)
+class ReadResult:
+    """How a read ended."""
+
+    num_blocks: int
+    """Leading blocks of the run that lie in memory, as their checksums say where verified."""
+    checksums: list[int]
+    """xxh3-64 that the node promised for each of them; 0: none."""
+    error: MooncakeError | None
+    """Why no more came; None: all came, the node has no more, or a block arrived damaged."""
+    num_bytes: int
+    """Bytes of the transfers that succeeded."""
+    seconds: float
+    """Time those transfers took together."""
+
+
+ReadEnded = Callable[[ReadResult, float], None]
+"""(result, now)"""
+
+
+class _Stage(Enum):
+    PINNING = 0
+    READING = 1
+    VERIFYING = 2
+
+
+@dataclass(kw_only=True)
+class _Read:
+    """A read, and the piece of it that is under way."""
+
+    number: int
+    store: WorkerRef
+    keys: Sequence[BlockKey]
+    """Keys of this piece and of those to come; `places` likewise."""
+    places: Places
+    deadline_s: float
+    answer_by_s: float
+    """When the read is given up unless the node has answered."""
+    head: ChainHead
+    """The blocks of the chain before this piece."""
+    ended: ReadEnded
+    stage: _Stage = _Stage.PINNING
+    batch_id: int = -1
+    num_blocks: int = 0
+    """Blocks of this piece."""
+    more: bool = False
+    """Whether the node has blocks behind this piece."""
+    promised: list[int] = field(default_factory=list)
+    """Checksum of each block of this piece; 0: none."""
+    num_verified: int = 0
+    arrived: list[int] = field(default_factory=list)
+    """Checksum of each block that has arrived, in the pieces before too."""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def advance(self) -> None:
+        """Turn to the next piece: this one has arrived whole."""
+        before = [*self.head.keys, *self.keys[: self.num_blocks]]
+        self.head = ChainHead(before, len(before))
+        self.keys, self.places = self.keys[self.num_blocks :], self.places[self.num_blocks :]
+        self.stage, self.answer_by_s = _Stage.PINNING, self.deadline_s
+        self.num_verified = 0
+
+
+class BlockReader:
+    """All reads of one process."""
+
+    def __init__(
+        self, reader: WorkerRef, channel: Channel, transfer: Transfer, *, verify: bool
+    ) -> None:
+        """With `verify`, what arrives is compared with the checksums that nodes promise."""
+        self._reader = reader
+        self._channel = channel
+        self._transfer = transfer
+        self._verify = verify
+        self._reads: dict[int, _Read] = {}
+        """Open reads by the ticket of their piece."""
+        self._batches: dict[int, int] = {}
+        """Batch id -> ticket."""
+        self._verifying: deque[int] = deque()
+        self._last_ticket = 0
+        self.num_corrupt = 0
+        """Blocks that arrived otherwise than promised."""
+
+    @property
+    def num_open(self) -> int:
+        return len(self._reads)
+
+    def start(
+        self,
+        store: WorkerRef,
+        keys: Sequence[BlockKey],
+        places: Places,
+        deadline_s: float,
+        ended: ReadEnded,
+        *,
+        answer_by_s: float = float("inf"),
+        head: ChainHead = NO_HEAD,
+    ) -> int:
+        """Read the run `keys`, which follows `head` in its chain, from `store` into `places`;
+        return the number of the read, for `cancel`.
+
+        The read fails at `deadline_s`, or when the node has not answered by `answer_by_s`.
+        """
+        number = self._last_ticket + 1
+        self._pin(_Read(
+            number=number, store=store, keys=keys, places=places, deadline_s=deadline_s,
+            answer_by_s=min(deadline_s, answer_by_s), head=head, ended=ended,
+        ))  # fmt: skip
+        return number
+
+    def cancel(self, number: int, now: float) -> None:
+        """Stop a read; it still ends through its callback. An unknown number does nothing."""
+        for ticket, read in list(self._reads.items()):
+            if read.number == number:
+                read.deadline_s = now
+                self._stop(ticket, now, TransferError("the read was cancelled"))
+
+    def on_granted(self, message: PinGranted, now: float) -> None:
+        """Read what the node pinned; unpin it when the read is over already."""
+        read = self._reads.get(message.ticket)
+        if read is None or read.store.address != message.store.address:
+            self._unpin(message.store, message.ticket)
+            return
+        if read.stage is not _Stage.PINNING:
+            return
+        count = read.num_blocks = min(message.num_blocks, len(read.keys))
+        read.more = message.more and count < len(read.keys)
+        read.promised = [*message.checksums[:count], *[0] * (count - len(message.checksums))]
+        if not count:
+            self._end(message.ticket, 0, now)
+            return
+        read.stage = _Stage.READING
+        ops = read.places.memory.ops(read.places.offsets[:count], message.places)
+        batch = TransferBatch(
+            op=Op.READ, peer=message.places.segment, ops=ops, deadline_s=read.deadline_s
+        )
+        read.batch_id = self._transfer.submit(batch)
+        self._batches[read.batch_id] = message.ticket
+
+    def on_transfer_done(self, done: TransferDone, now: float) -> bool:
+        """Take the end of a transfer; return False when it belongs to no read."""
+        ticket = self._batches.pop(done.batch_id, None)
+        if ticket is None:
+            return False
+        read = self._reads[ticket]
+        if done.error is not None:
+            self._end(ticket, 0, now, TransferError(done.error))
+            return True
+        read.num_bytes += done.num_bytes
+        read.seconds += done.seconds
+        if self._verify and any(read.promised):
+            read.stage = _Stage.VERIFYING
+            self._verifying.append(ticket)
+        else:
+            self._end(ticket, read.num_blocks, now)
+        return True
+
+    def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
+        """End what the lost node has not granted yet, and call off running transfers."""
+        for ticket, read in list(self._reads.items()):
+            if is_of(read.store, worker) and read.stage is not _Stage.VERIFYING:
+                self._stop(ticket, now, Unavailable("the pool node was lost"))
+
+    def tick(self, now: float) -> float | None:
+        """Verify some of what arrived, give up nodes that do not answer; return when to come
+        again.
+        """
+        self._verify_some(now)
+        next_s: float | None = None
+        for ticket, read in list(self._reads.items()):
+            if read.stage is not _Stage.PINNING:
+                continue
+            if read.answer_by_s <= now:
+                where = read.store.address
+                error = TransferError(f"the pool node at {where} does not answer")
+                self._end(ticket, 0, now, error)
+            elif next_s is None or read.answer_by_s < next_s:
+                next_s = read.answer_by_s
+        return now if self._verifying else next_s
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a transfer belongs to no read."""
+        for batch_id, ticket in self._batches.items():
+            assert self._reads[ticket].batch_id == batch_id
+
+    def _pin(self, read: _Read) -> None:
+        self._last_ticket += 1
+        self._reads[self._last_ticket] = read
+        self._channel.send(
+            read.store.address,
+            PinBlocks(
+                reader=self._reader,
+                ticket=self._last_ticket,
+                keys=list(read.keys),
+                head=read.head,
+            ),
+        )
+
+    def _unpin(self, store: WorkerRef, ticket: int, corrupt: Sequence[BlockKey] = ()) -> None:
+        unpin = Unpin(reader=self._reader, ticket=ticket, corrupt=list(corrupt))
+        self._channel.send(store.address, unpin)
+
+    def _stop(self, ticket: int, now: float, error: MooncakeError) -> None:
+        """End a read now, or when its transfer has stopped."""
+        read = self._reads[ticket]
+        if read.stage is _Stage.READING:
+            self._transfer.cancel(read.batch_id)
+        else:
+            self._end(ticket, 0, now, error)
+
+    def _verify_some(self, now: float) -> None:
+        num_bytes = 0
+        while self._verifying and num_bytes < VERIFY_BYTES_PER_TICK:
+            ticket = self._verifying[0]
+            read = self._reads[ticket]
+            index = read.num_verified
+            if index == read.num_blocks:
+                self._end(ticket, index, now)
+                continue
+            promised, memory = read.promised[index], read.places.memory
+            try:
+                is_right = not promised or memory.checksum(read.places.offsets[index]) == promised
+            except TransferError as error:  # of a device
+                self._end(ticket, index, now, error)
+                continue
+            if not is_right:
+                self.num_corrupt += 1
+                self._end(ticket, index, now, corrupt=[read.keys[index]])
+                continue
+            read.num_verified += 1
+            num_bytes += memory.slice_bytes * len(memory.layers)
+
+    def _end(
+        self,
+        ticket: int,
+        num_blocks: int,
+        now: float,
+        error: MooncakeError | None = None,
+        corrupt: Sequence[BlockKey] = (),
+    ) -> None:
+        """End a piece with so many leading blocks of it, and the read with it unless the piece is
+        whole, the node has more, and there is time.
+        """
+        read = self._reads.pop(ticket)
+        if read.stage is _Stage.VERIFYING:
+            self._verifying.remove(ticket)
+        self._unpin(read.store, ticket, corrupt)
+        read.arrived += read.promised[:num_blocks]
+        whole = num_blocks and num_blocks == read.num_blocks
+        if whole and read.more and now < read.deadline_s:
+            read.advance()
+            self._pin(read)
+            return
+        result = ReadResult(
+            len(read.arrived), read.arrived, error, read.num_bytes, read.seconds
+        )  # fmt: skip
+        read.ended(result, now)
+
+
+def is_of(store: WorkerRef, worker: WorkerRef) -> bool:
+    """Whether `worker`, which was lost, is the node `store`, of which maybe only the address is
+    known.
+    """
+    return store == worker or (not store.epoch and store.address == worker.address)

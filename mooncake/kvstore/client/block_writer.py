@@ -1,0 +1,161 @@
+"""Writes blocks to pool nodes in two phases: `PutStart` asks for room, the caller fills what was
+granted, `PutEnd` makes the blocks readable.
+
+A pure state machine that engines and clients of the pool share. It owns tickets; how the bytes get
+to the node is the caller's. A ticket ends exactly once, when nothing writes to the granted memory
+any more, so that the node may trust it or use it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mooncake.base import (
+    BlockKey,
+    BlockPlaces,
+    MooncakeError,
+    PutEnd,
+    PutGranted,
+    PutStart,
+    TransferError,
+    Unavailable,
+    WorkerRef,
+)
+from mooncake.base.messages import NO_HEAD, ChainHead
+from mooncake.kvstore.client.block_reader import is_of
+from mooncake.rpc.channel import Channel
+
+
+@dataclass(kw_only=True)
+class BlockWrite:
+    """One put: what is to be written, and how."""
+
+    store: WorkerRef
+    keys: Sequence[BlockKey]
+    timeout_s: float
+    """The put is given up when the node has not answered so long after the next tick."""
+    fill: Callable[[Sequence[BlockKey], BlockPlaces, float], None]
+    """Called with (granted keys, where they are to lie, now) when the node gives room:
+    starts to write. Then `BlockWriter.end` must be called once nothing writes any more.
+    """
+    stop: Callable[[float], None]
+    """Called with now when the node is lost while the blocks are written."""
+    ended: Callable[[list[BlockKey] | MooncakeError, float], None]
+    """Called once with (keys that were written or why none was, now)."""
+    granted: list[BlockKey] | None = None
+    """None: the node has not answered yet."""
+    answer_by_s: float | None = None
+
+
+class BlockWriter:
+    """All puts of one process."""
+
+    def __init__(self, writer: WorkerRef, channel: Channel) -> None:
+        self._writer = writer
+        self._channel = channel
+        self._writes: dict[int, BlockWrite] = {}
+        self._last_ticket = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._writes)
+
+    def start(self, write: BlockWrite, tenant: str, head: ChainHead = NO_HEAD) -> int:
+        """Ask for room for blocks that follow `head` in their chain; return the ticket."""
+        self._last_ticket += 1
+        self._writes[self._last_ticket] = write
+        self._ask(write.store, self._last_ticket, write.keys, tenant, head)
+        return self._last_ticket
+
+    def report_use(self, store: WorkerRef, head: ChainHead) -> None:
+        """Tell a node that a chain is used of which nothing is to be written. The message may be
+        lost: nothing depends on it.
+        """
+        self._last_ticket += 1
+        self._ask(store, self._last_ticket, [], "", head)
+
+    def on_granted(self, message: PutGranted, now: float) -> None:
+        """Have the granted blocks filled; give them back when the put is over already."""
+        write = self._writes.get(message.ticket)
+        if write is None or write.store.address != message.store.address:
+            self._give_back(message.store, message.ticket, message.keys)
+            return
+        if write.granted is not None:
+            return
+        write.granted = message.keys
+        if message.keys:
+            write.fill(message.keys, message.places, now)
+        else:
+            del self._writes[message.ticket]
+            write.ended([], now)
+
+    def end(
+        self,
+        ticket: int,
+        written: list[BlockKey],
+        now: float,
+        error: MooncakeError | None = None,
+        checksums: Sequence[int] = (),
+    ) -> None:
+        """End a put: `written` are whole at the node (with the xxh3-64 of each in `checksums`, or
+        none), all others that it granted are not. With an error none is.
+        """
+        write = self._writes.pop(ticket)
+        whole = set(written)
+        granted = write.keys if write.granted is None else write.granted
+        dropped = [key for key in granted if key not in whole]
+        self._channel.send(
+            write.store.address,
+            PutEnd(
+                writer=self._writer,
+                ticket=ticket,
+                written=written,
+                dropped=dropped,
+                checksums=list(checksums),
+            ),
+        )
+        write.ended(error or written, now)
+
+    def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
+        """End what the lost node has not granted yet, and stop what is being written."""
+        for ticket, write in list(self._writes.items()):
+            if not is_of(write.store, worker):
+                continue
+            if write.granted is None:
+                self.end(ticket, [], now, Unavailable("the pool node was lost"))
+            else:
+                write.stop(now)
+
+    def tick(self, now: float) -> float | None:
+        """Give up nodes that do not answer; return when to come again."""
+        next_s: float | None = None
+        for ticket, write in list(self._writes.items()):
+            if write.granted is not None:
+                continue
+            if write.answer_by_s is None:
+                write.answer_by_s = now + write.timeout_s
+            if write.answer_by_s <= now:
+                where = write.store.address
+                error = TransferError(f"the pool node at {where} does not answer")
+                self.end(ticket, [], now, error)
+            elif next_s is None or write.answer_by_s < next_s:
+                next_s = write.answer_by_s
+        return next_s
+
+    def _ask(
+        self,
+        store: WorkerRef,
+        ticket: int,
+        keys: Sequence[BlockKey],
+        tenant: str,
+        head: ChainHead,
+    ) -> None:
+        self._channel.send(
+            store.address,
+            PutStart(writer=self._writer, ticket=ticket, keys=list(keys), tenant=tenant, head=head),
+        )
+
+    def _give_back(self, store: WorkerRef, ticket: int, keys: list[BlockKey]) -> None:
+        put_end = PutEnd(writer=self._writer, ticket=ticket, dropped=keys)
+        self._channel.send(store.address, put_end)

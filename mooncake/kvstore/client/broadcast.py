@@ -1,0 +1,243 @@
+"""Calls on the pool as a whole: each goes to all nodes there are, and its answer says what holds
+for all of them.
+
+Policies above `PoolClient`. A gateway says which nodes there are: while none answers, nothing can
+be said about all of them, and calls fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mooncake.base import BlockKey, MooncakeError, Tier, Unavailable, WorkerRef
+from mooncake.base.messages import Answer
+from mooncake.base.pool_messages import (
+    AskPool,
+    BlockCopy,
+    BlocksDescribed,
+    BlocksFound,
+    BlocksRemoved,
+    DescribeBlocks,
+    FindBlocks,
+    FindReplicas,
+    ForgetBlocks,
+    LastingPin,
+    PinsSet,
+    PoolState,
+    RemoveBlocks,
+    SetPins,
+)
+from mooncake.kvstore.client.calls import Attempt, together
+from mooncake.kvstore.client.client import PoolClient, Question
+
+MAX_ROUNDS = 3
+"""Rounds of a removal: when a node is lost meanwhile, gateways are told again, and tell it later.
+"""
+GATEWAY_SHARE = 0.25
+"""Share of the time that a gateway has to name the nodes."""
+LOOK_SHARE = 0.5
+"""Share of the time left then that nodes have to say where blocks are that are to be pinned."""
+
+Kind = TypeVar("Kind", bound=Answer)
+
+
+@dataclass(frozen=True)
+class PinnedAt:
+    """What became of a call to `Broadcast.pin`."""
+
+    epochs: list[str]
+    """The boots of nodes that did as they were asked for some block."""
+    blocks: list[bool]
+    """Of each block, whether some node did as it was asked."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What one node has of a block in one tier."""
+
+    store: WorkerRef
+    copy: BlockCopy
+
+
+@dataclass(frozen=True)
+class _PinRun:
+    """Blocks that one node is to pin."""
+
+    store: WorkerRef
+    keys: list[BlockKey]
+    lift: bool = False
+    """They lie on SSD only, and are brought up first."""
+
+
+class Broadcast:
+    """All such calls of one client; each ends within `timeout_s`."""
+
+    def __init__(self, client: PoolClient, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+
+    async def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Take blocks out of all nodes for good; return of each whether it was somewhere and is not
+        any more. A hard pin anywhere protects what it is on.
+
+        Raises Unavailable when a node cannot be asked. The removal still reaches it: gateways tell
+        it when it is back.
+        """
+        deadline_s = self._deadline_s()
+        run = list(keys)
+        was_here: set[BlockKey] = set()
+        for rounds_left in reversed(range(MAX_ROUNDS)):
+            stores = await self._nodes(
+                ForgetBlocks(asker=self._client.ref, ticket=0, keys=run), deadline_s
+            )
+            question = RemoveBlocks(asker=self._client.ref, ticket=0, keys=run)
+            answers = await self._ask_all(stores, question, BlocksRemoved, deadline_s)
+            left: set[BlockKey] = set()
+            for _, answer in answers:
+                if not isinstance(answer, MooncakeError):
+                    was_here.update(_chosen(run, answer.removed))
+                    left.update(_chosen(run, answer.left))
+            failure = _failure(answers)
+            if failure is None:
+                break
+            if not rounds_left or self._client.now >= deadline_s:
+                raise failure
+        return [key in was_here and key not in left for key in run]
+
+    async def pin(
+        self, keys: Sequence[BlockKey], pin: LastingPin, epochs: Sequence[str] = ()
+    ) -> PinnedAt:
+        """Pin blocks wherever they lie in DRAM, and what lies on SSD only at one node that brings
+        it up; or, with `LastingPin.NONE`, unpin them everywhere. `epochs` names the boots of nodes
+        that are meant, if not all.
+
+        Raises Unavailable when a node that may matter does not answer.
+        """
+        deadline_s = self._deadline_s()
+        stores = await self._all_nodes(deadline_s)
+        meant = [store for store in stores if not epochs or store.epoch in epochs]
+        failure: MooncakeError | None = None
+        if pin is LastingPin.NONE:
+            runs = [_PinRun(store, list(keys)) for store in meant]
+        else:
+            now = self._client.now
+            question = FindBlocks(asker=self._client.ref, ticket=0, keys=list(keys))
+            by_s = now + (deadline_s - now) * LOOK_SHARE
+            found = await self._ask_all(meant, question, BlocksFound, by_s)
+            runs, failure = _runs_to_pin(keys, found), _failure(found)
+        questions = [
+            SetPins(
+                asker=self._client.ref, ticket=0, keys=run.keys, pin=pin,
+                epoch=run.store.epoch, lift=run.lift,
+            )
+            for run in runs
+        ]  # fmt: skip
+        answers = await together([
+            self._client.request(Attempt(run.store, deadline_s), question, PinsSet)
+            for run, question in zip(runs, questions, strict=True)
+        ])  # fmt: skip
+        done_at: dict[str, None] = {}
+        done: set[BlockKey] = set()
+        for run, answer in zip(runs, answers, strict=True):
+            if isinstance(answer, MooncakeError):
+                failure = failure or _failure([(run.store, answer)])
+            elif any(answer.done):
+                done_at[answer.store.epoch] = None
+                done.update(_chosen(run.keys, answer.done))
+        blocks = [key in done for key in keys]
+        if failure is not None and (pin is LastingPin.NONE or not all(blocks)):
+            raise failure
+        return PinnedAt(list(done_at), blocks)
+
+    async def describe(self, keys: Sequence[BlockKey]) -> list[list[Replica]]:
+        """Return all copies there are of each block. Raises Unavailable when a node is silent."""
+        deadline_s = self._deadline_s()
+        question = DescribeBlocks(asker=self._client.ref, ticket=0, keys=list(keys))
+        stores = await self._all_nodes(deadline_s)
+        answers = await self._ask_all(stores, question, BlocksDescribed, deadline_s)
+        failure = _failure(answers)
+        if failure is not None:
+            raise failure
+        replicas: list[list[Replica]] = [[] for _ in keys]
+        for store, answer in answers:
+            if not isinstance(answer, MooncakeError):
+                for found, copies in zip(replicas, answer.copies, strict=True):
+                    found += [Replica(store, copy) for copy in copies]
+        return replicas
+
+    async def stat_all(self) -> list[tuple[WorkerRef, PoolState | MooncakeError]]:
+        """Return how each node is doing, or why it does not say."""
+        deadline_s = self._deadline_s()
+        stores = await self._all_nodes(deadline_s)
+        question = AskPool(asker=self._client.ref, ticket=0)
+        return await self._ask_all(stores, question, PoolState, deadline_s)
+
+    def _deadline_s(self) -> float:
+        return self._client.now + self._timeout_s
+
+    async def _all_nodes(self, deadline_s: float) -> list[WorkerRef]:
+        question = FindReplicas(asker=self._client.ref, ticket=0, keys=[], every=True)
+        return await self._nodes(question, deadline_s)
+
+    async def _nodes(
+        self, question: FindReplicas | ForgetBlocks, deadline_s: float
+    ) -> list[WorkerRef]:
+        """Ask gateways, by a question that is answered so, which nodes there are."""
+        by_s = self._client.now + (deadline_s - self._client.now) * GATEWAY_SHARE
+        answer = await self._client.ask_gateways(question, by_s)
+        if isinstance(answer, MooncakeError):
+            raise Unavailable(
+                "no gateway says which nodes the pool has, so this cannot be done everywhere: "
+                f"{answer.message}"
+            )
+        if not answer.stores:
+            raise Unavailable("the pool has no node: is a kvstore worker up?")
+        return answer.stores
+
+    async def _ask_all(
+        self, stores: Sequence[WorkerRef], question: Question, kind: type[Kind], by_s: float
+    ) -> list[tuple[WorkerRef, Kind | MooncakeError]]:
+        """Ask each node a question; return each with its answer."""
+        answers = await together(
+            [self._client.request(Attempt(store, by_s), question, kind) for store in stores]
+        )
+        return list(zip(stores, answers, strict=True))
+
+
+def _runs_to_pin(
+    keys: Sequence[BlockKey], found: Sequence[tuple[WorkerRef, BlocksFound | MooncakeError]]
+) -> list[_PinRun]:
+    """Return which node is to pin what: all that have a block in DRAM; else the first that has it
+    on SSD.
+    """
+    tiers = [
+        (store, dict(zip(keys, answer.tiers, strict=True)))
+        for store, answer in found
+        if not isinstance(answer, MooncakeError)
+    ]
+    in_dram = {key for _, here in tiers for key in keys if here[key] is Tier.DRAM}
+    runs = []
+    for store, here in tiers:
+        runs.append(_PinRun(store, [key for key in keys if here[key] is Tier.DRAM]))
+        below = [key for key in keys if here[key] is Tier.SSD and key not in in_dram]
+        in_dram.update(below)
+        runs.append(_PinRun(store, below, lift=True))
+    return [run for run in runs if run.keys]
+
+
+def _chosen(keys: Sequence[BlockKey], flags: Sequence[bool]) -> list[BlockKey]:
+    return [key for key, flag in zip(keys, flags, strict=False) if flag]
+
+
+def _failure(answers: Sequence[tuple[WorkerRef, object]]) -> MooncakeError | None:
+    """Return the error of a call that not all nodes have answered."""
+    words = [
+        f"{store.worker_id} at {store.address}: {answer.message}"
+        for store, answer in answers
+        if isinstance(answer, MooncakeError)
+    ]
+    if not words:
+        return None
+    return Unavailable(f"not all nodes of the pool could be asked: {'; '.join(words)}")

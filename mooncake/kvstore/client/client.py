@@ -1,0 +1,332 @@
+"""A client of the pool, as a machine: reads and writes blocks at pool nodes, and asks nodes and
+gateways questions. For programs that are no worker, such as another engine or an operator's tool.
+
+It joins the cluster in the role `client`, so that what it has pinned or reserved is reclaimed when
+it is lost. Which node a call goes to is decided above, in `failover`, `broadcast` and `replicate`.
+A call is answered exactly once, and only when nothing touches its memory any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from mooncake.base import (
+    BlockKey,
+    BlockPlaces,
+    Drain,
+    KvLayout,
+    MooncakeError,
+    PeerLost,
+    PinGranted,
+    PutGranted,
+    Tier,
+    TransferError,
+    Unavailable,
+    Welcome,
+    WorkerHello,
+    WorkerLoad,
+    WorkerRef,
+)
+from mooncake.base.messages import Answer, Replicate, WhoAreYou
+from mooncake.base.pool_messages import (
+    AskPool,
+    BlocksDescribed,
+    BlocksFound,
+    BlocksRemoved,
+    DescribeBlocks,
+    FindBlocks,
+    FindReplicas,
+    ForgetBlocks,
+    PinsSet,
+    PoolState,
+    RemoveBlocks,
+    ReplicasFound,
+    SetPins,
+    TakenOver,
+)
+from mooncake.kvstore.client.block_memory import BlockMemory, Places, Where
+from mooncake.kvstore.client.block_reader import BlockReader, ReadResult, is_of
+from mooncake.kvstore.client.block_writer import BlockWrite, BlockWriter
+from mooncake.kvstore.client.calls import Attempt, Call, Policy, run
+from mooncake.rpc.channel import Channel
+from mooncake.rpc.membership import Membership
+from mooncake.transfer.engine import Op, Region, Transfer, TransferBatch, TransferDone
+
+REPORT_INTERVAL_S = 0.5
+
+Question = FindBlocks | RemoveBlocks | SetPins | DescribeBlocks | AskPool | Replicate
+Kind = TypeVar("Kind", bound=Answer)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ClientPorts:
+    """The world of a client."""
+
+    channel: Channel
+    transfer: Transfer
+    region: Region
+    """Its memory: host memory, registered with `transfer`."""
+    gateway_address: str
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A question that is not answered yet."""
+
+    store: WorkerRef | None
+    """The node that is asked; None: the gateways."""
+    give_up_s: float
+    done: Callable[[Any], None]
+
+
+@dataclass
+class _Put:
+    """A put of a client, and its transfer once the node has given room."""
+
+    at: Attempt
+    memory: BlockMemory
+    offsets: dict[BlockKey, int]
+    ticket: int = 0
+    batch_id: int | None = None
+    granted: Sequence[BlockKey] = ()
+    checksums: Sequence[int] = ()
+
+
+class PoolClient:
+    """All calls of one client. Blocks lie packed in its own memory, as in the pool's, and in memory
+    that was registered besides in the shape it has.
+    """
+
+    def __init__(
+        self,
+        hello: WorkerHello,
+        layout: KvLayout,
+        ports: ClientPorts,
+        *,
+        store: WorkerRef | None = None,
+    ) -> None:
+        """Use `store` as this client's own node, or the pool node of its machine once the gateway
+        names it.
+        """
+        self.ref = hello.worker
+        self.now = float("-inf")
+        """Time of the event, tick or start of a policy that is being handled."""
+        self._channel, self._transfer = ports.channel, ports.transfer
+        self._memory = BlockMemory.packed(ports.region, layout)
+        self._store = store
+        self._membership = Membership(
+            hello, ports.channel, ports.gateway_address, Tier.HBM, list, REPORT_INTERVAL_S
+        )
+        self._reader = BlockReader(hello.worker, ports.channel, ports.transfer, verify=True)
+        self._writer = BlockWriter(hello.worker, ports.channel)
+        self._puts: dict[int, _Put] = {}
+        """Puts under way by the id of their batch."""
+        self._requests: dict[int, _Request] = {}
+        self._last_ticket = 0
+
+    @property
+    def store(self) -> WorkerRef | None:
+        """The own node, once known."""
+        return self._store or self._membership.kvstore
+
+    @property
+    def num_open(self) -> int:
+        return len(self._requests) + self._reader.num_open + self._writer.num_open
+
+    # ------------------------------------------------------------------ calls
+
+    def run(self, policy: Policy[T], done: Callable[[T | MooncakeError], None], now: float) -> None:
+        """Start a policy; `done` is called once, with its answer or why there is none. Raises
+        ValueError for places that there are not.
+        """
+        self.now = now
+        run(policy, done)
+
+    def places(self, keys: Sequence[BlockKey], where: Where) -> Places:
+        """Return where blocks lie, which may be byte offsets in the client's own memory. Raises
+        ValueError.
+        """
+        if len(keys) != len(where):
+            raise ValueError(f"{len(where)} places for {len(keys)} blocks")
+        return where if isinstance(where, Places) else self._memory.at(where)
+
+    def request(
+        self, at: Attempt, question: Question, kind: type[Kind]
+    ) -> Call[Kind | MooncakeError]:
+        """Ask a node a question, whose ticket is filled in here; the answer is of that kind."""
+        return self._ask(at.store, [at.store.address], question, kind, at.give_up_s)
+
+    def ask_gateways(
+        self, question: FindReplicas | ForgetBlocks, deadline_s: float
+    ) -> Call[ReplicasFound | MooncakeError]:
+        """Ask all gateways a question, whose ticket is filled in here; the first answer counts."""
+        addresses = self._membership.gateway_addresses
+        return self._ask(None, addresses, question, ReplicasFound, deadline_s)
+
+    def read(
+        self, at: Attempt, keys: Sequence[BlockKey], places: Places
+    ) -> Call[int | MooncakeError]:
+        """Read a run of blocks into `places`, whose content is lost even when less comes. The
+        answer is the number of leading blocks that arrived, verified where the node gave checksums.
+        """
+
+        def begin(done: Callable[[int | MooncakeError], None]) -> None:
+            def ended(result: ReadResult, _now: float) -> None:
+                done(result.num_blocks or result.error or 0)
+
+            self._reader.start(
+                at.store, keys, places, at.deadline_s, ended, answer_by_s=at.answer_by_s
+            )
+
+        return Call(begin)
+
+    def write(
+        self, at: Attempt, keys: Sequence[BlockKey], places: Places, tenant: str = ""
+    ) -> Call[list[BlockKey] | MooncakeError]:
+        """Write blocks, a run of one chain, which must not change before the answer: the keys of
+        those that were written. The others were there already, or there was no room.
+        """
+
+        def begin(done: Callable[[list[BlockKey] | MooncakeError], None]) -> None:
+            put = _Put(at, places.memory, dict(zip(keys, places.offsets, strict=True)))
+            write = BlockWrite(
+                store=at.store,
+                keys=list(put.offsets),
+                timeout_s=at.give_up_s - self.now,
+                fill=lambda granted, there, _now: self._fill(put, granted, there),
+                stop=lambda _now: self._stop(put),
+                ended=lambda answer, _now: done(answer),
+            )
+            put.ticket = self._writer.start(write, tenant)
+
+        return Call(begin)
+
+    def start_drain(self, store: WorkerRef) -> None:
+        """Have a node take nothing more; there is no answer."""
+        self._channel.send(store.address, Drain())
+
+    # ------------------------------------------------------------------ the machine
+
+    def handle(self, event: msgspec.Struct, now: float) -> None:
+        """Take an answer or the end of a transfer; unknown ones are ignored, and answers to an
+        earlier boot.
+        """
+        self.now = now
+        if isinstance(event, Answer) and event.asker != self.ref:
+            return
+        match event:
+            case PutGranted():
+                self._writer.on_granted(event, now)
+            case PinGranted():
+                self._reader.on_granted(event, now)
+            case TransferDone():
+                if not self._reader.on_transfer_done(event, now):
+                    self._on_written(event, now)
+            case BlocksFound() | BlocksRemoved() | PinsSet() | BlocksDescribed() | PoolState():
+                self._on_answer(event, event.store.address)
+            case TakenOver():
+                self._on_answer(event, event.store.address)
+            case ReplicasFound():
+                self._on_answer(event, None)
+            case Welcome():
+                self._membership.on_welcome(event)
+            case WhoAreYou():
+                self._membership.on_who_are_you(event)
+            case PeerLost():
+                self._on_peer_lost(event.worker, now)
+
+    def tick(self, now: float) -> float:
+        """Give up calls that are not answered, verify what arrived, report; return when to come
+        again.
+        """
+        self.now = now
+        wakes = [self._reader.tick(now), self._writer.tick(now)]
+        for ticket, request in list(self._requests.items()):
+            if request.give_up_s <= now:
+                del self._requests[ticket]
+                store = request.store
+                asked = "no gateway" if store is None else f"the pool node at {store.address}"
+                verb = "answers" if store is None else "does not answer"
+                request.done(TransferError(f"{asked} {verb}"))
+        wakes += [request.give_up_s for request in self._requests.values()]
+        wakes.append(self._membership.tick(now, lambda: WorkerLoad(num_running=self.num_open)))
+        return min(wake for wake in wakes if wake is not None)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a transfer belongs to no call."""
+        self._reader.check_integrity()
+        for batch_id, put in self._puts.items():
+            assert put.batch_id == batch_id
+
+    # ------------------------------------------------------------------ puts
+
+    def _fill(self, put: _Put, granted: Sequence[BlockKey], there: BlockPlaces) -> None:
+        put.granted = granted
+        offsets = [put.offsets[key] for key in granted]
+        ops = put.memory.ops(offsets, there)
+        put.batch_id = self._transfer.submit(TransferBatch(
+            op=Op.WRITE, peer=there.segment, ops=ops, deadline_s=put.at.deadline_s
+        ))  # fmt: skip
+        self._puts[put.batch_id] = put
+        with contextlib.suppress(TransferError):  # of a device: the node hashes them itself
+            put.checksums = [put.memory.checksum(offset) for offset in offsets]  # as they travel
+
+    def _on_written(self, done: TransferDone, now: float) -> None:
+        put = self._puts.pop(done.batch_id, None)
+        if put is None:
+            return
+        if done.error is None:
+            self._writer.end(put.ticket, list(put.granted), now, checksums=put.checksums)
+        else:
+            self._writer.end(put.ticket, [], now, TransferError(done.error))
+
+    def _stop(self, put: _Put) -> None:
+        if put.batch_id is not None:
+            self._transfer.cancel(put.batch_id)
+
+    # ------------------------------------------------------------------ questions
+
+    def _ask(
+        self,
+        store: WorkerRef | None,
+        addresses: Sequence[str],
+        question: Question | FindReplicas | ForgetBlocks,
+        kind: type[Kind],
+        give_up_s: float,
+    ) -> Call[Kind | MooncakeError]:
+        def begin(done: Callable[[Kind | MooncakeError], None]) -> None:
+            def answered(answer: Answer | MooncakeError) -> None:
+                if not isinstance(answer, kind | MooncakeError):
+                    answer = TransferError("the pool answered something else")
+                done(answer)
+
+            self._last_ticket += 1
+            self._requests[self._last_ticket] = _Request(store, give_up_s, answered)
+            message = msgspec.structs.replace(question, ticket=self._last_ticket)
+            for address in addresses:
+                self._channel.send(address, message)
+
+        return Call(begin)
+
+    def _on_answer(self, event: Answer, address: str | None) -> None:
+        request = self._requests.get(event.ticket)
+        expected = request.store.address if request is not None and request.store else None
+        if request is not None and address == expected:
+            del self._requests[event.ticket]
+            request.done(event)
+
+    def _on_peer_lost(self, worker: WorkerRef, now: float) -> None:
+        """Fail what the lost node had not answered yet, and call off running transfers."""
+        self._membership.on_peer_lost(worker)
+        self._reader.on_peer_lost(worker, now)
+        self._writer.on_peer_lost(worker, now)
+        for ticket, request in list(self._requests.items()):
+            if request.store is not None and is_of(request.store, worker):
+                del self._requests[ticket]
+                request.done(Unavailable("the pool node was lost"))

@@ -1,0 +1,317 @@
+"""A client of all nodes of a pool, as a machine: it turns to its own node first, and to another one
+when that is lost, silent, or has not all of a run.
+
+Calls are coroutines that `FailoverClient.run` drives. What lies where is asked of a gateway, and of
+the nodes themselves while no gateway answers. Each call ends within `timeout_s`, all its attempts
+together, and what a transfer takes to be called off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from mooncake.base import (
+    BlockKey,
+    MooncakeError,
+    PeerLost,
+    Tier,
+    Unavailable,
+    Welcome,
+    WorkerRef,
+)
+from mooncake.base.pool_messages import (
+    AskPool,
+    BlocksFound,
+    FindBlocks,
+    FindReplicas,
+    PoolState,
+    ReplicasFound,
+)
+from mooncake.kvstore.client.block_memory import Where
+from mooncake.kvstore.client.broadcast import Broadcast
+from mooncake.kvstore.client.calls import Attempt, Call, Policy
+from mooncake.kvstore.client.client import PoolClient
+from mooncake.kvstore.client.nodes import GATEWAY_S, REFRESH_S, KnownNodes, Suspect
+from mooncake.kvstore.client.replicate import replicate
+
+MAX_ATTEMPTS = 3
+"""Nodes that a call turns to in vain before it fails."""
+PATIENCE_S = 4.0
+"""A node that has not answered by then is left while there are others. It may bring blocks up from
+its disks first.
+"""
+
+T = TypeVar("T")
+
+
+class _Attempts:
+    """The nodes that one call has turned to, and those that it may turn to next."""
+
+    def __init__(self, deadline_s: float, stores: list[WorkerRef]) -> None:
+        self.deadline_s = deadline_s
+        self.stores = stores
+        """Nodes to turn to, the first one first; those tried already are passed over."""
+        self.tried: dict[str, MooncakeError | None] = {}
+        """Address -> why it failed; None: it has no more of the run."""
+        self.answered = False
+        """Whether some node has answered."""
+        self.searched = False
+        """Whether gateways were asked since `stores` were all tried."""
+
+    def next(self, now: float) -> Attempt | None:
+        """Return how to turn to the next node; None: there is none, or no time."""
+        left = [ref for ref in self.stores if ref.address not in self.tried]
+        if not left or self.are_over(now):
+            return None
+        if len(left) == 1 or len(self.tried) == MAX_ATTEMPTS - 1:
+            return Attempt(left[0], self.deadline_s)
+        # Others are left to turn to: half of the time is theirs.
+        share = (self.deadline_s - now) / 2
+        return Attempt(left[0], now + share, now + min(share, PATIENCE_S))
+
+    def are_over(self, now: float) -> bool:
+        """Return whether no more nodes may be tried."""
+        return len(self.tried) >= MAX_ATTEMPTS or now >= self.deadline_s
+
+    def error(self) -> MooncakeError:
+        """Return the error of a call that no node could answer."""
+        errors = {at: error for at, error in self.tried.items() if error is not None}
+        if len(errors) == 1:
+            return next(iter(errors.values()))
+        if errors:
+            words = "; ".join(f"{at}: {error.message}" for at, error in errors.items())
+            return Unavailable(f"no node of the pool could do it: {words}")
+        return Unavailable("no pool node is known, or left: is a kvstore worker up on this node?")
+
+
+class FailoverClient:
+    """All calls of one client. A call fails with the error of every node when none is left."""
+
+    def __init__(self, client: PoolClient, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._nodes = KnownNodes(lambda: client.store)
+        self._used = ""
+        """Address of the node that the last put or look went to."""
+        self.broadcast = Broadcast(client, timeout_s)
+        """Calls on all nodes."""
+        self.num_moves = 0
+        """How often `put_from` and `exists` went to another node than the time before."""
+
+    @property
+    def own_store(self) -> WorkerRef | None:
+        """The pool of this client's node, or the one it was told to use, once known."""
+        return self._client.store
+
+    @property
+    def nodes(self) -> list[str]:
+        """Addresses of the nodes that can be turned to, in that order."""
+        return [ref.address for ref in self._nodes.order()]
+
+    def run(self, policy: Policy[T], done: Callable[[T | MooncakeError], None], now: float) -> None:
+        """Start one of the calls below, or of `broadcast`; `done` is called once with its answer.
+        Raises ValueError for places that there are not.
+        """
+        self._client.run(policy, done, now)
+
+    # ------------------------------------------------------------------ calls
+
+    async def put_from(
+        self, keys: Sequence[BlockKey], where: Where, tenant: str = ""
+    ) -> list[BlockKey]:
+        """Write blocks, a run of one chain, which must not change meanwhile; return the keys of
+        those that were written. The others were there already, or there was no room.
+        """
+        places = self._client.places(keys, where)
+        return await self._at_some_node(
+            lambda at: self._client.write(at, keys, places, tenant)
+        )  # fmt: skip
+
+    async def get_into(self, keys: Sequence[BlockKey], where: Where) -> int:
+        """Read a run of blocks to places whose content is lost even when less comes; return how
+        many leading blocks came. What one node does not give, others that hold it are asked for.
+        """
+        places = self._client.places(keys, where)
+        attempts = self._attempts()
+        count = 0
+        while count < len(keys):
+            at = await self._next(attempts, keys[count:])
+            if at is None:
+                break
+            came = await self._client.read(at, keys[count:], places[count:])
+            attempts.stores, attempts.searched = [], False
+            if isinstance(came, MooncakeError):
+                self._failed(attempts, at.store, came)
+                continue
+            self._nodes.answered(at.store)
+            attempts.answered = True
+            count += came
+            if came:  # further on, nodes that had no more may have something
+                attempts.tried = {at: error for at, error in attempts.tried.items() if error}
+            attempts.tried[at.store.address] = None
+        if count < len(keys) and not attempts.answered:
+            raise attempts.error()
+        return count
+
+    async def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
+        """Return in which tier blocks are at the node that puts go to now; holds nothing, and
+        promises nothing for later.
+        """
+        question = FindBlocks(asker=self._client.ref, ticket=0, keys=list(keys))
+        found = await self._at_some_node(
+            lambda at: self._client.request(at, question, BlocksFound)
+        )  # fmt: skip
+        return found.tiers
+
+    async def stat(self) -> PoolState:
+        """Return how this client's own node is doing."""
+        return await self._ask_own(self._own_node())
+
+    async def drain(self) -> PoolState:
+        """Have the own node take nothing more and save what is worth it; return how far it is."""
+        own = self._own_node()
+        self._client.start_drain(own)
+        return await self._ask_own(own)
+
+    async def replicate(self, keys: Sequence[BlockKey], num_nodes: int, tenant: str = "") -> int:
+        """Have a run lie on so many nodes, as far as others of them take it; return on how many it
+        does.
+        """
+        deadline_s = self._client.now + self._timeout_s
+        by_s = self._client.now + min(self._timeout_s / 4, GATEWAY_S)
+        found = await self._client.ask_gateways(self._find(keys), by_s)
+        if not isinstance(found, MooncakeError):
+            self._nodes.add(found.stores)
+        return await replicate(
+            self._client, keys, self._nodes.order(), num_nodes, tenant, deadline_s
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ the machine
+
+    def handle(self, event: msgspec.Struct, now: float) -> None:
+        """Take an answer, the end of a transfer, or news of the cluster."""
+        if isinstance(event, PeerLost):
+            self._nodes.forget(event.worker, now)
+        elif isinstance(event, Welcome):
+            self._nodes.refresh_s = now  # a gateway that is new may know other nodes
+        self._client.handle(event, now)
+        if isinstance(event, Welcome):
+            self._nodes.find_own()
+
+    def tick(self, now: float) -> float | None:
+        """Give up what takes too long, ask for the nodes there are; return when to come again."""
+        nodes = self._nodes
+        if now >= nodes.refresh_s:
+            nodes.refresh_s = now + (REFRESH_S if len(nodes) else GATEWAY_S)
+            self.run(self._refresh(), lambda _: None, now)
+        for suspect in list(nodes.suspects.values()):
+            if now >= suspect.probe_s:
+                suspect.postpone(now)
+                self.run(self._probe(suspect), lambda _: None, now)
+        wakes = [self._client.tick(now), nodes.refresh_s]
+        wakes += [suspect.probe_s for suspect in nodes.suspects.values()]
+        return min(wakes)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a lost node would be turned to."""
+        self._nodes.check_integrity()
+        self._client.check_integrity()
+
+    # ------------------------------------------------------------------ policy
+
+    async def _at_some_node(self, call: Callable[[Attempt], Call[T | MooncakeError]]) -> T:
+        """Make a call at the first node that answers it."""
+        attempts = self._attempts()
+        while (at := await self._next(attempts, [])) is not None:
+            answer = await call(at)
+            if isinstance(answer, MooncakeError):
+                self._failed(attempts, at.store, answer)
+                attempts.stores = self._nodes.order()
+                continue
+            self._nodes.answered(at.store)
+            self.num_moves += self._used not in ("", at.store.address)
+            self._used = at.store.address
+            return answer
+        raise attempts.error()
+
+    def _attempts(self) -> _Attempts:
+        return _Attempts(self._client.now + self._timeout_s, self._nodes.order())
+
+    async def _next(self, attempts: _Attempts, keys: Sequence[BlockKey]) -> Attempt | None:
+        """Return how a call turns to the next node, for a run of blocks that it is to read or for
+        anything else; None: there is none left.
+
+        When all were tried, a gateway is asked for nodes that hold the next block. While none
+        answers, the call turns to nodes that are well, and before any node has answered it, to all.
+        """
+        now = self._client.now
+        at = attempts.next(now)
+        if at is not None or attempts.searched or attempts.are_over(now):
+            return at
+        if attempts.answered and not self._nodes.has_others(list(attempts.tried)):
+            return None
+        attempts.searched = True
+        found = await self._search(keys, attempts.deadline_s)
+        if not isinstance(found, MooncakeError):
+            pairs = zip(found.stores, found.num_blocks, strict=True)
+            attempts.stores = [ref for ref, count in pairs if count]
+        if not attempts.answered:
+            attempts.stores += self._nodes.order()
+        elif isinstance(found, MooncakeError):
+            attempts.stores += [r for r in self._nodes.order() if not self._nodes.is_suspect(r)]
+        return attempts.next(self._client.now)
+
+    async def _search(
+        self, keys: Sequence[BlockKey], deadline_s: float
+    ) -> ReplicasFound | MooncakeError:
+        """Ask gateways which nodes hold a run; one that has just been silent is not waited for."""
+        if self._nodes.gateway_silent:
+            return Unavailable("no gateway answers")
+        now = self._client.now
+        by_s = now + min((deadline_s - now) / 4, GATEWAY_S)
+        found = await self._client.ask_gateways(self._find(keys), by_s)
+        self._nodes.gateway_silent = isinstance(found, MooncakeError)
+        if not isinstance(found, MooncakeError):
+            self._nodes.add(found.stores)
+        return found
+
+    async def _refresh(self) -> None:
+        """Ask gateways which nodes there are."""
+        by_s = self._client.now + GATEWAY_S
+        answer = await self._client.ask_gateways(self._find([]), by_s)
+        self._nodes.learn(answer, self._client.now)
+
+    async def _probe(self, suspect: Suspect) -> None:
+        """See whether a node answers again; no call waits for it."""
+        at = Attempt(suspect.store, self._client.now + PATIENCE_S)
+        question = FindBlocks(asker=self._client.ref, ticket=0, keys=[])
+        answer = await self._client.request(at, question, BlocksFound)
+        if not isinstance(answer, MooncakeError):
+            self._nodes.answered(suspect.store)
+
+    async def _ask_own(self, own: WorkerRef) -> PoolState:
+        at = Attempt(own, self._client.now + self._timeout_s)
+        question = AskPool(asker=self._client.ref, ticket=0)
+        state = await self._client.request(at, question, PoolState)
+        if isinstance(state, MooncakeError):
+            raise state
+        return state
+
+    def _own_node(self) -> WorkerRef:
+        """Return the own node, else the first there is."""
+        own = self._nodes.own or next(iter(self._nodes.order()), None)
+        if own is None:
+            raise Unavailable(
+                "no pool node is known yet: is a kvstore worker up on this node?"
+            )  # fmt: skip
+        return own
+
+    def _failed(self, attempts: _Attempts, store: WorkerRef, error: MooncakeError) -> None:
+        attempts.tried[store.address] = error
+        self._nodes.failed(store, self._client.now)
+
+    def _find(self, keys: Sequence[BlockKey]) -> FindReplicas:
+        return FindReplicas(asker=self._client.ref, ticket=0, keys=list(keys))

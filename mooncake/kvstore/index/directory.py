@@ -1,0 +1,297 @@
+"""Which worker holds which block: key -> replicas, fed by numbered `BlockEvents`.
+
+Pure; owned by the Conductor. It is a hint: each worker stays the authority on its own blocks. It
+sends no messages and holds no policy.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
+from mooncake.kvstore.index.holder_sets import HolderSets
+from mooncake.kvstore.index.key_buckets import Ints, Numbers
+from mooncake.kvstore.index.key_table import KeyTable, words_of
+from mooncake.kvstore.index.recent_changes import RecentChanges
+
+MOST_RECENT = 4_096
+"""Keys (or kinds of changes) that may wait to be entered into the table, which takes about a
+millisecond for so many.
+"""
+MANY_CHANGED = 256
+"""Changed keys among those looked up from which on it is quicker to enter all changes first."""
+
+SWEEP_SETS = 2_048
+"""Sets of holders that one `apply` clears of lost workers, in about a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One copy of a block."""
+
+    worker: WorkerRef
+    tier: Tier
+
+
+class _Stream:
+    """The reports of one tier of one worker. Keys that it holds have the bit `1 << slot`."""
+
+    __slots__ = ("needs_snapshot", "next_no", "slot", "tier", "worker")
+
+    def __init__(self, worker: WorkerRef, tier: Tier, slot: int) -> None:
+        self.worker = worker
+        self.tier = tier
+        self.slot = slot
+        self.next_no = 1
+        self.needs_snapshot = False
+
+
+class Directory:
+    """The holders of every key as one bitmask a key; bit `slot` stands for one tier of one worker.
+
+    Losing a worker costs O(1): its bit counts no more from that moment, and each later `apply`
+    takes it out of some sets of holders. A slot is used again only after that.
+    """
+
+    def __init__(self) -> None:
+        self._sets = HolderSets()
+        self._table = KeyTable(self._sets)
+        """Keys -> numbers of their sets of holders, without recent changes."""
+        self._recent = RecentChanges()
+        self._streams: dict[str, dict[Tier, _Stream]] = {}
+        self._slots: list[_Stream | None] = []
+        self._free_slots: list[int] = []
+        self._live = 0
+        self._dead = 0
+        self._sweeping = 0
+        self.generation = 0
+        """Changes whenever slots change hands: what was derived from slots is stale then."""
+
+    # ------------------------------------------------------------------ workers
+
+    def add_worker(self, worker: WorkerRef, tier: Tier) -> None:
+        """Add a worker that holds nothing yet; forget another epoch of it. Repeats do nothing."""
+        tiers = self._streams.get(worker.worker_id)
+        if tiers and next(iter(tiers.values())).worker.epoch != worker.epoch:
+            self.remove_worker(worker.worker_id)
+            tiers = None
+        if tiers is None:
+            tiers = self._streams[worker.worker_id] = {}
+        if tier not in tiers:
+            stream = _Stream(worker, tier, 0)
+            self._open_slot(stream)
+            tiers[tier] = stream
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Forget a worker and all it holds; unknown ids are ignored."""
+        for stream in self._streams.pop(worker_id, {}).values():
+            self._close_slot(stream)
+
+    def needs_snapshot(self, worker_id: str) -> bool:
+        """Return whether events of this worker were missed and no snapshot has come since."""
+        return any(s.needs_snapshot for s in self._streams.get(worker_id, {}).values())
+
+    @property
+    def has_tiered_workers(self) -> bool:
+        """Some worker reports more than one tier, and so has several slots."""
+        return len(self._slots) - len(self._free_slots) - self._dead.bit_count() > len(
+            self._streams
+        )
+
+    # ------------------------------------------------------------------ events
+
+    def apply(self, events: BlockEvents) -> bool:
+        """Take in what a worker reports; return False when events before it were missed.
+
+        A gap is reported once; what did arrive is applied all the same, since a hint is better
+        than none. Events of an unknown worker, of another epoch, or seen before are ignored. A key
+        must not be in `stored` and `removed` of one message (`removed` is applied first).
+        """
+        self._sweep_some()
+        tiers = self._streams.get(events.worker.worker_id)
+        if not tiers or next(iter(tiers.values())).worker.epoch != events.worker.epoch:
+            return True
+        if events.tier not in tiers:
+            self.add_worker(events.worker, events.tier)
+        stream = tiers[events.tier]
+        if events.sequence_no < stream.next_no:
+            return True
+        whole = events.snapshot or events.sequence_no == stream.next_no
+        stream.next_no = events.sequence_no + 1
+        if events.snapshot:
+            self._close_slot(stream)
+            self._open_slot(stream)
+            stream.needs_snapshot = False
+        elif not whole:
+            stream.needs_snapshot = True
+        bit = 1 << stream.slot
+        self._recent.add(events.removed, 0, bit)
+        self._recent.add(events.stored, bit, 0)
+        if self._recent.size > MOST_RECENT:
+            self._enter()
+        return whole
+
+    def expect(self, worker: WorkerRef, numbers: Mapping[Tier, int]) -> None:
+        """Take in how many events a worker has sent of each tier: missing ones were lost."""
+        tiers = self._streams.get(worker.worker_id)
+        if not tiers or next(iter(tiers.values())).worker.epoch != worker.epoch:
+            return
+        for tier, number in numbers.items():
+            if tier not in tiers:
+                self.add_worker(worker, tier)
+            if number >= tiers[tier].next_no:
+                tiers[tier].needs_snapshot = True
+
+    def _enter(self) -> None:
+        """Enter recent changes into the table."""
+        words, changes = self._recent.take()
+        meaning = self._recent.changes
+
+        def change(which: Ints, numbers: Numbers) -> Numbers:
+            return self._sets.change(numbers, changes[which], meaning)
+
+        self._table.update(words, change)
+        self._recent.forget()
+
+    # ------------------------------------------------------------------ slots
+
+    def _open_slot(self, stream: _Stream) -> None:
+        if self._free_slots:
+            stream.slot = heapq.heappop(self._free_slots)
+            self._slots[stream.slot] = stream
+        else:
+            stream.slot = len(self._slots)
+            self._slots.append(stream)
+        self._live |= 1 << stream.slot
+        self.generation += 1
+
+    def _close_slot(self, stream: _Stream) -> None:
+        self._slots[stream.slot] = None
+        self._live &= ~(1 << stream.slot)
+        self._dead |= 1 << stream.slot
+        self.generation += 1
+
+    def _sweep_some(self) -> None:
+        """Clear bits of lost workers out of some more sets, if there are any."""
+        if not self._dead:
+            return
+        if not self._sweeping:
+            self._enter()  # a lost worker's reports, too
+            self._sweeping = self._dead
+            self._sets.begin_strip(self._dead)
+        if self._sets.strip_some(SWEEP_SETS):
+            self._dead &= ~self._sweeping
+            for slot in slots_of(self._sweeping):
+                heapq.heappush(self._free_slots, slot)
+            self._sweeping = 0
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def num_keys(self) -> int:
+        """Keys known; those of workers lost a moment ago are included until they are swept."""
+        self._enter()
+        return len(self._table) - self._sets.num_idle
+
+    @property
+    def num_slots(self) -> int:
+        """Slots made so far: masks have at most so many bits."""
+        return len(self._slots)
+
+    @property
+    def live_mask(self) -> int:
+        """The bits of all workers known now."""
+        return self._live
+
+    def mask(self, key: BlockKey) -> int:
+        """Return the slots that hold `key` as bits. Slots of lost workers may still be among them:
+        cut it with `live_mask`.
+        """
+        came, went = self._recent.changes[self._recent.get_one(key)]
+        return (self._sets.masks[self._table.get_one(key)] | came) & ~went
+
+    def runs(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+        """Return (stop, mask) for runs of `keys` that have the same holders: fast for chains."""
+        words = words_of(keys)
+        changed = self._recent.may_have(words)
+        if len(changed) > MANY_CHANGED:
+            self._enter()
+            changed = changed[:0]
+        codes = self._table.get(words).astype(np.int64)
+        if len(changed):
+            codes[changed] |= np.array(self._recent.get(words[changed])) << 32
+        stops = np.append((codes[1:] != codes[:-1]).nonzero()[0] + 1, len(codes))
+        masks, meaning = self._sets.masks, self._recent.changes
+        found = []
+        for stop, code in zip(stops.tolist(), codes[stops - 1].tolist(), strict=True):
+            came, went = meaning[code >> 32]
+            found.append((stop, (masks[code & 0xFFFFFFFF] | came) & ~went))
+        return found
+
+    def primary_slot(self, slot: int) -> int:
+        """Return the slot that stands for the worker of a live `slot`: that of its first tier."""
+        stream = self._slots[slot]
+        if stream is None:
+            raise KeyError(slot)
+        return next(iter(self._streams[stream.worker.worker_id].values())).slot
+
+    def slot_of(self, worker_id: str) -> int | None:
+        """Return the slot that stands for a worker: that of its first tier; None if unknown."""
+        tiers = self._streams.get(worker_id)
+        return next(iter(tiers.values())).slot if tiers else None
+
+    def worker_at(self, slot: int) -> WorkerRef:
+        """Return the worker of a live slot."""
+        stream = self._slots[slot]
+        if stream is None:
+            raise KeyError(slot)
+        return stream.worker
+
+    def replicas(self, key: BlockKey) -> list[Replica]:
+        """Return all copies of `key` held by workers known now, in slot order."""
+        found = (self._slots[slot] for slot in slots_of(self.mask(key) & self._live))
+        return [Replica(stream.worker, stream.tier) for stream in found if stream is not None]
+
+    def held_by(self, worker_id: str, tier: Tier) -> set[BlockKey]:
+        """Return all keys that a worker holds in a tier; looks at every key (for checks)."""
+        stream = self._streams.get(worker_id, {}).get(tier)
+        if stream is None:
+            return set()
+        self._enter()
+        bit = 1 << stream.slot
+        return {key for key, number in self._table.items() if self._sets.masks[number] & bit}
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when slots or masks contradict each other."""
+        live = dead = 0
+        for slot, stream in enumerate(self._slots):
+            if stream is not None:
+                assert stream.slot == slot
+                assert self._streams[stream.worker.worker_id][stream.tier] is stream
+                live |= 1 << slot
+            elif slot not in self._free_slots:
+                dead |= 1 << slot
+        assert (live, dead) == (self._live, self._dead)
+        assert live.bit_count() == sum(map(len, self._streams.values()))
+        assert not self._sweeping & ~self._dead
+        self._table.check_integrity()
+        numbers = Counter(number for _, number in self._table.items())
+        self._sets.check_integrity(numbers)
+        for number in numbers:
+            mask = self._sets.masks[number]
+            assert not mask & ~(live | dead), "a bit of a slot that is free"
+
+
+def slots_of(mask: int) -> list[int]:
+    """Return the positions of the bits set in `mask`, lowest first."""
+    slots: list[int] = []
+    while mask:
+        low = mask & -mask
+        slots.append(low.bit_length() - 1)
+        mask ^= low
+    return slots

@@ -1,0 +1,210 @@
+"""Block keys and a number for each, in arrays: the keys of a whole prompt are looked up at once.
+
+Pure; owned by the directory. A look-up in a dict of ten million keys waits for memory four times,
+one after another; here the waits of thousands of keys overlap, and a key costs half the memory.
+Whole keys are compared: a number that belongs to another key cannot be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from sys import byteorder
+from typing import Protocol
+
+import numpy as np
+
+from mooncake.base import BlockKey, KeyChain
+from mooncake.base.blocks import KEY_BYTES
+from mooncake.kvstore.index.key_buckets import GROUP_BITS, Buckets, Ints, Numbers, Words
+from mooncake.kvstore.index.key_filter import KeyFilter
+
+FIRST_BITS = 8
+MAX_LOAD = 0.5
+"""Share of the slots taken at which a table is moved over to another: beyond it, finding room for a
+key takes longer and longer.
+"""
+GOOD_LOAD = 0.35
+"""Share of the slots of the other table that are taken at most after the move."""
+MAX_HOMELESS = 512
+"""Keys without a place in the table that may wait for one."""
+MOST_AT_ONCE = 4096
+"""Keys changed in one go: as many as caches hold, and never so many that a table overflows."""
+MOVED_GROUPS = 4, 16
+"""Moved over before keys are changed, few or as many as can be: the latter are emptied twice as
+fast as the other table fills up.
+"""
+
+Change = Callable[[Ints, Numbers], Numbers]
+"""(Indices of keys, their numbers; 0: not known) -> their new numbers; 0: forget the key."""
+
+
+class Owner(Protocol):
+    """Knows the meaning of the numbers."""
+
+    @property
+    def num_idle(self) -> int:
+        """Keys that `renew` would forget."""
+
+    def renew(self, numbers: Numbers) -> Numbers:
+        """Return the new numbers of keys that are moved over; 0: forget them."""
+
+
+def words_of(keys: Sequence[BlockKey]) -> Words:
+    """Return keys as an array of [keys, 2] words.
+
+    Raises:
+        ValueError: they do not have `KEY_BYTES` bytes each.
+    """
+    packed = keys.packed if isinstance(keys, KeyChain) else b"".join(keys)
+    if len(packed) != KEY_BYTES * len(keys):
+        raise ValueError(f"block keys have {KEY_BYTES} bytes each")
+    return np.frombuffer(packed, np.uint64).reshape(-1, 2)
+
+
+class KeyTable:
+    """Keys -> numbers above 0.
+
+    Grows by moving over to a larger table group by group with each `update`, so that none takes
+    long. A key is in the old table until its group has been moved, in the new one from then on.
+    """
+
+    def __init__(self, owner: Owner, first_bits: int = FIRST_BITS) -> None:
+        """Begins with 2^`first_bits` buckets."""
+        self._owner = owner
+        self._table = Buckets(first_bits)
+        self._old: Buckets | None = None
+        """What is being moved over to `_table`, first buckets first."""
+        self._num_moved = 0
+        """Of its buckets."""
+        self._homeless: dict[BlockKey, int] = {}
+        """Keys whose buckets are full, until there are enough of them to make room for all at once.
+        Keys that are no hashes may stay here for ever, so they do not break the table.
+        """
+        self._filter = KeyFilter()
+        """Of the homeless."""
+        self._max_homeless = MAX_HOMELESS
+
+    def __len__(self) -> int:
+        old = self._old.count if self._old is not None else 0
+        return self._table.count + old + len(self._homeless)
+
+    def get(self, words: Words) -> Numbers:
+        """Return the number of each key, 0 where there is none."""
+        if self._old is None:
+            return self._read(self._table, words, self._table.find(words))
+        found = np.zeros(len(words), np.uint32)
+        for table, part in self._parts(words):
+            some = words[part]
+            found[part] = self._read(table, some, table.find(some))
+        return found
+
+    def get_one(self, key: BlockKey) -> int:
+        """Return the number of a key, 0 where there is none: quicker than `get` for one."""
+        table = self._table
+        if self._old is not None:
+            first = int.from_bytes(key[: KEY_BYTES // 2], byteorder)
+            if first >= self._old.first_word(self._num_moved):
+                table = self._old
+        return table.get_one(key) or self._homeless.get(key, 0)
+
+    def update(self, words: Words, change: Change) -> None:
+        """Give keys, which must differ, the numbers that `change` makes of those they have."""
+        start = 0
+        while start < len(words):
+            few, many = MOVED_GROUPS
+            self._move_some(many if len(words) - start >= MOST_AT_ONCE else few)
+            count = min(MOST_AT_ONCE, 1 + self._table.num_slots // 8)
+            stop = min(start + count, len(words))
+            some = words[start:stop]
+            for table, part in self._parts(some):
+                self._update(table, some[part], partial(change, part + start))
+            start = stop
+            if len(self._homeless) > self._max_homeless:
+                self._make_room()
+            if self._old is None and self._table.count > MAX_LOAD * self._table.num_slots:
+                self._begin_move()
+
+    def _parts(self, words: Words) -> list[tuple[Buckets, Ints]]:
+        """Return the tables with those of the keys that belong there."""
+        if self._old is None:
+            return [(self._table, np.arange(len(words)))]
+        early = words[:, 0] < self._old.first_word(self._num_moved)
+        return [(self._table, early.nonzero()[0]), (self._old, (~early).nonzero()[0])]
+
+    def _read(self, table: Buckets, words: Words, places: Ints) -> Numbers:
+        numbers = table.read(places)
+        if self._homeless:
+            for at in self._filter.may_have(words):
+                if places[at] < 0:
+                    numbers[at] = self._homeless.get(words[at].tobytes(), 0)
+        return numbers
+
+    def _update(self, table: Buckets, words: Words, change: Callable[[Numbers], Numbers]) -> None:
+        places = table.find(words)
+        old = self._read(table, words, places)
+        new = change(old)
+        absent = places < 0
+        known = (~absent).nonzero()[0]
+        table.write(places[known], new[known])
+        if self._homeless:
+            for at in (absent & (old != 0)).nonzero()[0]:
+                del self._homeless[words[at].tobytes()]
+        fresh = (absent & (new != 0)).nonzero()[0]
+        self._keep(*table.insert(words[fresh], new[fresh]))
+
+    def _keep(self, words: Words, numbers: Numbers) -> None:
+        """Keep keys for which there was no room."""
+        if len(words):
+            for key, number in zip(words, numbers.tolist(), strict=True):
+                self._homeless[key.tobytes()] = number
+            self._filter.add(words)
+
+    def _make_room(self) -> None:
+        words = words_of(list(self._homeless))
+        numbers = np.fromiter(self._homeless.values(), np.uint32, len(words))
+        numbers = self._owner.renew(numbers)
+        words, numbers = words[numbers != 0], numbers[numbers != 0]
+        self._homeless = {}
+        self._filter.clear()
+        for table, part in self._parts(words):
+            self._keep(*table.make_room(words[part], numbers[part]))
+        self._max_homeless = max(MAX_HOMELESS, 2 * len(self._homeless))
+
+    # ------------------------------------------------------------ growth
+
+    def _begin_move(self) -> None:
+        """Move over to a table with room, of the same size if no worker holds many of the keys."""
+        bits = self._table.bits
+        if len(self) - self._owner.num_idle > GOOD_LOAD * self._table.num_slots:
+            bits += 1
+        self._old, self._table, self._num_moved = self._table, Buckets(bits), 0
+
+    def _move_some(self, num_groups: int) -> None:
+        if self._old is None:
+            return
+        stop = min(self._num_moved + (num_groups << GROUP_BITS), self._old.num_buckets)
+        self._keep(*self._table.take_over(self._old, self._num_moved, stop, self._owner.renew))
+        self._num_moved = stop
+        if stop == self._old.num_buckets:
+            self._old = None
+            if self._homeless:
+                self._make_room()
+
+    # ------------------------------------------------------------ checks
+
+    def items(self) -> Iterator[tuple[BlockKey, int]]:
+        """Yield all keys with their numbers, one by one (for checks)."""
+        for table in (self._table, self._old):
+            if table is not None:
+                yield from table.items()
+        yield from self._homeless.items()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a key is there twice, or where it would not be found."""
+        keys: dict[BlockKey, int] = {}
+        for key, number in self.items():
+            assert key not in keys, "a key is there twice"
+            keys[key] = number
+        assert len(keys) == len(self), "keys are miscounted"
+        assert self.get(words_of(list(keys))).tolist() == list(keys.values())

@@ -1,0 +1,145 @@
+"""The blocks of one node in all their tiers, and what concerns all of these at once: a use, a loss,
+a report to the gateways. Pure; owned by the node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from mooncake.base import BlockKey, BlockPlaces, KvLayout, Tier, WorkerRef, packed_places
+from mooncake.kvstore.client.block_memory import BlockMemory
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.eviction import Keys
+from mooncake.kvstore.node.drain_migration import DrainMigration
+from mooncake.kvstore.node.peers import Peers
+from mooncake.kvstore.node.replication import Replicator, ReplicatorPorts
+from mooncake.kvstore.storage.disk import Disks
+from mooncake.kvstore.storage.dram import DramTier
+from mooncake.kvstore.storage.hashing import Hashing
+from mooncake.kvstore.storage.promotion import Promotions
+from mooncake.kvstore.storage.tiering import Tiering
+from mooncake.rpc.channel import Channel
+from mooncake.rpc.membership import Membership
+from mooncake.transfer.engine import Region, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class NodePorts:
+    """What the parts of one node work with."""
+
+    config: KvStoreConfig
+    layout: KvLayout
+    channel: Channel
+    transfer: Transfer
+    region: Region
+    """The arena: the memory of the DRAM tier."""
+    membership: Membership
+    counters: Counter[str]
+    """By the names of `COUNTERS`."""
+
+    @property
+    def worker(self) -> WorkerRef:
+        return self.membership.worker
+
+
+class NodeBlocks:
+    """The tiers of one node, and all that moves blocks between them and to other nodes."""
+
+    def __init__(self, ports: NodePorts, dram: DramTier, disks: Disks, peers: Peers) -> None:
+        """Starts to scan the disks."""
+        config, counters = ports.config, ports.counters
+        self._ports = ports
+        self._membership = ports.membership
+        self._peers = peers
+        self.dram = dram
+        self.tiering = Tiering(
+            config, dram, disks, self._membership.send_blocks, self._on_loaded, counters
+        )  # fmt: skip
+        self.promotions = Promotions(self.tiering, config.ssd_load_timeout_s, self.evicted)
+        may_hash = config.checksums and disks.can_hash
+        self.hashing = Hashing(dram, disks if may_hash else None, self._on_damaged)
+        arena = BlockMemory.packed(ports.region, ports.layout)
+        self.replicator = Replicator(
+            config, self.tiering, ReplicatorPorts(ports.channel, ports.transfer, arena),
+            ports.worker, self._on_copied, counters,
+        )  # fmt: skip
+        self.migration = DrainMigration(
+            config, ports.worker, ports.channel, self.tiering,
+            lambda: self._membership.welcoming,
+            lambda: peers.num_puts > 0 or not self.replicator.quiet,
+        )  # fmt: skip
+        if disks.num_slots:
+            self._membership.add_tier(Tier.SSD, self.tiering.ssd.stored_keys)
+        disks.attach(ports.region)
+
+    def places(self, keys: list[BlockKey]) -> BlockPlaces:
+        """Return where blocks lie in the arena that DRAM knows."""
+        segment, region_id = self._ports.transfer.segment, self._ports.region.region_id
+        return packed_places(self._ports.layout, segment, region_id, self.dram.offsets(keys))
+
+    @property
+    def quiet(self) -> bool:
+        """Peers have nothing open, and nothing moves between the tiers."""
+        parts = (self.tiering, self.hashing, self.replicator)
+        return self._peers.num_open == 0 and all(part.quiet for part in parts)
+
+    @property
+    def drained(self) -> bool:
+        """The node was told to drain, and its end would lose no block that other nodes, or its own
+        disks, could have taken.
+        """
+        return self.migration.over and self.quiet and self.tiering.drained
+
+    def use(self, run: list[BlockKey], counted: Keys, user: WorkerRef, now: float) -> None:
+        """Count a request that wrote or asked for this run, but for blocks `counted` before."""
+        self.dram.use(run, counted)
+        if not self.migration.is_home(user):  # a node that takes over blocks is no request
+            self.tiering.used(run, counted)
+        self.replicator.used(run, now)
+
+    def stored(self, keys: list[BlockKey]) -> None:
+        """Report blocks that have become whole in DRAM."""
+        self._membership.send_blocks(keys, [])
+        self.migration.add(keys)
+
+    def evicted(self, keys: list[BlockKey]) -> None:
+        """Count and report blocks that DRAM evicted for room."""
+        self._ports.counters["blocks_evicted"] += len(keys)
+        self.gone(keys)
+
+    def gone(self, keys: list[BlockKey]) -> None:
+        """Forget and report blocks that are no longer in DRAM."""
+        self.tiering.evicted(keys)
+        self.replicator.evicted(keys)
+        self._membership.send_blocks([], keys)
+
+    def _on_loaded(self, whole: list[BlockKey], lost: list[BlockKey], now: float) -> None:
+        self.promotions.on_loaded(whole, lost, now)
+
+    def _on_copied(self, whole: list[BlockKey], gone: list[BlockKey]) -> None:
+        self.gone(gone)
+        self.hashing.suspect(whole)
+        self.stored(whole)
+
+    def _on_damaged(self, key: BlockKey) -> None:
+        """Discard a block whose bytes changed in memory, unless a peer is reading it."""
+        self._ports.counters["blocks_damaged"] += 1
+        if self.dram.discard(key):
+            self.gone([key])
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when tiers, pins and writers do not add up."""
+        for part in (self.dram, self.tiering, self.promotions, self.replicator, self.migration):
+            part.check_integrity()
+        pins = self.tiering.pins() + self.promotions.pins() + self.hashing.pins()
+        writing = [*self.tiering.loading(), *self.replicator.filling()]
+        for state in self._peers.states.values():
+            for keys in state.pins.values():
+                pins.update(keys)
+            for grant in state.grants.values():
+                writing.extend(grant.pending)
+        assert dict(pins) == self.dram.pin_counts()
+        assert len(set(writing)) == len(writing), "two writers of one block"
+        assert len(writing) == self.dram.num_writing
+        assert not any(self.dram.has(key) for key in writing)

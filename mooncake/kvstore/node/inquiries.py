@@ -1,0 +1,142 @@
+"""Questions and orders to a pool node besides reading and writing: which blocks it holds, how it is
+doing, promote these blocks, set the lasting pins of those.
+
+Pure; owned by the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mooncake.base import BlockKey, Tier, WorkerLoad, WorkerRef
+from mooncake.base.messages import Prefetch, StopPrefetch
+from mooncake.base.pool_messages import (
+    AskPool,
+    BlockCopy,
+    BlocksDescribed,
+    BlocksFound,
+    DescribeBlocks,
+    FindBlocks,
+    LastingPin,
+    PinsSet,
+    PoolState,
+    SetPins,
+    TenantUse,
+)
+from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
+from mooncake.kvstore.node.peers import Peers
+from mooncake.kvstore.storage.prefetch import Prefetcher
+
+
+class Inquiries:
+    """Answers for one node."""
+
+    def __init__(self, ports: NodePorts, blocks: NodeBlocks, peers: Peers) -> None:
+        self._ports = ports
+        self._blocks = blocks
+        self._peers = peers
+        self._dram, self._tiering = blocks.dram, blocks.tiering
+        self._worker, self._channel = ports.worker, ports.channel
+        prefetcher = Prefetcher(self._tiering, blocks.promotions, ports.counters)
+        self._prefetcher = prefetcher
+        self._num_promoted = 0
+        self.handlers: dict[type, Callable[[Any, float], object]] = {
+            FindBlocks: self._on_find,
+            DescribeBlocks: self._on_describe,
+            SetPins: lambda message, now: self._set_pins(message, len(message.keys) + 1, now),
+            AskPool: self._on_ask,
+            Prefetch: prefetcher.begin,
+            StopPrefetch: lambda message, _: prefetcher.stop(message),
+        }
+
+    def load(self) -> WorkerLoad:
+        """Return the load that the gateways are told."""
+        return WorkerLoad(
+            num_running=sum(len(state.pins) for state in self._peers.states.values()),
+            num_waiting=self._peers.num_puts,
+            num_free_blocks=self._dram.num_free,
+            num_total_blocks=self._dram.num_blocks,
+            num_cached_blocks=self._dram.num_stored,
+            draining=self._blocks.migration.begun,
+            counters={**self._ports.counters, **self._ports.transfer.counters()},
+        )
+
+    def state(self, asker: WorkerRef, ticket: int) -> PoolState:
+        """Return how the node is doing now."""
+        ssd = self._tiering.ssd
+        return PoolState(
+            asker=asker,
+            ticket=ticket,
+            store=self._worker,
+            load=self.load(),
+            layout_fingerprint=self._ports.layout.fingerprint,
+            block_bytes=self._dram.block_bytes,
+            num_ssd_blocks=ssd.num_slots,
+            num_ssd_stored=ssd.num_stored,
+            num_pinned=self._dram.num_pinned,
+            num_quarantined=self._dram.num_quarantined,
+            num_hard_pinned=self._dram.num_lasting(LastingPin.HARD),
+            num_soft_pinned=self._dram.num_lasting(LastingPin.SOFT),
+            draining=self._blocks.migration.begun,
+            drained=self._blocks.drained,
+            drain=self._blocks.migration.progress(),
+            tenants=tuple(
+                TenantUse(tenant, tier, used, quota)
+                for tier, part in ((Tier.DRAM, self._dram), (Tier.SSD, ssd))
+                for tenant, (used, quota) in sorted(part.tenant_use().items())
+            ),
+        )
+
+    def _on_ask(self, message: AskPool, _now: float) -> None:
+        self._channel.send(message.asker.address, self.state(message.asker, message.ticket))
+
+    def _on_find(self, message: FindBlocks, _now: float) -> None:
+        tiers = [self._tier_of(key) for key in message.keys]
+        found = BlocksFound(
+            asker=message.asker, ticket=message.ticket, store=self._worker, tiers=tiers
+        )
+        self._channel.send(message.asker.address, found)
+
+    def _tier_of(self, key: BlockKey) -> Tier | None:
+        if self._dram.has(key):
+            return Tier.DRAM
+        return Tier.SSD if self._tiering.stores(key) else None
+
+    def _on_describe(self, message: DescribeBlocks, _now: float) -> None:
+        copies = [self._copies(key) for key in message.keys]
+        described = BlocksDescribed(
+            asker=message.asker, ticket=message.ticket, store=self._worker, copies=copies
+        )
+        self._channel.send(message.asker.address, described)
+
+    def _copies(self, key: BlockKey) -> list[BlockCopy]:
+        size, dram = self._dram.block_bytes, self._dram
+        copies = []
+        if dram.has(key):
+            block = dram.block(key)
+            copies.append(BlockCopy(Tier.DRAM, size, block.lasting_pin, block.pins))
+        if self._tiering.stores(key):
+            copies.append(BlockCopy(Tier.SSD, size))
+        return copies
+
+    def _set_pins(self, message: SetPins, num_missing: int, now: float) -> None:
+        """Pin what is in DRAM, and promote more of it as long as `num_missing` shrinks."""
+        meant = message.epoch in ("", self._worker.epoch)
+        done = [meant and self._dram.set_lasting_pin(key, message.pin) for key in message.keys]
+        missing = [key for key, is_done in zip(message.keys, done, strict=True) if not is_done]
+
+        def settled(at: float, _more: bool) -> None:
+            self._set_pins(message, len(missing), at)
+
+        if meant and message.lift and 0 < len(missing) < num_missing:
+            self._num_promoted += 1
+            name = ("pins", self._num_promoted)
+            if self._blocks.promotions.begin(name, missing, now, settled) is None:
+                return
+        answer = PinsSet(asker=message.asker, ticket=message.ticket, store=self._worker, done=done)
+        self._channel.send(message.asker.address, answer)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a prefetch waits for nothing."""
+        self._prefetcher.check_integrity()

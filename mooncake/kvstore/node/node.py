@@ -1,0 +1,229 @@
+"""The kvstore role: the authority on one node's pool blocks. It grants room, makes blocks readable,
+pins them, evicts, and tells the gateways what it holds.
+
+Each message goes to the part that handles it, by one table. No bytes pass through here: peers read
+and write the registered arena themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from mooncake.base import (
+    BlockKey,
+    Drain,
+    KvLayout,
+    PeerLost,
+    PinBlocks,
+    PinGranted,
+    PutEnd,
+    PutStart,
+    Tier,
+    Unpin,
+    Welcome,
+    WorkerHello,
+)
+from mooncake.base.messages import Answer, Replicate, WhoAreYou
+from mooncake.base.pool_messages import HomesFound, PoolState, RemoveBlocks, TakenOver, TakeOver
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
+from mooncake.kvstore.node.counters import COUNTERS
+from mooncake.kvstore.node.inquiries import Inquiries
+from mooncake.kvstore.node.peers import Peers, PeerState
+from mooncake.kvstore.node.pin_sessions import PinSessions
+from mooncake.kvstore.node.put_sessions import PutSessions
+from mooncake.kvstore.node.removal import Removals
+from mooncake.kvstore.storage.disk import DiskDone, Disks, DiskScanned, NoDisks
+from mooncake.kvstore.storage.dram import DramTier
+from mooncake.rpc.channel import Channel
+from mooncake.rpc.membership import Membership
+from mooncake.transfer.engine import Transfer, TransferDone
+
+
+class KvNode:
+    """The pool of one node, as a machine driven by `handle` and `tick`."""
+
+    def __init__(
+        self,
+        config: KvStoreConfig,
+        hello: WorkerHello,
+        layout: KvLayout,
+        channel: Channel,
+        transfer: Transfer,
+        gateway_address: str,
+        disks: Disks | None = None,
+    ) -> None:
+        """Allocate the arena and start to scan the disks. `num_blocks` and `block_bytes` of `hello`
+        are filled in here.
+
+        Raises:
+            ConfigError: the byte limit of DRAM holds no block.
+        """
+        num_blocks = config.num_blocks(layout)
+        hello = msgspec.structs.replace(
+            hello, num_blocks=num_blocks, block_bytes=layout.block_bytes
+        )
+        self._config = config
+        self.region = transfer.allocate(num_blocks * layout.block_bytes, "kvstore-dram")
+        """The arena (its owner may release it once the machine is driven no more)."""
+        dram = DramTier(config, num_blocks, layout.block_bytes)
+        self._membership = Membership(
+            hello, channel, gateway_address, Tier.DRAM, dram.stored_keys, config.report_interval_s
+        )
+        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        ports = NodePorts(
+            config, layout, channel, transfer, self.region, self._membership, self._counters
+        )
+        self._peers = Peers(config.max_tickets_per_worker, self._counters)
+        self.blocks = NodeBlocks(ports, dram, disks or NoDisks(), self._peers)
+        self._puts = PutSessions(ports, self.blocks, self._peers)
+        self._pins = PinSessions(ports, self.blocks, self._peers)
+        self._removals = Removals(ports, self.blocks)
+        self._inquiries = Inquiries(ports, self.blocks, self._peers)
+        self._doubt_s = 0.0
+        self._handlers = self._table()
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Counts since start, by name; see `COUNTERS`."""
+        return dict(self._counters)
+
+    def stores(self, key: BlockKey) -> bool:
+        """Return whether a whole block of that key lies in DRAM here."""
+        return self.blocks.dram.has(key)
+
+    @property
+    def joined(self) -> bool:
+        """Some gateway knows this node: until then no reader is sent to it."""
+        return self._membership.welcomed
+
+    @property
+    def num_open(self) -> int:
+        """Puts and pins that peers have open."""
+        return self._peers.num_open
+
+    @property
+    def quiet(self) -> bool:
+        """Peers have nothing open, and nothing moves between the tiers."""
+        return self.blocks.quiet
+
+    @property
+    def drained(self) -> bool:
+        """The process may be ended; see `NodeBlocks.drained`."""
+        return self.blocks.drained
+
+    def state(self) -> PoolState:
+        """Return how the node is doing, as `AskPool` is answered."""
+        return self._inquiries.state(self._membership.worker, 0)
+
+    # ------------------------------------------------------------------ the machine
+
+    def handle(self, event: msgspec.Struct, now: float) -> None:
+        """Take one message; unknown ones are ignored, and answers to an earlier boot."""
+        if isinstance(event, Answer) and event.asker != self._membership.worker:
+            return
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event, now)
+            self._withdraw_if_drained()
+
+    def tick(self, now: float) -> float | None:
+        """End quarantines, count overdue puts, evict to the watermark, report."""
+        blocks = self.blocks
+        times = [blocks.dram.end_quarantine(now), self._puts.tick(now)]
+        times += [blocks.promotions.tick(now), blocks.replicator.tick(now)]
+        blocks.hashing.start()
+        blocks.tiering.start_writes(now)
+        blocks.evicted(blocks.dram.evict_to_watermark())
+        times.append(blocks.migration.tick(now))
+        self._withdraw_if_drained()
+        times.append(self._doubt_old_peers(now))
+        times.append(self._membership.tick(now, self._inquiries.load))
+        return min(time for time in times if time is not None)
+
+    def _table(self) -> dict[type, Callable[[Any, float], object]]:
+        """Return the handler of each type of message."""
+        blocks, membership, removals = self.blocks, self._membership, self._removals
+        replicator, migration = blocks.replicator, blocks.migration
+        return {
+            PutStart: self._puts.on_start,
+            PutEnd: self._puts.on_end,
+            PinBlocks: self._pins.on_pin,
+            Unpin: self._pins.on_unpin,
+            Welcome: lambda message, _: membership.on_welcome(message),
+            WhoAreYou: lambda message, _: membership.on_who_are_you(message),
+            PeerLost: self._on_peer_lost,
+            Drain: self._on_drain,
+            HomesFound: migration.on_homes,
+            TakenOver: migration.on_taken,
+            Replicate: lambda order, now: replicator.begin(order, now, refused=migration.begun),
+            TakeOver: lambda order, now: replicator.take_over(order, now, refused=migration.begun),
+            PinGranted: replicator.on_pin_granted,
+            TransferDone: replicator.on_transfer_done,
+            DiskDone: self._on_disk_done,
+            DiskScanned: lambda event, _: removals.on_scanned(blocks.tiering.on_scanned(event)),
+            RemoveBlocks: removals.on_remove,
+            **self._inquiries.handlers,
+        }
+
+    def _on_drain(self, _message: Drain, now: float) -> None:
+        """Take no more blocks, hand those that only this node holds to others, and write those
+        that are worth it to disks. Readers are served until that is over.
+        """
+        self.blocks.tiering.drain()
+        self.blocks.migration.begin(now)
+
+    def _withdraw_if_drained(self) -> None:
+        if self.blocks.migration.over:
+            self._membership.withdraw()
+
+    def _on_disk_done(self, event: DiskDone, now: float) -> None:
+        if not self.blocks.hashing.on_done(event):
+            self.blocks.tiering.on_done(event, now)
+            self._removals.settle()
+
+    def _on_peer_lost(self, message: PeerLost, now: float) -> None:
+        worker = message.worker
+        self._membership.on_peer_lost(worker)
+        self.blocks.replicator.on_peer_lost(worker, now)
+        self.blocks.migration.on_peer_lost(worker, now)
+        state = self._peers.lose(worker)
+        self._puts.reclaim(state, now)
+        self._pins.reclaim(state, now)
+
+    def _doubt_old_peers(self, now: float) -> float:
+        """Ask the gateways about peers that have held something for long; return when to again."""
+        if now >= self._doubt_s:
+            self._doubt_s = now + self._config.doubt_interval_s
+            old_s = now - self._config.doubt_interval_s
+            old = [state for state in self._peers.states.values() if state.since_s <= old_s]
+            self._membership.ask_about([state.ref for state in old])
+            for state in old:
+                self._answer_again(state)
+        return self._doubt_s
+
+    def _answer_again(self, state: PeerState) -> None:
+        """Repeat to a living peer what it was granted long ago: it ends again what it has ended if
+        that message was lost, and keeps what it still uses.
+        """
+        known, state.old = state.old, {
+            *(("put", ticket) for ticket in state.grants),
+            *(("pin", ticket) for ticket in state.pins),
+        }  # fmt: skip
+        for kind, ticket in sorted(known & state.old):
+            if kind == "put":
+                self._puts.answer(state.ref, ticket, state.grants[ticket])
+            else:
+                self._pins.answer(state.ref, ticket, state.pins[ticket])
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when memory, grants and pins do not add up."""
+        self._peers.check_integrity()
+        self._pins.check_integrity()
+        self._inquiries.check_integrity()
+        self._removals.check_integrity()
+        self.blocks.check_integrity()

@@ -1,0 +1,123 @@
+"""What each boot of each worker has open at a pool node, which boots are lost, and which tickets
+have ended. Pure; owned by the node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from mooncake.base import BlockKey, PutStart, WorkerRef
+
+MAX_REMEMBERED = 4_096
+"""Lost boots and ended tickets remembered, so that a late or repeated message finds nothing."""
+
+Peer = tuple[str, str]
+"""(worker id, epoch)"""
+
+
+def peer_of(worker: WorkerRef) -> Peer:
+    """Return the name of one boot of a worker."""
+    return worker.worker_id, worker.epoch
+
+
+class Grant:
+    """A put between `PutStart` and its last `PutEnd`."""
+
+    __slots__ = ("before", "pending", "run")
+
+    def __init__(self, message: PutStart, granted: Sequence[BlockKey]) -> None:
+        keys = set(message.keys)
+        self.before = [key for key in message.head.keys if key not in keys]
+        """The chain before the keys asked for: its use is known when the put begins."""
+        self.run = [*self.before, *message.keys]
+        """The whole chain, stored before or now: its order is given to eviction at the end."""
+        self.pending = dict.fromkeys(granted)
+        """Blocks that may still be written."""
+
+
+class PeerState:
+    """What one boot of one worker has open here, by ticket."""
+
+    __slots__ = ("grants", "old", "pins", "ref", "since_s", "waits")
+
+    def __init__(self, ref: WorkerRef, since_s: float) -> None:
+        self.ref = ref
+        self.since_s = since_s
+        """It has had something open ever since."""
+        self.grants: dict[int, Grant] = {}
+        self.pins: dict[int, list[BlockKey]] = {}
+        self.waits: dict[int, None] = {}
+        """Pins that are answered once blocks have been loaded from SSD."""
+        self.old: set[tuple[str, int]] = set()
+        """(kind, ticket) of puts and pins that were open at the last look."""
+
+    @property
+    def num_open(self) -> int:
+        return len(self.grants) + len(self.pins) + len(self.waits)
+
+
+class Peers:
+    """All boots of workers that have something open."""
+
+    def __init__(self, max_tickets: int, counters: Counter[str]) -> None:
+        """A boot may have at most `max_tickets` puts and pins open."""
+        self.states: dict[Peer, PeerState] = {}
+        self._max_tickets = max_tickets
+        self._counters = counters
+        self._lost: OrderedDict[Peer, None] = OrderedDict()
+        self._ended: OrderedDict[tuple[Peer, str, int], None] = OrderedDict()
+
+    @property
+    def num_open(self) -> int:
+        """Puts and pins that peers have open."""
+        return sum(state.num_open for state in self.states.values())
+
+    @property
+    def num_puts(self) -> int:
+        """Puts that peers have open."""
+        return sum(len(state.grants) for state in self.states.values())
+
+    def find(self, worker: WorkerRef) -> PeerState:
+        """Return what a peer has open; to open more, take `state_of`."""
+        return self.states.get(peer_of(worker)) or PeerState(worker, 0.0)
+
+    def state_of(self, worker: WorkerRef, now: float) -> PeerState:
+        """Return what a peer has open, for opening more."""
+        return self.states.setdefault(peer_of(worker), PeerState(worker, now))
+
+    def may_open(self, worker: WorkerRef, kind: str, ticket: int) -> bool:
+        """Return whether a ticket is new, from a live boot, and within that boot's bound."""
+        peer = peer_of(worker)
+        if peer in self._lost or (peer, kind, ticket) in self._ended:
+            self._counters["stray_messages"] += 1
+            return False
+        return self.find(worker).num_open < self._max_tickets
+
+    def remember_ended(self, worker: WorkerRef, kind: str, ticket: int) -> None:
+        """Never open a ticket again that ended, or was answered with nothing."""
+        self._ended[peer_of(worker), kind, ticket] = None
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def drop_if_idle(self, worker: WorkerRef) -> None:
+        """Forget a peer that has nothing open."""
+        peer = peer_of(worker)
+        if peer in self.states and not self.states[peer].num_open:
+            del self.states[peer]
+
+    def lose(self, worker: WorkerRef) -> PeerState:
+        """Ignore a boot from now on; return what it had open, for the caller to end."""
+        state = self.find(worker)
+        self.states.pop(peer_of(worker), None)
+        self._lost[peer_of(worker)] = None
+        if len(self._lost) > MAX_REMEMBERED:
+            self._lost.popitem(last=False)
+        return state
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a lost or idle boot is still known, or an ended grant open."""
+        for peer, state in self.states.items():
+            assert state.num_open, f"{peer} holds nothing and is still known"
+            assert peer not in self._lost, f"{peer} is lost and still holds something"
+            assert all(grant.pending for grant in state.grants.values()), "an ended grant is open"

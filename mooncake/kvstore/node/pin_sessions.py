@@ -1,0 +1,104 @@
+"""Pins at one node: a reader is told where the blocks of a run lie, which then stay until it unpins
+them or is lost. Blocks that lie on a disk are loaded first.
+
+Pure; owned by the node.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mooncake.base import BlockKey, PinBlocks, PinGranted, Unpin, WorkerRef
+from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
+from mooncake.kvstore.node.peers import Peers, PeerState, peer_of
+
+
+class PinSessions:
+    """All pins of one node."""
+
+    def __init__(self, ports: NodePorts, blocks: NodeBlocks, peers: Peers) -> None:
+        self._ports = ports
+        self._blocks = blocks
+        self._peers = peers
+        self._counters = ports.counters
+
+    def on_pin(self, message: PinBlocks, now: float) -> None:
+        """Pin the leading blocks of a run, and answer with `PinGranted`, once they are loaded."""
+        reader, ticket = message.reader, message.ticket
+        state = self._peers.find(reader)
+        if ticket in state.waits:
+            return
+        if ticket in state.pins:
+            self.answer(reader, ticket, state.pins[ticket])
+            return
+        if not self._peers.may_open(reader, "pin", ticket):
+            self._pin(message, 0, now)
+            return
+        more = self._blocks.promotions.begin(
+            (peer_of(reader), ticket), message.keys, now, partial(self._on_loaded, message)
+        )
+        if more is None:
+            self._peers.state_of(reader, now).waits[ticket] = None
+        else:
+            self._pin(message, self._blocks.dram.leading(message.keys), now, more=more)
+
+    def _on_loaded(self, message: PinBlocks, now: float, more: bool) -> None:
+        """Answer a reader for whose run as much has been loaded as will be for this answer."""
+        del self._peers.find(message.reader).waits[message.ticket]
+        self._pin(message, self._blocks.dram.leading(message.keys), now, more=more)
+
+    def _pin(self, message: PinBlocks, num_blocks: int, now: float, *, more: bool = False) -> None:
+        reader, ticket, run = message.reader, message.ticket, message.keys[:num_blocks]
+        if run:
+            self._blocks.use([*message.head.keys, *run], message.head.counted, reader, now)
+            self._blocks.dram.pin(run)
+            self._peers.state_of(reader, now).pins[ticket] = run
+        else:
+            self._peers.remember_ended(reader, "pin", ticket)
+            self._peers.drop_if_idle(reader)
+        self._counters["pins"] += 1
+        self._counters["blocks_hit"] += len(run)
+        self._counters["blocks_missed"] += 0 if more else len(message.keys) - len(run)
+        self.answer(reader, ticket, run, more=more and 0 < len(run) < len(message.keys))
+
+    def answer(
+        self, reader: WorkerRef, ticket: int, run: list[BlockKey], *, more: bool = False
+    ) -> None:
+        """Tell a reader where its blocks lie, and whether it can have `more` by asking again."""
+        granted = PinGranted(
+            asker=reader,
+            ticket=ticket,
+            store=self._ports.worker,
+            num_blocks=len(run),
+            places=self._blocks.places(run),
+            checksums=self._blocks.hashing.known(run),
+            more=more,
+        )
+        self._ports.channel.send(reader.address, granted)
+
+    def on_unpin(self, message: Unpin, now: float) -> None:
+        """End a pin, or the wait for one; hash blocks again that the reader says are corrupt."""
+        state = self._peers.find(message.reader)
+        if message.ticket in state.pins:
+            self._blocks.dram.unpin(state.pins.pop(message.ticket))
+        elif message.ticket in state.waits:
+            del state.waits[message.ticket]
+            self._blocks.promotions.cancel((peer_of(message.reader), message.ticket), now)
+        self._peers.drop_if_idle(message.reader)
+        self._peers.remember_ended(message.reader, "pin", message.ticket)
+        self._counters["blocks_reported_corrupt"] += len(message.corrupt)
+        self._blocks.hashing.suspect(message.corrupt)
+
+    def reclaim(self, state: PeerState, now: float) -> None:
+        """Unpin what a lost reader had pinned or was waiting for."""
+        for run in state.pins.values():
+            self._blocks.dram.unpin(run)
+            self._counters["pins_reclaimed"] += 1
+        for ticket in state.waits:
+            self._blocks.promotions.cancel((peer_of(state.ref), ticket), now)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a reader waits for an answer that does not come."""
+        for peer, state in self._peers.states.items():
+            for ticket in state.waits:
+                assert (peer, ticket) in self._blocks.promotions, "waits in vain"

@@ -1,0 +1,112 @@
+"""Puts at one node: a writer is granted memory, writes to it, and says which blocks are whole.
+
+Pure; owned by the node. No other worker learns of a block before its writer said that it is whole.
+A grant ends by its `PutEnd` or by the loss of its writer, never by time: while a writer lives, what
+was granted to it may still be written. Memory of a lost writer rests in quarantine before it is
+used again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from mooncake.base import PutEnd, PutGranted, PutStart, WorkerRef
+from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
+from mooncake.kvstore.node.peers import Grant, Peers, PeerState
+
+
+class PutSessions:
+    """All puts of one node."""
+
+    def __init__(self, ports: NodePorts, blocks: NodeBlocks, peers: Peers) -> None:
+        self._ports = ports
+        self._blocks = blocks
+        self._peers = peers
+        self._counters = ports.counters
+        self._overdue_at: deque[tuple[float, Grant]] = deque()
+
+    def on_start(self, message: PutStart, now: float) -> None:
+        """Grant memory for blocks that are not here, and answer with `PutGranted`."""
+        grant = self._peers.find(message.writer).grants.get(message.ticket)
+        may_open = grant is None and not self._blocks.migration.begun
+        if may_open and self._peers.may_open(message.writer, "put", message.ticket):
+            grant = self._grant(message, now)
+        if grant is None:
+            self._peers.remember_ended(message.writer, "put", message.ticket)
+        self.answer(message.writer, message.ticket, grant)
+
+    def _grant(self, message: PutStart, now: float) -> Grant | None:
+        dram, tiering = self._blocks.dram, self._blocks.tiering
+        wanted = [key for key in message.keys if not tiering.can_load(key)]
+        head = message.head
+        granted, evicted = dram.reserve(wanted, message.tenant, head=head.keys)
+        self._blocks.evicted(evicted)
+        grant = Grant(message, list(granted))
+        run = grant.before if granted else grant.run
+        self._blocks.use(run, head.counted, message.writer, now)
+        self._counters["puts"] += 1
+        self._counters["blocks_granted"] += len(granted)
+        refused = sum(not (dram.is_known(key) or tiering.ssd.has(key)) for key in message.keys)
+        self._counters["blocks_refused"] += refused
+        if not granted:
+            return None
+        self._peers.state_of(message.writer, now).grants[message.ticket] = grant
+        self._overdue_at.append((now + self._ports.config.put_timeout_s, grant))
+        return grant
+
+    def answer(self, writer: WorkerRef, ticket: int, grant: Grant | None) -> None:
+        """Tell a writer where the blocks lie that it may still write."""
+        keys = list(grant.pending) if grant is not None else []
+        places = self._blocks.places(keys)
+        granted = PutGranted(
+            asker=writer, ticket=ticket, store=self._ports.worker, keys=keys, places=places
+        )
+        self._ports.channel.send(writer.address, granted)
+
+    def on_end(self, message: PutEnd, now: float) -> None:
+        """Make the blocks that were written readable, and free those that were dropped."""
+        grant = self._peers.find(message.writer).grants.get(message.ticket)
+        if grant is None:
+            self._counters["stray_messages"] += bool(message.written or message.dropped)
+            self._peers.remember_ended(message.writer, "put", message.ticket)
+            return
+        dram = self._blocks.dram
+        written = [key for key in dict.fromkeys(message.written) if key in grant.pending]
+        for key in written:
+            del grant.pending[key]
+        dram.commit(written)
+        if len(message.checksums) == len(message.written):
+            known = dict(zip(message.written, message.checksums, strict=True))
+            for key in written:
+                dram.learn_checksum(key, known[key])
+        self._blocks.hashing.stored(written)
+        for key in message.dropped:
+            if key in grant.pending:
+                del grant.pending[key]
+                dram.abandon(key, None)
+                self._counters["blocks_dropped"] += 1
+        self._counters["blocks_put"] += len(written)
+        self._counters["bytes_put"] += len(written) * dram.block_bytes
+        self._blocks.stored(written)
+        if not grant.pending:
+            self._blocks.use(grant.run, frozenset(grant.before), message.writer, now)
+            grant.run = []
+            del self._peers.find(message.writer).grants[message.ticket]
+            self._peers.remember_ended(message.writer, "put", message.ticket)
+            self._peers.drop_if_idle(message.writer)
+
+    def reclaim(self, state: PeerState, now: float) -> None:
+        """Put the memory granted to a lost writer into quarantine."""
+        reuse_at_s = now + self._ports.config.quarantine_s
+        for grant in state.grants.values():
+            for key in grant.pending:
+                self._blocks.dram.abandon(key, reuse_at_s)
+            self._counters["grants_reclaimed"] += 1
+            self._counters["blocks_quarantined"] += len(grant.pending)
+            grant.pending, grant.run = {}, []
+
+    def tick(self, now: float) -> float | None:
+        """Count the puts that have been open for too long; return when to be called again."""
+        while self._overdue_at and self._overdue_at[0][0] <= now:
+            self._counters["puts_overdue"] += bool(self._overdue_at.popleft()[1].pending)
+        return self._overdue_at[0][0] if self._overdue_at else None

@@ -1,0 +1,90 @@
+"""Blocks removed from one node for good: a request is answered once no later boot of the node can
+find them.
+
+Pure; owned by the node. Readers finish what they read; disks take their time to erase.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mooncake.base import BlockKey
+from mooncake.base.pool_messages import BlocksRemoved, RemoveBlocks
+from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
+
+
+@dataclass(slots=True)
+class _Removal:
+    """One request, until disks hold no trace of its blocks that is about to go."""
+
+    request: RemoveBlocks
+    was_here: set[BlockKey] = field(default_factory=set)
+    left: set[BlockKey] = field(default_factory=set)
+    fading: set[BlockKey] = field(default_factory=set)
+
+
+class Removals:
+    """All removals of one node. A hard pin protects a block: it is left."""
+
+    def __init__(self, ports: NodePorts, blocks: NodeBlocks) -> None:
+        self._ports = ports
+        self._blocks = blocks
+        self._tiering = blocks.tiering
+        self._removals: list[_Removal] = []
+
+    def on_remove(self, request: RemoveBlocks, now: float) -> None:
+        """Remove blocks, which no reader finds from now on."""
+        removal = _Removal(request)
+        for key in dict.fromkeys(request.keys):
+            if self._blocks.dram.is_hard_pinned(key):
+                removal.left.add(key)
+                continue
+            self._tiering.tombstones.add(key, now)
+            self._blocks.replicator.forget(key)
+            if self._blocks.dram.condemn(key):
+                removal.was_here.add(key)
+                self._blocks.gone([key])
+            if self._tiering.remove(key):
+                removal.was_here.add(key)
+            removal.fading.add(key)
+        self._removals.append(removal)
+        self.settle()
+
+    def on_scanned(self, erasing: list[BlockKey]) -> None:
+        """Take in that a disk was scanned, which now erases these blocks removed before."""
+        for removal in self._removals:
+            found = set(erasing).intersection(removal.request.keys)
+            removal.was_here |= found
+            removal.fading |= found
+        self.settle()
+
+    def settle(self) -> None:
+        """Answer the requests that wait for no disk. One not yet scanned may hold any block."""
+        for removal in self._removals:
+            for key in [key for key in removal.fading if not self._tiering.is_fading(key)]:
+                removal.fading.discard(key)
+                if self._tiering.traces.is_stuck(key):
+                    removal.left.add(key)
+        if not self._tiering.ssd.num_closed:
+            over = [removal for removal in self._removals if not removal.fading]
+            self._removals = [removal for removal in self._removals if removal.fading]
+            for removal in over:
+                self._answer(removal)
+
+    def _answer(self, removal: _Removal) -> None:
+        request, gone = removal.request, removal.was_here - removal.left
+        self._ports.counters["blocks_removed"] += len(gone)
+        answer = BlocksRemoved(
+            asker=request.asker,
+            ticket=request.ticket,
+            store=self._ports.worker,
+            removed=[key in gone for key in request.keys],
+            left=[key in removal.left for key in request.keys],
+        )
+        self._ports.channel.send(request.asker.address, answer)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a request waits for what does not come."""
+        for removal in self._removals:
+            assert removal.fading or self._tiering.ssd.num_closed, "nothing is waited for"
+            assert all(map(self._tiering.is_fading, removal.fading))

@@ -1,0 +1,268 @@
+"""Copies of blocks of other pool nodes, pulled on request and dropped when they are not used; and
+blocks taken over from nodes that drain, which are this node's own from then on.
+
+Pure; owned by the node. A copy is an ordinary block once it is whole: it has the checksum that its
+owner promised, and is hashed again here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from mooncake.base import BlockKey, PinGranted, WorkerRef
+from mooncake.base.messages import Replicate
+from mooncake.base.pool_messages import LastingPin, TakenOver, TakeOver
+from mooncake.kvstore.client.block_memory import BlockMemory
+from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.storage.tiering import Tiering
+from mooncake.rpc.channel import Channel
+from mooncake.transfer.engine import Transfer, TransferDone
+
+MAX_PULLS = 64
+"""Runs pulled at once; further orders are dropped, and may be sent again."""
+
+_Order = Replicate | TakeOver
+Copied = Callable[[list[BlockKey], list[BlockKey]], None]
+"""(blocks that are whole now, blocks evicted to make room for copies or dropped as cold)"""
+
+
+@dataclass(frozen=True)
+class ReplicatorPorts:
+    """What pulls go through."""
+
+    channel: Channel
+    transfer: Transfer
+    arena: BlockMemory
+    """The node's DRAM."""
+
+
+@dataclass
+class _Pull:
+    """A run that is being copied."""
+
+    order: _Order
+    keys: list[BlockKey]
+    here: list[BlockKey]
+    """Blocks of the order that are here: the sender is answered with them."""
+    is_full: bool
+    """Whether there was no room for the others."""
+    unwanted: set[BlockKey] = field(default_factory=set)
+    """Blocks that were removed from the pool meanwhile."""
+
+
+class Replicator:
+    """All pulls of one node, and its blocks that are copies."""
+
+    def __init__(
+        self,
+        config: KvStoreConfig,
+        tiering: Tiering,
+        ports: ReplicatorPorts,
+        worker: WorkerRef,
+        copied: Copied,
+        counters: Counter[str],
+    ) -> None:
+        self._config = config
+        self._dram, self._tiering = tiering.dram, tiering
+        self._channel, self._arena = ports.channel, ports.arena
+        self._reader = BlockReader(worker, ports.channel, ports.transfer, verify=False)
+        """Checksums are left to the node, which hashes copies like all other blocks."""
+        self._worker = worker
+        self._copied = copied
+        self._counters = counters
+        self._pulls: dict[int, _Pull] = {}
+        """By number of their read."""
+        self._copies: OrderedDict[BlockKey, float] = OrderedDict()
+        """Copy -> when it was used last; longest ago first."""
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is being pulled."""
+        return not self._pulls
+
+    def begin(self, order: Replicate, now: float, *, refused: bool) -> None:
+        """Pull the blocks of a run that are not known here, as far as there is room from its first
+        block on. `refused`: this node drains, and takes nothing.
+        """
+        run = dict.fromkeys(self._wanted(order, now))
+        here = [key for key in run if self._dram.has(key)]
+        wanted = [key for key in run if not self._dram.is_known(key)]
+        granted: dict[BlockKey, int] = {}
+        may_pull = len(self._pulls) < MAX_PULLS and order.source != self._worker
+        if wanted and may_pull and not refused:
+            # All of the run: what of it is here is not to make room for the rest.
+            granted, evicted = self._dram.reserve(list(run), order.tenant)
+            self._copied([], evicted)
+        is_full = len(granted) < len(wanted)
+        self._counters["replicas_refused"] += bool(wanted and not granted and not refused)
+        self._pull(order, granted, here, now, is_full=is_full)
+
+    def take_over(self, order: TakeOver, now: float, *, refused: bool) -> None:
+        """Pull the blocks of a node that drains, and answer it. `refused`: this one drains too.
+
+        Blocks that were asked for more than once may push out such as were not; none push out what
+        has been asked for as often.
+        """
+        if refused:
+            self._answer(order, [], is_full=True)
+            return
+        ssd, known = self._tiering.ssd, self._dram.is_known
+        run = self._wanted(order, now)
+        here = [key for key in run if self._dram.has(key) or ssd.has(key)]
+        self._inherit(order, [key for key in here if self._dram.has(key)])
+        wanted = [key for key in run if not (known(key) or ssd.has(key))]
+        granted: dict[BlockKey, int] = {}
+        is_full = False
+        if wanted and len(self._pulls) < MAX_PULLS:
+            granted, evicted = self._dram.reserve(wanted, order.tenant, self._may_evict(order))
+            self._copied([], evicted)
+            is_full = len(granted) < len(wanted)
+        self._pull(order, granted, here, now, is_full=is_full)
+
+    def _wanted(self, order: _Order, now: float) -> list[BlockKey]:
+        """Leave out blocks that are being removed from the pool: the owner may not know it yet."""
+        tombstones = self._tiering.tombstones
+        return [key for key in order.keys if not tombstones.is_fresh(key, now)]
+
+    def _may_evict(self, order: TakeOver) -> Callable[[BlockKey], bool]:
+        if order.pin is not LastingPin.NONE:
+            return lambda _key: True
+        return self._tiering.is_one_off if order.reused else lambda _key: False
+
+    def _pull(
+        self,
+        order: _Order,
+        granted: Mapping[BlockKey, int],
+        here: list[BlockKey],
+        now: float,
+        *,
+        is_full: bool,
+    ) -> None:
+        """Begin to read the blocks that were granted memory; answer at once if none was."""
+        if not granted:
+            self._answer(order, here, is_full=is_full)
+            return
+        pull = _Pull(order, list(granted), here, is_full)
+        places = self._arena.at(self._dram.offsets(pull.keys))
+        deadline_s = now + self._config.replicate_timeout_s
+        ended = partial(self._on_read, pull)
+        number = self._reader.start(order.source, pull.keys, places, deadline_s, ended)
+        self._pulls[number] = pull
+
+    def on_pin_granted(self, message: PinGranted, now: float) -> None:
+        """Read what the owner has pinned."""
+        self._reader.on_granted(message, now)
+
+    def on_transfer_done(self, event: TransferDone, now: float) -> None:
+        """Take the end of a read."""
+        self._reader.on_transfer_done(event, now)
+
+    def _on_read(self, pull: _Pull, result: ReadResult, now: float) -> None:
+        """Make blocks that came readable, give the memory of the others back, and answer."""
+        [number] = [number for number, each in self._pulls.items() if each is pull]
+        del self._pulls[number]
+        came = dict(zip(pull.keys, result.checksums, strict=False))
+        stored = [key for key in came if key not in pull.unwanted]
+        self._dram.commit(stored)
+        for key in stored:
+            if came[key]:
+                self._dram.learn_checksum(key, came[key])
+        self._own(pull, stored, now)
+        self._copied(stored, [])
+        for key in pull.keys:
+            if key not in came or key in pull.unwanted:
+                self._dram.abandon(key, None)
+        self._counters["replicas_failed"] += result.error is not None
+        self._answer(pull.order, pull.here, is_full=pull.is_full)
+
+    def _own(self, pull: _Pull, keys: list[BlockKey], now: float) -> None:
+        """Keep blocks that became whole: as copies, or for good."""
+        order = pull.order
+        pull.here += keys
+        if isinstance(order, Replicate):
+            for key in reversed(keys):
+                self._copies[key] = now
+            self._counters["blocks_replicated"] += len(keys)
+            return
+        if not order.reused:
+            self._tiering.used(keys)
+        self._inherit(order, keys)
+        self._counters["blocks_taken_over"] += len(keys)
+
+    def _inherit(self, order: TakeOver, keys: Sequence[BlockKey]) -> None:
+        """Make these blocks in DRAM the node's own, pinned as they were at the node that drains."""
+        self.evicted(keys)
+        if order.reused:
+            self._tiering.adopt(keys)
+        for key in keys if order.pin is not LastingPin.NONE else []:
+            is_hard = self._dram.is_hard_pinned(key)
+            if not is_hard and not self._dram.set_lasting_pin(key, order.pin):
+                self._dram.set_lasting_pin(key, LastingPin.SOFT)
+
+    def forget(self, key: BlockKey) -> None:
+        """Drop a block that was removed from the pool, if it is being pulled."""
+        for pull in self._pulls.values():
+            if key in pull.keys:
+                pull.unwanted.add(key)
+
+    def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
+        """End pulls from a node that was lost."""
+        self._reader.on_peer_lost(worker, now)
+
+    def used(self, keys: Sequence[BlockKey], now: float) -> None:
+        """Note that this run was read, for the copies in it."""
+        if not self._copies:
+            return
+        for key in reversed(keys):
+            if key in self._copies:
+                self._copies[key] = now
+                self._copies.move_to_end(key)
+
+    def evicted(self, keys: Sequence[BlockKey]) -> None:
+        """Forget copies that are gone, or that are the node's own now."""
+        for key in keys:
+            self._copies.pop(key, None)
+
+    def tick(self, now: float) -> float | None:
+        """Give up reads that take too long, drop cold copies; return when to be called again."""
+        wake_s = self._reader.tick(now)
+        idle_s = self._config.replica_idle_s
+        cold: list[BlockKey] = []
+        while self._copies:
+            key, used_s = next(iter(self._copies.items()))
+            if used_s + idle_s > now:
+                break
+            del self._copies[key]
+            if not self._dram.is_hard_pinned(key) and self._dram.discard(key):
+                cold.append(key)
+            else:
+                self._copies[key] = now  # it is pinned: it is not cold
+        self._counters["replicas_dropped"] += len(cold)
+        self._copied([], cold)
+        times = [] if wake_s is None else [wake_s]
+        if self._copies:
+            times.append(next(iter(self._copies.values())) + idle_s)
+        return min(times, default=None)
+
+    def _answer(self, order: _Order, here: list[BlockKey], *, is_full: bool) -> None:
+        """Answer the sender of the order, if it asked for an answer."""
+        asker = order.asker if isinstance(order, Replicate) else order.source
+        if asker is not None:
+            self._channel.send(asker.address, TakenOver(
+                asker=asker, ticket=order.ticket, store=self._worker, keys=here, is_full=is_full
+            ))  # fmt: skip
+
+    def filling(self) -> set[BlockKey]:
+        """Return what is being filled in DRAM (for checks)."""
+        return {key for pull in self._pulls.values() for key in pull.keys}
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a copy is not here, or a block is pulled twice."""
+        assert all(self._dram.has(key) for key in self._copies), "a copy that is not here"
+        keys = [key for pull in self._pulls.values() for key in pull.keys]
+        assert len(set(keys)) == len(keys), "a block is pulled twice"
+        self._reader.check_integrity()

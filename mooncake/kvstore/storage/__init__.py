@@ -1,0 +1,1 @@
+"""The tiers of one node: blocks in DRAM and on SSD, and their moves between the two."""

@@ -1,0 +1,126 @@
+"""How blocks lie in a file: a page about the file, a header page for each slot, then the blocks.
+
+Pure bytes in, values out; no I/O. Integers are little-endian. A header names what follows and
+its hash, and has a hash itself: torn, damaged or foreign bytes do not pass for a block.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import xxhash
+
+from mooncake.base import KEY_BYTES, BlockKey
+
+PAGE_BYTES = 4096
+"""Unit of direct I/O; headers take one page each."""
+
+BLANK_PAGE = bytes(PAGE_BYTES)
+"""The header of a slot that was never written, or erased."""
+
+MAX_TENANT_BYTES = 1024
+MAX_SEQUENCE_NO = 2**63
+"""No disk lives to see it; a higher one is damage, and must not be counted on from."""
+
+_BLOCK_MAGIC = b"MCKVBLK1"
+_FILE_MAGIC = b"MCKVSEG2"
+_BLOCK = struct.Struct(f"<8s{KEY_BYTES}sQQQI")
+"""magic, key, checksum, bytes, sequence number, bytes of the tenant's name"""
+_FILE = struct.Struct("<8sQQI")
+"""magic, bytes of a block, slots, bytes of the fingerprint"""
+_DIGEST = struct.Struct("<Q")
+
+
+class BlockHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What a slot holds."""
+
+    key: BlockKey
+    checksum: int
+    """xxh3-64 of the block's bytes."""
+    num_bytes: int
+    sequence_no: int
+    """Grows with every write of this directory: of two blocks of one key the newer counts."""
+    tenant: str
+
+
+class FileHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What a file holds."""
+
+    fingerprint: str
+    """Of the KV layout: model, weights, dtype, shape."""
+    block_bytes: int
+    num_slots: int
+
+
+def checksum_of(data: memoryview | bytes) -> int:
+    """Return the xxh3-64 of a block's bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def aligned(num_bytes: int) -> int:
+    """Return `num_bytes` rounded up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def pack_block_header(page: memoryview, header: BlockHeader) -> None:
+    """Fill the page that tells of a block. The tenant's name must not be too long."""
+    key, checksum, num_bytes, sequence_no, name = msgspec.structs.astuple(header)
+    tenant = name.encode()
+    if len(tenant) > MAX_TENANT_BYTES:
+        raise ValueError(f"a tenant's name of {len(tenant)} bytes does not fit a block header")
+    end = _BLOCK.size + len(tenant)
+    page[:] = BLANK_PAGE
+    _BLOCK.pack_into(page, 0, _BLOCK_MAGIC, key, checksum, num_bytes, sequence_no, len(tenant))
+    page[_BLOCK.size : end] = tenant
+    _DIGEST.pack_into(page, end, xxhash.xxh3_64_intdigest(page[:end]))
+
+
+def unpack_block_header(page: memoryview) -> BlockHeader | None:
+    """Return what a page says, or None when it is not the header of a block."""
+    magic, key, checksum, num_bytes, sequence_no, tenant_bytes = _BLOCK.unpack_from(page)
+    end = _BLOCK.size + tenant_bytes
+    if magic != _BLOCK_MAGIC or tenant_bytes > MAX_TENANT_BYTES or not _is_sealed(page, end):
+        return None
+    try:
+        tenant = str(page[_BLOCK.size : end], "utf-8") if tenant_bytes else ""
+    except UnicodeDecodeError:
+        return None
+    if sequence_no > MAX_SEQUENCE_NO:
+        return None
+    return BlockHeader(key, checksum, num_bytes, sequence_no, tenant)
+
+
+def pack_file_header(header: FileHeader) -> bytes:
+    """Return the page a file begins with."""
+    fingerprint = header.fingerprint.encode()
+    fields = _FILE.pack(_FILE_MAGIC, header.block_bytes, header.num_slots, len(fingerprint))
+    return _sealed(fields + fingerprint)
+
+
+def unpack_file_header(page: bytes | memoryview) -> FileHeader | None:
+    """Return what a page says, or None when it is not the header of a file."""
+    if bytes(page[:8]) != _FILE_MAGIC:
+        return None
+    _, block_bytes, num_slots, name_bytes = _FILE.unpack_from(page)
+    end = _FILE.size + name_bytes
+    if end > PAGE_BYTES - _DIGEST.size or not _is_sealed(page, end):
+        return None
+    try:
+        fingerprint = str(page[_FILE.size : end], "utf-8")
+    except UnicodeDecodeError:
+        return None
+    return FileHeader(fingerprint, block_bytes, num_slots)
+
+
+def _sealed(fields: bytes) -> bytes:
+    """Return a page of these fields and their hash."""
+    page = fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
+    if len(page) > PAGE_BYTES:
+        raise ValueError("a header does not fit its page")
+    return page.ljust(PAGE_BYTES, b"\0")
+
+
+def _is_sealed(page: bytes | memoryview, end: int) -> bool:
+    (digest,) = _DIGEST.unpack_from(page, end)
+    return bool(xxhash.xxh3_64_intdigest(page[:end]) == digest)

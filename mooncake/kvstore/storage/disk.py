@@ -1,0 +1,134 @@
+"""The disk port of a pool node: whole blocks between the arena and slots of some disks, by key.
+
+A disk is a byte limit cut into slots of one block. Every operation ends later, with exactly one
+event that the driver brings to the node. A block comes back from a disk with the bytes that were
+written, or not at all. `disk_files` implements the port with files, `sim.world.disk` with a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+from mooncake.base import BlockKey, InternalError
+from mooncake.transfer.engine import Region
+
+
+class Outcome(str, Enum):
+    """What became of one block of an operation."""
+
+    OK = "ok"
+    CORRUPT = "corrupt"
+    """What lies there is not what was written: torn, damaged, or another block."""
+    FULL = "full"
+    """The file system has no room (below the byte limit)."""
+    FAILED = "failed"
+    """The device or file system refused."""
+
+
+class DiskBlock(msgspec.Struct, frozen=True, array_like=True):
+    """One block of an operation: arena offset (bytes) on one side, slot on the other."""
+
+    key: BlockKey
+    slot: int
+    offset: int
+    tenant: str = ""
+    checksum: int | None = None
+    """xxh3-64 of the block where it is known already; stored with it on the disk."""
+
+
+class FoundBlock(msgspec.Struct, frozen=True, array_like=True):
+    """A block that an earlier boot left on a disk. Its bytes are looked at when it is read."""
+
+    key: BlockKey
+    slot: int
+    tenant: str
+    checksum: int
+
+
+class DiskScanned(msgspec.Struct, frozen=True, kw_only=True):
+    """A disk is ready: what it holds, one block a key, the one written last coming last."""
+
+    disk: int
+    found: list[FoundBlock]
+    num_dropped: int = 0
+    """Slots that held something torn, damaged, outdated, or of another model."""
+
+
+class DiskDone(msgspec.Struct, frozen=True, kw_only=True):
+    """How an operation ended, block by block. Nothing of it touches memory any more."""
+
+    op_id: int
+    outcomes: list[Outcome]
+    checksums: list[int]
+    """Of the blocks that are OK; 0 for the others."""
+    seconds: float = 0.0
+
+
+class Disks(Protocol):
+    """The disks of one node. No two operations may be under way on one slot."""
+
+    @property
+    def num_slots(self) -> Sequence[int]:
+        """Blocks that each disk may hold."""
+
+    @property
+    def can_hash(self) -> bool:
+        """`checksum` works here."""
+
+    def attach(self, arena: Region) -> None:
+        """Start: blocks lie in this region. One `DiskScanned` a disk follows, before which that
+        disk may not be used.
+        """
+
+    def write(self, disk: int, blocks: list[DiskBlock]) -> int:
+        """Copy blocks from the arena to slots of one disk; return the operation's id."""
+
+    def read(self, disk: int, blocks: list[DiskBlock]) -> int:
+        """Copy blocks from slots to the arena, and verify them. A block that is not OK may have
+        left any bytes in its place.
+        """
+
+    def erase(self, disk: int, blocks: list[DiskBlock]) -> int:
+        """Make sure that these slots are found empty by the next boot, whatever is lost before."""
+
+    def checksum(self, offsets: list[int]) -> int:
+        """Compute the checksums of blocks in the arena; return the operation's id."""
+
+
+class PolledDisks(Disks, Protocol):
+    """Disks that a driver's loop reads."""
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when an operation ended."""
+
+    def poll(self) -> Sequence[DiskDone | DiskScanned]:
+        """Return what ended since the last call, without waiting."""
+
+    def close(self) -> None:
+        """End what runs and give the disks free. The node must be driven no more."""
+
+
+class NoDisks:
+    """`Disks` of a node that has none."""
+
+    num_slots: Sequence[int] = ()
+    can_hash = False
+
+    def attach(self, arena: Region) -> None:
+        """Nothing to scan."""
+
+    def write(self, disk: int, blocks: list[DiskBlock]) -> int:
+        raise InternalError(f"no disk {disk} to write {len(blocks)} blocks to")
+
+    def read(self, disk: int, blocks: list[DiskBlock]) -> int:
+        raise InternalError(f"no disk {disk} to read {len(blocks)} blocks from")
+
+    def erase(self, disk: int, blocks: list[DiskBlock]) -> int:
+        raise InternalError(f"no disk {disk} to erase {len(blocks)} slots of")
+
+    def checksum(self, offsets: list[int]) -> int:
+        raise InternalError(f"nothing here can hash {len(offsets)} blocks")

@@ -1,0 +1,484 @@
+"""Adapter: the `Disks` port over files, with threads. It decides nothing: the node says what goes
+where, and this moves the bytes and verifies them.
+
+A directory holds segment files of many slots, preallocated as they are first needed and written
+with direct I/O where the file system allows. A directory is locked by its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mooncake.base import ConfigError, KvLayout, format_bytes
+from mooncake.kvstore.config import SsdConfig
+from mooncake.kvstore.storage.block_record import (
+    BLANK_PAGE,
+    PAGE_BYTES,
+    BlockHeader,
+    aligned,
+    checksum_of,
+    pack_block_header,
+    unpack_block_header,
+)
+from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, DiskScanned, FoundBlock, Outcome
+from mooncake.kvstore.storage.segment_files import SegmentFiles
+from mooncake.transfer.engine import Region
+
+MAX_RUN_BLOCKS = 512
+"""Moved by one call, which takes no more than 1,024 pieces of memory."""
+MAX_RUN_BYTES = 16 << 20
+SCAN_PAGES = 256
+"""Headers read by one call at the start."""
+
+_log = logging.getLogger(__name__)
+
+Ended = tuple[list[Outcome], list[int]]
+
+
+class FileDisks:
+    """The disks of one node, with a few threads each. See `Disks`, and `PolledDisks` for events."""
+
+    def __init__(
+        self,
+        configs: Sequence[SsdConfig],
+        layout: KvLayout,
+        *,
+        num_threads: int = 4,
+        direct: bool = True,
+    ) -> None:
+        """Lock and open the directories. Raises ConfigError when one cannot be used."""
+        self._layout = layout
+        self._lock = threading.Lock()
+        self._events: deque[DiskDone | DiskScanned] = deque()
+        self._last_op = 0
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._disks: list[_FileDisk] = []
+        self._hasher = _Threads(1, "kv-hash")
+        self._arena: memoryview = memoryview(b"")
+        try:
+            for number, config in enumerate(configs):
+                threads = _Threads(num_threads, f"kv-disk{number}")
+                self._disks.append(_FileDisk(config, layout, threads, direct=direct))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_slots(self) -> Sequence[int]:
+        return [disk.files.num_slots for disk in self._disks]
+
+    @property
+    def can_hash(self) -> bool:
+        return True
+
+    @property
+    def is_direct(self) -> bool:
+        """All directories that were written to allow direct I/O."""
+        return all(disk.files.is_direct for disk in self._disks)
+
+    def attach(self, arena: Region) -> None:
+        """Start to scan every disk."""
+        self._arena = arena.buffer
+        for number, disk in enumerate(self._disks):
+            disk.attach(arena.buffer)
+            disk.threads.put(partial(self._scan, number, disk))
+
+    def write(self, disk: int, blocks: list[DiskBlock]) -> int:
+        owner = self._disks[disk]
+        return self._start(owner.threads, blocks, owner.write, urgent=False)
+
+    def read(self, disk: int, blocks: list[DiskBlock]) -> int:
+        """As the port says; reads go before writes, for readers wait for them."""
+        owner = self._disks[disk]
+        return self._start(owner.threads, blocks, owner.read, urgent=True)
+
+    def erase(self, disk: int, blocks: list[DiskBlock]) -> int:
+        owner = self._disks[disk]
+        return self._start(owner.threads, blocks, owner.erase, urgent=False)
+
+    def checksum(self, offsets: list[int]) -> int:
+        size = self._layout.block_bytes
+        blocks = [DiskBlock(b"", 0, offset) for offset in offsets]
+
+        def hashed(blocks: list[DiskBlock]) -> Ended:
+            digests = [checksum_of(self._arena[b.offset : b.offset + size]) for b in blocks]
+            return [Outcome.OK] * len(blocks), digests
+
+        return self._start(self._hasher, blocks, hashed, urgent=False)
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when an operation ended."""
+        return self._wake_fd
+
+    def poll(self) -> Sequence[DiskDone | DiskScanned]:
+        """Return what ended since the last call, without waiting."""
+        with self._lock:
+            if not self._events:
+                return []
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def close(self) -> None:
+        """End what runs, drop what waits, and unlock the directories. The node must be driven no
+        more. A second call does nothing.
+        """
+        for disk in self._disks:
+            disk.close()
+        self._disks = []
+        self._hasher.close()
+        self._arena = memoryview(b"")
+        with self._lock:
+            fd, self._wake_fd = self._wake_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _scan(self, number: int, disk: _FileDisk) -> None:
+        self._post(disk.scan(number))
+
+    def _start(
+        self,
+        threads: _Threads,
+        blocks: list[DiskBlock],
+        work: Callable[[list[DiskBlock]], Ended],
+        *,
+        urgent: bool,
+    ) -> int:
+        self._last_op += 1
+        op_id = self._last_op
+
+        def job() -> None:
+            began_s = time.perf_counter()
+            try:
+                outcomes, checksums = work(blocks)
+            except Exception:
+                _log.exception("an operation on %d blocks failed", len(blocks))
+                outcomes, checksums = [Outcome.FAILED] * len(blocks), [0] * len(blocks)
+            seconds = time.perf_counter() - began_s
+            self._post(
+                DiskDone(op_id=op_id, outcomes=outcomes, checksums=checksums, seconds=seconds)
+            )
+
+        threads.put(job, urgent=urgent)
+        return op_id
+
+    def _post(self, event: DiskDone | DiskScanned) -> None:
+        with self._lock:
+            if self._wake_fd >= 0:
+                self._events.append(event)
+                if len(self._events) == 1:
+                    os.eventfd_write(self._wake_fd, 1)
+
+
+class _Threads:
+    """Threads that do the jobs of one disk, urgent ones first."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._ready = threading.Condition()
+        self._jobs: tuple[deque[Callable[[], None]], ...] = (deque(), deque())
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True)
+            for n in range(num_threads)
+        ]
+        self._started = False
+
+    def put(self, job: Callable[[], None], *, urgent: bool = False) -> None:
+        with self._ready:
+            self._jobs[0 if urgent else 1].append(job)
+            if not self._started:
+                self._started = True
+                for thread in self._threads:
+                    thread.start()
+            self._ready.notify()
+
+    def close(self) -> None:
+        with self._ready:
+            self._closed = True
+            for jobs in self._jobs:
+                jobs.clear()
+            self._ready.notify_all()
+            started = self._started
+        if started:
+            for thread in self._threads:
+                thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._ready:
+                while not self._closed and not any(self._jobs):
+                    self._ready.wait()
+                if self._closed:
+                    return
+                job = (self._jobs[0] or self._jobs[1]).popleft()
+            job()
+
+
+class _FileDisk:
+    """One directory: blocks to and from its segment files."""
+
+    def __init__(
+        self, config: SsdConfig, layout: KvLayout, threads: _Threads, *, direct: bool
+    ) -> None:
+        self.threads = threads
+        self._block_bytes = layout.block_bytes
+        self._padded_bytes = aligned(layout.block_bytes)
+        self._run_blocks = max(1, min(MAX_RUN_BLOCKS, MAX_RUN_BYTES // layout.block_bytes))
+        self._lock_fd = _lock_directory(Path(config.directory))
+        self._sequence_lock = threading.Lock()
+        self._sequence_no = 0
+        self._arena: memoryview = memoryview(b"")
+        self._straight = False
+        self._local = threading.local()
+        try:
+            self.files = SegmentFiles(
+                Path(config.directory), layout, config.num_bytes, direct=direct
+            )
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        if self.files.num_slots < 1:
+            self.close()
+            raise ConfigError(
+                f"kvstore.ssd: {format_bytes(config.num_bytes)} in {config.directory} hold no "
+                f"block of this model ({format_bytes(self.files.slot_bytes)} with its header)"
+            )
+
+    def attach(self, arena: memoryview) -> None:
+        """Move blocks straight between this arena and the files if both are page-aligned."""
+        self._arena = arena
+        address = np.frombuffer(arena, np.uint8).__array_interface__["data"][0]
+        self._straight = address % PAGE_BYTES == 0 and self._block_bytes % PAGE_BYTES == 0
+
+    def close(self) -> None:
+        """Wait for the threads, close the files, and unlock the directory."""
+        self.threads.close()
+        self.files.close()
+        self._arena = memoryview(b"")
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    # ------------------------------------------------------------------ operations (in threads)
+
+    def scan(self, number: int) -> DiskScanned:
+        """Read the header of every slot of every file."""
+        newest: dict[bytes, tuple[int, int, BlockHeader]] = {}
+        outdated: list[DiskBlock] = []
+        num_dropped = self.files.num_foreign
+        for slot, page in self._existing_headers():
+            header = unpack_block_header(page) if page is not None else None
+            if header is None or header.num_bytes != self._block_bytes:
+                num_dropped += page is None or bytes(page) != BLANK_PAGE
+                continue
+            known = newest.get(header.key)
+            num_dropped += known is not None
+            if known is None or known[0] < header.sequence_no:
+                newest[header.key] = (header.sequence_no, slot, header)
+            if known is not None:
+                older = slot if newest[header.key] is known else known[1]
+                outdated.append(DiskBlock(header.key, older, 0))
+        self.erase(outdated)  # lest one is found when the newest is gone
+        order = sorted(newest.values(), key=lambda one: one[:2])
+        self._sequence_no = order[-1][0] if order else 0
+        found = [FoundBlock(h.key, slot, h.tenant, h.checksum) for _, slot, h in order]
+        return DiskScanned(disk=number, found=found, num_dropped=num_dropped)
+
+    def _existing_headers(self) -> Iterator[tuple[int, memoryview | None]]:
+        """Yield (slot, its header) of every file; None: it cannot be read."""
+        for slots in self.files.existing_slots():
+            for first in slots[::SCAN_PAGES]:
+                run = range(first, min(first + SCAN_PAGES, slots.stop))
+                pages = self._headers(len(run))
+                try:
+                    self.files.headers(os.preadv, first, pages)
+                    unread = range(0)
+                except OSError:  # one by one then
+                    unread, run = run, range(0)
+                for index, slot in enumerate(run):
+                    yield slot, pages[PAGE_BYTES * index : PAGE_BYTES * (index + 1)]
+                for slot in unread:
+                    try:
+                        self.files.headers(os.preadv, slot, pages[:PAGE_BYTES])
+                        yield slot, pages[:PAGE_BYTES]
+                    except OSError:
+                        yield slot, None
+
+    def write(self, blocks: list[DiskBlock]) -> Ended:
+        """Write each run of neighbouring slots with one call."""
+        return self._by_runs(blocks, self._write_run)
+
+    def read(self, blocks: list[DiskBlock]) -> Ended:
+        """Read each run of neighbouring slots with one call, and verify every block."""
+        return self._by_runs(blocks, self._read_run)
+
+    def erase(self, blocks: list[DiskBlock]) -> Ended:
+        """Overwrite the headers and flush the device once, so that no loss of power undoes it.
+
+        If the flush fails, no slot counts as erased.
+        """
+        page = self._headers(1)
+        page[:] = bytes(PAGE_BYTES)
+
+        def blank(run: list[DiskBlock]) -> list[int | None]:
+            self.files.headers(os.pwritev, run[0].slot, page)
+            return [0]
+
+        def flush(run: list[DiskBlock]) -> list[int | None]:
+            self.files.flush(block.slot for block in run)
+            return [0]
+
+        outcomes = [self._guarded(blank, [block])[0] for block in blocks]
+        blanked = [
+            block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Outcome.OK
+        ]
+        flushed, _ = self._guarded(flush, blanked)
+        if flushed is not Outcome.OK:
+            outcomes = [flushed] * len(blocks)
+        return outcomes, [0] * len(blocks)
+
+    # ------------------------------------------------------------------ bytes
+
+    def _by_runs(
+        self, blocks: list[DiskBlock], work: Callable[[list[DiskBlock]], list[int | None]]
+    ) -> Ended:
+        """Do `work` on runs of blocks whose slots are neighbours in one file, however they are
+        ordered here. It returns checksums; None: the block is not what it should be.
+        """
+        order = sorted(range(len(blocks)), key=lambda index: blocks[index].slot)
+        outcomes, checksums = [Outcome.FAILED] * len(blocks), [0] * len(blocks)
+        first, limit = 0, self._run_blocks
+        for stop in range(1, len(order) + 1):
+            if stop < len(order) and stop - first < limit:
+                slot = blocks[order[stop]].slot
+                if slot == blocks[order[stop - 1]].slot + 1 and not self.files.begins_file(slot):
+                    continue
+            run, first = order[first:stop], stop
+            outcome, found = self._guarded(work, [blocks[index] for index in run])
+            for index, checksum in zip(run, found, strict=True):
+                outcomes[index] = Outcome.CORRUPT if checksum is None else outcome
+                checksums[index] = checksum or 0
+        return outcomes, checksums
+
+    def _write_run(self, blocks: list[DiskBlock]) -> list[int | None]:
+        """Write the blocks, then their headers, without which no scan finds them."""
+        first, last = blocks[0].slot, self._next_sequence_no(len(blocks))
+        headers, checksums = self._headers(len(blocks)), []
+        for index, block in enumerate(blocks):
+            checksum = block.checksum
+            if checksum is None:
+                checksum = checksum_of(self._data(block))
+            checksums.append(checksum)
+            number = last - len(blocks) + 1 + index
+            header = BlockHeader(block.key, checksum, self._block_bytes, number, block.tenant)
+            pack_block_header(headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)], header)
+        self.files.make_room(first)
+        self.files.blocks(os.pwritev, first, self._vectors(blocks, outward=True))
+        self.files.headers(os.pwritev, first, headers)
+        return list(checksums)
+
+    def _read_run(self, blocks: list[DiskBlock]) -> list[int | None]:
+        """Read a run of neighbours, with their headers if a checksum is not known."""
+        first, headers = blocks[0].slot, self._headers(len(blocks))
+        if any(block.checksum is None for block in blocks):
+            self.files.headers(os.preadv, first, headers)
+        vectors = self._vectors(blocks)
+        self.files.blocks(os.preadv, first, vectors)
+        if not self._straight:
+            for block, vector in zip(blocks, vectors, strict=True):
+                self._data(block)[:] = vector[: self._block_bytes]
+        return [
+            self._verified(block, headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)])
+            for index, block in enumerate(blocks)
+        ]
+
+    def _vectors(self, blocks: list[DiskBlock], *, outward: bool = False) -> list[memoryview]:
+        """Return the memory that blocks go from and come to: their own, or copies of whole pages
+        (filled where they go `outward`).
+        """
+        if self._straight:
+            return [self._data(block) for block in blocks]
+        step, bounce = self._padded_bytes, self._bounce()
+        places = [bounce[step * index : step * (index + 1)] for index in range(len(blocks))]
+        for block, place in zip(blocks, places, strict=True) if outward else ():
+            place[: self._block_bytes] = self._data(block)
+        return places
+
+    def _verified(self, block: DiskBlock, page: memoryview) -> int | None:
+        """Return the checksum of a block that was read, or None when it is not that block."""
+        checksum = block.checksum
+        if checksum is None:
+            header = unpack_block_header(page)
+            if header is None or (header.key, header.num_bytes) != (block.key, self._block_bytes):
+                return None
+            checksum = header.checksum
+        return checksum if checksum_of(self._data(block)) == checksum else None
+
+    def _data(self, block: DiskBlock) -> memoryview:
+        return self._arena[block.offset : block.offset + self._block_bytes]
+
+    def _bounce(self) -> memoryview:
+        """Return this thread's aligned memory for a run of blocks that are not aligned."""
+        memory: memoryview | None = getattr(self._local, "memory", None)
+        if memory is None:
+            memory = memoryview(mmap.mmap(-1, self._run_blocks * self._padded_bytes))
+            self._local.memory = memory
+        return memory
+
+    def _headers(self, count: int) -> memoryview:
+        """Return this thread's aligned memory for so many headers of a run."""
+        memory: memoryview | None = getattr(self._local, "headers", None)
+        if memory is None:
+            memory = memoryview(mmap.mmap(-1, max(self._run_blocks, SCAN_PAGES) * PAGE_BYTES))
+            self._local.headers = memory
+        return memory[: count * PAGE_BYTES]
+
+    def _next_sequence_no(self, count: int) -> int:
+        """Take so many numbers; return the last of them."""
+        with self._sequence_lock:
+            self._sequence_no += count
+            return self._sequence_no
+
+    def _guarded(
+        self, work: Callable[[list[DiskBlock]], list[int | None]], blocks: list[DiskBlock]
+    ) -> tuple[Outcome, list[int | None]]:
+        nothing: list[int | None] = [0] * len(blocks)
+        try:
+            return Outcome.OK, work(blocks)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return Outcome.FULL, nothing
+            _log.warning("%s: %s", self.files.directory, error)
+            return Outcome.FAILED, nothing
+
+
+def _lock_directory(directory: Path) -> int:
+    """Lock a directory for this process; return the descriptor of the lock."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"kvstore.ssd: {directory} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(
+            f"kvstore.ssd: {directory} is in use by another process; give each pool its own"
+        ) from error
+    return fd

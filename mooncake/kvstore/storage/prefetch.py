@@ -1,0 +1,86 @@
+"""Prefetching: runs are promoted from SSD before their readers come, one run after the other, piece
+by piece, and only into room that is free or taken by blocks that are worth less.
+
+Pure; owned by the node. Readers that have come go first; `promotion` answers them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+from mooncake.base import BlockKey
+from mooncake.base.messages import Prefetch, StopPrefetch
+from mooncake.kvstore.storage.promotion import Promotions, Settled
+from mooncake.kvstore.storage.tiering import Tiering
+
+MAX_RUNS = 256
+"""Runs that may wait; further ones are ignored."""
+
+Name = tuple[str, str, int]
+"""(reader's id, its epoch, ticket)"""
+
+
+class Prefetcher:
+    """All runs to prefetch on one node, in the order they were asked for."""
+
+    def __init__(self, tiering: Tiering, promotions: Promotions, counters: Counter[str]) -> None:
+        self._dram = tiering.dram
+        self._promotions = promotions
+        self._counters = counters
+        self._runs: OrderedDict[Name, list[BlockKey]] = OrderedDict()
+        """The rest of each run, behind the piece that is under way."""
+        self._piece: tuple[str, int] | None = None
+        """The name of the promotion under way; there is one at a time."""
+        self._num_pieces = 0
+
+    def begin(self, message: Prefetch, now: float) -> None:
+        """Promote a run as soon as those before it are done; this counts as a use of the run."""
+        name = _name(message)
+        if name not in self._runs and len(self._runs) < MAX_RUNS:
+            self._runs[name] = list(message.keys)
+            self._go_on(now)
+
+    def stop(self, message: StopPrefetch) -> None:
+        """Promote no more of a run, whose reader does not come."""
+        self._runs.pop(_name(message), None)
+
+    def _go_on(self, now: float) -> None:
+        while self._runs and self._piece is None:
+            name, keys = next(iter(self._runs.items()))
+            length = self._promotions.max_piece
+            piece, rest = keys[:length], keys[length:]
+            if rest:
+                self._runs[name] = rest
+            else:
+                del self._runs[name]
+            below = [key for key in piece if not self._dram.has(key)]
+            self._num_pieces += 1
+            self._piece = ("prefetch", self._num_pieces)
+            settled = self._settled(name, piece, below)
+            begun = self._promotions.begin(self._piece, piece, now, settled, gently=True)
+            if begun is not None:
+                self._piece = None
+                self._end_piece(name, piece, below)
+
+    def _settled(self, name: Name, piece: list[BlockKey], below: list[BlockKey]) -> Settled:
+        def settled(now: float, _more: bool) -> None:
+            self._piece = None
+            self._end_piece(name, piece, below)
+            self._go_on(now)
+
+        return settled
+
+    def _end_piece(self, name: Name, piece: list[BlockKey], below: list[BlockKey]) -> None:
+        self._dram.use(piece)
+        self._counters["blocks_prefetched"] += sum(map(self._dram.has, below))
+        if not all(map(self._dram.has, piece)):
+            self._runs.pop(name, None)  # no room for it: its tail is worth nothing without this
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when runs wait for nothing."""
+        assert len(self._runs) <= MAX_RUNS
+        assert not self._runs or self._piece in self._promotions, "runs wait for nothing"
+
+
+def _name(message: Prefetch | StopPrefetch) -> Name:
+    return message.reader.worker_id, message.reader.epoch, message.ticket

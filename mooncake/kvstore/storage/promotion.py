@@ -1,0 +1,271 @@
+"""Readers that wait until blocks have been promoted from SSD to DRAM. A run is promoted in pieces,
+head first: its reader is answered when a piece is in DRAM, or when time is up, and asks again for
+the next one.
+
+Pure; owned by the node. Promoted blocks stay pinned for their reader until the answer. A piece is
+half of what may be on its way up, so that the disks load the next one while the reader takes the
+first. A reader that finds the disks busy waits for its turn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from mooncake.base import BlockKey
+from mooncake.kvstore.storage.tiering import Tiering
+
+PIECES = 2
+"""Pieces that may be on their way up at once."""
+
+Settled = Callable[[float, bool], None]
+"""(now, whether more of the run can be had by asking again): called once, while the promoted blocks
+are still pinned.
+"""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """One run that is waited for."""
+
+    run: list[BlockKey]
+    rest: Sequence[BlockKey]
+    """Blocks that were asked for after the run."""
+    pinned: list[BlockKey]
+    """Blocks of the run that are in DRAM."""
+    missing: dict[BlockKey, None]
+    """Blocks of the run that are on their way up, or wait for their turn."""
+    more: bool
+    gently: bool
+    deadline_s: float
+    settled: Settled
+
+
+class Promotions:
+    """All runs that are waited for, by a name that the caller chooses."""
+
+    def __init__(
+        self,
+        tiering: Tiering,
+        timeout_s: float,
+        evicted: Callable[[list[BlockKey]], None],
+    ) -> None:
+        self._dram = tiering.dram
+        self._tiering = tiering
+        self._timeout_s = timeout_s
+        self._evicted = evicted
+        self.max_piece = max(1, tiering.max_loading // PIECES)
+        """Blocks that are promoted for one answer."""
+        self._waits: dict[Hashable, _Wait] = {}
+        self._waiting_for: dict[BlockKey, dict[Hashable, None]] = {}
+        self._queue: dict[Hashable, None] = {}
+        """Runs with blocks that are still to be asked for, in the order they came."""
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._waits
+
+    def begin(
+        self,
+        name: Hashable,
+        keys: Sequence[BlockKey],
+        now: float,
+        settled: Settled,
+        *,
+        gently: bool = False,
+    ) -> bool | None:
+        """Promote the missing blocks of the first piece of a run. With `gently` as `Tiering.load`
+        does, and only while no reader waits.
+
+        Returns None when the run is waited for: `settled` is called later. Otherwise it is not, and
+        the result says whether more than what is in DRAM can be had by asking again.
+        """
+        keys = list(dict.fromkeys(keys))
+        run, below = self._piece(keys)
+        if not below:
+            return False
+        rest, pinned = keys[len(run) :], [key for key in run if key not in below]
+        more, deadline_s = bool(self._piece(rest)[0]), now + self._timeout_s
+        wait = _Wait(run, rest, pinned, below, more, gently, deadline_s, settled)
+        self._dram.pin(pinned)
+        self._waits[name] = wait
+        for key in below:
+            self._waiting_for.setdefault(key, {})[name] = None
+        self._load(name, wait)
+        if not wait.missing:
+            self._forget(name, wait)
+            return wait.more
+        return None
+
+    def cancel(self, name: Hashable, now: float) -> None:
+        """Stop waiting for a run; blocks that are on their way come up all the same."""
+        wait = self._waits.get(name)
+        if wait is not None:
+            self._forget(name, wait)
+            self._settle_whole(self._next_in_queue(), now)
+
+    def on_loaded(self, whole: list[BlockKey], lost: list[BlockKey], now: float) -> None:
+        """Take in that some blocks were loaded and others are lost; runs end before a lost one."""
+        touched: dict[Hashable, None] = {}
+        for key in whole:
+            for name in self._waiting_for.pop(key, {}):
+                wait = self._waits[name]
+                del wait.missing[key]
+                wait.pinned.append(key)
+                self._dram.pin([key])
+                touched[name] = None
+        for key in lost:
+            for name in list(self._waiting_for.get(key, {})):
+                wait = self._waits[name]
+                self._cut(name, wait, wait.run.index(key))
+                wait.more = False
+                touched[name] = None
+        self._settle_whole(touched, now)
+        self._settle_whole(self._next_in_queue(), now)
+
+    def tick(self, now: float) -> float | None:
+        """Answer the runs whose time is up with what has come; return the next deadline."""
+        for name in [n for n, wait in self._waits.items() if wait.deadline_s <= now]:
+            self._waits[name].more = False
+            self._settle(name, now)
+        self._settle_whole(self._next_in_queue(), now)
+        return min((wait.deadline_s for wait in self._waits.values()), default=None)
+
+    # ------------------------------------------------------------------ pieces
+
+    def _piece(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], dict[BlockKey, None]]:
+        """Return (the first piece of a run, those of its blocks that are not in DRAM)."""
+        run: list[BlockKey] = []
+        below: dict[BlockKey, None] = {}
+        for key in keys:
+            if not self._dram.has(key):
+                is_below = self._tiering.is_loading(key) or self._tiering.can_load(key)
+                if not is_below or len(below) == self.max_piece:
+                    break
+                below[key] = None
+            run.append(key)
+        return run, below
+
+    def _load(self, name: Hashable, wait: _Wait) -> None:
+        """Begin to load what a run misses and is not on its way, as far as the disks keep up. The
+        run ends before a block for which DRAM has no room: its reader first gives back what it got.
+        A reader that would get nothing waits for what others give back.
+        """
+        wanted = [key for key in wait.missing if not self._tiering.is_loading(key)]
+        loadable = next(
+            (n for n, key in enumerate(wanted) if not self._tiering.can_load(key)), len(wanted)
+        )
+        room = self._room(wait)
+        coming, evicted = self._tiering.load(wanted[: min(loadable, room)], gently=wait.gently)
+        self._evicted(evicted)
+        if len(coming) < min(loadable, room):
+            length = wait.run.index(wanted[len(coming)])
+            if length or wait.gently:
+                self._cut(name, wait, length)
+                wait.more = length > 0
+            else:
+                self._wait_for_memory(name, wait)
+                return
+        elif len(coming) == loadable < len(wanted):
+            self._cut(name, wait, wait.run.index(wanted[loadable]))  # it has gone meanwhile
+            wait.more = False
+        elif len(coming) < len(wanted):
+            self._queue[name] = None
+            return
+        self._queue.pop(name, None)
+
+    def _wait_for_memory(self, name: Hashable, wait: _Wait) -> None:
+        """Unpin all of a run behind its first block, for which DRAM has no room, and wait for what
+        others have pinned.
+        """
+        num_pinned = len(wait.pinned)
+        self._cut(name, wait, 1)
+        wait.more = True
+        if num_pinned:
+            self._load(name, wait)
+        elif self._dram.num_pinned or self._dram.num_writing:
+            self._queue[name] = None
+        else:
+            self._cut(name, wait, 0)
+            self._queue.pop(name, None)
+
+    def _next_in_queue(self) -> dict[Hashable, None]:
+        """Give waiting runs their turn, readers first; return the names of those that had one."""
+        asked: dict[Hashable, None] = {}
+        for name in sorted(self._queue, key=lambda name: self._waits[name].gently):
+            if not self._room(self._waits[name]):
+                break
+            self._load(name, self._waits[name])
+            asked[name] = None
+        return asked
+
+    def _room(self, wait: _Wait) -> int:
+        """Return how many blocks of a run may be loaded now: none, gently, while readers wait."""
+        gives_way = wait.gently and any(not other.gently for other in self._waits.values())
+        return 0 if gives_way else self._tiering.num_loadable
+
+    def _go_ahead(self, keys: Sequence[BlockKey]) -> None:
+        """Begin to load the next piece while the reader takes the one before; it is not pinned."""
+        _, below = self._piece(keys)
+        _, evicted = self._tiering.load([key for key in below if self._tiering.can_load(key)])
+        self._evicted(evicted)
+
+    # ------------------------------------------------------------------ ends
+
+    def _cut(self, name: Hashable, wait: _Wait, length: int) -> None:
+        gone = set(wait.run[length:])
+        wait.run = wait.run[:length]
+        self._leave(name, [key for key in wait.missing if key in gone])
+        wait.missing = {key: None for key in wait.missing if key not in gone}
+        self._dram.unpin([key for key in wait.pinned if key in gone])
+        wait.pinned = [key for key in wait.pinned if key not in gone]
+        wait.rest = ()
+
+    def _leave(self, name: Hashable, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            names = self._waiting_for[key]
+            del names[name]
+            if not names:
+                del self._waiting_for[key]
+
+    def _settle_whole(self, names: Iterable[Hashable], now: float) -> None:
+        for name in names:
+            if name in self._waits and not self._waits[name].missing:
+                self._settle(name, now)
+
+    def _settle(self, name: Hashable, now: float) -> None:
+        wait = self._waits[name]
+        if wait.more and not wait.gently:
+            self._go_ahead(wait.rest)
+        wait.settled(now, wait.more)
+        self._forget(name, wait)
+
+    def _forget(self, name: Hashable, wait: _Wait) -> None:
+        del self._waits[name]
+        self._queue.pop(name, None)
+        self._leave(name, list(wait.missing))
+        # Unpinned head first: of one run the tail is the first to go.
+        pinned = set(wait.pinned)
+        self._dram.unpin([key for key in wait.run if key in pinned])
+
+    # ------------------------------------------------------------------ checks
+
+    def pins(self) -> Counter[BlockKey]:
+        """Return the blocks that are pinned in DRAM for readers that wait (for checks)."""
+        return Counter(key for wait in self._waits.values() for key in wait.pinned)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a reader waits for what does not come."""
+        for name in self._queue:
+            wait = self._waits[name]
+            assert not (wait.pinned and self._room(wait)), "waits though it is its turn"
+        for name, wait in self._waits.items():
+            assert wait.missing, "nothing is missing and no answer was given"
+            assert sorted([*wait.pinned, *wait.missing]) == sorted(wait.run)
+            for key in wait.missing:
+                on_way = self._tiering.is_loading(key)
+                assert on_way or name in self._queue, "waits for what is not on its way"
+                assert name in self._waiting_for[key]
+        for key, names in self._waiting_for.items():
+            assert names
+            assert all(key in self._waits[name].missing for name in names)

@@ -1,0 +1,119 @@
+"""Whose blocks go when room is short: quotas of tenants over the eviction policy of a tier.
+
+Pure; owned by one tier. Counts blocks, knows no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from mooncake.base import BlockKey
+from mooncake.kvstore.eviction import NONE, EvictionPolicy, Keys, LastPolicy
+
+
+class TenantEviction:
+    """One order over all blocks, and for each tenant with a quota one more over its own.
+
+    A tenant at its quota makes room among its own blocks only, so it cannot push out others. Block
+    keys are salted by tenant, so no two tenants share a block.
+    """
+
+    def __init__(
+        self, make_policy: Callable[[], EvictionPolicy], quotas: Mapping[str, int]
+    ) -> None:
+        """`quotas`: tenant -> most blocks it may have reserved or stored at once."""
+        self._quotas = dict(quotas)
+        self._all = LastPolicy(make_policy)
+        self._own = {tenant: LastPolicy(make_policy) for tenant in quotas}
+        self._used = dict.fromkeys(quotas, 0)
+        self._tenants: dict[BlockKey, str] = {}
+
+    def __len__(self) -> int:
+        """Return how many blocks may be evicted."""
+        return len(self._all)
+
+    def use(self) -> dict[str, tuple[int, int]]:
+        """Return each tenant with a quota: (blocks it has reserved or stored, most it may)."""
+        return {tenant: (used, self._quotas[tenant]) for tenant, used in self._used.items()}
+
+    def is_full(self, tenant: str) -> bool:
+        """Return whether `tenant` has all the blocks that it may have."""
+        return tenant in self._quotas and self._used[tenant] >= self._quotas[tenant]
+
+    def admits(self, tenant: str) -> bool:
+        """Return whether `tenant` may have blocks at all."""
+        return self._quotas.get(tenant, 1) > 0
+
+    def charge(self, key: BlockKey, tenant: str) -> None:
+        """Count a block that `tenant` is about to write."""
+        if tenant in self._quotas:
+            self._tenants[key] = tenant
+            self._used[tenant] += 1
+
+    def release(self, keys: Sequence[BlockKey]) -> None:
+        """Allow to evict these blocks; head of the chain first."""
+        self._all.release(keys)
+        for tenant, own_keys in self._by_tenant(keys).items():
+            self._own[tenant].release(own_keys)
+
+    def hold(self, key: BlockKey) -> None:
+        """Protect this block from eviction until it is released."""
+        self._all.hold(key)
+        if (own := self._policy_of(key)) is not None:
+            own.hold(key)
+
+    def set_last(self, key: BlockKey, last: bool) -> None:
+        """Evict this block after all those that are not so set (or not any more)."""
+        self._all.set_last(key, last)
+        if (own := self._policy_of(key)) is not None:
+            own.set_last(key, last)
+
+    def access(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
+        """Note that a request wrote or read this run; see `EvictionPolicy`."""
+        self._all.access(keys, counted)
+        for tenant, own_keys in self._by_tenant(keys).items():
+            self._own[tenant].access(own_keys, counted)
+
+    def forget(self, key: BlockKey) -> None:
+        """Forget a block that is gone, or was never finished; its tenant may have another."""
+        self._all.forget(key)
+        if (own := self._policy_of(key)) is not None:
+            own.forget(key)
+            self._used[self._tenants.pop(key)] -= 1
+
+    def pop(self, tenant: str | None = None) -> BlockKey | None:
+        """Choose and forget the block to evict, of all or of one tenant that has a quota."""
+        key = self._all.pop() if tenant is None else self._own[tenant].pop()
+        if key is not None:
+            self.forget(key)
+        return key
+
+    def order(self, tenant: str | None = None) -> Iterator[BlockKey]:
+        """Yield the blocks that may be evicted as they would go, of all or of one tenant that has a
+        quota; see `EvictionPolicy.order`.
+        """
+        return (self._all if tenant is None else self._own[tenant]).order()
+
+    def _policy_of(self, key: BlockKey) -> LastPolicy | None:
+        tenant = self._tenants.get(key)
+        return None if tenant is None else self._own[tenant]
+
+    def _by_tenant(self, keys: Sequence[BlockKey]) -> dict[str, list[BlockKey]]:
+        """Return the keys charged to a tenant with a quota; one tenant a run, if all is well."""
+        groups: dict[str, list[BlockKey]] = {}
+        if self._tenants:
+            for key in keys:
+                tenant = self._tenants.get(key)
+                if tenant is not None:
+                    groups.setdefault(tenant, []).append(key)
+        return groups
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a tenant's count is not that of its blocks."""
+        counts = dict.fromkeys(self._quotas, 0)
+        for tenant in self._tenants.values():
+            counts[tenant] += 1
+        assert counts == self._used
+        for tenant, used in self._used.items():
+            assert used <= self._quotas[tenant], f"{tenant!r} is over its quota"
+            assert len(self._own[tenant]) <= used

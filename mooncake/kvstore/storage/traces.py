@@ -1,0 +1,77 @@
+"""What remains of blocks that were given up: their keys, and copies on disks that are not erased
+yet. Copies of removed blocks are not made, and one that a disk still holds is not taken back.
+
+Pure; owned by a node's `Tiering`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from mooncake.base import BlockKey
+
+COPY_S = 30.0
+"""A removal reaches all nodes of a pool within this time; until then another node may still hold
+the block, and offer it.
+"""
+MAX_REMEMBERED = 65_536
+"""Keys of removed blocks that are remembered; the oldest is forgotten first."""
+
+
+class Tombstones:
+    """The keys of the blocks that were removed from the pool most recently."""
+
+    def __init__(self) -> None:
+        self._removed_at_s: OrderedDict[BlockKey, float] = OrderedDict()
+
+    def add(self, key: BlockKey, now: float) -> None:
+        """Remember that a block was removed at `now` (seconds)."""
+        self._removed_at_s[key] = now
+        self._removed_at_s.move_to_end(key)
+        if len(self._removed_at_s) > MAX_REMEMBERED:
+            self._removed_at_s.popitem(last=False)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._removed_at_s
+
+    def is_fresh(self, key: BlockKey, now: float) -> bool:
+        """Return whether other nodes may not have heard of a block's removal yet."""
+        removed_at_s = self._removed_at_s.get(key)
+        return removed_at_s is not None and now < removed_at_s + COPY_S
+
+
+class DiskTraces:
+    """The copies on disks of blocks that the node does not store any more."""
+
+    def __init__(self) -> None:
+        self._going: Counter[BlockKey] = Counter()
+        self._stuck: set[BlockKey] = set()
+
+    def add(self, keys: Iterable[BlockKey]) -> None:
+        """Count one trace of each block, which a disk is about to erase or overwrite."""
+        self._going.update(keys)
+
+    def end(self, key: BlockKey, *, well: bool) -> None:
+        """Take one trace off the count. If the disk did not do it `well`, the block stays stuck."""
+        self._going[key] -= 1
+        if not self._going[key]:
+            del self._going[key]
+        if not well:
+            self._stuck.add(key)
+
+    def add_stuck(self, key: BlockKey) -> None:
+        """Note a block that a refused write may have left on a disk."""
+        self._stuck.add(key)
+
+    def is_going(self, key: BlockKey) -> bool:
+        """Return whether some disk is still to erase or overwrite a trace of the block."""
+        return key in self._going
+
+    def is_stuck(self, key: BlockKey) -> bool:
+        """Return whether the next boot may find the block though nothing erases it any more."""
+        return key in self._stuck
+
+    def going(self) -> Counter[BlockKey]:
+        """Return the traces that are about to go, by block (for checks)."""
+        return self._going.copy()

@@ -1,0 +1,1 @@
+"""The processes of `mooncake serve`, under Ray or alone."""

@@ -1,0 +1,36 @@
+"""What must hold before anything is started: `serve` refuses by it, and so does `--dry-run`."""
+
+from __future__ import annotations
+
+from mooncake.api.http.server import check_tls
+from mooncake.base import ConfigError, Role
+from mooncake.launch.cluster.gateway_process import api_config
+from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.launch.config.plan import ServePlan, check_memory
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import machine_facts
+from mooncake.launch.pool_node.disks import check_disks
+
+WILDCARDS = ("0.0.0.0", "::", "*")
+
+
+def check_start(config: ServeConfig, plan: ServePlan) -> None:
+    """Look at memory, key file, certificates and disks. Ports are not looked at: what is to be
+    replaced may still hold them.
+
+    Raises:
+        ConfigError: something is missing or too small; the message names the flag.
+    """
+    check_memory(plan, machine_facts.available_bytes())
+    tls = api_config(config).tls
+    if tls is not None:
+        check_tls(tls)
+    if config.role == "kvstore" and not config.joins_by_ray and config.bind_host in WILDCARDS:
+        raise ConfigError(
+            f"bind-host: {config.bind_host} is no address that clients could connect to; name one "
+            "of this machine"
+        )
+    if config.ray_address is None:  # else workers may run on other machines
+        for worker in cluster_workers(config, plan, "", "", machine_facts.host_name()):
+            if worker.role is Role.KVSTORE:
+                check_disks(worker.kvstore)

@@ -1,0 +1,68 @@
+"""`--colocated`: API server and one engine in one process, without Ray. The workers are threads
+(`launch.worker.local`).
+"""
+
+from __future__ import annotations
+
+import os
+
+from mooncake.base import SystemIds
+from mooncake.launch.cluster import report
+from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess
+from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.launch.config.plan import ServePlan
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import machine_facts
+from mooncake.launch.worker.local import LocalCluster
+from mooncake.launch.worker.process import open_model
+from mooncake.rpc.inproc import InprocChannel, InprocNetwork
+
+
+class ColocatedWorkers:
+    """The workers of one process: implements `serve.Workers`."""
+
+    def __init__(self, config: ServeConfig, plan: ServePlan) -> None:
+        self._config = config
+        self._plan = plan
+        self._network = InprocNetwork()
+        self.gateway_channel = InprocChannel(self._network, GATEWAY_ID)
+        self._cluster: LocalCluster | None = None
+        self._starting = True
+
+    def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
+        plan = self._plan
+        show("engine", "importing the tensor library", 0, 0)
+        model = open_model(str(plan.model.path), plan.model.dtype, plan.options)
+        settings = cluster_workers(
+            self._config,
+            plan,
+            self.gateway_channel.address,
+            SystemIds().hex(16),
+            machine_facts.host_name(),
+        )
+        self._cluster = LocalCluster(
+            self._network,
+            model,
+            lost=gateway_process.worker_lost,
+            progress=lambda what, done, whole: show("engine", what, done, whole),
+        )
+        self._cluster.start(settings)
+        self._starting = False
+        return [
+            report.WorkerRow(
+                each.worker_id, each.role, os.getpid(), each.node_id,
+                report.holdings(plan, each.role),
+            )
+            for each in settings
+        ]  # fmt: skip
+
+    def stop(self) -> None:
+        if self._cluster is not None and not self._starting:
+            self._cluster.stop()
+
+    def are_gone(self) -> bool:
+        return False  # they end with us
+
+    @property
+    def join_address(self) -> str | None:
+        return None

@@ -1,0 +1,169 @@
+"""The gateway process' own part: HTTP API server, gateway machine and Conductor over one channel.
+
+The same for every layout; where the workers are is the caller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import socket
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from mooncake.api import ApiConfig, GatewayBackend, ServedModel, TlsConfig, bind, create_app, serve
+from mooncake.base import Clock, IdSource, MonotonicClock, Role, SystemIds, Unavailable, WorkerRef
+from mooncake.launch.config.key_file import KeyFile, follow, read_keys
+from mooncake.launch.config.options import values_of
+from mooncake.launch.config.plan import ServePlan
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.rpc.channel import PolledChannel
+from mooncake.scheduler.gateway.gateway import Gateway
+from mooncake.scheduler.gateway.status import ClusterStatus
+from mooncake.scheduler.placement.conductor import Conductor
+from mooncake.telemetry.events import Recorders, WorkerJoined
+from mooncake.telemetry.metrics import Metrics
+from mooncake.telemetry.recent import Recent
+
+GATEWAY_ID = "gateway"
+"""Of the first gateway of a cluster."""
+
+
+class GatewayProcess:
+    """Gateway, Conductor and metrics over `channel`; driven by the event loop that runs it."""
+
+    def __init__(
+        self,
+        plan: ServePlan,
+        channel: PolledChannel,
+        model_name: str,
+        *,
+        ids: IdSource | None = None,
+        clock: Clock | None = None,
+        gateway_id: str = GATEWAY_ID,
+        peers: Sequence[str] = (),
+    ) -> None:
+        """`peers`: addresses of other gateways of the cluster."""
+        ids = ids or SystemIds()
+        self._clock = clock or MonotonicClock()
+        self._metrics = Metrics(model_name)
+        self._recent = Recent()
+        recorders = Recorders(self._metrics, self._recent)
+        self._recorders = recorders
+        self.channel = channel
+        self._app: Any = None
+        self.gateway_id = gateway_id
+        self.gateway = Gateway(
+            plan.scheduler,
+            WorkerRef(gateway_id, ids.hex(8), channel.address),
+            Conductor(plan.scheduler, ids),
+            channel,
+            ids,
+            recorders,
+            peers,
+        )
+        self.backend = GatewayBackend(
+            self.gateway, channel, self._clock, metrics=self._metrics.render
+        )
+
+    def worker_lost(self, worker_id: str) -> None:
+        """Tell the gateway that a worker's process ended; from any thread."""
+        self.backend.worker_lost_threadsafe(worker_id)
+
+    def knows(self, worker_ids: Collection[str]) -> bool:
+        """Whether all these workers have joined; in the loop's thread."""
+        return {member.id for member in self.status().workers} >= set(worker_ids)
+
+    def status(self) -> ClusterStatus:
+        """Return the cluster as it is seen now; in the loop's thread."""
+        return self.gateway.status(self._clock.now())
+
+    def end_calls(self) -> None:
+        """End what runs with an error now, rather than let it finish; in the loop's thread."""
+        if self._app is not None:
+            self._app.state.api_server.fail_all(Unavailable("the server is shutting down"))
+
+    async def serve(
+        self,
+        config: ServeConfig,
+        model: ServedModel,
+        listener: socket.socket,
+        stop: asyncio.Event,
+        ready: Callable[[str, int], None],
+    ) -> None:
+        """Serve HTTP on `listener` until `stop`, then drain. `ready` is told the address."""
+        api_server = dataclasses.replace(api_config(config), gateway_id=self.gateway_id)
+        self._app = create_app(
+            self.backend,
+            model,
+            api_server,
+            clock=self._clock,
+            recorder=self._recorders,
+            recent=lambda: self._recent.status(self._clock.now()),
+        )
+        with self._driven():
+            following = self._follow_keys(config)
+            try:
+                await serve(self._app, api_server, stop=stop, ready=ready, listener=listener)
+            finally:
+                if following is not None:
+                    following.cancel()
+
+    async def attend(self, stop: asyncio.Event) -> None:
+        """Know workers and other gateways until `stop`, without an API server: nothing is asked
+        here.
+        """
+        with self._driven():
+            await stop.wait()
+
+    @contextlib.contextmanager
+    def _driven(self) -> Iterator[None]:
+        self._recorders.record(
+            WorkerJoined(
+                worker_id=self.gateway_id, at_s=self._clock.now(), role=Role.GATEWAY, num_blocks=0
+            )
+        )
+        self.backend.start()
+        try:
+            yield
+        finally:
+            self.backend.stop()
+
+    def _follow_keys(self, config: ServeConfig) -> asyncio.Task[None] | None:
+        """Read the file of keys again when it changes, and on SIGHUP."""
+        if config.api_keys_file is None:
+            return None
+        asked = asyncio.Event()
+        asked.set()  # it may have changed since it was read for the API server
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
+        keyring = self._app.state.keyring
+        return asyncio.create_task(follow(KeyFile(config.api_keys_file), asked, keyring.replace))
+
+
+def api_config(config: ServeConfig) -> ApiConfig:
+    """Return the API server's settings."""
+    return ApiConfig(
+        served_model_names=config.names,
+        keys=read_keys(config.api_keys_file) if config.api_keys_file else (),
+        tls=_tls(config),
+        **values_of(config, ApiConfig),
+    )
+
+
+def _tls(config: ServeConfig) -> TlsConfig | None:
+    if config.ssl_certfile is None:
+        return None
+    default_reqs = 0 if config.ssl_ca_certs is None else 2
+    return TlsConfig(
+        certfile=config.ssl_certfile,
+        keyfile=config.ssl_keyfile,
+        ca_certs=config.ssl_ca_certs,
+        cert_reqs=default_reqs if config.ssl_cert_reqs is None else config.ssl_cert_reqs,
+    )
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """Return the API's listening socket: a taken port shows before anything is started."""
+    return bind(api_config(config))

@@ -1,0 +1,86 @@
+"""One more gateway of a cluster that others look after: `mooncake serve --role gateway --join`.
+
+Learns from Ray's store where the cluster is and how it places requests; from then on it needs only
+the workers and the other gateways, and takes no part in Ray. Owns no worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mooncake.base import CheckpointError, SystemIds
+from mooncake.launch.cluster import ray_cluster, report
+from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess
+from mooncake.launch.config.plan import make_plan
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import machine_facts
+from mooncake.rpc.zmq_channel import ZmqChannel
+
+MAX_ALONE = 30
+"""Looks in a row that find no worker and no other gateway."""
+
+
+class JoinedCluster:
+    """The cluster behind a gateway that joins it (see `serve.Workers`)."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Ask for the facts of the cluster at `config.join`; `config` and `plan` are complete then.
+
+        Raises:
+            MooncakeError: there is no cluster, or its model is not here.
+        """
+        assert config.join is not None
+        self._secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
+        self._facts = facts = ray_cluster.facts_at(config.join, self._secret)
+        worker = facts.worker
+        self.config = dataclasses.replace(
+            config,
+            model=config.model or worker.model,
+            served_model_name=config.served_model_name or tuple(facts.names),
+            dtype=worker.dtype,
+            device="cpu",
+            block_size=worker.layout.block_tokens,
+            max_model_len=worker.engine.max_model_len,
+        )
+        plan = make_plan(self.config, machine_facts.num_cores())
+        if plan.model.revision != worker.weights_revision:
+            raise CheckpointError(
+                f"{self.config.model} holds other weights (revision {plan.model.revision}) than "
+                f"those of the cluster ({worker.weights_revision})"
+            )
+        self.plan = dataclasses.replace(plan, scheduler=facts.scheduler)
+        self.gateway_id = f"{GATEWAY_ID}-{machine_facts.host_name()}-{SystemIds().hex(3)}"
+        self._gateway_process: GatewayProcess | None = None
+        self._num_alone = 0
+
+    def open(self) -> GatewayProcess:
+        """Return the gateway, which meets workers and other gateways once it is driven."""
+        channel = ZmqChannel(self.config.bind_host, secret=self._secret)
+        self._gateway_process = GatewayProcess(
+            self.plan, channel, self.config.names[0],
+            gateway_id=self.gateway_id, peers=[self._facts.gateway_address],
+        )  # fmt: skip
+        return self._gateway_process
+
+    def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
+        del gateway_process, show  # its workers run already
+        return []
+
+    def stop(self) -> None:
+        """Announce the end: workers and other gateways then wait for no heartbeat of this one."""
+        if self._gateway_process is not None:
+            self._gateway_process.gateway.say_goodbye()
+
+    def are_gone(self) -> bool:
+        """Whether no worker and no other gateway has been known for long: a supervisor can then
+        start this gateway again, and it joins the cluster that took the place.
+        """
+        assert self._gateway_process is not None
+        status = self._gateway_process.status()
+        others = any(gateway.state == "up" for gateway in status.gateways[1:])
+        self._num_alone = 0 if status.workers or others else self._num_alone + 1
+        return self._num_alone >= MAX_ALONE
+
+    @property
+    def join_address(self) -> str | None:
+        return None

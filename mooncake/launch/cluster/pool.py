@@ -1,0 +1,146 @@
+"""A pool standing alone: one node and, unless it joins another's, the registry of the pool, in this
+process, without Ray and without engines. For machines with DRAM and disks to spare, and for clients
+that are no workers of ours.
+
+Owns the order of starting and stopping. The registry is the gateway's own machine: it keeps the
+membership table, announces lost members, and answers clients where blocks are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+from rich.console import Console
+
+from mooncake.base import Role, SystemIds, WorkerRef
+from mooncake.kvstore.node.node import KvNode
+from mooncake.launch.cluster import report
+from mooncake.launch.cluster.checks import check_start
+from mooncake.launch.cluster.gateway_process import GATEWAY_ID
+from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.launch.config.plan import ServePlan, make_plan
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import machine_facts
+from mooncake.launch.host.driver import Driver
+from mooncake.launch.pool_node import metrics as pool_metrics
+from mooncake.launch.pool_node import node_lock
+from mooncake.launch.worker import process
+from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.scheduler.gateway.gateway import Gateway
+from mooncake.scheduler.placement.conductor import Conductor
+from mooncake.telemetry.events import Recorders
+from mooncake.telemetry.log import configure_logging
+from mooncake.telemetry.metrics import Metrics
+
+DEFAULT_ADMIN_PORT = 8100
+
+
+class Registry:
+    """Who belongs to the pool, in a thread of its own. `close` it after all that use it."""
+
+    def __init__(self, config: ServeConfig, plan: ServePlan, secret: str) -> None:
+        """Raises ConfigError when `pool_port` is taken, or `bind_host` is not ours."""
+        machine_facts.check_port(config.bind_host, config.pool_port, "bind-host", "pool-port")
+        ids = SystemIds()
+        self._channel = ZmqChannel(config.bind_host, secret=secret, port=config.pool_port)
+        ref = WorkerRef(GATEWAY_ID, ids.hex(8), self._channel.address)
+        gateway = Gateway(
+            plan.scheduler, ref, Conductor(plan.scheduler, ids), self._channel, ids,
+            Recorders(Metrics("pool")),
+        )  # fmt: skip
+        self.address = ref.address
+        self._driver = Driver(gateway, self._channel, own=ref)
+        self._thread = threading.Thread(target=self._drive, name="registry", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; nodes and clients that are left go on without."""
+        self._driver.stop()
+        self._thread.join()
+        self._channel.close()
+
+    def _drive(self) -> None:
+        try:
+            self._driver.run()
+        except Exception:  # the driver has logged it; without a registry the dead hold memory
+            os._exit(1)
+
+
+def serve_alone(config: ServeConfig) -> int:
+    """Be a pool node until SIGINT or SIGTERM, then drain and return the exit code.
+
+    Raises:
+        MooncakeError: it cannot be started; nothing is left running.
+    """
+    assert config.cluster_secret is not None
+    if config.admin_port is None:
+        config = dataclasses.replace(config, admin_port=DEFAULT_ADMIN_PORT)
+    plan = make_plan(config, machine_facts.num_cores())
+    check_start(config, plan)
+    configure_logging("pool", sys.stderr, level=config.log_level, form=config.log_format)
+    registry = Registry(config, plan, str(config.cluster_secret)) if config.join is None else None
+    address = registry.address if registry is not None else str(config.join)
+    node_id = config.node_id or machine_facts.host_name()
+    try:
+        with contextlib.closing(node_lock.lock_name(f"kvstore-{node_id}", node_id, address)):
+            _serve_node(config, plan, address)
+    finally:
+        if registry is not None:
+            registry.close()
+    return 0
+
+
+def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> None:
+    secret, host = str(config.cluster_secret), machine_facts.host_name()
+    [settings] = cluster_workers(config, plan, gateway_address, secret, host)
+    settings = msgspec.structs.replace(settings, worker_id=f"kvstore-{settings.node_id}")
+    console = Console(stderr=True)
+    worker: process.Worker | None = None
+    watch: node_lock.JoinWatch | None = None
+
+    def leave(leaving: process.Worker, limit_s: float) -> None:
+        if limit_s:
+            say("draining; Ctrl-C again ends it at once")
+        leaving.leave(limit_s)
+
+    def say(words: str) -> None:
+        console.print(words, soft_wrap=True, highlight=False)
+
+    def started(begun: process.Worker) -> None:
+        nonlocal worker, watch
+
+        def on_signal(*_: object) -> None:
+            # A second signal ends what the first has begun to finish.
+            limits_s.append(0.0)
+            # Not here: the interrupted loop may hold the lock that it takes.
+            threading.Thread(target=leave, args=(begun, limits_s.pop(0)), daemon=True).start()
+
+        limits_s = [config.shutdown_timeout]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, on_signal)
+        say(f"{settings.worker_id} (pid {os.getpid()}) has a {report.holdings(plan, Role.KVSTORE)}")
+        say(f"clients and other nodes: {gateway_address}")
+        say(f"pool node at {begun.admin_url} - Ctrl-C drains and stops")
+        worker = begun
+        watch = node_lock.JoinWatch(begun.driver, settings.worker_id, gateway_address)
+
+    try:
+        process.run(settings, progress=process.no_progress, started=started)
+    finally:
+        if watch is not None:
+            watch.close()
+    say(f"{settings.worker_id} has ended{_fate(worker)}")
+
+
+def _fate(worker: process.Worker | None) -> str:
+    """Say what became of a node's blocks, if it drained."""
+    if worker is None or not isinstance(worker.machine, KvNode):
+        return ""
+    drain = worker.machine.state().drain
+    return "" if drain is None else f"; {pool_metrics.fate(drain)}"

@@ -1,0 +1,525 @@
+"""Workers as Ray actors: placed, watched, started again. The only module that imports ray.
+
+Ray carries neither tokens nor KV, nor the cluster secret: who reads its store or relays its
+connections does not learn it. An actor is a process with `process.run` in it. A death shows twice,
+at once by the process' descriptor on this machine, a little later by its failed Ray call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_get as kv_get
+from ray.experimental.internal_kv import _internal_kv_put as kv_put
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mooncake.base import ConfigError, MooncakeError
+from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host.credentials import (
+    keep_ray_token_private,
+    private_dir,
+    read_secret,
+    seal,
+    secret_file,
+    unseal,
+)
+from mooncake.launch.host.descendants import Descendants
+from mooncake.launch.worker import process
+from mooncake.launch.worker.process import WorkerSettings
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.telemetry.log import configure_logging
+
+_log = logging.getLogger(__name__)
+
+_raylet: Any = importlib.import_module("ray._raylet")
+"""Ray's own client of its store; the typed ways to it all take a process into the cluster."""
+
+_logs: Any = importlib.import_module("ray._private.ray_logging")
+"""Ray has no public way to print workers' lines without its prefix."""
+
+NAMESPACE = "mooncake"
+FACTS_KEY = b"mooncake/cluster"
+SEAL = "cluster facts"
+"""What the key of the seal on them is for."""
+OBJECT_STORE_BYTES = 100 * 2**20
+"""Ray insists on one; nothing of ours is ever put there."""
+CONNECT_S = 10.0
+"""Ray's store must answer within so long."""
+AGENTS_S = 0.5
+"""Ray's helpers get this long to end by themselves."""
+POLL_S = 0.2
+STOP_S = 10.0
+"""A worker that has not stopped by itself after this long is killed."""
+SAVE_S = 5.0
+"""Of that, so long a pool node may take to write to its disks what is worth it."""
+MAX_EARLY_DEATHS = 3
+"""Deaths in a row before a worker was ready that are taken as a fault no restart can cure."""
+
+
+class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a joining worker must know besides the cluster secret, by which it is sealed; kept in
+    Ray's own store for as long as the cluster runs.
+    """
+
+    gateway_address: str
+    worker: WorkerSettings
+    """Of any engine, without the secret: model, layout and limits are the same for all."""
+    scheduler: SchedulerConfig
+    """All gateways place requests alike."""
+    names: list[str]
+    """Of the model in the API."""
+
+
+class State(msgspec.Struct, frozen=True, array_like=True):
+    """How far an actor's process is."""
+
+    pid: int
+    boot_id: str
+    """Of the machine it runs on."""
+    what: str
+    done: int
+    whole: int
+    ready: bool
+
+
+class WorkerActor:
+    """The process of one worker. `run` blocks in one thread, the others answer beside it."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._state = ("starting", 0, 0)
+        self._worker: process.Worker | None = None
+        self._lock = threading.Lock()
+        self._stopping = False
+
+    def __repr__(self) -> str:
+        """Ray puts this before each line of the log."""
+        return self._worker_id
+
+    def run(self, encoded: bytes, secret_file: str) -> str | None:
+        """Be a worker until `stop`; return None, or why it cannot start. A fault ends all.
+
+        `secret_file`: where the supervisor's machine has the cluster secret; other machines have it
+        in the environment of their Ray.
+        """
+        settings = msgspec.msgpack.decode(encoded, type=WorkerSettings)
+        configure_logging(
+            settings.worker_id, sys.stderr, level=settings.log_level, form=settings.log_format
+        )
+        try:
+            secret = _secret_here(Path(secret_file))
+            process.run(
+                msgspec.structs.replace(settings, cluster_secret=secret),
+                progress=self._progress,
+                started=self._started,
+                advertise_host=_own_address(),
+            )
+        except MooncakeError as error:
+            if self._worker is None:
+                return error.message
+            os._exit(1)
+        except BaseException:
+            # The driver has logged it. The process has to end: its state is unknown.
+            if self._worker is None:
+                _log.exception("%s cannot start", settings.worker_id)
+            sys.stderr.flush()
+            os._exit(1)
+        return None
+
+    def state(self) -> bytes:
+        """Return a `State`."""
+        ready = self._worker is not None
+        state = State(os.getpid(), machine_facts.boot_id(), *self._state, ready)
+        return msgspec.msgpack.encode(state)
+
+    def stop(self) -> None:
+        """End `run`."""
+        with self._lock:
+            self._stopping = True
+            if self._worker is not None:
+                self._worker.leave(SAVE_S)
+
+    def _progress(self, what: str, done: int, whole: int) -> None:
+        self._state = (what, done, whole)
+
+    def _started(self, worker: process.Worker) -> None:
+        with self._lock:
+            self._worker = worker
+            if worker.admin_url:
+                _log.info("admin at %s", worker.admin_url)
+            if self._stopping:
+                worker.leave(SAVE_S)
+
+
+@dataclasses.dataclass
+class _Entry:
+    """One worker as its supervisor knows it."""
+
+    settings: WorkerSettings
+    actor: Any
+    run: Any
+    """The Ray call that lasts as long as the worker."""
+    state_call: Any = None
+    state: State | None = None
+    pidfd: int | None = None
+    lost: bool = False
+    """Its death has been told; the Ray call has yet to fail."""
+    early_deaths: int = 0
+    retry_at_s: float | None = None
+
+
+def _secret_here(file: Path) -> str:
+    """Return the cluster secret for a worker on this machine.
+
+    Raises:
+        ConfigError: it was not given here.
+    """
+    given = os.environ.get("MOONCAKE_CLUSTER_SECRET_FILE")
+    if file.exists() or given:
+        return read_secret(file if file.exists() else Path(str(given)))
+    if secret := os.environ.get("MOONCAKE_CLUSTER_SECRET"):
+        return secret
+    raise ConfigError(
+        f"cluster-secret: {machine_facts.host_name()} does not know it; start Ray there with "
+        "MOONCAKE_CLUSTER_SECRET or MOONCAKE_CLUSTER_SECRET_FILE in its environment"
+    )
+
+
+def _own_address() -> str:
+    """Return this machine's address as Ray knows it."""
+    get_node_ip_address: Any = ray.util.get_node_ip_address
+    return str(get_node_ip_address())
+
+
+def connect(address: str | None, bind_host: str, *, bare_lines: bool) -> None:
+    """Start Ray on this machine, or attach to the cluster at `address`. `bare_lines`: what workers
+    log is printed as it is, for machines to read, without the prefix that Ray puts before it.
+
+    Ray's processes end with the *thread* that started them, so it must outlive them.
+
+    Raises:
+        ConfigError: there is no cluster at `address`, or this machine is not part of it.
+    """
+    options: dict[str, Any] = {}
+    keep_ray_token_private()
+    _warn_of_clear_text(address.rpartition(":")[0] if address is not None else bind_host)
+    if address is not None:
+        _reach(address)  # Ray itself would go on asking for minutes
+    else:
+        options = {
+            "_temp_dir": str(private_dir()),  # its logs and sockets are open to all otherwise
+            "num_cpus": 0,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_node_ip_address": bind_host,
+        }
+    try:
+        ray.init(
+            address=address or "local",
+            namespace=NAMESPACE,
+            logging_level=logging.ERROR,
+            log_to_driver=True,
+            **options,
+        )
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = f"at {address}" if address else "on this machine"
+        raise ConfigError(f"no Ray cluster {where}: {first}") from error
+    if bare_lines:
+        _logs.global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
+        _logs.global_worker_stdstream_dispatcher.add_handler("mooncake", _print_lines)
+
+
+def _print_lines(batch: dict[str, Any]) -> None:
+    if batch.get("actor_name"):  # else it is Ray's own
+        print(*batch["lines"], sep="\n", file=sys.stderr, flush=True)
+
+
+def disconnect() -> None:
+    """Leave Ray; one that `connect` started has ended with all its processes on return.
+
+    Ray's agents outlive its own shutdown by minutes, so what is left of our descendants is killed.
+    """
+    if not ray.is_initialized():
+        return
+    with Descendants() as descendants:
+        ray.shutdown()
+        descendants.end(AGENTS_S)
+
+
+def address() -> str:
+    """Return the address other machines join by."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def write_facts(facts: ClusterFacts, secret: str) -> None:
+    """Store what workers and gateways that join must know, sealed by the cluster secret."""
+    facts = msgspec.structs.replace(facts, worker=_without_secret(facts.worker))
+    kv_put(FACTS_KEY, seal(msgspec.msgpack.encode(facts), secret, SEAL), overwrite=True)
+
+
+def read_facts(secret: str) -> ClusterFacts:
+    """Return what the cluster's first process stored.
+
+    Raises:
+        ConfigError: no `mooncake serve` runs in this Ray cluster, or it has another secret.
+    """
+    return _decode_facts(kv_get(FACTS_KEY), secret)
+
+
+def facts_at(address: str, secret: str) -> ClusterFacts:
+    """Return what the first process of the cluster at `address` left, without taking part in Ray.
+
+    Raises:
+        ConfigError: there is no Ray cluster, no `mooncake serve` runs in it, or it has another
+            secret.
+    """
+    keep_ray_token_private()
+    _warn_of_clear_text(address.rpartition(":")[0])
+    _reach(address)
+    try:
+        client = _raylet.GcsClient(address=address)
+        found = client.internal_kv_get(FACTS_KEY, None, timeout=CONNECT_S)
+    except (OSError, RayError) as error:
+        raise ConfigError(f"no Ray cluster at {address}: {error}") from error
+    return _decode_facts(found, secret)
+
+
+def cluster_secret(address: str, given: str | None) -> str:
+    """Return the secret of the cluster at `address`: the one given, or what its first process keeps
+    on this machine for its own user.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if given is not None:
+        return given
+    file = secret_file(address)
+    if not file.exists():
+        _reach(address)
+        raise ConfigError(
+            f"cluster-secret: give that of the cluster at {address}: --cluster-secret-file or "
+            "MOONCAKE_CLUSTER_SECRET (only its own user on its own machine needs none)"
+        )
+    return read_secret(file)
+
+
+def _warn_of_clear_text(host: str) -> None:
+    if not environment.is_loopback(host.strip("[]")) and os.environ.get("RAY_USE_TLS") != "1":
+        _log.warning(
+            "Ray speaks without TLS beyond this machine, and who reads its token can run programs "
+            "on it: set RAY_USE_TLS=1 and RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT "
+            "on all machines, or keep the network private"
+        )
+
+
+def _reach(address: str) -> None:
+    """Raise ConfigError when `address` refuses connections."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster at {address}: {error.strerror or error}; is `mooncake serve` running "
+            "there, and this the address that it printed?"
+        ) from error
+
+
+def _decode_facts(found: bytes | None, secret: str) -> ClusterFacts:
+    if found is None:
+        raise ConfigError("no server in this Ray cluster; start `mooncake serve` there first")
+    try:
+        data = unseal(found, secret, SEAL)
+    except MooncakeError as error:
+        raise ConfigError(
+            "cluster-secret: it is not that of this cluster, or Ray's store was altered"
+        ) from error
+    return msgspec.msgpack.decode(data, type=ClusterFacts)
+
+
+class Supervisor:
+    """Starts worker processes, tells of each death at once, starts them again, ends them all.
+
+    All in the thread that called `connect`, but for `give_up`. `lost` is told a worker's id.
+    """
+
+    def __init__(self, lost: Callable[[str], None]) -> None:
+        self._lost = lost
+        self._secret_file = ""
+        self._entries: list[_Entry] = []
+        self._poll = select.poll()
+        self._stopping = threading.Event()
+
+    def start(
+        self,
+        settings: list[WorkerSettings],
+        show: Callable[[str, str, int, int], None],
+        *,
+        here_only: bool,
+        secret_file: Path,
+    ) -> dict[str, int]:
+        """Start the workers and return their pids when all are ready. Those of this machine read
+        the cluster secret in `secret_file`, also when they are started again.
+
+        Raises:
+            MooncakeError: one cannot start, or `give_up` was called.
+        """
+        self._secret_file = str(secret_file)
+        for each in settings:
+            self._entries.append(self._launch(each, here_only=here_only))
+        while not all(entry.state is not None and entry.state.ready for entry in self._entries):
+            if self._stopping.is_set():
+                raise MooncakeError("stopped while the workers were starting")
+            self._step()
+            for entry in self._entries:
+                if entry.early_deaths >= MAX_EARLY_DEATHS:
+                    raise MooncakeError(
+                        f"{entry.settings.worker_id} died {entry.early_deaths} times while it was "
+                        "starting (out of memory?); its log above has more"
+                    )
+                if entry.state is not None:
+                    state = entry.state
+                    what = "ready" if state.ready else state.what
+                    show(entry.settings.worker_id, what, state.done, state.whole)
+        return {e.settings.worker_id: e.state.pid for e in self._entries if e.state is not None}
+
+    def give_up(self) -> None:
+        """Have `start` or `watch` return soon; from any thread."""
+        self._stopping.set()
+
+    def watch(self) -> None:
+        """Look after the workers until `give_up`."""
+        while not self._stopping.is_set():
+            self._step()
+
+    def stop(self) -> None:
+        """End all workers, those that have not begun to serve at once."""
+        self._stopping.set()
+        runs = []
+        for entry in self._entries:
+            if entry.state is not None and entry.state.ready and not entry.lost:
+                entry.actor.stop.remote()
+                runs.append(entry.run)
+        if runs:
+            ray.wait(runs, num_returns=len(runs), timeout=STOP_S)
+        for entry in self._entries:
+            ray.kill(entry.actor, no_restart=True)
+            self._forget_process(entry)
+
+    def _launch(self, settings: WorkerSettings, *, here_only: bool) -> _Entry:
+        strategy: Any = "SPREAD"
+        if here_only:
+            node = ray.get_runtime_context().get_node_id()
+            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor: Any = (
+            ray.remote(WorkerActor)
+            .options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=0,
+                max_concurrency=4,
+                scheduling_strategy=strategy,
+                runtime_env={"env_vars": environment.of_worker(os.environ, here_only=here_only)},
+            )
+            .remote(settings.worker_id)
+        )
+        return _Entry(settings, actor, _call_run(actor, settings, self._secret_file))
+
+    def _step(self) -> None:
+        """Wait a moment; deal with what has happened."""
+        died = {descriptor for descriptor, _ in self._poll.poll(POLL_S * 1000)}
+        if self._stopping.is_set():
+            return
+        for entry in self._entries:
+            if entry.pidfd in died:
+                self._tell_lost(entry)
+        runs = {entry.run: entry for entry in self._entries if entry.retry_at_s is None}
+        ended, _ = ray.wait(list(runs), num_returns=len(runs), timeout=0) if runs else ([], [])
+        for run in ended:
+            self._on_end(runs[run])
+        for entry in self._entries:
+            if entry.retry_at_s is not None and time.monotonic() >= entry.retry_at_s:
+                entry.retry_at_s = None
+                entry.lost = False
+                entry.run = _call_run(entry.actor, entry.settings, self._secret_file)
+            self._ask_state(entry)
+
+    def _on_end(self, entry: _Entry) -> None:
+        """The Ray call of a worker ended: it refused to start, or its process died."""
+        worker_id = entry.settings.worker_id
+        try:
+            refusal = ray.get(entry.run)
+        except RayError as error:
+            _log.debug("%s: %s", worker_id, error)
+            entry.early_deaths = 0 if entry.state and entry.state.ready else entry.early_deaths + 1
+            self._tell_lost(entry)
+        else:
+            self._tell_lost(entry)
+            if entry.state is None or not entry.state.ready:
+                raise MooncakeError(f"{worker_id}: {refusal or 'it stopped by itself'}")
+            entry.early_deaths += 1
+            _log.error("%s cannot start again: %s", worker_id, refusal)
+        entry.state = None
+        entry.retry_at_s = time.monotonic() + min(30.0, 0.1 * 4**entry.early_deaths)
+
+    def _tell_lost(self, entry: _Entry) -> None:
+        self._forget_process(entry)
+        if not entry.lost:
+            entry.lost = True
+            self._lost(entry.settings.worker_id)
+
+    def _ask_state(self, entry: _Entry) -> None:
+        """Keep one question about its state open until the worker is ready."""
+        if entry.retry_at_s is not None or entry.lost or (entry.state and entry.state.ready):
+            return
+        if entry.state_call is None:
+            entry.state_call = entry.actor.state.remote()
+        done, _ = ray.wait([entry.state_call], timeout=0)
+        if not done:
+            return
+        call, entry.state_call = entry.state_call, None
+        try:
+            entry.state = msgspec.msgpack.decode(ray.get(call), type=State)
+        except RayError:
+            return
+        if entry.pidfd is None:
+            self._watch_process(entry, entry.state)
+
+    def _watch_process(self, entry: _Entry, state: State) -> None:
+        """Have the kernel tell when a process of this machine ends."""
+        if state.boot_id != machine_facts.boot_id():
+            return
+        try:
+            descriptor = os.pidfd_open(state.pid)
+        except OSError:  # it is gone already: the Ray call will tell
+            return
+        entry.pidfd = descriptor
+        self._poll.register(descriptor, select.POLLIN)
+
+    def _forget_process(self, entry: _Entry) -> None:
+        if entry.pidfd is not None:
+            self._poll.unregister(entry.pidfd)
+            os.close(entry.pidfd)
+            entry.pidfd = None
+
+
+def _call_run(actor: Any, settings: WorkerSettings, secret_file: str) -> Any:
+    return actor.run.remote(msgspec.msgpack.encode(_without_secret(settings)), secret_file)
+
+
+def _without_secret(settings: WorkerSettings) -> WorkerSettings:
+    return msgspec.structs.replace(settings, cluster_secret="")

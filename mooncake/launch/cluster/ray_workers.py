@@ -1,0 +1,196 @@
+"""The workers of `mooncake serve` on Ray, and the one worker of `mooncake serve --role … --join`.
+
+Owns the supervisor; Ray itself is `ray_cluster`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from concurrent.futures import Future
+
+import msgspec
+from rich.console import Console
+
+from mooncake.base import MooncakeError, Role, SystemIds
+from mooncake.launch.cluster import ray_cluster, report
+from mooncake.launch.cluster.gateway_process import GatewayProcess
+from mooncake.launch.cluster.workers import admin_settings, cluster_workers, rdma_settings
+from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host.credentials import secret_file, write_private
+from mooncake.launch.worker.process import WorkerSettings
+from mooncake.transfer.factory import choose_protocols
+
+
+class RayWorkers:
+    """The workers of a cluster whose gateway is this process (see `serve.Workers`)."""
+
+    def __init__(self, config: ServeConfig, plan: ServePlan, secret: str) -> None:
+        self._config = config
+        self._plan = plan
+        self._secret = secret
+        self._started: Future[list[report.WorkerRow]] = Future()
+        self._stopping = threading.Event()
+        self._supervisor: ray_cluster.Supervisor | None = None
+        self._thread: threading.Thread | None = None
+        self._join_address: str | None = None
+
+    def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
+        self._thread = threading.Thread(
+            target=self._run, args=(gateway_process, show), name="supervisor", daemon=True
+        )
+        self._thread.start()
+        return self._started.result()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._supervisor is not None:
+            self._supervisor.give_up()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, gateway_process: GatewayProcess, show: report.Show) -> None:
+        """The supervisor's whole life, in one thread: Ray's processes end with it."""
+        try:
+            self._supervisor = supervisor = ray_cluster.Supervisor(gateway_process.worker_lost)
+            if self._stopping.is_set():
+                supervisor.give_up()
+            try:
+                self._started.set_result(self._start(supervisor, gateway_process, show))
+            except BaseException as error:
+                self._started.set_exception(error)
+            else:
+                supervisor.watch()
+            supervisor.stop()
+        finally:
+            if self._join_address is not None:
+                secret_file(self._join_address).unlink(missing_ok=True)
+            ray_cluster.disconnect()
+
+    def _start(
+        self, supervisor: ray_cluster.Supervisor, gateway_process: GatewayProcess, show: report.Show
+    ) -> list[report.WorkerRow]:
+        config, plan = self._config, self._plan
+        show("ray", "starting", 0, 0)
+        ray_cluster.connect(
+            config.ray_address, config.bind_host, bare_lines=config.log_format == "json"
+        )
+        self._join_address = ray_cluster.address()
+        write_private(secret_file(self._join_address), self._secret)
+        show("ray", report.READY, 1, 1)
+        host = machine_facts.host_name()
+        own_address = gateway_process.channel.address
+        settings = cluster_workers(config, plan, own_address, self._secret, host)
+        any_engine = dataclasses.replace(plan, num_decodes=1)
+        ray_cluster.write_facts(
+            ray_cluster.ClusterFacts(
+                gateway_address=own_address,
+                worker=cluster_workers(config, any_engine, own_address, self._secret, host)[-1],
+                scheduler=plan.scheduler,
+                names=list(config.names),
+            ),
+            self._secret,
+        )
+        here_only = environment.is_loopback(config.bind_host)
+        pids = supervisor.start(
+            settings, show, here_only=here_only, secret_file=secret_file(self._join_address)
+        )
+        return [
+            report.WorkerRow(
+                each.worker_id,
+                each.role,
+                pids[each.worker_id],
+                each.node_id,
+                report.holdings(plan, each.role),
+            )
+            for each in settings
+        ]
+
+    def are_gone(self) -> bool:
+        return False  # they end with us
+
+    @property
+    def join_address(self) -> str | None:
+        return self._join_address
+
+
+def join(config: ServeConfig) -> int:
+    """Run one more worker for a running cluster until a signal; returns the exit code.
+
+    Raises:
+        MooncakeError: there is no cluster, or the worker cannot start.
+    """
+    assert config.role is not None
+    assert config.join is not None
+    console = Console(stderr=True)
+    supervisor = ray_cluster.Supervisor(lambda _: None)
+    asked_to_stop = threading.Event()
+    secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
+    own_file = secret_file(f"{config.join}-{os.getpid()}")
+
+    def on_signal(*_: object) -> None:
+        asked_to_stop.set()
+        supervisor.give_up()
+
+    try:
+        signal.signal(signal.SIGTERM, on_signal)
+        ray_cluster.connect(config.join, config.bind_host, bare_lines=config.log_format == "json")
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray sets its own
+            signal.signal(number, on_signal)
+        settings = _joining(config, ray_cluster.read_facts(secret), secret)
+        write_private(own_file, secret)
+        with report.StartProgress(console) as show:
+            pids = supervisor.start([settings], show, here_only=True, secret_file=own_file)
+        console.print(
+            f"{settings.worker_id} (pid {pids[settings.worker_id]}) has joined; Ctrl-C takes it out"
+        )
+        supervisor.watch()
+    except MooncakeError:
+        if not asked_to_stop.is_set():
+            raise
+    finally:
+        supervisor.stop()
+        own_file.unlink(missing_ok=True)
+        ray_cluster.disconnect()
+    return 0
+
+
+def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts, secret: str) -> WorkerSettings:
+    """Return the settings of a worker that joins: the cluster's model and limits, our machine."""
+    assert config.role is not None
+    template = facts.worker
+    model = config.model or template.model
+    local = dataclasses.replace(
+        config, model=model, dtype=template.dtype, block_size=template.layout.block_tokens,
+        max_model_len=template.engine.max_model_len,
+    )  # fmt: skip
+    plan = make_plan(local, machine_facts.num_cores())
+    check_memory(plan, machine_facts.available_bytes())
+    host = machine_facts.host_name()
+    return msgspec.structs.replace(
+        template,
+        role=Role(config.role),
+        worker_id=f"{config.role}-{host}-{SystemIds().hex(3)}",
+        node_id=config.node_id or host,
+        host=host,
+        cluster_secret=secret,
+        bind_host=config.bind_host,
+        transfer_protocols=list(choose_protocols(config.transport)),
+        rdma=rdma_settings(config),
+        model=str(plan.model.path),
+        engine=plan.engine,
+        kvstore=plan.kvstore,
+        num_threads=plan.num_threads,
+        options=msgspec.structs.replace(
+            template.options, device=plan.options.device, measure_pages=plan.options.measure_pages,
+            gpu_memory_utilization=plan.options.gpu_memory_utilization,
+        ),
+        self_profile=config.self_profile,
+        log_level=config.log_level,
+        log_format=config.log_format,
+        admin=admin_settings(config) if config.role == "kvstore" else None,
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""What `mooncake serve` shows: bars while workers start, then one table; the plan of a dry run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mooncake.base import Role, format_bytes
+from mooncake.launch.config.plan import ServePlan
+from mooncake.launch.config.settings import ServeConfig
+
+Show = Callable[[str, str, int, int], None]
+"""Called with (worker id, what it is doing, how much is done, of how much); 0: not counted."""
+
+READY = "ready"
+"""What a worker is doing when it has been started."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerRow:
+    """One line of the table."""
+
+    worker_id: str
+    role: Role
+    pid: int
+    node_id: str
+    holds: str
+
+
+class StartProgress:
+    """Bars, one a worker, that vanish when all are up. Use as a context; call the value to show."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = Progress(
+            TextColumn("{task.fields[worker]:<12}"),
+            TextColumn("{task.description:<28}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Show:
+        self._bars.start()
+        return self._show
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def _show(self, worker_id: str, what: str, done: int, whole: int) -> None:
+        task = self._tasks.get(worker_id)
+        if task is None:
+            task = self._bars.add_task(what, worker=worker_id, total=None)
+            self._tasks[worker_id] = task
+        if what == READY:
+            done = whole = 1
+        self._bars.update(task, description=what, completed=done, total=whole or None)
+
+
+def holdings(plan: ServePlan, role: Role) -> str:
+    """Return what memory a worker of `role` holds, for the table."""
+    if role is Role.KVSTORE:
+        blocks = plan.kvstore.dram_bytes // plan.layout.block_bytes
+        disks = "".join(
+            f", {format_bytes(disk.num_bytes)} in {disk.directory}" for disk in plan.kvstore.ssd
+        )
+        return f"pool of {format_bytes(plan.kvstore.dram_bytes)} DRAM, {blocks} blocks{disks}"
+    tokens = plan.engine.num_blocks * plan.engine.block_tokens
+    return f"{format_bytes(plan.kv_bytes)} KV, {tokens} tokens, {plan.num_threads} threads"
+
+
+def started_table(rows: list[WorkerRow]) -> Table:
+    """Return the table of all workers."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("role", "worker", "pid", "node", "holds"):
+        table.add_column(name)
+    for row in rows:
+        table.add_row(row.role.value, row.worker_id, str(row.pid), row.node_id, row.holds)
+    return table
+
+
+def print_plan(
+    console: Console, config: ServeConfig, plan: ServePlan, available: int | None
+) -> None:
+    """Print the resolved configuration, the workers and their memory."""
+    settings = Table(title="configuration", box=None, pad_edge=False, title_justify="left")
+    settings.add_column("setting")
+    settings.add_column("value", overflow="fold")
+    for name, value in config.shown().items():
+        settings.add_row(name, "" if value is None else json.dumps(value, ensure_ascii=False))
+    console.print(settings)
+    workers = Table(title="workers", box=None, pad_edge=False, title_justify="left")
+    for name in ("role", "number", "each holds"):
+        workers.add_column(name)
+    counts = ((Role.PREFILL, plan.num_prefills), (Role.DECODE, plan.num_decodes),
+              (Role.KVSTORE, plan.num_kvstores))  # fmt: skip
+    for role, number in counts:
+        if number:
+            workers.add_row(role.value, str(number), holdings(plan, role))
+    console.print()
+    console.print(workers)
+    memory = Table(title="memory on this machine", box=None, pad_edge=False, title_justify="left")
+    for name in ("what", "each", "together"):
+        memory.add_column(name)
+    for cells in plan.memory_rows():
+        memory.add_row(*cells)
+    if available is not None:
+        memory.add_row("free now", "", format_bytes(available))
+    console.print()
+    console.print(memory)

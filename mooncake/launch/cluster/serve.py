@@ -1,0 +1,310 @@
+"""`mooncake serve`: checks, then API server and workers together until a signal, then all of it
+down.
+
+Owns the order of starting and stopping. What workers are made of and where they run is elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from rich.console import Console
+
+from mooncake.api import ServedModel, load_served_model
+from mooncake.api.http.event_loop import run_in_loop
+from mooncake.base import IdSource, Role, SystemIds, Unavailable
+from mooncake.launch.cluster import report
+from mooncake.launch.cluster.checks import check_start
+from mooncake.launch.cluster.gateway_process import GatewayProcess, listen
+from mooncake.launch.config.plan import ServePlan, make_plan
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import environment, machine_facts
+from mooncake.telemetry.log import configure_logging
+
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+ApiServer = tuple[ServedModel, socket.socket]
+"""What is served, and where it listens."""
+
+
+class Workers(Protocol):
+    """The workers of one cluster, wherever they run."""
+
+    def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
+        """Start all workers and return when they are ready; to be called in a thread.
+
+        Raises:
+            MooncakeError: one cannot start, or `stop` was called meanwhile.
+        """
+
+    def stop(self) -> None:
+        """End all workers, also those only half started. Called once, after `start` was."""
+
+    def are_gone(self) -> bool:
+        """Whether the cluster has ended without us. Asked every `WATCH_S`, in the loop's thread."""
+
+    @property
+    def join_address(self) -> str | None:
+        """What `--join` takes, once started; None where the cluster cannot be joined."""
+
+
+JOIN_POLL_S = 0.02
+WATCH_S = 1.0
+
+
+def dry_run(config: ServeConfig) -> int:
+    """Print what `serve` would do and return the exit code.
+
+    Raises:
+        MooncakeError: `serve` would refuse.
+    """
+    machine_facts.check_system()
+    plan = make_plan(config, machine_facts.num_cores())
+    report.print_plan(Console(), config, plan, machine_facts.available_bytes())
+    check_start(config, plan)
+    return 0
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until SIGINT or SIGTERM and return the exit code.
+
+    Raises:
+        MooncakeError: it cannot be started; nothing is left running.
+    """
+    machine_facts.check_system()
+    if config.role == "gateway":
+        return _serve_joined(config)
+    if config.joins_by_ray:
+        return _join(config)
+    if config.role is not None:
+        from mooncake.launch.cluster import pool
+
+        return pool.serve_alone(config)
+    plan = make_plan(config, machine_facts.num_cores())
+    check_start(config, plan)
+    if not config.headless:
+        machine_facts.check_port(config.host, config.port)
+    if config.colocated:
+        environment.restart_with(environment.variables())
+    configure_logging("gateway", sys.stderr, level=config.log_level, form=config.log_format)
+    return _run(config, plan, lambda: _make(config, plan, SystemIds()))
+
+
+def _serve_joined(config: ServeConfig) -> int:
+    """Be one more gateway of a running cluster."""
+    environment.prepare_ray(config.bind_host)
+    from mooncake.launch.cluster.joined_gateway import JoinedCluster
+
+    cluster = JoinedCluster(config)
+    config = cluster.config
+    machine_facts.check_port(config.host, config.port)
+    configure_logging(
+        cluster.gateway_id, sys.stderr, level=config.log_level, form=config.log_format
+    )
+    return _run(config, cluster.plan, lambda: (cluster, cluster.open()))
+
+
+def _run(
+    config: ServeConfig, plan: ServePlan, make: Callable[[], tuple[Workers, GatewayProcess]]
+) -> int:
+    """Take the port, open the API server in front of the workers, serve; no port without an API
+    server.
+    """
+    with contextlib.ExitStack() as opened:
+        api_server: ApiServer | None = None
+        if not config.headless:
+            listener = opened.enter_context(contextlib.closing(listen(config)))
+            model = load_served_model(
+                plan.model.path, names=config.names, max_model_len=plan.model.max_model_len
+            )
+            api_server = model, listener
+        workers, gateway_process = make()
+        opened.callback(gateway_process.channel.close)
+        return run_in_loop(_Serving(config, gateway_process, workers, api_server).run())
+
+
+def _make(config: ServeConfig, plan: ServePlan, ids: IdSource) -> tuple[Workers, GatewayProcess]:
+    if config.colocated:
+        from mooncake.launch.cluster.colocated import ColocatedWorkers
+
+        local = ColocatedWorkers(config, plan)
+        return local, GatewayProcess(plan, local.gateway_channel, config.names[0], ids=ids)
+    environment.prepare_ray(config.bind_host)
+    from mooncake.launch.cluster.ray_workers import RayWorkers
+    from mooncake.rpc.zmq_channel import ZmqChannel
+
+    secret = config.cluster_secret or ids.hex(16)
+    channel = ZmqChannel(config.bind_host, secret=secret)
+    return RayWorkers(config, plan, secret), GatewayProcess(plan, channel, config.names[0], ids=ids)
+
+
+def _join(config: ServeConfig) -> int:
+    environment.prepare_ray(config.bind_host)
+    configure_logging("join", sys.stderr, level=config.log_level, form=config.log_format)
+    from mooncake.launch.cluster import ray_workers
+
+    return ray_workers.join(config)
+
+
+class _Serving:
+    """One run: API server open first, workers started behind it, a signal ends both."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        gateway_process: GatewayProcess,
+        workers: Workers,
+        api_server: ApiServer | None,
+    ) -> None:
+        self._config = config
+        self._gateway_process = gateway_process
+        self._workers = workers
+        self._api_server = api_server
+        self._console = Console(stderr=True, quiet=config.log_format == "json")
+        self._stop = asyncio.Event()
+        self._num_signals = 0
+        self._url = ""
+
+    async def run(self) -> int:
+        """Serve until a signal; raises what went wrong otherwise."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        starting = _in_thread(loop, self._start)
+        # When a signal comes first, the result of the start is not needed.
+        starting.add_done_callback(lambda future: future.exception())
+        api_server = asyncio.create_task(self._open_api_server())
+        serving = asyncio.create_task(self._until_stopped(starting))
+        watching = asyncio.create_task(self._until_gone())
+        try:
+            await asyncio.wait({serving, api_server, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._stop.set()
+            try:
+                await api_server
+                await serving
+                await watching
+            finally:
+                await _in_thread(loop, self._workers.stop)
+        return 0
+
+    async def _until_gone(self) -> None:
+        """Return when told to stop; raises Unavailable when the cluster has ended meanwhile."""
+        while not self._stop.is_set():
+            if self._workers.are_gone():
+                raise Unavailable(
+                    f"the cluster of {self._config.join} is gone; start again to join another"
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_S):
+                    await self._stop.wait()
+
+    async def _open_api_server(self) -> None:
+        if self._api_server is None:
+            await self._gateway_process.attend(self._stop)
+        else:
+            await self._gateway_process.serve(
+                self._config, *self._api_server, self._stop, self._on_open
+            )
+
+    async def _until_stopped(self, starting: asyncio.Future[list[report.WorkerRow]]) -> None:
+        """Wait for the workers, tell that they serve, wait for the signal."""
+        stopped = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not stopped.done():
+            rows = starting.result()
+            while not (stopped.done() or self._has_met(rows)):
+                await asyncio.sleep(JOIN_POLL_S)
+            self._announce(rows)
+            # What was made so far stays: full collections hold up all streams, and skip it now.
+            gc.collect()
+            gc.freeze()
+            await stopped
+        if self._num_signals and self._api_server is not None:
+            self._say("stopping; running requests may finish, Ctrl-C again ends them")
+
+    def _start(self) -> list[report.WorkerRow]:
+        with report.StartProgress(self._console) as show:
+            return self._workers.start(self._gateway_process, show)
+
+    def _on_open(self, host: str, port: int) -> None:
+        scheme = "http" if self._config.ssl_certfile is None else "https"
+        self._url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def _has_met(self, rows: list[report.WorkerRow]) -> bool:
+        """Whether the workers are known here and, where there is an API server, it is open and
+        they are
+        all it needs.
+        """
+        if not self._gateway_process.knows([row.worker_id for row in rows]):
+            return False
+        return self._api_server is None or (bool(self._url) and self._gateway_process.backend.ready)
+
+    def _announce(self, rows: list[report.WorkerRow]) -> None:
+        own = report.WorkerRow(
+            self._gateway_process.gateway_id,
+            Role.GATEWAY,
+            os.getpid(),
+            machine_facts.host_name(),
+            f"API at {self._url}" if self._api_server is not None else "no API",
+        )
+        if not self._console.quiet:
+            self._console.print(report.started_table([own, *rows]))
+        joining = self._workers.join_address
+        if joining is not None:
+            self._say(f"one more worker: mooncake serve --role ROLE --join {joining}")
+        if self._api_server is None:
+            self._say(f"one more gateway: mooncake serve --role gateway --join {joining}")
+            return
+        self._say(f"a page to chat in and to watch the cluster: {self._url}/")
+        self._say(f"serving {self._config.names[0]} on {self._url}/v1 - Ctrl-C stops")
+
+    def _say(self, text: str) -> None:
+        """Print a line for people, or log it where machines read all lines."""
+        if self._console.quiet:
+            _log.info(text)
+        else:
+            self._console.print(text)
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        self._stop.set()
+        if self._num_signals > 1:
+            self._gateway_process.end_calls()
+
+
+def _in_thread(
+    loop: asyncio.AbstractEventLoop, work: Callable[[], Result]
+) -> asyncio.Future[Result]:
+    """Run `work` in a thread that does not hold up the end of the process."""
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def succeed(result: Result) -> None:
+        if not future.done():
+            future.set_result(result)
+
+    def fail(error: BaseException) -> None:
+        if not future.done():
+            future.set_exception(error)
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            loop.call_soon_threadsafe(fail, error)
+        else:
+            loop.call_soon_threadsafe(succeed, result)
+
+    threading.Thread(target=run, name="launch", daemon=True).start()
+    return future

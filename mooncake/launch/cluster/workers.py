@@ -1,0 +1,100 @@
+"""Which workers a plan asks for, as the settings each is started with."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+
+import msgspec
+
+from mooncake.base import Role
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.launch.config.options import values_of
+from mooncake.launch.config.plan import ServePlan
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import machine_facts
+from mooncake.launch.pool_node.admin import AdminSettings
+from mooncake.launch.worker.process import WorkerSettings
+from mooncake.model.options import ModelOptions
+from mooncake.transfer.factory import choose_protocols
+from mooncake.transfer.rdma.backend import RdmaSettings
+
+
+def cluster_workers(
+    config: ServeConfig, plan: ServePlan, gateway_address: str, cluster_secret: str, host: str
+) -> list[WorkerSettings]:
+    """Return the settings of all workers of this machine.
+
+    With several kvstore workers the others are dealt out among them: each pool and its engines
+    count as one node, as they would on machines of their own.
+    """
+    counts = {
+        Role.KVSTORE: plan.num_kvstores,
+        Role.DECODE: plan.num_decodes,
+        Role.PREFILL: plan.num_prefills,
+    }
+    node = config.node_id or host
+    num_nodes = max(1, plan.num_kvstores)
+    gpus = itertools.cycle(range(max(1, machine_facts.num_gpus())))
+    return [
+        WorkerSettings(
+            role=role,
+            worker_id=f"{role.value}-{index}",
+            node_id=node if num_nodes == 1 else f"{node}/{index % num_nodes}",
+            host=host,
+            bind_host=config.bind_host,
+            gateway_address=gateway_address,
+            cluster_secret=cluster_secret,
+            transfer_protocols=list(choose_protocols(config.transport)),
+            rdma=rdma_settings(config),
+            model=str(plan.model.path),
+            dtype=plan.model.dtype,
+            weights_revision=plan.model.revision,
+            layout=plan.layout,
+            engine=plan.engine,
+            kvstore=_own_pool(plan, f"{role.value}-{index}"),
+            num_threads=plan.num_threads,
+            self_profile=config.self_profile,
+            log_level=config.log_level,
+            log_format=config.log_format,
+            options=_on_gpu(plan.options, 0 if role is Role.KVSTORE else next(gpus)),
+            admin=admin_settings(config, index) if role is Role.KVSTORE else None,
+        )
+        for role, number in counts.items()
+        for index in range(number)
+    ]
+
+
+def _on_gpu(options: ModelOptions, number: int) -> ModelOptions:
+    """Return the options of an engine, each of which has its own GPU while there are enough."""
+    if options.device != "cuda":
+        return options
+    return msgspec.structs.replace(options, device=f"cuda:{number}")
+
+
+def _own_pool(plan: ServePlan, worker_id: str) -> KvStoreConfig:
+    """Return the pool's settings of one worker: of several on one machine, each has directories of
+    its own below those named.
+    """
+    if plan.num_kvstores < 2:
+        return plan.kvstore
+    ssd = [
+        msgspec.structs.replace(disk, directory=os.path.join(disk.directory, worker_id))
+        for disk in plan.kvstore.ssd
+    ]
+    return msgspec.structs.replace(plan.kvstore, ssd=ssd)
+
+
+def admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None:
+    """Return the HTTP server of a pool node; users' API keys are none of its."""
+    if config.admin_port is None:
+        return None
+    port = config.admin_port + index if config.admin_port else 0
+    digests = [hashlib.sha256(token.encode()).digest() for token in config.admin_token]
+    return AdminSettings(host=config.admin_host, port=port, token_digests=digests)
+
+
+def rdma_settings(config: ServeConfig) -> RdmaSettings:
+    """Return how a worker uses RDMA; what is not set is found on its machine."""
+    return RdmaSettings(near=dict(config.rdma_near), **values_of(config, RdmaSettings))

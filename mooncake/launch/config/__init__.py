@@ -1,0 +1,1 @@
+"""Settings: where they are declared, read, resolved."""

@@ -1,0 +1,219 @@
+"""The one place that reads settings: flags over a YAML file over the environment over defaults.
+
+Nothing below `launch` reads a file of settings or the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from mooncake.base import ConfigError
+from mooncake.launch.config import options
+from mooncake.launch.config.options import flag, nearest
+from mooncake.launch.config.settings import LIMITS, ServeConfig
+from mooncake.launch.host.credentials import read_secret
+
+Settings = TypeVar("Settings")
+
+REFUSED = {
+    "trust-remote-code": "no code is ever loaded from a checkpoint; leave the flag out",
+    "kv-transfer-config": "prefill and decode are built in: use --prefill N --decode N",
+    "distributed-executor-backend": "Ray places the workers, or use --colocated for one process",
+    "enable-chunked-prefill": "long prompts always come in chunks: --max-num-batched-tokens",
+    "load-format": "weights are read from safetensors only",
+    "download-dir": "nothing is downloaded; give the directory of a checkpoint",
+    "tokenizer-mode": "the tokenizer files of the checkpoint decide",
+    "quantization": "config.json says how a checkpoint is quantized; `mooncake model convert` "
+    "writes a quantized copy",
+    "tool-call-parser": "tool calls are always read as the model writes them; leave the flag out",
+    "enable-auto-tool-choice": "tool_choice=auto always works; leave the flag out",
+    "reasoning-parser": "reasoning is always told from answers; leave the flag out",
+    "chat-template": "the chat template of the checkpoint decides",
+    "swap-space": "preempted sequences are kept in the pool: --kvstore-dram-bytes",
+}
+"""Flags that people bring from vLLM, each with what to do here instead."""
+
+
+def resolve(
+    given: Mapping[str, object], file: str | None, environ: Mapping[str, str]
+) -> ServeConfig:
+    """Return the configuration of `mooncake serve`: see `read_settings`.
+
+    Raises:
+        ConfigError: unknown key, unreadable value, or settings that exclude each other.
+    """
+    written = _written(ServeConfig, given, file, environ)
+    config = _read(ServeConfig, written)
+    if not config.check:
+        _check_together(config, written)
+    return config
+
+
+def read_settings(
+    kind: type[Settings], given: Mapping[str, object], file: str | None, environ: Mapping[str, str]
+) -> Settings:
+    """Return the settings of a command: flags over file over environment over defaults.
+
+    Args:
+        kind: a dataclass of `options.setting` fields.
+        given: settings from the command line, by field name, as written.
+        file: path of a YAML file, or None.
+        environ: the environment.
+
+    Raises:
+        ConfigError: unknown key, unreadable value, or a setting that is missing.
+    """
+    return _read(kind, _written(kind, given, file, environ))
+
+
+def _written(
+    kind: type, given: Mapping[str, object], file: str | None, environ: Mapping[str, str]
+) -> dict[str, object]:
+    """Return all settings that are given somewhere, unread."""
+    from_environment = {
+        name: environ[option.env]
+        for name, (option, _) in options.options_of(kind).items()
+        if option.env and environ.get(option.env)
+    }
+    settings = from_environment, read_file(file, kind) if file is not None else {}, given
+    written: dict[str, object] = {}
+    for each in settings:
+        written.update(each)
+        if secret_file := each.get("cluster_secret_file"):
+            if "cluster_secret" in each:
+                raise ConfigError("cluster-secret and cluster-secret-file exclude each other")
+            written["cluster_secret"] = read_secret(Path(str(secret_file)))
+    return written
+
+
+def _read(kind: type[Settings], written: Mapping[str, object]) -> Settings:
+    known = options.options_of(kind)
+    for name, (option, _) in known.items():
+        if option.required and name not in written:
+            raise ConfigError(f"--{flag(name)} is missing", param=name)
+    return kind(**{name: known[name][0].read(name, value) for name, value in written.items()})
+
+
+def read_file(path: str, kind: type = ServeConfig) -> dict[str, object]:
+    """Return the settings in a YAML file by field name, unread; keys are flags with - or _.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is unknown or given twice.
+    """
+    loaded = read_yaml(path, "config")
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            f"config: {path} must hold `name: value` lines, not a {type(loaded).__name__}"
+        )
+    known = options.options_of(kind)
+    settings: dict[str, object] = {}
+    for key, value in loaded.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{path}: {unknown_setting(str(key), kind)}", param=name)
+        if name in settings:
+            raise ConfigError(f"{path}: {flag(name)} is given twice")
+        if value is None:
+            raise ConfigError(
+                f"{path}: {flag(name)} has no value; leave the line out for the default"
+            )
+        settings[name] = value
+    return settings
+
+
+def read_yaml(path: str, flag_name: str) -> Any:
+    """Return what the YAML file of the flag `flag_name` holds.
+
+    Raises:
+        ConfigError: it cannot be read, or is no YAML.
+    """
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{flag_name}: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag_name}: {path} is not a text file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{flag_name}: {path} is not YAML: {_where(error)}") from error
+
+
+def _where(error: yaml.YAMLError) -> str:
+    """Return a YAML parser's complaint on one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
+def unknown_setting(written: str, kind: type = ServeConfig) -> str:
+    """Return the sentence for a setting that does not exist, with the nearest that does."""
+    name = flag(written.lstrip("-").split("=")[0])
+    if kind is ServeConfig and name in REFUSED:
+        return f"{name} is not a setting of this server: {REFUSED[name]}"
+    known = {flag(known) for known in options.options_of(kind)}
+    return f"unknown setting {name}{nearest(name, known)}"
+
+
+def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
+    def both(left: str, right: str, why: str) -> None:
+        if left in written and right in written:
+            raise ConfigError(f"{flag(left)} and {flag(right)} exclude each other: {why}")
+
+    both("kv_cache_memory_bytes", "num_gpu_blocks_override", "both say how many KV pages there are")
+    if config.colocated:
+        for name in ("prefill", "decode", "role", "join", "ray_address", "headless"):
+            both("colocated", name, "colocated is one process with one engine")
+    _check_roles(config, written)
+    if config.joins_by_ray and config.role != "gateway":
+        return
+    if not config.model and config.role != "gateway":
+        raise ConfigError(
+            "no model: give a checkpoint directory, e.g. mooncake serve checkpoints/k2-small "
+            "(`mooncake model init` writes one)"
+        )
+    for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+        if name in written and config.ssl_certfile is None:
+            raise ConfigError(f"{flag(name)} is for HTTPS: add --ssl-certfile FILE")
+    if config.ssl_cert_reqs and config.ssl_ca_certs is None:
+        raise ConfigError("ssl-cert-reqs: say whose certificates: --ssl-ca-certs FILE")
+    for name in ("api_key", "admin_token"):
+        if any(not key.isascii() for key in getattr(config, name)):
+            raise ConfigError(f"{flag(name)}: only ASCII characters can travel in a header")
+
+
+def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
+    if config.headless:
+        if config.role is not None:
+            raise ConfigError("headless: only the process that looks after a cluster has no API")
+    elif config.decode == 0:
+        raise ConfigError("decode: must be at least 1, unless decode workers join: --headless")
+    alone = config.role == "kvstore" and not config.joins_by_ray
+    if alone and config.cluster_secret is None:
+        raise ConfigError(
+            "cluster-secret: a pool standing alone needs one, for its clients to prove: "
+            "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
+        )
+    if config.cluster_secret and not config.cluster_secret.isascii():
+        raise ConfigError("cluster-secret: only ASCII characters can travel in a header")
+    if (config.role is None) != (config.join is None) and not alone:
+        missing = "join HOST:PORT" if config.join is None else "role prefill|decode|kvstore|gateway"
+        raise ConfigError(f"role and join belong together: add --{missing}")
+    if config.role not in (None, "kvstore") and not config.joins_by_ray:
+        raise ConfigError(f"join: {config.join} is a pool; only --role kvstore can join it")
+    if config.role == "gateway":
+        _check_gateway(written)
+
+
+def _check_gateway(written: Mapping[str, object]) -> None:
+    """Refuse what is not for one gateway to decide: all of a cluster place requests alike."""
+    for name, (option, _) in options.options_of(ServeConfig).items():
+        if option.group == LIMITS and name in written:
+            raise ConfigError(
+                f"{flag(name)}: a gateway that joins places requests as its cluster does; set it "
+                "where the cluster is started"
+            )

@@ -1,0 +1,138 @@
+"""Reads `--api-keys-file`: a YAML list of keys, each with its name, tenant and limits; again when
+it changes. A server that runs keeps the keys it has when the new ones cannot be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mooncake.api import ApiKey
+from mooncake.base import ConfigError
+from mooncake.launch.config.options import nearest
+
+LIMITS = ("requests_per_min", "tokens_per_min", "max_concurrent")
+FIELDS = ("name", "key", "sha256", "tenant", *LIMITS)
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+LOOK_S = 2.0
+"""How often the file is looked at."""
+
+_log = logging.getLogger(__name__)
+
+
+class KeyFile:
+    """A file of keys that may be written anew at any time. Owns how it looked when last read."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._seen = self._look()
+
+    def newer(self, *, asked: bool = False) -> tuple[ApiKey, ...] | None:
+        """Return the keys if the file has changed or the operator `asked`; None if it has not, or
+        cannot be used: one log line says why.
+        """
+        looks = self._look()
+        if looks == self._seen and not asked:
+            return None
+        self._seen = looks
+        try:
+            keys = read_keys(self._path)
+        except ConfigError as error:
+            _log.error("the keys stay as they were: %s", error.message)
+            return None
+        _log.info("api-keys-file: %d keys read from %s", len(keys), self._path)
+        return keys
+
+    def _look(self) -> tuple[int, ...]:
+        """Return what changes with the file, or with the link that leads to it."""
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+async def follow(
+    file: KeyFile, asked: asyncio.Event, use: Callable[[tuple[ApiKey, ...]], None]
+) -> None:
+    """Give `use` the keys whenever they change, and when `asked`; until cancelled."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await asked.wait()
+        was_asked = asked.is_set()
+        asked.clear()
+        if (keys := file.newer(asked=was_asked)) is not None:
+            use(keys)
+
+
+def read_keys(path: str) -> tuple[ApiKey, ...]:
+    """Return the keys in the file at `path`.
+
+    Raises:
+        ConfigError: it cannot be read, or an entry is not right; the message says where. It never
+            repeats a key.
+    """
+    try:
+        loaded = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api-keys-file: cannot read {path}: {error}") from error
+    except yaml.YAMLError as error:  # its own words may repeat a line of the file
+        raise ConfigError(f"api-keys-file: {path} is not YAML") from error
+    entries = loaded.get("keys") if isinstance(loaded, dict) and len(loaded) == 1 else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"api-keys-file: {path} must hold `keys:` and a list under it")
+    keys = tuple(_read(entry, f"{path}: key {at}") for at, entry in enumerate(entries, 1))
+    for what, values in (
+        ("name", [key.name for key in keys]), ("key", [key.digest for key in keys]),
+    ):  # fmt: skip
+        if len(set(values)) < len(values):
+            raise ConfigError(f"api-keys-file: {path}: two keys have the same {what}")
+    return keys
+
+
+def _read(entry: Any, where: str) -> ApiKey:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"api-keys-file: {where} must be `name: value` lines")
+    for field in entry:
+        if field not in FIELDS:
+            hint = nearest(str(field), FIELDS) or f" (there are {', '.join(FIELDS)})"
+            raise ConfigError(f"api-keys-file: {where}: unknown field {field}{hint}")
+    name, tenant = entry.get("name"), entry.get("tenant", "")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"api-keys-file: {where} needs a name")
+    if not isinstance(tenant, str):
+        raise ConfigError(f"api-keys-file: {where} ({name}): tenant must be a text")
+    limits = {}
+    for field in LIMITS:
+        value = entry.get(field)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ConfigError(f"api-keys-file: {where} ({name}): {field} must be a whole number")
+        if value is not None and value < 1:
+            raise ConfigError(f"api-keys-file: {where} ({name}): {field} must be at least 1")
+        limits[field] = value
+    return ApiKey(digest=_digest(entry, f"{where} ({name})"), name=name, tenant=tenant, **limits)
+
+
+def _digest(entry: dict[str, Any], where: str) -> bytes:
+    key, digest = entry.get("key"), entry.get("sha256")
+    if (key is None) == (digest is None):
+        raise ConfigError(f"api-keys-file: {where} needs one of key and sha256")
+    if digest is not None:
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise ConfigError(f"api-keys-file: {where}: sha256 must be 64 hexadecimal digits")
+        return bytes.fromhex(digest)
+    if not isinstance(key, str) or not key or not key.isascii() or key != key.strip():
+        raise ConfigError(
+            f"api-keys-file: {where}: key must be a text of ASCII characters, in quotes"
+        )
+    return hashlib.sha256(key.encode()).digest()

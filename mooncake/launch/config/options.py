@@ -1,0 +1,344 @@
+"""How one setting is written and read: its kind, its help, its checks. Knows no particular setting.
+
+Command line and configuration file are read alike, so both accept and refuse the same values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from mooncake.base import ConfigError, parse_bytes
+
+_COUNT = re.compile(r"^(-?[0-9]+)([kKmM]?)$")
+_PLACE = re.compile(r"^(anywhere|cpu:[0-9]+|gpu:[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])$")
+_COUNT_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+DIRECT = "tcp://"
+"""Before the address of a channel that is joined without Ray."""
+_WORDS = {
+    "true": True, "yes": True, "on": True, "1": True,
+    "false": False, "no": False, "off": False, "0": False,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """What is known of a setting besides its name and default."""
+
+    read: Callable[[str, object], Any]
+    """(name, value as written) -> value; raises ConfigError."""
+    text: str
+    """Its help; empty: taken for compatibility and not shown."""
+    group: str
+    metavar: str = ""
+    short: str = ""
+    switch: bool = False
+    """A truth: `--name` and `--no-name` on the command line."""
+    repeat: bool = False
+    """May be given several times."""
+    many: str = ""
+    """"*" or "+": the flag takes several words, as argparse's nargs."""
+    positional: bool = False
+    required: bool = False
+    env: str = ""
+    """The environment variable that it may come from."""
+    secret: bool = False
+    """Never shown."""
+    owner: tuple[type, str, float] | None = None
+    """The struct and field that it sets, and how many of its units are one of the field's."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words it may have; none: it is no choice."""
+        return self.read.choices if isinstance(self.read, OneOf) else ()
+
+
+def setting(
+    default: Any,
+    read: Callable[[str, object], Any],
+    group: str,
+    metavar: str,
+    text: str,
+    **more: Any,
+) -> Any:
+    """Return a dataclass field that carries its `Option`; `more` are further fields of it."""
+    option = Option(read=read, group=group, metavar=metavar, text=text, **more)
+    return dataclasses.field(default=default, repr=not option.secret, metadata={"option": option})
+
+
+def owned(
+    owner: type,
+    field: str,
+    read: Callable[[str, object], Any],
+    group: str,
+    metavar: str,
+    text: str,
+    *,
+    per_unit: float = 1,
+    **more: Any,
+) -> Any:
+    """Return a setting whose default is that of `field` in the struct `owner`.
+
+    `per_unit`: how many units of the setting are one of the field's (1000 for ms over s).
+    """
+    default = _default_of(owner, field)
+    if per_unit != 1 and default is not None:
+        default *= per_unit
+    more["owner"] = (owner, field, per_unit)
+    return setting(default, read, group, metavar, text, **more)
+
+
+def same_as(kind: type, name: str, group: str) -> Any:
+    """Return the setting `name` of another dataclass of settings, for a command that shares it."""
+    option, default = options_of(kind)[name]
+    option = dataclasses.replace(option, group=group, owner=None, short="")
+    return dataclasses.field(default=default, metadata={"option": option})
+
+
+def values_of(settings: object, owner: type) -> dict[str, Any]:
+    """Return the fields of the struct `owner` that `settings` give, in its units."""
+    values = {}
+    for name, (option, _) in options_of(type(settings)).items():
+        if option.owner is not None and option.owner[0] is owner:
+            _, field, per_unit = option.owner
+            value = getattr(settings, name)
+            values[field] = value if value is None or per_unit == 1 else value / per_unit
+    return values
+
+
+def shared_values(settings: object, kind: type) -> dict[str, Any]:
+    """Return what `settings` give for the settings of the dataclass `kind` that they share."""
+    names = options_of(kind).keys() & options_of(type(settings)).keys()
+    values = {name: getattr(settings, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _default_of(owner: Any, name: str) -> Any:
+    if issubclass(owner, msgspec.Struct):
+        fields: Iterable[Any] = msgspec.structs.fields(owner)
+    else:
+        fields = dataclasses.fields(owner)
+    [default] = [field.default for field in fields if field.name == name]
+    assert default not in (msgspec.NODEFAULT, dataclasses.MISSING), f"{owner}.{name} has none"
+    return default
+
+
+def options_of(kind: type) -> dict[str, tuple[Option, Any]]:
+    """Return the settings of a configuration dataclass: name -> (option, default)."""
+    return {
+        field.name: (field.metadata["option"], field.default)
+        for field in dataclasses.fields(kind)
+        if "option" in field.metadata
+    }
+
+
+def flag(name: str) -> str:
+    """Return a setting's name as it stands on the command line and in files."""
+    return name.replace("_", "-")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return " (did you mean …?)" for the known word closest to `word`, or nothing."""
+    matches = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    return f" (did you mean {matches[0]}?)" if matches else ""
+
+
+# ---------------------------------------------------------------- kinds of values
+
+
+def text(name: str, value: object) -> str:
+    """Read a non-empty text; numbers in a file count as text."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
+        raise ConfigError(f"{flag(name)}: {value!r} is not a text")
+    return str(value)
+
+
+def texts(name: str, value: object) -> tuple[str, ...]:
+    """Read one text or a list of them."""
+    items = value if isinstance(value, list | tuple) else [value]
+    if not items:
+        raise ConfigError(f"{flag(name)}: needs at least one value")
+    return tuple(text(name, item) for item in items)
+
+
+def truth(name: str, value: object) -> bool:
+    """Read true or false."""
+    if isinstance(value, bool):
+        return value
+    word = _WORDS.get(str(value).lower())
+    if word is None:
+        raise ConfigError(f"{flag(name)}: {value!r} is neither true nor false")
+    return word
+
+
+class OneOf:
+    """Reads one of a few words."""
+
+    def __init__(self, *choices: str) -> None:
+        self.choices = choices
+
+    def __call__(self, name: str, value: object) -> str:
+        word = str(value)
+        if word not in self.choices:
+            raise ConfigError(
+                f"{flag(name)}: {word!r} is not one of {', '.join(self.choices)}"
+                f"{nearest(word, self.choices)}"
+            )
+        return word
+
+
+class SomeOf(OneOf):
+    """Reads several of a few words: a list, or one text with commas; order is kept."""
+
+    def __call__(self, name: str, value: object) -> Any:
+        listed = value if isinstance(value, list | tuple) else [value]
+        parts = [part.strip() for item in listed for part in str(item).split(",")]
+        return tuple(dict.fromkeys(super(SomeOf, self).__call__(name, part) for part in parts))
+
+
+def count(minimum: int, maximum: int = 2**62) -> Callable[[str, object], int]:
+    """Read a whole number in a range; `32k` is 32,000 and `32K` is 32,768, as vLLM has it."""
+
+    def read(name: str, value: object) -> int:
+        match = _COUNT.match(str(value).strip()) if not isinstance(value, bool) else None
+        if match is None:
+            raise ConfigError(
+                f"{flag(name)}: {value!r} is not a whole number (8, 4096, 32k and 32K are)"
+            )
+        number = int(match.group(1)) * _COUNT_UNITS[match.group(2)]
+        if not minimum <= number <= maximum:
+            upper = f" and at most {maximum}" if maximum < 2**62 else ""
+            raise ConfigError(f"{flag(name)}: must be at least {minimum}{upper}, not {number}")
+        return number
+
+    return read
+
+
+def counts(name: str, value: object) -> tuple[int, ...]:
+    """Read several whole numbers: a list, or one text with commas."""
+    listed = value if isinstance(value, list | tuple) else str(value).split(",")
+    return tuple(count(0)(name, item) for item in listed)
+
+
+def size(minimum: int) -> Callable[[str, object], int]:
+    """Read a number of bytes ("512MiB", "4GiB", 1073741824)."""
+
+    def read(name: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ConfigError(f"{flag(name)}: {value!r} is not a size; write e.g. 512MiB or 4GiB")
+        number = parse_bytes(value, flag(name))
+        if number < minimum:
+            raise ConfigError(f"{flag(name)}: must be at least {minimum} bytes, not {number}")
+        return number
+
+    return read
+
+
+def disks(name: str, value: object) -> tuple[tuple[str, int], ...]:
+    """Read directories with a size each, "DIR:SIZE": a list, or one text with commas."""
+    listed = value if isinstance(value, list | tuple) else [value]
+    found: dict[str, int] = {}
+    for part in (part.strip() for item in listed for part in str(item).split(",")):
+        directory, _, written = part.rpartition(":")
+        if not directory:
+            raise ConfigError(f"{flag(name)}: {part!r} is not DIR:SIZE (e.g. /mnt/nvme0:2TiB)")
+        directory = os.path.normpath(directory)
+        if directory in found:
+            raise ConfigError(f"{flag(name)}: {directory} is named twice")
+        found[directory] = size(1)(name, written)
+    return tuple(found.items())
+
+
+def quotas(name: str, value: object) -> tuple[tuple[str, int], ...]:
+    """Read sizes by tenant, "TENANT=SIZE": a list, or one text with commas."""
+    listed = value if isinstance(value, list | tuple) else [value]
+    found: dict[str, int] = {}
+    for part in (part.strip() for item in listed for part in str(item).split(",")):
+        tenant, equals, written = part.rpartition("=")
+        if not equals:
+            raise ConfigError(f"{flag(name)}: {part!r} is not TENANT=SIZE (e.g. alice=20GiB)")
+        if tenant in found:
+            raise ConfigError(f"{flag(name)}: {tenant!r} is named twice")
+        found[tenant] = size(0)(name, written)
+    return tuple(found.items())
+
+
+def nearby(name: str, value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Read NICs by place, "PLACE=NIC,NIC": one text or a list of them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for written in texts(name, value):
+        place, _, listed = written.partition("=")
+        nics = tuple(dict.fromkeys(nic.strip() for nic in listed.split(",") if nic.strip()))
+        if not nics or not _PLACE.match(place):
+            raise ConfigError(
+                f"{flag(name)}: {written!r} is not PLACE=NIC,NIC (e.g. cpu:0=mlx5_0,mlx5_1; places "
+                "are cpu:NUMA-NODE, gpu:PCI-ADDRESS as in gpu:0000:3b:00.0, and anywhere)"
+            )
+        if place in found:
+            raise ConfigError(f"{flag(name)}: {place} is named twice")
+        found[place] = nics
+    return tuple(found.items())
+
+
+def number(name: str, value: object) -> float:
+    """Read any number, infinity too."""
+    try:
+        return float("" if isinstance(value, bool) else str(value))
+    except ValueError:
+        raise ConfigError(f"{flag(name)}: {value!r} is not a number") from None
+
+
+def positive(name: str, value: object) -> float:
+    """Read a number above zero."""
+    try:
+        number = float(str(value)) if not isinstance(value, bool) else float("nan")
+    except ValueError:
+        number = float("nan")
+    if not 0 < number < float("inf"):
+        raise ConfigError(f"{flag(name)}: {value!r} is not a number above zero")
+    return number
+
+
+def share(name: str, value: object) -> float:
+    """Read a number above zero and at most 1."""
+    number = positive(name, value)
+    if number > 1:
+        raise ConfigError(f"{flag(name)}: {value!r} is more than the whole (1)")
+    return number
+
+
+def part(name: str, value: object) -> float:
+    """Read a number from 0 to 1."""
+    return 0.0 if str(value) in ("0", "0.0") else share(name, value)
+
+
+def host_and_port(name: str, value: object) -> str:
+    """Read "HOST:PORT"."""
+    host, colon, port = str(value).rpartition(":")
+    if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+        raise ConfigError(f"{flag(name)}: {value!r} is not HOST:PORT (e.g. 10.0.0.7:6379)")
+    return str(value)
+
+
+def joinable(name: str, value: object) -> str:
+    """Read "HOST:PORT" or "tcp://HOST:PORT"."""
+    written = str(value)
+    return DIRECT * written.startswith(DIRECT) + host_and_port(name, written.removeprefix(DIRECT))
+
+
+def only_one(reason: str) -> Callable[[str, object], int]:
+    """Read a degree of parallelism of which only 1 exists so far."""
+
+    def read(name: str, value: object) -> int:
+        number = count(1)(name, value)
+        if number != 1:
+            raise ConfigError(f"{flag(name)}={number} is not supported yet: {reason}")
+        return number
+
+    return read

@@ -1,0 +1,238 @@
+"""What `mooncake serve` can be told: every setting with its kind, group and help. Reads nothing.
+
+Names are those of the flags; where vLLM has the same setting it has the same name here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from mooncake.api.config import ApiConfig
+from mooncake.engine.config import EngineConfig
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.launch.config import options
+from mooncake.launch.config.options import (
+    OneOf,
+    SomeOf,
+    count,
+    disks,
+    flag,
+    host_and_port,
+    joinable,
+    nearby,
+    only_one,
+    owned,
+    part,
+    positive,
+    quotas,
+    setting,
+    share,
+    size,
+    text,
+    texts,
+    truth,
+)
+from mooncake.model.options import (
+    ATTENTION_BACKENDS,
+    DEVICES,
+    KV_DTYPES,
+    MOE_BACKENDS,
+    ModelOptions,
+)
+from mooncake.scheduler.config import POLICIES, SchedulerConfig
+from mooncake.transfer.rdma.backend import RdmaSettings
+
+MODEL = "model and its memory"
+POOL = "KVCache pool of each kvstore worker"
+CLUSTER = "cluster"
+API = "HTTP API"
+ENGINE = "engine"
+LIMITS = "placement and limits"
+OTHER = "other"
+
+_ONE_PROCESS = "a worker is one process with the whole model; add workers: --prefill N --decode N"
+_ROLES = ("prefill", "decode", "kvstore", "gateway")
+_DTYPES = ("auto", "bfloat16", "float32", "float16")
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """All settings, resolved; frozen from then on."""
+
+    # fmt: off
+    model: str = setting("", text, MODEL, "MODEL", "directory of a checkpoint", positional=True)
+    served_model_name: tuple[str, ...] = setting((), texts, MODEL, "NAME",
+        "name in the API, may be repeated", repeat=True)
+    dtype: str = setting("auto", OneOf(*_DTYPES), MODEL, "TYPE",
+        "of weights and KV; auto: the checkpoint's")
+    max_model_len: int | None = setting(None, count(1), MODEL, "TOKENS",
+        "longest prompt plus output, e.g. 32k (default: the model's)")
+    kv_cache_memory_bytes: int | None = setting(None, size(1), MODEL, "SIZE",
+        "memory for KV pages of each engine (default: 1GiB)")
+    kv_cache_dtype: str = setting("auto", OneOf("auto", *KV_DTYPES), MODEL, "TYPE",
+        "of KV pages; auto: the dtype")
+    device: str = setting("auto", OneOf(*DEVICES), MODEL, "NAME",
+        "auto: a CUDA GPU where there is one")
+    gpu_memory_utilization: float = owned(ModelOptions, "gpu_memory_utilization", share, MODEL,
+        "SHARE", "of a GPU's memory; what is left of it holds KV pages")
+    num_gpu_blocks_override: int | None = setting(None, count(1), MODEL, "PAGES",
+        "number of KV pages of each engine, not a size")
+    block_size: int = owned(EngineConfig, "block_tokens", count(1, 1024), MODEL, "TOKENS",
+        "tokens in a KVCache block")
+    kvstore_dram_bytes: int = owned(KvStoreConfig, "dram_bytes", size(1), POOL, "SIZE",
+        "memory of each kvstore worker's pool", short="--dram")
+    ssd: tuple[tuple[str, int], ...] = setting((), disks, POOL, "DIR:SIZE",
+        "directory for blocks that DRAM has no room for, e.g. /mnt/nvme0:2TiB; one a disk, may be "
+        "repeated or listed with commas", repeat=True)
+    tenant_quota: tuple[tuple[str, int], ...] = setting((), quotas, POOL, "TENANT=SIZE",
+        "most DRAM for a tenant's blocks, may be repeated", repeat=True)
+    tenant_ssd_quota: tuple[tuple[str, int], ...] = setting((), quotas, POOL, "TENANT=SIZE",
+        "the same of all --ssd directories together", repeat=True)
+    ssd_min_uses: int = owned(KvStoreConfig, "ssd_min_uses", count(1), POOL, "N",
+        "a block asked for so often goes down to SSD; 1: every one")
+    ssd_write_at: float = owned(KvStoreConfig, "ssd_write_at", part, POOL, "SHARE",
+        "of DRAM in use above which blocks go down; 0: at once")
+    admin_host: str = setting("127.0.0.1", text, POOL, "HOST", "address of --admin-port")
+    admin_port: int | None = setting(None, count(0, 65535), POOL, "PORT",
+        "health, metrics, stats and drain of a kvstore worker over HTTP; 0: any free one; the "
+        "second worker takes the next (default: none; a pool standing alone: 8100)")
+    admin_token: tuple[str, ...] = setting((), texts, POOL, "TOKEN",
+        "lets its bearer ask --admin-port for stats and drain, may be repeated", repeat=True,
+        env="MOONCAKE_ADMIN_TOKEN", secret=True)
+    pool_port: int = setting(0, count(0, 65535), POOL, "PORT",
+        "where a pool standing alone is joined by clients and other nodes; 0: any free one")
+    prefill: int = setting(1, count(0, 512), CLUSTER, "N", "prefill workers")
+    decode: int = setting(1, count(0, 512), CLUSTER, "N", "decode workers")
+    kvstore: int | None = setting(None, count(0, 512), CLUSTER, "N",
+        "kvstore workers (default: 1, colocated 0)")
+    colocated: bool = setting(False, truth, CLUSTER, "",
+        "one process, one engine for everything, no Ray", switch=True)
+    ray_address: str | None = setting(None, host_and_port, CLUSTER, "HOST:PORT",
+        "use this Ray cluster, start none")
+    role: str | None = setting(None, OneOf(*_ROLES), CLUSTER, "ROLE", "run one worker or one more "
+        "gateway; needs --join (kvstore without it: a pool standing alone)")
+    headless: bool = setting(False, truth, CLUSTER, "",
+        "look after workers without an API: gateways come with --role gateway --join", switch=True)
+    join: str | None = setting(None, joinable, CLUSTER, "HOST:PORT",
+        "Ray address of the cluster to join; tcp://HOST:PORT: of a pool standing alone")
+    node_id: str | None = setting(None, text, CLUSTER, "NAME",
+        "name of this machine (default: its host name)")
+    transport: tuple[str, ...] = setting(("auto",), SomeOf("auto", "shm", "rdma", "tcp"), CLUSTER,
+        "LIST", "how KV may move, e.g. shm,tcp; auto: all that work on this machine")
+    rdma_device: tuple[str, ...] = owned(RdmaSettings, "devices", texts, CLUSTER, "NAME",
+        "NIC such as mlx5_0, may be repeated (default: all)", repeat=True)
+    rdma_near: tuple[tuple[str, tuple[str, ...]], ...] = setting((), nearby, CLUSTER,
+        "PLACE=NIC,NIC", "NICs for memory at cpu:NUMA-NODE, gpu:PCI-ADDRESS or anywhere, all "
+        "others after them; may be repeated (default: the nearest)", repeat=True)
+    rdma_gid_index: int | None = owned(RdmaSettings, "gid_index", count(0, 255), CLUSTER, "N",
+        "of each NIC (default: RoCE v2, routable)")
+    rdma_mtu: int | None = owned(RdmaSettings, "mtu_bytes", count(256, 4096), CLUSTER, "BYTES",
+        "at most (default: the port's own)")
+    rdma_traffic_class: int = owned(RdmaSettings, "traffic_class", count(0, 255), CLUSTER, "N",
+        "of RDMA packets, for networks that have a lossless one (RoCE: 4 times the DSCP)")
+    rdma_service_level: int = owned(RdmaSettings, "service_level", count(0, 15), CLUSTER, "N",
+        "the same for InfiniBand")
+    bind_host: str = setting("127.0.0.1", text, CLUSTER, "HOST",
+        "address workers listen on for each other")
+    cluster_secret: str | None = setting(None, text, CLUSTER, "TEXT", "shared by all processes of "
+        "the cluster (default: drawn at start; who joins on the same machine finds it)",
+        env="MOONCAKE_CLUSTER_SECRET", secret=True)
+    cluster_secret_file: str | None = setting(None, text, CLUSTER, "FILE",
+        "that holds it: other users see flags, but not this", env="MOONCAKE_CLUSTER_SECRET_FILE")
+    tensor_parallel_size: int = setting(1, only_one(_ONE_PROCESS), CLUSTER, "N", "only 1 so far",
+        short="-tp")
+    pipeline_parallel_size: int = setting(1, only_one(_ONE_PROCESS), CLUSTER, "N", "only 1 so far",
+        short="-pp")
+    data_parallel_size: int = setting(1, only_one(_ONE_PROCESS), CLUSTER, "N", "only 1 so far",
+        short="-dp")
+    host: str = owned(ApiConfig, "host", text, API, "HOST", "address of the API")
+    port: int = owned(ApiConfig, "port", count(0, 65535), API, "PORT",
+        "port of the API; 0: any free one")
+    api_key: tuple[str, ...] = owned(ApiConfig, "api_keys", texts, API, "KEY",
+        "accepted key, may be repeated", repeat=True, env="MOONCAKE_API_KEY", secret=True)
+    api_keys_file: str | None = setting(None, text, API, "FILE", "YAML list of keys, each with "
+        "name, tenant, requests_per_min, tokens_per_min, max_concurrent")
+    ssl_certfile: str | None = setting(None, text, API, "FILE",
+        "certificate chain in PEM: the API is then HTTPS")
+    ssl_keyfile: str | None = setting(None, text, API, "FILE",
+        "its private key (default: in the certificate's file)")
+    ssl_ca_certs: str | None = setting(None, text, API, "FILE",
+        "authorities whose client certificates are let in")
+    ssl_cert_reqs: int | None = setting(None, count(0, 2), API, "N",
+        "client certificates: 0 none, 1 optional, 2 needed (default: 2 with --ssl-ca-certs)")
+    allowed_origins: tuple[str, ...] = owned(ApiConfig, "cors_origins", texts, API, "ORIGIN",
+        "web origin whose pages may call, may be repeated", repeat=True)
+    max_body_bytes: int = owned(ApiConfig, "max_body_bytes", size(1), API, "SIZE",
+        "largest body of a request; larger ones get 413")
+    max_body_cost: int = owned(ApiConfig, "max_body_cost", count(1), API, "N",
+        "most values in a body: fields, objects and lists count 8, items of lists 1; streams "
+        "stall about 1 ms for every 5,000")
+    timeout_keep_alive: int = owned(ApiConfig, "keep_alive_s", count(1, 86400), API, "S",
+        "seconds that idle connections stay open; longer than a proxy before it keeps them")
+    access_log: bool = owned(ApiConfig, "access_log", truth, API, "", "log every HTTP request",
+        switch=True)
+    allow_special_tokens_in_chat: bool = owned(ApiConfig, "allow_special_tokens_in_chat", truth,
+        API, "", "let messages spell control tokens: any user can then speak as the system",
+        switch=True)
+    shutdown_timeout: float = owned(ApiConfig, "drain_s", positive, API, "S",
+        "seconds that running requests get to finish at the end")
+    max_num_seqs: int = setting(64, count(1, 65536), ENGINE, "N", "sequences in an engine's batch")
+    max_num_batched_tokens: int = setting(2048, count(1), ENGINE, "N",
+        "tokens in one step: the chunk of a long prompt")
+    enable_prefix_caching: bool = owned(EngineConfig, "enable_prefix_caching", truth, ENGINE, "",
+        "reuse blocks of earlier requests", switch=True)
+    step_timeout: int = owned(EngineConfig, "step_timeout_s", count(1), ENGINE, "SECONDS",
+        "a worker whose step makes no progress for this long ends, and others take its requests")
+    attention_backend: str = owned(ModelOptions, "attention_backend", OneOf(*ATTENTION_BACKENDS),
+        ENGINE, "NAME", "auto: triton on a GPU, else reference")
+    moe_backend: str = owned(ModelOptions, "moe_backend", OneOf(*MOE_BACKENDS), ENGINE, "NAME",
+        "auto: triton on a GPU, else onednn where it can, else reference")
+    deterministic: bool = owned(ModelOptions, "deterministic", truth, ENGINE, "",
+        "no result depends on the rest of the batch; slower", switch=True)
+    enforce_eager: bool = setting(False, truth, ENGINE, "",
+        "capture no CUDA graphs of decode steps", switch=True)
+    num_threads: int | None = setting(None, count(1, 1024), ENGINE, "N",
+        "CPU threads of each engine (default: a fair share)")
+    self_profile: bool = setting(True, truth, ENGINE, "",
+        "time a few steps at start, for placement", switch=True)
+    seed: int = setting(0, count(0), ENGINE, "N", "of random choices in placement")
+    policy: str = owned(SchedulerConfig, "policy", OneOf(*POLICIES), LIMITS, "NAME", "of placement")
+    slo_ttft_s: float | None = owned(SchedulerConfig, "ttft_slo_s", positive, LIMITS, "S",
+        "answer 429 when the first token would take longer (default: no limit)")
+    slo_tbt_ms: float | None = owned(SchedulerConfig, "tbt_slo_s", positive, LIMITS, "MS",
+        "answer 429 when gaps between tokens would be longer; the first token is then shown with "
+        "the second, so that the hand-over to decode is no gap (default: no limit)", per_unit=1000)
+    role_switching: bool = owned(SchedulerConfig, "role_switching", truth, LIMITS, "",
+        "workers change between prefill and decode when the load moves for long", switch=True)
+    max_waiting_requests: int = owned(SchedulerConfig, "max_inflight", count(1), LIMITS, "N",
+        "accepted requests at a time; more get 429")
+    log_level: str = setting("info", OneOf(*_LEVELS), OTHER, "LEVEL",
+        "of the log on standard error")
+    log_format: str = setting("text", OneOf("text", "json"), OTHER, "FORMAT",
+        "json: one object a line")
+    dry_run: bool = setting(False, truth, OTHER, "", switch=True,
+        text="print the configuration and memory plan, check all that `serve` would, start nothing")
+    check: bool = setting(False, truth, OTHER, "", switch=True,
+        text="compare each kernel with its reference on this machine, start nothing")
+    # fmt: on
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names the model answers to; the first is the one reported."""
+        return self.served_model_name or (Path(self.model).resolve().name,)
+
+    @property
+    def joins_by_ray(self) -> bool:
+        """Whether Ray places and supervises the one worker of `role`."""
+        return self.join is not None and not self.join.startswith(options.DIRECT)
+
+    def shown(self) -> dict[str, Any]:
+        """Return all settings for a person, secrets hidden."""
+        values = dataclasses.asdict(self) | {"served_model_name": self.names}
+        for name, (option, _) in options.options_of(ServeConfig).items():
+            if option.secret:
+                values[name] = "(set)" if values[name] else None
+        return {flag(name): value for name, value in values.items()}

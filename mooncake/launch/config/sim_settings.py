@@ -1,0 +1,103 @@
+"""Settings of `mooncake simulate`, `plan` and `trace`. Defaults are those of what they set in
+`mooncake.sim` and `mooncake.scheduler`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mooncake.launch.config.options import (
+    OneOf,
+    count,
+    counts,
+    owned,
+    positive,
+    setting,
+    text,
+    truth,
+)
+from mooncake.scheduler.config import POLICIES, SchedulerConfig
+from mooncake.sim.simulation import ENGINES, SimulationConfig
+from mooncake.sim.trace_cache import POLICY_NAMES
+
+TRACE, CLUSTER, LIMITS, RESULT = "trace", "cluster", "limits", "result"
+NAMES = "a name in configs/{}, or a JSON file of the same form"
+TRACE_HELP = (
+    "JSONL of timestamp (ms), input_length, output_length and hash_ids (a name for each 512 tokens "
+    "of the prompt; equal leading ids are a shared prefix)"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Settings of all commands that replay a trace on a simulated cluster."""
+
+    # fmt: off
+    trace: str | None = setting(None, text, TRACE, "FILE", TRACE_HELP)
+    trace_format: str = setting("mooncake", OneOf("mooncake"), TRACE, "NAME", "of the file")
+    speed: float = setting(1.0, positive, TRACE, "X", "replay X times faster")
+    limit: int | None = setting(None, count(0), TRACE, "N", "only the first N requests")
+    model: str = setting("llama3-70b", text, CLUSTER, "M", NAMES.format("models"))
+    hardware: str = setting("a800x8", text, CLUSTER, "H", NAMES.format("hardware"))
+    slo_ttft_s: float = owned(SimulationConfig, "ttft_slo_s", positive, LIMITS, "S",
+        "limit on the time to the first token")
+    slo_tbt_ms: float = owned(SimulationConfig, "tbt_slo_s", positive, LIMITS, "MS",
+        "limit on the mean of the slowest tenth of gaps", per_unit=1000)
+    seed: int = owned(SimulationConfig, "seed", count(0), CLUSTER, "N", "of all random choices")
+    json: str | None = setting(None, text, RESULT, "OUT", "write all figures here")
+    report: str | None = setting(None, text, RESULT, "OUT.html", "write a page with plots")
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulateSettings(Replay):
+    """Settings of `mooncake simulate`."""
+
+    # fmt: off
+    prefill: int | None = setting(None, count(0), CLUSTER, "N",
+        "prefill instances (default: 8, of baselines 0)")
+    decode: int | None = setting(None, count(0), CLUSTER, "N",
+        "decode instances (default: 8, of baselines 16)")
+    engine: str = owned(SimulationConfig, "engine", OneOf(*ENGINES), CLUSTER, "NAME",
+        "a baseline instead: coupled engines, --decode of them")
+    policy: str = owned(SchedulerConfig, "policy", OneOf(*POLICIES), CLUSTER, "NAME",
+        "prefill choice")
+    local_caches: bool = setting(False, truth, CLUSTER, "",
+        "no instance fetches from another node's pool", switch=True)
+    reject: bool = setting(False, truth, LIMITS, "",
+        "refuse what would miss the limits, instead of late", switch=True)
+    role_switching: bool = owned(SchedulerConfig, "role_switching", truth, CLUSTER, "",
+        "instances change between prefill and decode when the load moves for long", switch=True)
+    pool_tokens: int = owned(SimulationConfig, "pool_tokens", count(0), CLUSTER, "N",
+        "DRAM pool of each prefill instance")
+    link_gbps: float | None = setting(None, positive, CLUSTER, "X", "network of each instance")
+    max_output: int | None = setting(None, count(1), TRACE, "N", "cut recorded outputs to N tokens")
+    faults: str | None = setting(None, text, TRACE, "FILE|random",
+        "let faults happen and check every machine after each event")
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanSettings(Replay):
+    """Settings of `mooncake plan`."""
+
+    max_nodes: int = setting(128, count(1), CLUSTER, "N", "largest cluster")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceFile:
+    """Settings of `mooncake trace describe`."""
+
+    file: str = setting("", text, TRACE, "FILE", TRACE_HELP, positional=True, required=True)
+    json: str | None = setting(None, text, RESULT, "OUT", "write the figures here")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSettings(TraceFile):
+    """Settings of `mooncake trace cache`."""
+
+    # fmt: off
+    policy: str = setting("lru", OneOf(*POLICY_NAMES), TRACE, "NAME", "of eviction")
+    capacity: tuple[int, ...] = setting((1000, 10_000, 30_000, 50_000, 100_000), counts, TRACE,
+        "N,...", "blocks of 512 tokens")
+    # fmt: on

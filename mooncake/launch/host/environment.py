@@ -1,0 +1,119 @@
+"""Environment variables that must stand before a process starts or torch is imported.
+
+OpenMP threads wait asleep: several workers share few cores and spinning costs more than waking. The
+heap is kept: glibc otherwise gives large buffers back after each step, and page faults then take a
+good part of a prefill on CPU. Nothing looks anything up on a network.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mooncake.base import ConfigError
+
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_DEDUP_LOGS": "0",
+}
+"""For every process of ours, Ray's own included."""
+
+EARLY = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+"""What still helps when a process has started, if torch was not imported yet."""
+
+OWN_SIGNALS = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
+"""For processes that signals end in good order: Ray would print stacks on SIGTERM."""
+
+LOOPBACK_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Keeps Ray's own sockets on 127.0.0.1, as on systems where it only ever runs on one machine. To be
+set before ray is imported."""
+
+COMPUTE = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30),
+    "MALLOC_TOP_PAD_": str(256 * 2**20),
+}
+"""For processes that run the model."""
+
+SEEN_GPUS = "CUDA_VISIBLE_DEVICES"
+"""The GPUs a process may see, by number or name; unset: all."""
+
+
+def variables() -> Mapping[str, str]:
+    """Return the environment of this process, for packages that must not read it themselves."""
+    return os.environ
+
+
+def missing(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what `environ` lacks of `wanted`; what is set already stays as it is."""
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def of_worker(environ: Mapping[str, str], *, here_only: bool) -> dict[str, str]:
+    """Return what Ray is to set for a worker's process; on this machine, the GPUs we may see: its
+    own processes there may have been started to see others.
+    """
+    seen = {SEEN_GPUS: environ[SEEN_GPUS]} if here_only and SEEN_GPUS in environ else {}
+    return {**QUIET, **COMPUTE, **seen}
+
+
+def only_gpu(device: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what a process must set before torch is imported to see no GPU but the one `device`
+    ("cuda:1") names, as "cuda"; nothing for other devices.
+
+    Whatever asks for the current GPU then means that one, on all threads: kernels that are
+    launched, captured steps, events. Else it would be the first, whichever the tensors lie on.
+
+    Raises:
+        ConfigError: it is not one of those this process may see.
+    """
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or not number:
+        return {}
+    allowed = environ.get(SEEN_GPUS)
+    names = None if allowed is None else [name.strip() for name in allowed.split(",")]
+    if names is not None and int(number) >= len(names):
+        raise ConfigError(f"device={device}: {SEEN_GPUS} is {allowed!r}, which has no such GPU")
+    return {SEEN_GPUS: number if names is None else names[int(number)]}
+
+
+def prepare_ray(bind_host: str) -> None:
+    """Set what must stand in this process before ray is imported."""
+    wanted = {**QUIET, **OWN_SIGNALS, **(LOOPBACK_RAY if is_loopback(bind_host) else {})}
+    os.environ.update(missing(wanted, os.environ))
+
+
+def cache_dir() -> Path:
+    """Return the folder for files that can be computed again: `$XDG_CACHE_HOME/mooncake`, else
+    `~/.cache/mooncake`, else (a user without a home) one that is not there.
+    """
+    default = f"{os.environ.get('HOME', '/nonexistent')}/.cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or default) / "mooncake"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is only reachable from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def restart_with(environ: Mapping[str, str]) -> None:
+    """Replace this process by itself with the settings of a computing process, if it lacks any.
+
+    glibc reads its settings when a process starts, so they cannot be set later. Returns when there
+    is nothing to set.
+    """
+    lacking = missing({**QUIET, **COMPUTE}, environ)
+    if lacking:
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, {**environ, **lacking})

@@ -1,0 +1,134 @@
+"""What this machine has: memory, cores, names. Reads /proc and cgroup files, decides nothing."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import platform
+import socket
+from pathlib import Path
+
+from mooncake.base import ConfigError, Unavailable
+from mooncake.launch.host.environment import SEEN_GPUS
+
+FOREIGN_PACKAGES = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+"""Distributions on PyPI that install a top-level package `mooncake` too."""
+
+
+def available_bytes() -> int | None:
+    """Return how much memory new processes can take, or None where the system does not say."""
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    except OSError:
+        return None
+    group = _cgroup_left()
+    if group is not None:
+        found.append(group)
+    return min(found, default=None)
+
+
+def _cgroup_left() -> int | None:
+    """Return what the control group (a container's limit) leaves, or None without a limit."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((root / "memory.current").read_text())
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    # The page cache of files is given back when memory is asked for.
+    return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def host_name() -> str:
+    """Return the name of this machine."""
+    return socket.gethostname()
+
+
+def address_towards(address: str) -> str:
+    """Return the address of this machine that a peer at "tcp://HOST:PORT" can answer to. Asks the
+    routing table; nothing is sent.
+
+    Raises Unavailable when there is no way to the peer.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        [(family, kind, _, _, peer), *_] = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+        )
+        with socket.socket(family, kind) as probe:
+            probe.connect(peer)
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"no way from here to {address}: {error}") from error
+
+
+def boot_id() -> str:
+    """Return a name for this boot of this machine: equal exactly for processes that can share
+    memory.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = host_name()
+    namespace = os.stat("/dev/shm").st_ino if os.path.isdir("/dev/shm") else 0
+    return f"{boot}-{namespace}"
+
+
+def num_gpus() -> int:
+    """Return how many NVIDIA GPUs processes started here see: known without the tensor library."""
+    there = sum(name.name[6:].isdigit() for name in Path("/dev").glob("nvidia*"))
+    allowed = os.environ.get(SEEN_GPUS)
+    if allowed is None:
+        return there
+    return min(there, sum(bool(name.strip()) for name in allowed.split(",")))
+
+
+def check_system() -> None:
+    """Raise ConfigError where this software cannot run at all."""
+    if platform.system() != "Linux":
+        raise ConfigError(f"mooncake runs on Linux, not on {platform.system()}")
+    for name in FOREIGN_PACKAGES:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        raise ConfigError(
+            f"{name} {version} is installed beside this package and both are called `mooncake`; "
+            f"take an environment of its own, or: pip uninstall {name}"
+        )
+
+
+def check_port(host: str, port: int, host_flag: str = "host", port_flag: str = "port") -> None:
+    """Raise ConfigError when `host`:`port` cannot be listened on now (0 is always free); it names
+    the flags that they were given by.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"{host_flag}: {host!r} is no address of this machine ({error})"
+        ) from error
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(f"{host_flag}: {host} is no address of this machine") from error
+            raise ConfigError(
+                f"{port_flag}: cannot listen on {host}:{port} ({error.strerror}); "
+                f"stop what uses it or take another with --{port_flag}"
+            ) from error

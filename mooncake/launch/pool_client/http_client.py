@@ -1,0 +1,126 @@
+"""A small HTTP client for `mooncake status`, `chat` and `pool`: JSON and server-sent events.
+
+Standard library only, so that the commands work where the server's packages are not installed.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.parse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mooncake.base import ConfigError, MooncakeError, Unavailable
+from mooncake.launch.host.credentials import SCHEME
+
+TIMEOUT_S = 600.0
+
+
+class Client:
+    """Calls one server; each call uses a new connection."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        sign: Callable[[str, str, str], str] | None = None,
+    ) -> None:
+        """`sign` returns the `Authorization` for a method, a path and the server's challenge, in
+        place of a key.
+        """
+        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"url: {url!r}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"url: {url!r} is not like http://127.0.0.1:8000")
+        self._url = f"{parts.scheme}://{parts.netloc}"
+        self._tls = parts.scheme == "https"
+        self._host, self._port = parts.hostname, port
+        self._prefix = parts.path.rstrip("/")
+        self._sign = sign
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def get(self, path: str) -> Any:
+        """Return the JSON document at `path`.
+
+        Raises:
+            Unavailable: the server cannot be reached.
+            MooncakeError: it answered with an error, or not with JSON.
+        """
+        connection, response = self._ask("GET", path, None)
+        try:
+            return json.loads(response.read())
+        except ValueError as error:
+            raise MooncakeError(f"{self._url}{path} did not answer with JSON") from error
+        finally:
+            connection.close()
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Post `body` and yield the server-sent events of the answer as they come.
+
+        Raises:
+            MooncakeError: the server answered with an error, or sent one in the stream.
+        """
+        connection, response = self._ask("POST", path, json.dumps(body))
+        try:
+            for line in response:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise MooncakeError(_message(event))
+                yield event
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Unavailable(f"{self._url}: the answer broke off ({error})") from error
+        finally:
+            connection.close()
+
+    def _ask(
+        self, method: str, path: str, body: str | None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, self._prefix + path, body, self._headers)
+            response = connection.getresponse()
+            scheme, _, challenge = (response.getheader("WWW-Authenticate") or "").partition(" ")
+            if self._sign is not None and response.status == 401 and scheme == SCHEME:
+                response.read(65536)
+                signed = {"Authorization": self._sign(method, path, challenge)}
+                connection.request(method, self._prefix + path, body, self._headers | signed)
+                response = connection.getresponse()
+            if response.status >= 400:
+                raise MooncakeError(_refusal(response))
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise Unavailable(
+                f"no server answers at {self._url} ({error}); is `mooncake serve` running?"
+            ) from error
+        except MooncakeError:
+            connection.close()
+            raise
+        return connection, response
+
+
+def _refusal(response: http.client.HTTPResponse) -> str:
+    raw = response.read(65536)
+    try:
+        text = _message(json.loads(raw))
+    except ValueError:
+        text = raw.decode(errors="replace").strip() or response.reason
+    return f"the server answered {response.status}: {text}"
+
+
+def _message(document: Any) -> str:
+    error = document.get("error") if isinstance(document, dict) else None
+    if isinstance(error, dict):
+        return str(error.get("message", error))
+    return str(error or document)

@@ -1,0 +1,462 @@
+"""Blocking calls on a pool, for programs and operators: a pool client in a thread of its own.
+
+Wires `kvstore.client.failover` to real messages and transfers. Each command of `mooncake pool` is
+a call or two of these.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import msgspec
+
+from mooncake.base import (
+    BlockKey,
+    KvLayout,
+    MonotonicClock,
+    MooncakeError,
+    PeerLost,
+    Role,
+    SystemIds,
+    Tier,
+    TransferError,
+    Unavailable,
+    WorkerHello,
+    WorkerRef,
+    format_bytes,
+)
+from mooncake.base.pool_messages import LastingPin, PoolState
+from mooncake.kvstore.client import values
+from mooncake.kvstore.client.block_memory import BlockMemory, Where
+from mooncake.kvstore.client.broadcast import PinnedAt, Replica
+from mooncake.kvstore.client.calls import Policy
+from mooncake.kvstore.client.client import ClientPorts, PoolClient
+from mooncake.kvstore.client.failover import MAX_ATTEMPTS, FailoverClient
+from mooncake.launch.host import machine_facts
+from mooncake.launch.host.credentials import sign_request
+from mooncake.launch.host.driver import Driver
+from mooncake.launch.pool_client.http_client import Client
+from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.transfer.device import DeviceMemory
+from mooncake.transfer.engine import Region
+from mooncake.transfer.factory import TransferConfig, open_transfer, usable_protocols
+from mooncake.transfer.link_stats import LinkSnapshot
+from mooncake.transfer.rdma.backend import RdmaSettings
+from mooncake.transfer.tcp.backend import TcpSettings
+
+CONNECT_POLL_S = 0.02
+_Answer = TypeVar("_Answer")
+STATS_PATH = "/v1/pool/stats"
+
+
+class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the pool is, what it wants of clients, and this client's limits."""
+
+    gateway_address: str
+    cluster_secret: str
+    layout: KvLayout
+    node_id: str = ""
+    """The machine whose pool node is used first, as its workers name it."""
+    store_address: str = ""
+    """Or the address of that pool node."""
+    bind_host: str = "127.0.0.1"
+    """The address of this machine at which the pool's answers arrive."""
+    transfer_protocols: list[str] = msgspec.field(default_factory=lambda: list(usable_protocols()))
+    rdma: RdmaSettings = RdmaSettings()
+    num_places: int = 16
+    """Blocks of memory that `put` and `get` copy through: the most that one transfer carries."""
+    timeout_s: float = 10.0
+    """Time within which a call ends, with all the nodes it turns to."""
+
+    def __repr__(self) -> str:
+        """Return the place of the pool alone: one of the settings is a secret."""
+        return f"PoolSessionConfig(gateway_address={self.gateway_address!r})"
+
+
+def locate(url: str, cluster_secret: str) -> PoolSessionConfig:
+    """Ask the HTTP API server of a pool node for its address and block layout; return settings for
+    a session, which listens at this machine's address on the way to that node. The request is
+    signed: the server at `url` does not learn the secret.
+
+    Raises:
+        Unavailable: no server answers at `url`, or there is no way to the node.
+        MooncakeError: the server refuses, or is no pool node.
+    """
+
+    def sign(method: str, path: str, challenge: str) -> str:
+        return sign_request(cluster_secret, method, path, challenge)
+
+    about = Client(url, sign=sign).get(STATS_PATH)
+    try:
+        return PoolSessionConfig(
+            gateway_address=about["gateway_address"],
+            cluster_secret=cluster_secret,
+            layout=msgspec.convert(about["layout"], KvLayout),
+            node_id=about["node_id"],
+            store_address=about["address"],
+            bind_host=machine_facts.address_towards(str(about["address"])),
+        )
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise MooncakeError(f"{url} is no pool node of this version: {error}") from error
+
+
+class PoolSession:
+    """One connection to a pool. All threads may call it, also at the same time.
+
+    Its own node is used as long as it answers. When that fails, also in the middle of a call,
+    blocks are put to another node and got from others that hold them; so is what the own node has
+    not of a run. All calls raise MooncakeError (TransferError, Unavailable) when no node is left.
+    """
+
+    def __init__(self, config: PoolSessionConfig) -> None:
+        """Raises ConfigError when `bind_host` cannot be bound or a protocol is unknown."""
+        self._config = config
+        ids = SystemIds()
+        self._channel = ZmqChannel(config.bind_host, secret=config.cluster_secret)
+        clock = MonotonicClock()
+        self._transfer = open_transfer(
+            TransferConfig(
+                secret=config.cluster_secret,
+                host=machine_facts.boot_id(),
+                protocols=config.transfer_protocols,
+                tcp=TcpSettings(bind_host=config.bind_host),
+                rdma=config.rdma,
+            ),
+            ids.hex(8),
+            clock,
+        )
+        self._block_bytes = config.layout.block_bytes
+        self._region = self._transfer.allocate(
+            config.num_places * self._block_bytes, "pool-session"
+        )
+        ref = self._ref = WorkerRef(f"client-{ids.hex(4)}", ids.hex(8), self._channel.address)
+        hello = WorkerHello(
+            worker=ref, role=Role.CLIENT, node_id=config.node_id, host=machine_facts.host_name(),
+            pid=os.getpid(), layout_fingerprint=config.layout.fingerprint,
+            block_tokens=config.layout.block_tokens, num_blocks=0,
+        )  # fmt: skip
+        store = WorkerRef("", "", config.store_address) if config.store_address else None
+        ports = ClientPorts(self._channel, self._transfer, self._region, config.gateway_address)
+        client = PoolClient(hello, config.layout, ports, store=store)
+        self._client = FailoverClient(client, config.timeout_s)
+        self._driver = Driver(
+            self._client, self._channel, transfer=self._transfer, clock=clock, own=ref
+        )
+        self._memory_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._driver.run, name="pool-session", daemon=True)
+        self._thread.start()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self._block_bytes
+
+    def connect(self) -> None:
+        """Wait until the gateway has named the pool. Raises Unavailable after `timeout_s`."""
+        pause = threading.Event()
+        for _ in range(int(self._config.timeout_s / CONNECT_POLL_S)):
+            if self._client.own_store is not None:
+                return
+            pause.wait(CONNECT_POLL_S)
+        raise Unavailable(
+            f"{self._config.gateway_address} names no pool on node {self._config.node_id!r}: is "
+            "the cluster up, and the secret right?"
+        )
+
+    @property
+    def nodes(self) -> list[str]:
+        """Addresses of the nodes that calls turn to, the first one first."""
+        asked = self._driver.call(lambda client, _: client.nodes)
+        known: list[str] = asked.result()
+        return known
+
+    @property
+    def memory(self) -> memoryview:
+        """The registered memory that blocks go from and come to: `num_places` blocks. `put` and
+        `get` use all of it; who uses `put_from` and `get_into` must not call them meanwhile.
+        """
+        return self._region.buffer
+
+    def register(
+        self, *pieces: memoryview | DeviceMemory, layer_stride: int | None = None
+    ) -> BlockMemory:
+        """Register memory of the caller's own, so that blocks go from and come to it directly. It
+        must stay where it is until `unregister`; `at` of what is returned names places in it.
+
+        Args:
+            pieces: writable host memory (of a tensor: `memoryview(t.view(torch.uint8).numpy())`)
+                or a device's, one piece for all layers or one for each.
+            layer_stride: bytes between the slices of a block in one piece; None: blocks lie packed.
+
+        Raises:
+            ValueError: another number of layers, or slices that overlap.
+            TransferError: memory that cannot be registered.
+        """
+        layout, regions = self._config.layout, list[Region]()
+        try:
+            for piece in pieces:
+                regions.append(self._register(piece))
+            if len(regions) != 1:
+                return BlockMemory.layered(regions, layout)
+            return BlockMemory.strided(regions[0], layout, layer_stride or layout.slice_bytes)
+        except (ValueError, TransferError):
+            for region in regions:
+                self._transfer.unregister(region)
+            raise
+
+    def unregister(self, memory: BlockMemory) -> None:
+        """Withdraw memory that was registered: calls that still use it fail, and when this returns
+        nothing touches it any more.
+        """
+        for region in memory.regions:
+            self._transfer.unregister(region)
+
+    def _register(self, piece: memoryview | DeviceMemory) -> Region:
+        if isinstance(piece, memoryview):
+            return self._transfer.register(piece, "pool-session")
+        return self._transfer.register_device(piece, "pool-session")
+
+    def put_from(
+        self, keys: Sequence[BlockKey], offsets: Where, tenant: str = ""
+    ) -> list[BlockKey]:
+        """Store blocks, a run of one chain, that lie at `offsets` in `memory` or at places in what
+        was registered; return those that were written. Nothing is copied on the way.
+        """
+        return self._call(lambda client: client.put_from(keys, offsets, tenant))
+
+    def get_into(self, keys: Sequence[BlockKey], offsets: Where) -> int:
+        """Bring a run of blocks to `offsets` in `memory` or to places in what was registered;
+        return how many came, from the first on. Nothing is copied on the way.
+        """
+        return self._call(lambda client: client.get_into(keys, offsets))
+
+    def put(self, blocks: dict[BlockKey, bytes], tenant: str = "") -> list[BlockKey]:
+        """Store blocks, a run of one chain; return those that were written. The others were there
+        already, or there was no room. What this session asks next sees them, others a moment
+        later. All lie at one node: when that is lost meanwhile, they are put to another one from
+        the first on. Raises ValueError for data of the wrong size.
+        """
+        for key, data in blocks.items():
+            if len(data) != self._block_bytes:
+                raise ValueError(
+                    f"block {key.hex()} has {len(data)} bytes, not {self._block_bytes}"
+                )
+        return self._at_one_node(lambda: self._put_run(blocks, tenant))
+
+    def _put_run(self, blocks: dict[BlockKey, bytes], tenant: str) -> list[BlockKey]:
+        written: list[BlockKey] = []
+        for keys in self._batches(list(blocks)):
+            with self._memory_lock:
+                for place, key in enumerate(keys):
+                    self._view(place)[:] = blocks[key]
+                offsets = [place * self._block_bytes for place in range(len(keys))]
+                written += self.put_from(keys, offsets, tenant)
+        return written
+
+    def _at_one_node(self, work: Callable[[], _Answer]) -> _Answer:
+        """Call `work`, which puts blocks, until all its puts went to one node."""
+        for _ in range(MAX_ATTEMPTS - 1):
+            before = self._client.num_moves
+            try:
+                answer = work()
+            except Unavailable:
+                if self._client.num_moves == before:
+                    raise
+            else:
+                if self._client.num_moves == before:
+                    return answer
+        return work()
+
+    def get(self, keys: Sequence[BlockKey]) -> list[bytes]:
+        """Return the bytes of a run of blocks, as far as it is there from the first on."""
+        found: list[bytes] = []
+        for batch in self._batches(list(keys)):
+            with self._memory_lock:
+                offsets = [place * self._block_bytes for place in range(len(batch))]
+                count = self.get_into(batch, offsets)
+                found += [bytes(self._view(place)) for place in range(count)]
+            if count < len(batch):
+                break
+        return found
+
+    def put_value(self, name: str, data: bytes, tenant: str = "") -> bool:
+        """Store a value of any size; False when there is one of that name. Tensors of any type and
+        shape are the value `safetensors.torch.save(tensors)`.
+
+        Raises:
+            Unavailable: there is no room for it.
+            ValueError: blocks of this pool are too small for values.
+        """
+        layout = self._config.layout
+        if not values.fits(layout):
+            raise ValueError(f"blocks of {layout.block_bytes} bytes are too small for values")
+        head, key = values.ValueHead.of(data), values.head_key(layout, name, tenant)
+        if self.exists([key]) != [None]:
+            return False
+        size, packed, before = layout.block_bytes, head.pack(layout), self._client.num_moves
+        keys = head.keys(layout, tenant)
+        if len(keys) > self._config.num_places:  # else it would drive out others' for nothing
+            state = self.stat()
+            if len(keys) >= state.load.num_total_blocks + state.num_ssd_blocks:
+                raise self._no_room(name, data)
+        blocks = {
+            each: data[start * size : (start + 1) * size].ljust(size, b"\0")
+            for start, each in enumerate(keys)
+        }
+
+        def store() -> bool:
+            self.put(blocks, tenant)
+            if None in self.exists(keys):
+                raise self._no_room(name, data)
+            written = self.put({key: packed}, tenant)
+            if self._client.num_moves != before:  # it may be there from our last attempt
+                return self.get([key]) == [packed]
+            if self.exists([key]) == [None]:  # whoever asks now does not find it
+                raise self._no_room(name, data)
+            return bool(written)
+
+        return self._at_one_node(store)
+
+    def _no_room(self, name: str, data: bytes) -> Unavailable:
+        """Return the error for a value that a node did not take."""
+        what, state = f"no room for {name!r} ({format_bytes(len(data))})", self.stat()
+        worker = state.store.worker_id
+        if state.draining:
+            return Unavailable(f"{what}: {worker} drains and takes nothing; put it to another node")
+        dram, ssd = (
+            format_bytes(count * state.block_bytes)
+            for count in (state.load.num_total_blocks, state.num_ssd_blocks)
+        )
+        return Unavailable(
+            f"{what}: all of a value lies at one node, and {worker} has {dram} of DRAM and {ssd} "
+            "on SSD, pinned blocks included; give it more (--dram, --ssd) or put it to another"
+        )
+
+    def get_value(self, name: str, tenant: str = "") -> bytes | None:
+        """Return the value of that name; None when it is not there, or not all of it is."""
+        layout = self._config.layout
+        found = self.get([values.head_key(layout, name, tenant)])
+        head = values.ValueHead.unpack(found[0]) if found else None
+        if head is None:
+            return None
+        data = b"".join(self.get(head.keys(layout, tenant)))[: head.num_bytes]
+        return data if head.is_of(data) else None
+
+    def value_keys(self, name: str, tenant: str = "") -> list[BlockKey]:
+        """Return the keys of the blocks of a value that is stored, its head first; none: it is not
+        there.
+        """
+        layout = self._config.layout
+        key = values.head_key(layout, name, tenant)
+        found = self.get([key])
+        head = values.ValueHead.unpack(found[0]) if found else None
+        return [] if head is None else [key, *head.keys(layout, tenant)]
+
+    def remove_value(self, name: str, tenant: str = "") -> bool:
+        """Take a value out of the pool for good; return False when it was not there, or is left, as
+        `remove` explains.
+        """
+        keys = self.value_keys(name, tenant)
+        if not keys or not all(self.remove(keys[:1])):
+            return False
+        self.remove(keys[1:])
+        return True
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
+        """Return the tier of each block; None: not stored."""
+        return self._call(lambda client: client.exists(keys))
+
+    def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Take blocks out of all nodes and tiers for good: no node finds them again, not after a
+        restart nor when it was away meanwhile. Readers finish what they read. Of each block, False
+        means that it was not there, or is left: a hard pin is on it, or a disk could not erase it.
+
+        Raises Unavailable when a node, or every gateway, does not answer: a block may be left.
+        """
+        return self._call(lambda client: client.broadcast.remove(keys))
+
+    def pin(self, keys: Sequence[BlockKey], *, hard: bool = False) -> PinnedAt:
+        """Keep blocks in the DRAM of all nodes that have them there, also after this session's end,
+        until `unpin` or the end of the node: hard-pinned blocks are never evicted, soft-pinned ones
+        after all others. What is on SSD only, one node brings up. Of each block, False means that
+        it is not in the pool, or there is no room for it or for more hard pins.
+        """
+        pin = LastingPin.HARD if hard else LastingPin.SOFT
+        return self._call(lambda client: client.broadcast.pin(keys, pin))
+
+    def unpin(self, keys: Sequence[BlockKey], epochs: Sequence[str] = ()) -> PinnedAt:
+        """Undo `pin` on all nodes; with the epochs that `pin` returned, only those boots' pins."""
+        return self._call(lambda client: client.broadcast.pin(keys, LastingPin.NONE, epochs))
+
+    def replicas(self, keys: Sequence[BlockKey]) -> list[list[Replica]]:
+        """Return all copies of each block: node, tier, bytes, pins; they may go at any moment.
+
+        Raises Unavailable when a node, or every gateway, does not answer.
+        """
+        return self._call(lambda client: client.broadcast.describe(keys))
+
+    def stat_all(self) -> list[tuple[WorkerRef, PoolState | MooncakeError]]:
+        """Return the figures of each node of the pool, or why it does not answer."""
+        return self._call(lambda client: client.broadcast.stat_all())
+
+    def replicate(self, keys: Sequence[BlockKey], num_nodes: int, tenant: str = "") -> int:
+        """Copy a run until it lies whole on `num_nodes` nodes; return how many do: fewer when there
+        are no more nodes with room, 0 when none has all of it. Copies that are not read are dropped
+        before their originals, unless they are pinned.
+        """
+        return self._call(lambda client: client.replicate(keys, num_nodes, tenant))
+
+    def stat(self) -> PoolState:
+        """Return the figures of this session's own node."""
+        return self._call(lambda client: client.stat())
+
+    def drain(self) -> PoolState:
+        """Have the own node take nothing more; it may be ended once `stat` shows `drained`."""
+        return self._call(lambda client: client.drain())
+
+    def links(self) -> Sequence[LinkSnapshot]:
+        """Return what this session has moved, by protocol, NIC and peer."""
+        return self._transfer.links()
+
+    def close(self) -> None:
+        """Leave the cluster. To be called once."""
+        self._driver.stop()
+        self._thread.join()
+        self._channel.send(self._config.gateway_address, PeerLost(worker=self._ref))
+        self._channel.close()
+        self._transfer.close()
+
+    def __enter__(self) -> PoolSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, make: Callable[[FailoverClient], Policy[_Answer]]) -> _Answer:
+        """Run a call of the client in its thread and wait for its answer. Raises the MooncakeError
+        that it ends with.
+        """
+        answer: Future[_Answer | MooncakeError] = Future()
+        started = self._driver.call(
+            lambda client, now: client.run(make(client), answer.set_result, now)
+        )
+        started.result()
+        try:
+            # The client ends every call in time; only a client that was given up does not.
+            result = answer.result(timeout=3 * self._config.timeout_s)
+        except TimeoutError as error:
+            raise Unavailable("this client was given up by the cluster: open a new one") from error
+        if isinstance(result, MooncakeError):
+            raise result
+        return result
+
+    def _batches(self, keys: list[BlockKey]) -> list[list[BlockKey]]:
+        step = self._config.num_places
+        return [keys[start : start + step] for start in range(0, len(keys), step)]
+
+    def _view(self, place: int) -> memoryview:
+        return self._region.buffer[place * self._block_bytes : (place + 1) * self._block_bytes]

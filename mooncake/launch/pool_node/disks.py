@@ -1,0 +1,61 @@
+"""Opens the disks that a pool node's settings name, and checks them before anything is written.
+
+A wrong setting ends the start with an error that names it: later, a disk that fails only means
+fewer blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mooncake.base import ConfigError, KvLayout, format_bytes
+from mooncake.kvstore.config import KvStoreConfig, SsdConfig
+from mooncake.kvstore.storage.disk_files import FileDisks
+
+
+def open_disks(config: KvStoreConfig, layout: KvLayout) -> FileDisks:
+    """Open the directories of `config.ssd`. Without any, the result still hashes blocks.
+
+    Raises:
+        ConfigError: a directory cannot be used: it is missing, not writable, too small, or in use.
+    """
+    check_disks(config, make=True)
+    return FileDisks(config.ssd, layout, num_threads=config.ssd_threads)
+
+
+def check_disks(config: KvStoreConfig, *, make: bool = False) -> None:
+    """Raise ConfigError where a directory of `config.ssd` cannot be used; `make` those missing."""
+    for disk in config.ssd:
+        _check(disk, make=make)
+
+
+def _check(disk: SsdConfig, *, make: bool) -> None:
+    directory = place = Path(disk.directory)
+    try:
+        if not directory.exists():
+            # Only the last directory is made: when the disk that was meant is not mounted, a whole
+            # path would be made on the system's disk.
+            if make:
+                directory.mkdir()
+            else:
+                place = directory.parent
+        if not place.is_dir() and place.exists():
+            raise ConfigError(f"ssd: {place} is a file; name a directory")
+        if place.exists() and not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(f"ssd: {place} is not writable for user {os.geteuid()}")
+        room = os.statvfs(place)
+        files = directory.iterdir() if place is directory else ()
+        ours = sum(path.stat().st_blocks * 512 for path in files if path.is_file())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"ssd: {directory.parent} is not there; create it, or mount the disk first"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"ssd: {directory} cannot be used: {error.strerror}") from error
+    free = room.f_bavail * room.f_frsize + ours
+    if disk.num_bytes > free:
+        raise ConfigError(
+            f"ssd: {directory} has room for {format_bytes(free)}, not for "
+            f"{format_bytes(disk.num_bytes)}; give less, or another disk"
+        )

@@ -1,0 +1,48 @@
+"""Prometheus families of what went over each transfer link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkSnapshot
+
+LABELS = ["worker", "protocol", "nic", "peer"]
+COUNTS: dict[str, tuple[str, Callable[[LinkSnapshot], float]]] = {
+    "bytes": ("bytes moved over a link", lambda link: link.num_bytes),
+    "busy_seconds": (
+        "time during which something was under way: bytes by this is the speed of the link",
+        lambda link: link.busy_s,
+    ),
+    "retries": ("slices that went again", lambda link: link.num_retries),
+    "failures": ("times the link broke", lambda link: link.num_failures),
+}
+"""Name of a counter of a link -> its help text, and how its value is read."""
+_BOUNDS = [*(f"{bound:g}" for bound in LATENCY_BOUNDS_S), "+Inf"]
+
+
+class LinkFamilies:
+    """A Prometheus collector for links of one worker."""
+
+    def __init__(self, worker: str, links: Sequence[LinkSnapshot]) -> None:
+        self._worker = worker
+        self._links = links
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families with one series for each link."""
+        for name, (text, value_of) in COUNTS.items():
+            counter = CounterMetricFamily(f"mooncake_transfer_{name}", text, labels=LABELS)
+            for link in self._links:
+                counter.add_metric(self._labels(link), value_of(link))
+            yield counter
+        text = "time from posting a slice to its arrival"
+        latency = HistogramMetricFamily("mooncake_transfer_slice_seconds", text, labels=LABELS)
+        for link in self._links:
+            buckets = list(zip(_BOUNDS, accumulate(link.latency_buckets), strict=True))
+            latency.add_metric(self._labels(link), buckets, sum_value=link.latency_s)
+        yield latency
+
+    def _labels(self, link: LinkSnapshot) -> list[str]:
+        return [self._worker, link.protocol, link.nic, link.peer]

@@ -1,0 +1,129 @@
+"""Renders a pool node's state as Prometheus text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from mooncake.base.pool_messages import DrainProgress, PoolState, TenantUse
+from mooncake.kvstore.node.counters import COUNTERS
+from mooncake.launch.pool_node.link_metrics import LinkFamilies
+from mooncake.transfer.link_stats import LinkSnapshot
+
+GAUGES = {
+    "dram_blocks": "blocks that DRAM has room for",
+    "dram_blocks_free": "of those, free",
+    "dram_blocks_stored": "of those, whole and readable",
+    "dram_blocks_pinned": "of those, being read",
+    "dram_blocks_quarantined": "of those, waiting for the writes of lost workers to end",
+    "dram_blocks_hard_pinned": "of those, never evicted",
+    "dram_blocks_soft_pinned": "of those, evicted last",
+    "ssd_blocks": "blocks that the disks have room for",
+    "ssd_blocks_stored": "of those, readable",
+    "block_bytes": "bytes of a block",
+    "reads_open": "reads that peers have open",
+    "puts_open": "puts that peers have open",
+    "draining": "1: takes nothing any more",
+    "drained": "1: the process may be ended",
+    "drain_blocks_copied": "while it drains: blocks that others have taken over",
+    "drain_blocks_elsewhere": "while it drains: blocks that others hold too",
+    "drain_blocks_left": "while it drains: blocks that only it holds",
+    "drain_blocks_left_on_ssd": "of those, on a disk",
+}
+"""Name of a figure of a node -> its help text."""
+TENANT_GAUGES: dict[str, tuple[str, Callable[[TenantUse], float]]] = {
+    "tenant_blocks": ("blocks of a tenant that has a quota", lambda use: use.num_blocks),
+    "tenant_quota_blocks": ("most blocks that tenant may have", lambda use: use.max_blocks),
+}
+"""Name of a figure of a tenant in one tier -> its help text, and how its value is read."""
+
+
+def figures(state: PoolState) -> dict[str, float]:
+    """Return the `GAUGES` of a node."""
+    load, drain = state.load, state.drain or DrainProgress(over=False)
+    return {
+        "dram_blocks": load.num_total_blocks,
+        "dram_blocks_free": load.num_free_blocks,
+        "dram_blocks_stored": load.num_cached_blocks,
+        "dram_blocks_pinned": state.num_pinned,
+        "dram_blocks_quarantined": state.num_quarantined,
+        "dram_blocks_hard_pinned": state.num_hard_pinned,
+        "dram_blocks_soft_pinned": state.num_soft_pinned,
+        "ssd_blocks": state.num_ssd_blocks,
+        "ssd_blocks_stored": state.num_ssd_stored,
+        "block_bytes": state.block_bytes,
+        "reads_open": load.num_running,
+        "puts_open": load.num_waiting,
+        "draining": int(state.draining),
+        "drained": int(state.drained),
+        "drain_blocks_copied": drain.num_copied,
+        "drain_blocks_elsewhere": drain.num_elsewhere,
+        "drain_blocks_left": drain.num_left,
+        "drain_blocks_left_on_ssd": drain.num_left_on_ssd,
+    }
+
+
+def document(state: PoolState) -> dict[str, Any]:
+    """Return a node's state as `mooncake pool stats --json` prints it."""
+    return {
+        "worker": state.store.worker_id,
+        "address": state.store.address,
+        "layout_fingerprint": state.layout_fingerprint,
+        **figures(state),
+        "draining": state.draining,
+        "drained": state.drained,
+        "tenants": [
+            msgspec.structs.asdict(use) | {"tier": use.tier.value} for use in state.tenants
+        ],
+        "counters": state.load.counters,
+    }
+
+
+def fate(drain: DrainProgress) -> str:
+    """Return in words what became of the blocks of a node that drains."""
+    kinds = {
+        "copied to other nodes": drain.num_copied,
+        "there already": drain.num_elsewhere,
+        "left on SSD": drain.num_left_on_ssd,
+        "in its DRAM only": drain.num_left - drain.num_left_on_ssd,
+    }
+    return "blocks " + ", ".join(f"{kind}: {number}" for kind, number in kinds.items())
+
+
+class _Node:
+    """A Prometheus collector for one state."""
+
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families of the node, of its tenants and of its counters."""
+        names, values = ["worker"], [self._state.store.worker_id]
+        shown = figures(self._state)
+        for name, text in GAUGES.items():
+            gauge = GaugeMetricFamily(f"mooncake_pool_{name}", text, labels=names)
+            gauge.add_metric(values, shown[name])
+            yield gauge
+        for name, (text, value_of) in TENANT_GAUGES.items():
+            gauge = GaugeMetricFamily(
+                f"mooncake_pool_{name}", text, labels=["worker", "tenant", "tier"]
+            )
+            for use in self._state.tenants:
+                gauge.add_metric([*values, use.tenant, use.tier.value], value_of(use))
+            yield gauge
+        for name, text in COUNTERS.items():
+            counter = CounterMetricFamily(f"mooncake_pool_{name}", text, labels=names)
+            counter.add_metric(values, self._state.load.counters.get(name, 0.0))
+            yield counter
+
+
+def render(state: PoolState, links: Sequence[LinkSnapshot]) -> bytes:
+    """Return a node's state and its transfer links in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Node(state))
+    registry.register(LinkFamilies(state.store.worker_id, links))
+    return generate_latest(registry)

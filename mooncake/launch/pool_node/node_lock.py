@@ -1,0 +1,86 @@
+"""The name that a pool node locks on its machine, and the log lines about joining its pool.
+
+The kernel frees the lock when the process ends; a thread watches until the node has joined.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import threading
+from concurrent.futures import CancelledError
+
+from mooncake.base import ConfigError
+from mooncake.launch.host.driver import Driver
+
+LOOK_S = 0.05
+PATIENCE_S = 5.0
+"""Time without an answer after which a warning is logged, and again every `REMIND_S`."""
+REMIND_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+def lock_name(worker_id: str, node_id: str, pool_address: str) -> socket.socket:
+    """Lock the name of a node of one pool until the socket is closed or the process has ended.
+
+    A pool takes a second node of one name for the first one started again, and gives the first up.
+    On one machine, where both have the same host name, starting a second one is a mistake.
+
+    Raises:
+        ConfigError: another process on this machine has locked the name.
+    """
+    host, _, port = pool_address.removeprefix("tcp://").rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        where = str(found[0][4])
+    except OSError:
+        where = pool_address
+    digest = hashlib.sha256(f"{where} {worker_id}".encode()).hexdigest()
+    held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        held.bind(f"\0mooncake-pool-{digest}")
+    except OSError as error:
+        held.close()
+        raise ConfigError(
+            f"node-id: {node_id} of the pool at {pool_address} runs on this machine already; stop "
+            "it first, or give this one a name, and a port, of its own: --node-id NAME "
+            "--admin-port PORT"
+        ) from error
+    return held
+
+
+class JoinWatch:
+    """Logs that the node has joined, or that the pool does not answer. To be closed at the end."""
+
+    def __init__(self, driver: Driver, worker_id: str, pool_address: str) -> None:
+        self._driver = driver
+        self._worker_id = worker_id
+        self._pool_address = pool_address
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="join-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        num_looks, next_warning = 0, round(PATIENCE_S / LOOK_S)
+        while not self._ended.wait(LOOK_S):
+            num_looks += 1
+            try:
+                if self._driver.call(lambda node, _: bool(node.joined)).result():
+                    _log.info("%s has joined the pool at %s", self._worker_id, self._pool_address)
+                    return
+            except CancelledError:
+                return
+            if num_looks >= next_warning:
+                next_warning += round(REMIND_S / LOOK_S)
+                _log.warning(
+                    "no answer from %s, still asking: is the pool there, with the same secret and "
+                    "model? Its log says which nodes it refuses, and why",
+                    self._pool_address,
+                )

@@ -1,0 +1,149 @@
+"""An engine without an API server: tokens in, tokens out, in this thread. For measuring it alone.
+
+Needs neither the HTTP nor the cluster packages, so it runs on a machine that has only torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from mooncake.base import (
+    CostSample,
+    GenerateRequest,
+    InternalError,
+    InvalidRequest,
+    MonotonicClock,
+    SamplingParams,
+    pack_tokens,
+)
+from mooncake.engine.config import EngineConfig
+from mooncake.engine.engine import Engine
+from mooncake.engine.plan import StepResult
+from mooncake.engine.sequence import Sequence as EngineSequence
+from mooncake.engine.sequence import SequenceOutput
+from mooncake.launch.config.config import resolve
+from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
+from mooncake.launch.host import machine_facts
+from mooncake.launch.worker.profile import Shape, profile
+from mooncake.model.opening import ModelSource
+
+STEP_TIMEOUT_S = 600.0
+
+
+class DirectEngine:
+    """One engine of a plan. Use as a context, or `close` it."""
+
+    def __init__(self, plan: ServePlan, progress: Callable[[int, int], None] | None = None) -> None:
+        """Load the model and make its pages; `progress(done, whole)` counts tensors.
+
+        Raises:
+            MooncakeError: the model cannot be loaded, or not run as the plan has it.
+        """
+        source = ModelSource(plan.model.path, plan.model.dtype, plan.options)
+        source.load(progress)
+        config = replace(plan.engine, num_blocks=source.num_pages(plan.layout, plan.engine))
+        in_host = 1 if source.owns_pages else config.num_blocks
+        pages = memoryview(mmap.mmap(-1, in_host * plan.layout.block_bytes))
+        self._runner = source.runner(plan.layout, config, pages, plan.num_threads)
+        self._engine = Engine(config, plan.layout.fingerprint, self._runner)
+        self._poller = select.poll()
+        self._poller.register(self._runner.fileno(), select.POLLIN)
+        self._num_requests = 0
+
+    @classmethod
+    def open(cls, model: str, **settings: object) -> DirectEngine:
+        """Make one of the checkpoint at `model`; settings are `mooncake serve`'s.
+
+        Raises:
+            MooncakeError: a setting is wrong, it does not fit, or the model cannot be loaded.
+        """
+        config = resolve({"model": model, "colocated": True, **settings}, None, {})
+        plan = make_plan(config, machine_facts.num_cores())
+        check_memory(plan, machine_facts.available_bytes())
+        return cls(plan)
+
+    @property
+    def num_pages(self) -> int:
+        """KV pages there are."""
+        return self._engine.config.num_blocks
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        """Return the continuation of each prompt under its sampling, as many at once as fit.
+
+        Raises:
+            MooncakeError: a prompt does not fit, or a step failed. The engine is of no use then.
+        """
+        waiting = deque(self._sequences(prompts, sampling))
+        everyone, left = list(waiting), len(waiting)
+        while left:
+            while waiting and self._engine.add(waiting[0], time.monotonic()):
+                waiting.popleft()
+            outputs = self._engine.tick(time.monotonic())
+            if not outputs:
+                outputs = self._step()
+            for output in outputs:
+                if output.failure is not None:
+                    raise InternalError(output.failure.message)
+                if output.finish is not None:
+                    self._engine.release(output.sequence)
+                    left -= 1
+        return [list(sequence.output_tokens) for sequence in everyone]
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's limits."""
+        return self._engine.config
+
+    def time_step(self, shape: Shape) -> CostSample:
+        """Run one step of a size a few times and return the shortest. Leaves nothing behind.
+
+        Raises:
+            InternalError: the step failed.
+        """
+        [sample] = profile(self._runner, [shape], self.config, MonotonicClock())
+        return sample
+
+    def close(self) -> None:
+        """End the engine and free its memory."""
+        self._runner.close()
+
+    def __enter__(self) -> DirectEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _sequences(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    ) -> list[EngineSequence]:
+        made = []
+        longest = self._engine.config.max_model_len
+        for prompt, settings in zip(prompts, sampling, strict=True):
+            if len(prompt) + settings.max_tokens > longest:
+                raise InvalidRequest(
+                    f"{len(prompt)} + {settings.max_tokens} tokens are more than max-model-len "
+                    f"{longest}"
+                )
+            number = self._num_requests = self._num_requests + 1
+            request = GenerateRequest(
+                request_id=f"direct-{number}", prompt=pack_tokens(prompt), sampling=settings
+            )
+            made.append(EngineSequence(sequence_id=number, request=request))
+        return made
+
+    def _step(self) -> list[SequenceOutput]:
+        if not self._poller.poll(STEP_TIMEOUT_S * 1000):
+            raise InternalError(f"a step did not end within {STEP_TIMEOUT_S:.0f} s")
+        return [
+            output
+            for event in self._runner.poll()
+            if isinstance(event, StepResult)
+            for output in self._engine.on_step(event, time.monotonic())
+        ]

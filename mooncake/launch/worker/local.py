@@ -1,0 +1,162 @@
+"""Workers as threads of this process, for `--colocated`, `LLM`, and tests of many workers at once.
+
+Owns one thread for each worker's driver, and in-process channels and copies between them. The
+machines are the same as those of workers in processes of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from mooncake.base import MonotonicClock, MooncakeError, Role, SystemIds
+from mooncake.launch.worker.process import (
+    Model,
+    Progress,
+    Worker,
+    WorkerSettings,
+    build,
+    no_progress,
+)
+from mooncake.rpc.inproc import InprocChannel, InprocNetwork
+from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.local.backend import InprocFabric
+
+_log = logging.getLogger(__name__)
+
+END_S = 30.0
+"""Seconds after `stop` within which a driver must end; a longer step counts as stuck."""
+
+Lost = Callable[[str], None]
+"""Called with the id of a worker whose machine failed."""
+
+
+class LocalCluster:
+    """Starts and stops workers as threads; `kill` ends one as a crash would."""
+
+    def __init__(
+        self,
+        network: InprocNetwork,
+        model: Model,
+        *,
+        lost: Lost,
+        progress: Progress = no_progress,
+        protocols: Sequence[str] = ("inproc",),
+    ) -> None:
+        self._network = network
+        self._protocols = protocols
+        self._secret = SystemIds().hex(16)
+        self._fabric = InprocFabric()
+        self._model = model
+        self._lost = lost
+        self._progress = progress
+        self._workers: dict[str, Worker] = {}
+        self._threads: dict[str, threading.Thread] = {}
+        self._num_boots = 0
+        self._lock = threading.Lock()
+        self._ending: set[str] = set()
+        """Ids of workers that are being ended: they do not start again in another role."""
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """The ids of the running workers, in the order in which they were started."""
+        return list(self._workers)
+
+    def start(self, settings: Sequence[WorkerSettings]) -> None:
+        """Build the workers one after the other, then start a thread for each.
+
+        Raises:
+            MooncakeError: one cannot be built; those built before it are closed.
+        """
+        built: list[tuple[WorkerSettings, Worker]] = []
+        try:
+            for each in settings:
+                self._progress(f"starting {each.worker_id}", 0, 0)
+                built.append((each, self._build(each)))
+        except BaseException:
+            for _, worker in built:
+                worker.close()
+            raise
+        for each, worker in built:
+            self._workers[each.worker_id] = worker
+            thread = threading.Thread(
+                target=self._drive, args=(each, worker), name=each.worker_id, daemon=True
+            )
+            self._threads[each.worker_id] = thread
+            thread.start()
+
+    def _build(self, settings: WorkerSettings) -> Worker:
+        self._num_boots += 1
+        channel = InprocChannel(self._network, f"{settings.worker_id}#{self._num_boots}")
+        transfer = open_transfer(
+            TransferConfig(secret=self._secret, host="local", protocols=self._protocols),
+            f"{settings.worker_id}#{self._num_boots}",
+            MonotonicClock(),
+            fabric=self._fabric,
+        )
+        model = None if settings.role is Role.KVSTORE else self._model
+        try:
+            return build(settings, channel, transfer, model=model, progress=self._progress)
+        except BaseException:
+            channel.close()
+            transfer.close()
+            raise
+
+    def _drive(self, settings: WorkerSettings, worker: Worker) -> None:
+        """Drive a worker to its end; after a change of role, drive its successor."""
+        try:
+            worker.driver.run()
+            while worker.next_role is not None:
+                settings = msgspec.structs.replace(settings, role=worker.next_role)
+                worker.say_goodbye(settings.gateway_address)
+                successor = self._build(settings)
+                with self._lock:
+                    if settings.worker_id in self._ending:
+                        successor.close()
+                        return
+                    self._workers[settings.worker_id] = successor
+                worker.close()
+                worker = successor
+                worker.driver.run()
+        except Exception:  # the driver has logged it
+            self._lost(settings.worker_id)
+
+    def call(self, worker_id: str, work: Callable[[Any, float], Any]) -> Any:
+        """Run `work(machine, now)` in a worker's thread and return what it returns."""
+        return self._workers[worker_id].driver.call(work).result(END_S)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when any worker lost or double-counts a resource."""
+        for worker_id in self.worker_ids:
+            self.call(worker_id, lambda machine, _: machine.check_integrity())
+
+    def kill(self, worker_id: str) -> None:
+        """End a worker without goodbye messages, as a crash would, then call `lost`."""
+        self._end([worker_id])
+        self._lost(worker_id)
+
+    def remove(self, worker_id: str) -> None:
+        """End a worker, or free what a failed one holds, so that it can be started again."""
+        self._end([worker_id])
+
+    def stop(self) -> None:
+        """End all workers and free what they hold."""
+        self._end(self.worker_ids)
+
+    def _end(self, worker_ids: Sequence[str]) -> None:
+        with self._lock:
+            self._ending.update(worker_ids)
+            for worker_id in worker_ids:
+                self._workers[worker_id].driver.stop()
+        for worker_id in worker_ids:
+            thread = self._threads.pop(worker_id)
+            thread.join(END_S)
+            worker = self._workers.pop(worker_id)
+            if thread.is_alive():
+                raise MooncakeError(f"{worker_id} did not stop within {END_S:.0f} s")
+            worker.close()
+            self._ending.discard(worker_id)

@@ -1,0 +1,429 @@
+"""One worker in this process: memory, model, machine and driver, put together from plain settings.
+
+The only place that knows how a role is wired; `local` and `ray_cluster` both start workers here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from mooncake.base import (
+    CheckpointError,
+    Clock,
+    Drain,
+    IdSource,
+    KvLayout,
+    Machine,
+    MonotonicClock,
+    PeerLost,
+    Role,
+    SystemIds,
+    WorkerHello,
+    WorkerRef,
+)
+from mooncake.decode import DecodeWorker
+from mooncake.engine.config import EngineConfig
+from mooncake.engine.engine import Engine
+from mooncake.engine.ports import PolledRunner
+from mooncake.instance import Instance, InstanceConfig
+from mooncake.instance.instance import InstancePorts
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.node.node import KvNode
+from mooncake.kvstore.storage.disk import PolledDisks
+from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host.driver import Driver
+from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin, begin_drain
+from mooncake.launch.pool_node.disks import open_disks
+from mooncake.launch.worker.profile import profile, shapes_for
+from mooncake.model.options import ModelOptions
+from mooncake.prefill import PrefillWorker
+from mooncake.rpc.channel import PolledChannel
+from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.transfer.device import DeviceMemory
+from mooncake.transfer.engine import PolledTransfer, Region
+from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.rdma.backend import RdmaSettings
+from mooncake.transfer.tcp.backend import TcpSettings
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, how much is done, of how much); of 0: it is not counted."""
+
+
+def no_progress(what: str, done: int, whole: int) -> None:
+    """Ignore the progress of a start."""
+
+
+class Pages(DeviceMemory, Protocol):
+    """KV pages in a device's own memory."""
+
+    def free(self) -> None:
+        """Free them. No transfer and no step may use them afterwards."""
+
+
+class Model(Protocol):
+    """What a worker needs of the tensor side (`model.opening.ModelSource`)."""
+
+    @property
+    def revision(self) -> str: ...
+
+    @property
+    def owns_pages(self) -> bool: ...
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None: ...
+
+    def num_pages(self, layout: KvLayout, config: EngineConfig) -> int: ...
+
+    def device_pages(self, layout: KvLayout, num_pages: int) -> Pages: ...
+
+    def runner(
+        self,
+        layout: KvLayout,
+        config: EngineConfig,
+        pages: memoryview | DeviceMemory,
+        num_threads: int | None,
+    ) -> PolledRunner: ...
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one worker is started with: plain values that travel to its process."""
+
+    role: Role
+    worker_id: str
+    node_id: str
+    host: str
+    """As shown to people."""
+    bind_host: str
+    gateway_address: str
+    cluster_secret: str
+    transfer_protocols: list[str]
+    rdma: RdmaSettings = RdmaSettings()
+    model: str
+    """Directory of the checkpoint."""
+    dtype: str
+    weights_revision: str
+    layout: KvLayout
+    engine: EngineConfig
+    kvstore: KvStoreConfig
+    instance: InstanceConfig = InstanceConfig()
+    num_threads: int
+    self_profile: bool
+    log_level: str
+    log_format: str
+    options: ModelOptions
+    admin: AdminSettings | None = None
+    """Of a pool node: its HTTP API server."""
+
+    def __repr__(self) -> str:
+        """Return the worker's name alone: one of the settings is a secret."""
+        return f"WorkerSettings(worker_id={self.worker_id!r})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerPorts:
+    """The world of a worker's machine: what its driver polls, and its clock."""
+
+    channel: PolledChannel
+    transfer: PolledTransfer
+    clock: Clock
+    runner: PolledRunner | None = None
+    disks: PolledDisks | None = None
+
+
+class Worker:
+    """A worker that is ready to be driven. `close` frees what it took, after its driver ended."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        ref: WorkerRef,
+        ports: WorkerPorts,
+        region: Region,
+        pages: Pages | None = None,
+    ) -> None:
+        """Own what lies in `region`; `pages` are its memory where it lies on a device."""
+        self.machine = machine
+        self.ref = ref
+        self._ports = ports
+        self._region = region
+        self._pages = pages
+        self._admin: PoolAdmin | None = None
+        self.driver = Driver(
+            machine,
+            ports.channel,
+            transfer=ports.transfer,
+            runner=ports.runner,
+            disks=ports.disks,
+            clock=ports.clock,
+            own=ref,
+        )
+        if isinstance(machine, PrefillWorker | DecodeWorker):
+            self.driver.stop_when(lambda role: role.next_role is not None, None)
+
+    @property
+    def next_role(self) -> Role | None:
+        """What it was told to come back as, its driver having ended for that."""
+        machine = self.machine
+        return machine.next_role if isinstance(machine, PrefillWorker | DecodeWorker) else None
+
+    @property
+    def admin_url(self) -> str:
+        """Where operators ask a pool node; empty when it has no API server."""
+        return self._admin.url if self._admin is not None else ""
+
+    def open_admin(self, settings: AdminSettings, secret: str, about: dict[str, Any]) -> None:
+        """Open a pool node's HTTP API server. Raises ConfigError when its address cannot be
+        bound.
+        """
+        drain = partial(begin_drain, self.driver)
+        self._admin = PoolAdmin(
+            settings, secret, self.driver, about, drain, self._ports.transfer.links
+        )
+
+    def leave(self, limit_s: float) -> None:
+        """End the driver; a pool node may first finish what is open and save what is worth it, for
+        at most `limit_s`. Returns at once; from any thread.
+        """
+        if limit_s > 0 and isinstance(self.machine, KvNode):
+            self.driver.call(lambda node, now: node.handle(Drain(), now))
+            self.driver.stop_when(lambda node: bool(node.drained), limit_s)
+        else:
+            self.driver.stop()
+
+    def say_goodbye(self, gateway_address: str) -> None:
+        """Tell the gateway that this worker ends, so that it waits for no heartbeat."""
+        self._ports.channel.send(gateway_address, PeerLost(worker=self.ref))
+
+    def close(self) -> None:
+        """Free model, disks, memory and sockets. The driver must have ended.
+
+        A hung step cannot be stopped and still uses model and memory: only the end of the process
+        frees them.
+        """
+        if self._admin is not None:
+            self._admin.close()
+        ports, machine = self._ports, self.machine
+        if isinstance(machine, PrefillWorker | DecodeWorker) and machine.instance.engine.hung:
+            ports.channel.close()
+            return
+        if ports.runner is not None:
+            ports.runner.close()
+        if ports.disks is not None:
+            ports.disks.close()  # its threads read and write the memory that goes below
+        ports.channel.close()
+        ports.transfer.unregister(self._region)
+        ports.transfer.close()
+        if self._pages is not None:
+            self._pages.free()  # a worker that comes back in another role takes as many
+
+
+def build(
+    settings: WorkerSettings,
+    channel: PolledChannel,
+    transfer: PolledTransfer,
+    *,
+    model: Model | None = None,
+    progress: Progress = no_progress,
+    ids: IdSource | None = None,
+) -> Worker:
+    """Return the worker that `settings` describe, over the given ports. Engines need `model`.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        ConfigError: a directory of the pool cannot be used.
+        TransferError: there is not enough memory for the pages or the pool.
+    """
+    ref = WorkerRef(settings.worker_id, (ids or SystemIds()).hex(8), channel.address)
+    hello = WorkerHello(
+        worker=ref,
+        role=settings.role,
+        node_id=settings.node_id,
+        host=settings.host,
+        pid=os.getpid(),
+        layout_fingerprint=settings.layout.fingerprint,
+        block_tokens=settings.layout.block_tokens,
+        num_blocks=0,
+        block_bytes=settings.layout.block_bytes,
+    )
+    ports = WorkerPorts(channel=channel, transfer=transfer, clock=MonotonicClock())
+    if settings.role is Role.KVSTORE:
+        progress("allocating the pool", 0, 0)
+        return _build_pool(settings, hello, ports)
+    assert model is not None, "an engine needs a model"
+    return _build_engine(settings, hello, ports, model, progress)
+
+
+def _build_pool(settings: WorkerSettings, hello: WorkerHello, ports: WorkerPorts) -> Worker:
+    disks = open_disks(settings.kvstore, settings.layout)
+    try:
+        node = KvNode(
+            settings.kvstore, hello, settings.layout, ports.channel, ports.transfer,
+            settings.gateway_address, disks,
+        )  # fmt: skip
+    except BaseException:
+        disks.close()
+        raise
+    return Worker(node, hello.worker, dataclasses.replace(ports, disks=disks), node.region)
+
+
+def _build_engine(
+    settings: WorkerSettings,
+    hello: WorkerHello,
+    ports: WorkerPorts,
+    model: Model,
+    progress: Progress,
+) -> Worker:
+    layout, config = settings.layout, settings.engine
+    if model.revision != settings.weights_revision:
+        raise CheckpointError(
+            f"{settings.model} holds other weights (revision {model.revision}) than those of the "
+            f"cluster ({settings.weights_revision})"
+        )
+    model.load(lambda done, whole: progress("loading weights", done, whole))
+    progress("allocating KV pages", 0, 0)
+    config = dataclasses.replace(config, num_blocks=model.num_pages(layout, config))
+    region: Region
+    pages: Pages | None = None
+    if model.owns_pages:
+        pages = model.device_pages(layout, config.num_blocks)
+        region = ports.transfer.register_device(pages, "kv-pages")
+        runner = model.runner(layout, config, pages, settings.num_threads)
+    else:
+        region = ports.transfer.allocate(config.num_blocks * layout.block_bytes, "kv-pages")
+        runner = model.runner(layout, config, region.buffer, settings.num_threads)
+    samples = []
+    if settings.self_profile:
+        progress("timing a few steps", 0, 0)
+        samples = profile(runner, shapes_for(settings.role, config), config, ports.clock)
+    hello = msgspec.structs.replace(
+        hello,
+        num_blocks=config.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+        profile=samples,
+    )
+    instance = Instance(
+        settings.instance,
+        layout,
+        Engine(config, layout.fingerprint, runner),
+        hello,
+        InstancePorts(ports.channel, ports.transfer, region, settings.gateway_address),
+    )
+    machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)
+    ports = dataclasses.replace(ports, runner=runner)
+    return Worker(machine, hello.worker, ports, region, pages)
+
+
+def _open(
+    settings: WorkerSettings, model: Model | None, progress: Progress, advertise_host: str | None
+) -> Worker:
+    """Return the worker over sockets of its own; a worker that cannot be built leaves none."""
+    with contextlib.ExitStack() as opened:
+        channel = ZmqChannel(
+            settings.bind_host, secret=settings.cluster_secret, advertise_host=advertise_host
+        )
+        opened.callback(channel.close)
+        transfer = open_transfer(
+            TransferConfig(
+                secret=settings.cluster_secret,
+                host=machine_facts.boot_id(),
+                protocols=settings.transfer_protocols,
+                tcp=TcpSettings(bind_host=settings.bind_host, advertise_host=advertise_host),
+                rdma=settings.rdma,
+            ),
+            SystemIds().hex(8),
+            MonotonicClock(),
+        )
+        opened.callback(transfer.close)
+        worker = build(settings, channel, transfer, model=model, progress=progress)
+        opened.pop_all()
+        return worker
+
+
+def run(
+    settings: WorkerSettings,
+    *,
+    progress: Progress,
+    started: Callable[[Worker], None],
+    advertise_host: str | None = None,
+) -> None:
+    """Be the worker that `settings` describe until its driver is stopped.
+
+    A worker that was told to change its role ends, and a new one begins over the same weights.
+    `advertise_host` is what peers connect to where `bind_host` is a wildcard; `started` is given
+    each worker before it is driven.
+
+    Raises:
+        MooncakeError: it cannot start.
+        Exception: its machine failed.
+    """
+    model: Model | None = None
+    if settings.role is not Role.KVSTORE:
+        settings = _on_one_gpu(settings)
+        progress("importing the tensor library", 0, 0)
+        model = open_model(settings.model, settings.dtype, settings.options)
+    role: Role | None = settings.role
+    while role is not None:
+        settings = msgspec.structs.replace(settings, role=role)
+        role = _be(settings, _open(settings, model, progress, advertise_host), started)
+
+
+def _on_one_gpu(settings: WorkerSettings) -> WorkerSettings:
+    """Have this process see no other GPU than its own, before torch looks."""
+    seen = environment.only_gpu(settings.options.device, os.environ)
+    if not seen:
+        return settings
+    os.environ.update(seen)
+    options = msgspec.structs.replace(settings.options, device="cuda")
+    return msgspec.structs.replace(settings, options=options)
+
+
+def _be(settings: WorkerSettings, worker: Worker, started: Callable[[Worker], None]) -> Role | None:
+    """Drive a worker to its end; return the role to come back in, if it was told one."""
+    # What was made so far lives as long as the worker: full collections need not walk it again.
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    try:
+        if settings.admin is not None:
+            worker.open_admin(settings.admin, settings.cluster_secret, _about(settings))
+        started(worker)
+        worker.driver.run()
+        worker.say_goodbye(settings.gateway_address)
+        return worker.next_role
+    finally:
+        worker.close()
+
+
+def _about(settings: WorkerSettings) -> dict[str, Any]:
+    """Return what a client must know of a pool node besides the secret."""
+    return {
+        "gateway_address": settings.gateway_address,
+        "node_id": settings.node_id,
+        "layout": msgspec.to_builtins(settings.layout),
+        "ssd": [msgspec.to_builtins(disk) for disk in settings.kvstore.ssd],
+        "pid": os.getpid(),
+    }
+
+
+def open_model(path: str, dtype: str, options: ModelOptions | None = None) -> Model:
+    """Return the checkpoint at `path`, weights not loaded yet. The first call imports torch.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        ConfigError: the options ask for what this machine does not have.
+    """
+    from mooncake.model.opening import ModelSource
+
+    return ModelSource(Path(path), dtype, options)

@@ -1,0 +1,152 @@
+"""The self-profile: a few steps of known size, timed at start, so that placement need not guess.
+
+Uses the runner as the engine would, before the engine has it; leaves nothing behind but rubbish in
+pages that no cache knows.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+
+from mooncake.base import Clock, CostSample, InternalError, Role, SamplingParams
+from mooncake.engine.config import EngineConfig
+from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.engine.ports import PolledRunner
+
+BUDGET_S = 2.0
+"""No further step is started after this long; the first two always run."""
+NUM_PASSES = 2
+"""Over all shapes, where there is time: many costs are only paid once (a weight's first touch, the
+allocator's first block of a size), so the shorter of two runs counts.
+"""
+STEP_TIMEOUT_S = 120.0
+NUM_TOKENS = 97
+"""Distinct tokens of the profile's prompts; every vocabulary holds as many."""
+
+Shape = tuple[int, int, int]
+"""(sequences, new tokens of each, tokens each has in its KV before)"""
+
+PREFILL_SHAPES: tuple[Shape, ...] = (
+    (1, 32, 0), (1, 256, 0), (1, 64, 512), (1, 512, 0), (1, 256, 1024), (1, 64, 2048),
+    (1, 512, 2048), (1, 2048, 0),
+)  # fmt: skip
+DECODE_SHAPES: tuple[Shape, ...] = (
+    (1, 1, 64), (8, 1, 128), (1, 128, 0), (16, 1, 64), (1, 1, 1024), (4, 1, 1024), (8, 1, 2048),
+    (1, 512, 0),
+)  # fmt: skip
+"""Small ones first: a large model has no time for the rest, and its costs are plain without."""
+
+
+def shapes_for(role: Role, config: EngineConfig) -> list[Shape]:
+    """Return the steps to time for a worker of `role`: those that fit its limits."""
+    return fitting(PREFILL_SHAPES if role is Role.PREFILL else DECODE_SHAPES, config)
+
+
+def fitting(shapes: Iterable[Shape], config: EngineConfig) -> list[Shape]:
+    """Return the steps that the limits and pages of an engine allow."""
+    return [
+        (sequences, new, before)
+        for sequences, new, before in shapes
+        if sequences * config.num_pages(new + before) <= config.num_blocks
+        and sequences <= config.max_num_seqs
+        and sequences * new <= config.max_batched_tokens
+        and new + before <= config.max_model_len
+    ]
+
+
+def profile(
+    runner: PolledRunner, shapes: Sequence[Shape], config: EngineConfig, clock: Clock
+) -> list[CostSample]:
+    """Run `shapes` one after the other, then again; return how long each took at best.
+
+    The first is run once more before, untimed: where there is no time for a second pass, what comes
+    after it has been paid for in part.
+
+    Raises:
+        InternalError: a step failed, or did not end.
+    """
+    if not shapes:
+        return []
+    started_s = clock.now()
+    best: dict[int, float] = {}
+    numbers = [0, *list(range(len(shapes))) * NUM_PASSES]
+    plans = _plans([shapes[number] for number in numbers], config)
+    for turn, (number, plan) in enumerate(zip(numbers, plans, strict=True)):
+        if turn > 2 and clock.now() - started_s > BUDGET_S:
+            break
+        seconds = _run(runner, plan)
+        last = plan
+        if turn > 0:
+            best[number] = min(seconds, best.get(number, seconds))
+    _run(runner, _closing(last))
+    return [_sample(shapes[number], seconds) for number, seconds in best.items()]
+
+
+def _sample(shape: Shape, seconds: float) -> CostSample:
+    sequences, new, before = shape
+    return CostSample(sequences * new, sequences * before, sequences, seconds)
+
+
+def _plans(shapes: Sequence[Shape], config: EngineConfig) -> Iterator[StepPlan]:
+    """Yield a step for each shape; each ends the sequences of the one before."""
+    ids = count(-1, -1)  # never those of the engine
+    ended: list[int] = []
+    for number, (sequences, new, before) in enumerate(shapes):
+        starts, slots = [], []
+        pages_each = config.num_pages(new + before)
+        for index in range(sequences):
+            sequence_id = next(ids)
+            first = index * pages_each
+            starts.append(
+                SequenceStart(
+                    sequence_id=sequence_id,
+                    sampling=SamplingParams(temperature=0.0),
+                    prompt_tokens=_tokens(index, before + new),
+                    output_tokens=[],
+                )
+            )
+            slots.append(
+                StepSlot(
+                    sequence_id=sequence_id,
+                    start=before,
+                    tokens=_tokens(index, before + new)[before:],
+                    pages=list(range(first, first + pages_each)),
+                    sample=True,
+                )
+            )
+        yield StepPlan(step_id=-1 - number, starts=starts, slots=slots, ended=ended)
+        ended = [start.sequence_id for start in starts]
+
+
+def _tokens(index: int, count: int) -> list[int]:
+    """Return tokens that differ within a sequence and between them: equal ones would all be routed
+    to the same few experts, and a batch would look cheaper than it is.
+    """
+    return [1 + (37 * index + 31 * position) % NUM_TOKENS for position in range(count)]
+
+
+def _closing(last: StepPlan) -> StepPlan:
+    """Return a one-token step that ends what `last` began, but for the one sequence it needs."""
+    start = last.starts[0]
+    ended = [other.sequence_id for other in last.starts[1:]]
+    slot = last.slots[0]
+    again = StepSlot(
+        sequence_id=start.sequence_id, start=slot.start, tokens=slot.tokens[:1], pages=slot.pages,
+        sample=False,
+    )  # fmt: skip
+    return StepPlan(step_id=last.step_id - 1, starts=[], slots=[again], ended=ended)
+
+
+def _run(runner: PolledRunner, plan: StepPlan) -> float:
+    runner.submit(plan)
+    poller = select.poll()
+    poller.register(runner.fileno(), select.POLLIN)
+    while poller.poll(STEP_TIMEOUT_S * 1000):
+        for event in runner.poll():
+            if isinstance(event, StepResult):
+                if event.error is not None:
+                    raise InternalError(f"the self-profile's step failed: {event.error}")
+                return event.seconds
+    raise InternalError(f"the self-profile's step did not end in {STEP_TIMEOUT_S:.0f} s")

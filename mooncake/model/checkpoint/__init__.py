@@ -1,0 +1,1 @@
+"""Checkpoints: reading, quantized formats, conversion, presets."""

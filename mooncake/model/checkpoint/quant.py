@@ -1,0 +1,239 @@
+"""The two quantized weight formats of Kimi-K2: what a config says, and pure functions on tensors.
+
+FP8 (K2-Instruct, DeepSeek-V3): e4m3 weights with one fp32 scale per 128 x 128 block. INT4
+(K2-Thinking, compressed-tensors `pack-quantized`): symmetric groups of 32 along the input, eight
+values an int32 word. No files here: `weights` reads and writes them. The `quantize_*` half makes
+checkpoints in exactly these formats.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mooncake.base import CheckpointError
+
+FP8_MAX = 448.0
+"""The largest finite e4m3 number."""
+_ROWS_AT_ONCE = 1024
+"""Rows widened to fp32 at a time: bounds the extra memory of dequantizing a large tensor."""
+
+
+FP8_BLOCK = 128
+INT4_GROUP = 32
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A linear weight as it is stored.
+
+    kind "fp8": values e4m3 [out, in], factors [ceil(out / 128), ceil(in / 128)]. kind "int4":
+    values int32 [out, in / 8], factors [out, in / 32].
+    """
+
+    kind: str
+    values: torch.Tensor
+    factors: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Block:
+    """`quant_method: fp8` with `weight_block_size`: `weight` e4m3 and `weight_scale_inv`."""
+
+    block: tuple[int, int]
+    skipped: tuple[str, ...]
+    """Module names left as they were (`modules_to_not_convert`)."""
+
+    def quantizes(self, module: str) -> bool:
+        """Whether the weight of `module` is stored quantized."""
+        return not any(part in module for part in self.skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Group:
+    """compressed-tensors `pack-quantized`: `weight_packed`, `weight_scale`, `weight_shape`."""
+
+    group_size: int
+    ignored: tuple[str, ...]
+    """Module names, or `re:` and a pattern matched from the start of the name."""
+
+    def quantizes(self, module: str) -> bool:
+        """Whether the weight of the linear layer `module` is stored quantized."""
+        for rule in self.ignored:
+            if rule.startswith("re:"):
+                if re.match(rule[3:], module):
+                    return False
+            elif rule == module:
+                return False
+        return True
+
+
+QuantFormat = Fp8Block | Int4Group
+
+
+def parse_quantization(config: Mapping[str, Any] | None) -> QuantFormat | None:
+    """Read a checkpoint's `quantization_config` (None: not quantized).
+
+    Raises:
+        CheckpointError: a format, or an option of a format, that this engine cannot read exactly;
+            the message names it.
+    """
+    if not config:
+        return None
+    method = config.get("quant_method")
+    if method == "fp8":
+        return _parse_fp8(config)
+    if method in ("compressed-tensors", "compressed_tensors"):
+        return _parse_compressed(config)
+    raise _unsupported("quant_method", method, "'fp8' and 'compressed-tensors'")
+
+
+def _unsupported(key: str, value: object, wanted: str) -> CheckpointError:
+    return CheckpointError(
+        f"config.json: quantization_config.{key}={value!r} is not supported; this engine reads "
+        f"{wanted}"
+    )
+
+
+def _parse_fp8(config: Mapping[str, Any]) -> Fp8Block:
+    if config.get("fmt", "e4m3") != "e4m3":
+        raise _unsupported("fmt", config["fmt"], "'e4m3'")
+    block = config.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(_positive(n) for n in block):
+        raise _unsupported("weight_block_size", block, "two positive numbers, [128, 128] in K2")
+    if config.get("activation_scheme", "dynamic") != "dynamic":
+        raise _unsupported("activation_scheme", config["activation_scheme"], "'dynamic'")
+    skipped = config.get("modules_to_not_convert") or config.get("ignored_layers") or []
+    return Fp8Block((block[0], block[1]), tuple(str(name) for name in skipped))
+
+
+def _parse_compressed(config: Mapping[str, Any]) -> Int4Group:
+    if config.get("format") != "pack-quantized":
+        raise _unsupported("format", config.get("format"), "'pack-quantized'")
+    if config.get("kv_cache_scheme") is not None:
+        raise _unsupported("kv_cache_scheme", config["kv_cache_scheme"], "null")
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise _unsupported("config_groups", groups, "exactly one group")
+    ((name, group),) = groups.items()
+    where = f"config_groups.{name}"
+    if not isinstance(group, dict):
+        raise _unsupported(where, group, "one group with its settings")
+    if group.get("input_activations") is not None:
+        raise _unsupported(f"{where}.input_activations", group["input_activations"], "null")
+    weights = group.get("weights") or {}
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    for key, value in wanted.items():
+        if weights.get(key) != value:
+            raise _unsupported(f"{where}.weights.{key}", weights.get(key), repr(value))
+    if weights.get("actorder") not in (None, False):
+        raise _unsupported(f"{where}.weights.actorder", weights["actorder"], "null")
+    size = weights.get("group_size")
+    if not isinstance(size, int) or not _positive(size):
+        raise _unsupported(f"{where}.weights.group_size", size, "a positive number, 32 in K2")
+    return Int4Group(size, tuple(str(rule) for rule in config.get("ignore") or []))
+
+
+def _positive(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
+
+
+def fp8_scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+    """Return the shape of `weight_scale_inv` for a weight of `shape`: partial last blocks count."""
+    return math.ceil(shape[0] / block[0]), math.ceil(shape[1] / block[1])
+
+
+def dequantize_fp8_block(
+    weight: torch.Tensor,
+    scale_inv: torch.Tensor,
+    block: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Return `weight` [m, n] e4m3 times its blocks' `scale_inv` [ceil(m/bm), ceil(n/bn)].
+
+    The product is taken in fp32 and rounded once to `dtype` (DeepSeek-V3's weight notes).
+    """
+    rows, columns = weight.shape
+    if tuple(scale_inv.shape) != fp8_scale_shape((rows, columns), block):
+        raise ValueError(f"scale of shape {tuple(scale_inv.shape)} for {rows}x{columns}, {block}")
+    out = torch.empty(rows, columns, dtype=dtype)
+    scales = scale_inv.float().repeat_interleave(block[1], dim=1)[:, :columns]
+    step = max(1, _ROWS_AT_ONCE // block[0]) * block[0]
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        per_row = scales[begin // block[0] : math.ceil(end / block[0])]
+        per_row = per_row.repeat_interleave(block[0], dim=0)[: end - begin]
+        out[begin:end] = weight[begin:end].float().mul_(per_row)
+    return out
+
+
+def quantize_fp8_block(
+    weight: torch.Tensor, block: tuple[int, int] = (128, 128)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (e4m3 [m, n], scale_inv fp32): each block's largest magnitude maps to 448."""
+    rows, columns = weight.shape
+    grid = fp8_scale_shape((rows, columns), block)
+    padded = torch.zeros(grid[0] * block[0], grid[1] * block[1])
+    padded[:rows, :columns] = weight
+    blocks = padded.view(grid[0], block[0], grid[1], block[1])
+    largest = blocks.abs().amax(dim=(1, 3))
+    scale_inv = torch.where(largest > 0, largest / FP8_MAX, 1.0)
+    scaled = (blocks / scale_inv[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
+    values = scaled.view(padded.shape)[:rows, :columns]
+    return values.to(torch.float8_e4m3fn).contiguous(), scale_inv
+
+
+def dequantize_int4_packed(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    shape: tuple[int, int],
+    group_size: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Return the weight [m, k] of `packed` int32 [m, ceil(k/8)], `scale` [m, ceil(k/group_size)].
+
+    Word j of a row holds columns 8j to 8j+7, the lowest four bits first, each stored plus 8
+    (compressed-tensors `pack_to_int32`). The group size is that of the columns per scale.
+    """
+    rows, columns = shape
+    wanted = (rows, math.ceil(columns / 8)), (rows, math.ceil(columns / group_size))
+    if (tuple(packed.shape), tuple(scale.shape)) != wanted:
+        raise ValueError(f"packed {tuple(packed.shape)}, scale {tuple(scale.shape)} for {shape}")
+    out = torch.empty(rows, columns, dtype=dtype)
+    octets = packed.contiguous().view(torch.uint8)  # little-endian: low nibble of byte 0 first
+    for begin in range(0, rows, _ROWS_AT_ONCE):
+        end = min(begin + _ROWS_AT_ONCE, rows)
+        chunk = octets[begin:end]
+        nibbles = torch.stack((chunk & 15, chunk >> 4), dim=-1).view(end - begin, -1)
+        values = nibbles[:, :columns].float().sub_(8)
+        wide = scale[begin:end].float().repeat_interleave(group_size, dim=1)[:, :columns]
+        out[begin:end] = values.mul_(wide)
+    return out
+
+
+def quantize_int4_packed(
+    weight: torch.Tensor, group_size: int = 32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (packed int32 [m, ceil(k/8)], scale bf16 [m, ceil(k/group)], shape int64 [2]).
+
+    Symmetric with codes -7 to 7, as K2-Thinking's checkpoints use; values are rounded against the
+    scale as it is stored (bf16).
+    """
+    rows, columns = weight.shape
+    groups = math.ceil(columns / group_size)
+    padded = torch.zeros(rows, groups * group_size)
+    padded[:, :columns] = weight
+    grouped = padded.view(rows, groups, group_size)
+    largest = grouped.abs().amax(dim=-1)
+    scale = torch.where(largest > 0, largest / 7, 1.0).to(torch.bfloat16)
+    codes = (grouped / scale.float()[..., None]).round_().clamp_(-7, 7).view(rows, -1)
+    nibbles = torch.full((rows, 8 * math.ceil(columns / 8)), 8, dtype=torch.uint8)
+    nibbles[:, :columns] = codes[:, :columns].add(8).to(torch.uint8)
+    octets = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+    packed = octets.contiguous().view(torch.int32)
+    return packed, scale, torch.tensor([rows, columns], dtype=torch.int64)

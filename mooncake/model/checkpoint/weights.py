@@ -1,0 +1,267 @@
+"""A checkpoint on disk, read lazily: names, shapes and weights, dequantized on the way.
+
+Owns the open files of one directory in Hugging Face's layout (`config.json`, one safetensors file
+or shards with an index). Safetensors only; nothing is downloaded and no code in it is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from mooncake.base import CheckpointError, ModelSpec
+from mooncake.model.checkpoint.files import CheckpointFiles, Homes
+from mooncake.model.checkpoint.quant import (
+    FP8_BLOCK,
+    INT4_GROUP,
+    Fp8Block,
+    Int4Group,
+    QuantFormat,
+    QuantizedWeight,
+    dequantize_fp8_block,
+    dequantize_int4_packed,
+    fp8_scale_shape,
+    parse_quantization,
+)
+from mooncake.model.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
+
+SPEC_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_DTYPES = {
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
+}  # fmt: skip
+_FLOATS = ("BF16", "F16", "F32")
+_LANGUAGE_PREFIX = "language_model."
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_PART_SUFFIXES = ("_scale_inv", "_packed", "_scale", "_shape")
+
+_NAMES_SHOWN = 5
+
+
+class Checkpoint:
+    """The tensors of one checkpoint by their canonical name (`model.…`, `lm_head.weight`).
+
+    A quantized weight is one name, `….weight`, whatever it is stored as. Multimodal checkpoints
+    (K2.5) keep the text model under `language_model.`: that prefix is dropped and their other
+    tensors are not shown. Reading is safe from several threads at once.
+    """
+
+    def __init__(self, files: CheckpointFiles) -> None:
+        """Use `open`."""
+        self.path = files.path
+        self.spec = ModelSpec.from_config(files.config)
+        quantization = self.spec.quantization or files.config.get("quantization_config")
+        self.quantization: QuantFormat | None = parse_quantization(quantization)
+        self._homes = _canonical(files.homes)
+        self._names = _logical_names(self._homes, self.spec.num_hidden_layers)
+        self._files = files
+        self.total_bytes = sum(
+            self._entry(name).num_bytes
+            for name in self._homes
+            if not _ignored(name, self.spec.num_hidden_layers)
+        )
+        """Bytes of all tensors as stored, without the ignored ones: the whole of a progress bar."""
+
+    def revision(self, cache_dir: Path | None = None) -> str:
+        """Return the name of the weights; see `CheckpointFiles.revision`."""
+        return self._files.revision(cache_dir)
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Open the directory `path`; reads headers only.
+
+        Raises:
+            CheckpointError: there is no readable checkpoint; the message names the file and, where
+                there is one, the tensor or the configuration key.
+        """
+        return cls(CheckpointFiles.open(path))
+
+    def names(self) -> list[str]:
+        """Return the canonical names, sorted."""
+        return sorted(self._names)
+
+    def check_names(self, expected: Iterable[str]) -> None:
+        """Compare with the names a model needs.
+
+        Extra prediction layers (MTP, `model.layers.N` past the last layer) and saved `inv_freq`
+        tables are passed over.
+
+        Raises:
+            CheckpointError: tensors are missing or there are some the model does not know.
+        """
+        wanted = set(expected)
+        problems = []
+        for kind, names in (("missing", wanted - self._names), ("unknown", self._names - wanted)):
+            if names:
+                first = sorted(names)
+                more = f" and {len(first) - _NAMES_SHOWN} more" if len(first) > _NAMES_SHOWN else ""
+                shown = ", ".join(first[:_NAMES_SHOWN])
+                problems.append(f"{len(first)} {kind} tensors: {shown}{more}")
+        if problems:
+            raise CheckpointError(f"{self.path}: {'; '.join(problems)}")
+
+    def stored_bytes(self, name: str) -> int:
+        """Return the bytes on disk of `name`, all its parts together."""
+        parts = [name + suffix for suffix in ("", *_PART_SUFFIXES) if name + suffix in self._homes]
+        return sum(self._entry(part).num_bytes for part in parts)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return tensor `name` of `shape` on the CPU.
+
+        An unquantized tensor keeps its stored dtype (bfloat16, float16 or float32) and is a view of
+        the mapped file. A quantized weight is returned as a new tensor of the spec's dtype.
+
+        Raises:
+            CheckpointError: the tensor is missing, has another shape, or a dtype that does not
+                belong to the checkpoint's quantization; names the tensor and the file.
+        """
+        if name not in self._homes and f"{name}_packed" in self._homes:
+            return self._int4(name, shape)
+        entry = self._find(name, shape)
+        if entry.dtype == "F8_E4M3":
+            return self._fp8(name, shape)
+        if f"{name}_scale_inv" in self._homes:
+            raise self._error(name, f"it has a scale but is stored as {entry.dtype}, not F8_E4M3")
+        self._check_dtype(name, _FLOATS)
+        return self.raw(name)
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        """Return the weight `name` of `shape` as it is stored, checked; views of the mapped file.
+
+        None where it is not quantized, or in blocks, groups or widths the kernels do not take.
+
+        Raises:
+            CheckpointError: a part is missing or not what the format says.
+        """
+        scheme = self.quantization
+        if f"{name}_packed" in self._homes:
+            self._check_int4(name, shape)
+            whole = shape[1] % INT4_GROUP == 0
+            if not (whole and isinstance(scheme, Int4Group) and scheme.group_size == INT4_GROUP):
+                return None
+            return QuantizedWeight("int4", self.raw(f"{name}_packed"), self.raw(f"{name}_scale"))
+        if self._find(name, shape).dtype != "F8_E4M3":
+            return None
+        if self._check_fp8(name, shape).block != (FP8_BLOCK, FP8_BLOCK):
+            return None
+        return QuantizedWeight("fp8", self.raw(name), self.raw(f"{name}_scale_inv"))
+
+    def raw(self, name: str) -> torch.Tensor:
+        """Return the tensor stored under canonical `name` as it is, e.g. `….weight_packed`."""
+        self._entry(name)
+        file, stored_name = self._homes[name]
+        return view_tensor(file, stored_name)
+
+    def _fp8(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        block = self._check_fp8(name, shape).block
+        return dequantize_fp8_block(
+            self.raw(name), self.raw(f"{name}_scale_inv"), block, self._dtype
+        )
+
+    def _check_fp8(self, name: str, shape: tuple[int, ...]) -> Fp8Block:
+        if not isinstance(self.quantization, Fp8Block) or len(shape) != 2:
+            raise self._error(name, "F8_E4M3 without quantization_config quant_method 'fp8'")
+        self._find(f"{name}_scale_inv", fp8_scale_shape(shape, self.quantization.block))
+        self._check_dtype(f"{name}_scale_inv", _FLOATS)
+        return self.quantization
+
+    def _int4(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        group = self._check_int4(name, shape).group_size
+        packed, scale = self.raw(f"{name}_packed"), self.raw(f"{name}_scale")
+        return dequantize_int4_packed(packed, scale, (shape[0], shape[1]), group, self._dtype)
+
+    def _check_int4(self, name: str, shape: tuple[int, ...]) -> Int4Group:
+        if not isinstance(self.quantization, Int4Group) or len(shape) != 2:
+            raise self._error(f"{name}_packed", "packed without compressed-tensors in config.json")
+        rows, columns = shape
+        group = self.quantization.group_size
+        self._find(f"{name}_packed", (rows, -(-columns // 8)))
+        self._find(f"{name}_scale", (rows, -(-columns // group)))
+        self._find(f"{name}_shape", (2,))
+        self._check_dtype(f"{name}_packed", ("I32",))
+        self._check_dtype(f"{name}_scale", _FLOATS)
+        self._check_dtype(f"{name}_shape", ("I64", "I32"))
+        recorded = tuple(self.raw(f"{name}_shape").tolist())
+        if recorded != shape:
+            raise self._error(f"{name}_shape", f"records {recorded}, the model needs {shape}")
+        return self.quantization
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype = SPEC_DTYPES.get(self.spec.dtype)
+        if dtype is None:
+            raise CheckpointError(f"config.json: dtype {self.spec.dtype!r} is not supported")
+        return dtype
+
+    def _entry(self, name: str) -> StoredTensor:
+        home = self._homes.get(name)
+        if home is None:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing")
+        file, stored_name = home
+        return file.tensors[stored_name]
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        entry = self._entry(name)
+        if entry.shape != shape:
+            raise self._error(name, f"has shape {list(entry.shape)}, the model needs {list(shape)}")
+        return entry
+
+    def _check_dtype(self, name: str, allowed: tuple[str, ...]) -> None:
+        dtype = self._entry(name).dtype
+        if dtype not in allowed:
+            raise self._error(name, f"dtype {dtype} is not supported, only {', '.join(allowed)}")
+
+    def _error(self, name: str, problem: str) -> CheckpointError:
+        file, _ = self._homes[name]
+        return CheckpointError(f"{name} in {file.path}: {problem}")
+
+
+def view_tensor(file: SafetensorsFile, name: str) -> torch.Tensor:
+    """Return tensor `name` as stored, a view of the file where its alignment allows."""
+    entry = file.tensors[name]
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise CheckpointError(f"{name} in {file.path}: dtype {entry.dtype} is not supported")
+    if entry.num_bytes == 0 or file.mapping is None:
+        return torch.empty(entry.shape, dtype=dtype)
+    flat = torch.frombuffer(
+        file.mapping,
+        dtype=dtype,
+        count=entry.num_bytes // dtype.itemsize,
+        offset=entry.begin,
+    )
+    if entry.begin % dtype.itemsize:  # legal in the format, slow or wrong in kernels
+        flat = flat.clone()
+    return flat.view(entry.shape)
+
+
+def _canonical(homes: Homes) -> Homes:
+    if not any(name.startswith(_LANGUAGE_PREFIX) for name in homes):
+        return homes
+    return {
+        name.removeprefix(_LANGUAGE_PREFIX): home
+        for name, home in homes.items()
+        if name.startswith(_LANGUAGE_PREFIX)
+    }
+
+
+def _ignored(name: str, num_layers: int) -> bool:
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    layer = _LAYER.match(name)
+    return layer is not None and int(layer.group(1)) >= num_layers
+
+
+def _logical_names(homes: Iterable[str], num_layers: int) -> set[str]:
+    names = set()
+    for name in homes:
+        if not _ignored(name, num_layers):
+            base, weight, suffix = name.rpartition(".weight")
+            names.add(base + weight if suffix in _PART_SUFFIXES else name)
+    return names

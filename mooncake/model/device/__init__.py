@@ -1,0 +1,1 @@
+"""Devices: captured graphs, copies, pages in device memory."""

@@ -1,0 +1,130 @@
+"""What only a CUDA GPU has: captured graphs, asynchronous copies, memory measurement. Decides
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mooncake.base import KvLayout
+from mooncake.engine.plan import StepSlot
+from mooncake.model.copies import Arriving
+from mooncake.model.device.graphs import Replay
+from mooncake.model.inputs import build_inputs
+from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layers.mla import absorbed_is_cheaper
+from mooncake.model.memory import GpuMemory
+
+_WARM_UP = 2
+
+
+class CudaGraphs:
+    """`graphs.GraphPort` by CUDA graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._cuda: Any = torch.cuda
+        self._pool = self._cuda.graph_pool_handle()
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> Replay:
+        """Run `step` on a side stream (kernels compile there), record it, return its replay."""
+        side = self._cuda.Stream()
+        side.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(side):
+            for _ in range(_WARM_UP):
+                step()
+        self._cuda.current_stream().wait_stream(side)
+        graph = self._cuda.CUDAGraph()
+        # Other threads may use the device meanwhile: only this one's calls are held to the rules.
+        with self._cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            out = step()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+class CudaCopies:
+    """`copies.Copies` through pinned memory, on the current stream.
+
+    Pinned memory comes from torch's cache, which does not hand out what a copy still uses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda: Any = torch.cuda
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device without blocking."""
+        return values.pin_memory().to(self._device, non_blocking=True)
+
+    def fetch(self, values: torch.Tensor) -> Arriving:
+        """Start a copy to pinned memory and record an event at its end."""
+        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        there.copy_(values, non_blocking=True)
+        done = self._cuda.Event()
+        done.record(self._cuda.current_stream(self._device))
+        return _Marked(there, done)
+
+    def mark(self) -> CudaMark:
+        """Return an event on the current stream."""
+        done = self._cuda.Event(blocking=True)
+        done.record(self._cuda.current_stream(self._device))
+        return CudaMark(done)
+
+
+class CudaMark:
+    """A `copies.Mark` made of a CUDA event."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def reached(self) -> None:
+        """Block until the GPU has reached the event."""
+        self._event.synchronize()
+
+
+class _Marked:
+    def __init__(self, values: torch.Tensor, done: Any) -> None:
+        self._values = values
+        self._done = done
+
+    def wait(self) -> torch.Tensor:
+        self._done.synchronize()
+        return self._values
+
+
+def measure_memory(
+    model: KimiK2, layout: KvLayout, *, step_tokens: int, step_sequences: int
+) -> GpuMemory:
+    """Run the largest prompt step once, on pages of its own, and return what memory it took.
+
+    The step's tokens are one prompt; logits are those of `step_sequences` rows.
+    """
+    cuda: Any = torch.cuda
+    num_pages = layout.num_blocks(step_tokens)
+    with torch.inference_mode():
+        cuda.synchronize()
+        cuda.empty_cache()
+        free, total = cuda.mem_get_info()
+        before = cuda.memory_allocated()
+        cuda.reset_peak_memory_stats()
+        kv = KvTensors.allocate(layout, num_pages, model.device)
+        slot = StepSlot(
+            sequence_id=0, start=0, tokens=[0] * step_tokens, pages=list(range(num_pages)),
+            sample=True,
+        )  # fmt: skip
+        rule = absorbed_is_cheaper(model.spec)
+        inputs = build_inputs([slot], frozenset([0]), kv.page_shape, rule).to(model.device)
+        hidden = model.forward(inputs, kv)
+        model.logits(hidden[:step_sequences])
+        cuda.synchronize()
+        step_bytes = cuda.max_memory_allocated() - before - num_pages * layout.block_bytes
+        del kv, inputs, hidden
+        cuda.empty_cache()
+    return GpuMemory(total_bytes=total, resident_bytes=total - free, step_bytes=max(0, step_bytes))

@@ -1,0 +1,156 @@
+"""Calls of the CUDA driver that torch does not offer: pinned memory, dmabuf, write ordering.
+
+Every call is declared as in cuda.h (12 and 13), and its return code is checked. Owns nothing but a
+reference to the GPU's primary context, the one torch computes in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
+
+from mooncake.base import TransferError
+
+LIBRARY = "libcuda.so.1"
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemGetHandleForAddressRange": (c_void_p, c_uint64, c_size_t, c_int, c_uint64),
+    "cuFlushGPUDirectRDMAWrites": (c_int, c_int),
+}
+"""The library's symbols; cuda.h has macros from the names in manuals to those with a version."""
+
+_PORTABLE = 1
+"""CU_MEMHOSTREGISTER_PORTABLE: pinned for all contexts."""
+_FLUSH_OPTIONS, _FLUSH_BY_HOST = 117, 1
+"""CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS and its bit for the call below."""
+_WRITES_ORDERING = 118
+"""CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING"""
+_DMA_BUF_SUPPORTED = 124
+"""CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED"""
+_DMA_BUF_FD = 1
+"""CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD"""
+_CURRENT_CONTEXT, _TO_OWNER = 0, 100
+"""CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX and _TO_OWNER, a scope. An ordering that is
+not less than a scope makes flushing to it needless."""
+
+
+class Driver:
+    """The library. Raises TransferError where there is none, or a call fails."""
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+            for name, arguments in _FUNCTIONS.items():
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = arguments, c_int
+        except (OSError, AttributeError) as error:
+            raise TransferError(f"the CUDA driver cannot be used: {error}") from error
+        self.call("cuInit", 0)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function. Raises TransferError, naming the driver's error."""
+        code = int(getattr(self._library, name)(*arguments))
+        if code != 0:
+            said = c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(said))
+            raise TransferError(f"{name}: {(said.value or b'').decode() or f'CUDA error {code}'}")
+
+
+class Gpu:
+    """One GPU as the driver knows it. From any thread; raises TransferError when a call fails."""
+
+    def __init__(self, ordinal: int, driver: Driver | None = None) -> None:
+        self._driver = driver or Driver()
+        self._handle, self._context = c_int(), c_void_p()
+        self._driver.call("cuDeviceGet", ctypes.byref(self._handle), ordinal)
+        # Never given back: whoever retains a primary context keeps it alive, and torch needs it.
+        self._driver.call(
+            "cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._handle.value
+        )
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Have this GPU's context on the calling thread: a thread begins without one, and torch
+        sets none for a device that is the first anyway.
+        """
+        self._driver.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._driver.call("cuCtxPopCurrent_v2", ctypes.byref(c_void_p()))
+
+    def _attribute(self, number: int) -> int:
+        value = c_int()
+        handle = self._handle.value
+        self._driver.call("cuDeviceGetAttribute", ctypes.byref(value), number, handle)
+        return value.value
+
+    @property
+    def pci_address(self) -> str:
+        """As sysfs writes it, e.g. "0000:3b:00.0"."""
+        name = ctypes.create_string_buffer(32)
+        self._driver.call("cuDeviceGetPCIBusId", name, len(name), self._handle.value)
+        return name.value.decode().lower()
+
+    # ------------------------------------------------------------ host memory
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Page-lock host memory for copies to and from all GPUs."""
+        with self._current():
+            self._driver.call("cuMemHostRegister_v2", address, num_bytes, _PORTABLE)
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+        with self._current():
+            self._driver.call("cuMemHostUnregister", address)
+
+    # ------------------------------------------------------------ NICs
+
+    @functools.cached_property
+    def orders_writes(self) -> bool:
+        """Whether what a NIC has written is seen by this GPU without being flushed."""
+        return self._attribute(_WRITES_ORDERING) >= _TO_OWNER
+
+    @functools.cached_property
+    def can_flush(self) -> bool:
+        """Whether `flush` is there."""
+        return bool(self._attribute(_FLUSH_OPTIONS) & _FLUSH_BY_HOST)
+
+    def flush(self) -> None:
+        """Return when what NICs have written is seen by all work begun on this GPU after."""
+        with self._current():
+            self._driver.call("cuFlushGPUDirectRDMAWrites", _CURRENT_CONTEXT, _TO_OWNER)
+
+    @functools.cached_property
+    def has_dmabufs(self) -> bool:
+        """Whether `dmabuf` is there: it takes the kernel's help."""
+        return bool(self._attribute(_DMA_BUF_SUPPORTED))
+
+    def dmabuf(self, address: int, num_bytes: int) -> int:
+        """Return a new descriptor of whole pages of the GPU's memory, all of one allocation or
+        mapped side by side.
+        """
+        fd = c_int(-1)
+        with self._current():
+            self._driver.call(
+                "cuMemGetHandleForAddressRange",
+                ctypes.byref(fd),
+                address,
+                num_bytes,
+                _DMA_BUF_FD,
+                0,
+            )
+        return fd.value

@@ -1,0 +1,247 @@
+"""Decode steps over fixed buffers: one captured graph for each batch size of a ladder.
+
+Owns the tensors a captured step reads; a step fills them and replays. Unused rows of a batch have
+no KV place and no context. What captures is a port: CUDA graphs, or nothing at all.
+
+A batch that has settled runs ahead: its next step begins with the sampled tokens as they lie on the
+device, while the host still reads them. What it writes lies behind every sequence's known tokens,
+in pages that were the sequence's when it began, and before whatever comes later: a guess that turns
+out wrong is dropped and leaves no trace.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from mooncake_kernels.reference.paged_batch import PagedBatch
+
+from mooncake.engine.plan import StepSlot
+from mooncake.model.copies import Copies, HostCopies, Mark
+from mooncake.model.inputs import Queries, StepInputs
+from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kv_tensors import KvTensors
+
+Replay = Callable[[], torch.Tensor]
+"""Runs a captured step again on what its input tensors hold now; always the same output tensor."""
+
+_TOKENS, _POSITIONS, _PLACES, _LENGTHS = range(4)
+_UNUSED = (0, 0, -1, 0)
+_SETTLED = 8
+"""Decode steps of the same sequences (or fewer) in a row, before a step is begun on a guess: a
+wrong one costs a step, a right one saves the host's part of it.
+"""
+
+
+class GraphPort(Protocol):
+    """Captures steps."""
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> Replay:
+        """Run `step` to warm it up, record it, return what replays it."""
+
+
+class EagerSteps:
+    """Captures nothing: a replay is a call. For devices without graphs."""
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> Replay:
+        """Return `step`."""
+        return step
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """Return the batch sizes to capture up to `most`: 1, 2, 4, 8, every 8 up to 128, then about an
+    eighth apart, so that few padding rows are computed.
+    """
+    sizes = [1, 2, 4]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + max(4 if sizes[-1] < 8 else 8, sizes[-1] // 64 * 8))
+    return (*(size for size in sizes if size < most), most)
+
+
+@dataclass
+class _Ahead:
+    """A step begun before it was planned."""
+
+    slots: Sequence[StepSlot]
+    """Of the step before it."""
+    logits: torch.Tensor
+    tokens: Sequence[int] | None = None
+    """What that step sampled, once the host knows."""
+
+    def rows(self, slots: Sequence[StepSlot]) -> list[int] | None:
+        """Return the row of each of these slots; None unless exactly these slots are computed."""
+        if self.tokens is None:
+            return None
+        places = {slot.sequence_id: row for row, slot in enumerate(self.slots)}
+        found = []
+        for slot in slots:
+            row = places.get(slot.sequence_id)
+            if row is None:
+                return None
+            before = self.slots[row]
+            follows = slot.start == before.start + 1 and slot.tokens == [self.tokens[row]]
+            if not follows or slot.pages[: len(before.pages)] != before.pages:
+                return None
+            found.append(row)
+        return found
+
+
+class DecodeGraphs:
+    """Logits of steps in which every sequence has one new token."""
+
+    def __init__(
+        self,
+        model: KimiK2,
+        kv: KvTensors,
+        port: GraphPort,
+        *,
+        most_rows: int,
+        most_pages: int,
+        copies: Copies | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Capture every size, the largest first: smaller ones then fit into its memory.
+
+        most_pages: of one sequence's table. copies: to the model's device; None = it is the host.
+        `progress(done, whole)` counts sizes.
+        """
+        self._model = model
+        self._kv = kv
+        self._block_tokens = kv.layout.block_tokens
+        self._most_pages = most_pages
+        self._copies = copies or HostCopies()
+        self._values = torch.zeros(4, most_rows, dtype=torch.int64, device=model.device)
+        self._table = torch.zeros(most_rows, most_pages, dtype=torch.int32, device=model.device)
+        self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=model.device)
+        self._written: list[list[int]] = [[] for _ in range(most_rows)]
+        self._sizes = ladder(most_rows)
+        self._replays: dict[int, Replay] = {}
+        self._ahead: _Ahead | None = None
+        self.last_guess: Mark | None = None
+        """Behind the last step that ran ahead. Transfers wait for it before they write to pages:
+        nothing but the order of the device's work keeps a wrong guess off them."""
+        self._last: Sequence[StepSlot] = ()
+        self._num_alike = 0
+        self._fill([], most_rows)
+        for done, size in enumerate(reversed(self._sizes), start=1):
+            self._replays[size] = port.capture(self._step(size))
+            if progress is not None:
+                progress(done, len(self._sizes))
+
+    def takes(self, slots: Sequence[StepSlot]) -> bool:
+        """Whether a step of these slots can be replayed."""
+        return 0 < len(slots) <= self._sizes[-1] and all(
+            len(slot.tokens) == 1 and len(slot.pages) <= self._most_pages for slot in slots
+        )
+
+    def logits(self, slots: Sequence[StepSlot]) -> torch.Tensor:
+        """Return [slots, vocab] float32, overwritten by the next call. Waits for no device.
+
+        Raises:
+            ValueError: a page table does not cover its sequence.
+        """
+        ahead, self._ahead = self._ahead, None
+        self._note(slots)
+        rows = None if ahead is None else ahead.rows(slots)
+        if ahead is not None and rows is not None:
+            if rows == list(range(len(rows))):
+                return ahead.logits[: len(rows)]
+            return ahead.logits.index_select(0, self._copies.send(torch.tensor(rows)))
+        return self._replay([self._entry(slot) for slot in slots], slots)
+
+    def run_ahead(self, slots: Sequence[StepSlot], tokens: torch.Tensor) -> bool:
+        """Begin the step after that of `slots`, which sampled `tokens` [slots] int64 on the device.
+
+        Overwrites the logits of that step. False: it is not worth it, or a page is missing; nothing
+        was done then. The guess counts once `confirm` has told the host's side of it.
+        """
+        room = all(slot.start + 1 < len(slot.pages) * self._block_tokens for slot in slots)
+        if self._num_alike < _SETTLED or not room:
+            return False
+        entries = [self._entry(slot, 1) for slot in slots]
+        self._ahead = _Ahead(slots, self._replay(entries, slots, tokens))
+        self.last_guess = self._copies.mark()
+        return True
+
+    def confirm(self, tokens: Sequence[int]) -> None:
+        """Record the values of the tokens given to `run_ahead`; no effect when no step runs
+        ahead.
+        """
+        if self._ahead is not None:
+            self._ahead.tokens = tokens
+
+    def interrupt(self) -> None:
+        """Drop the step that runs ahead, because a step of another kind comes first."""
+        self._ahead, self._last, self._num_alike = None, (), 0
+
+    def _note(self, slots: Sequence[StepSlot]) -> None:
+        before = {slot.sequence_id for slot in self._last}
+        alike = all(slot.sequence_id in before for slot in slots)
+        self._num_alike = self._num_alike + 1 if alike else 0
+        self._last = slots
+
+    def _replay(
+        self,
+        entries: list[tuple[int, int, int, int]],
+        slots: Sequence[StepSlot],
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        size = self._sizes[bisect.bisect_left(self._sizes, len(slots))]
+        self._fill(slots, size, entries)
+        if tokens is not None:
+            self._values[_TOKENS, : len(slots)].copy_(tokens)
+        return self._replays[size]()[: len(slots)]
+
+    def _step(self, size: int) -> Callable[[], torch.Tensor]:
+        values = self._values
+
+        def step() -> torch.Tensor:
+            batch = PagedBatch(
+                self._starts[: size + 1],
+                values[_LENGTHS, :size].to(torch.int32),
+                self._table[:size],
+                max_rows=1,
+            )
+            positions = values[_POSITIONS, :size]
+            queries = Queries(positions, None, (), (), size, batch)
+            inputs = StepInputs(
+                values[_TOKENS, :size], positions, values[_PLACES, :size], queries, queries, ()
+            )
+            return self._model.logits(self._model.forward(inputs, self._kv))
+
+        return step
+
+    def _fill(
+        self,
+        slots: Sequence[StepSlot],
+        size: int,
+        entries: Sequence[tuple[int, int, int, int]] = (),
+    ) -> None:
+        """Write the step into the tensors that replays read."""
+        whole = [*entries, *[_UNUSED] * (size - len(entries))]
+        columns = torch.tensor(whole, dtype=torch.int64).t().contiguous()
+        self._values[:, :size].copy_(self._copies.send(columns))
+        changed = [row for row, slot in enumerate(slots) if self._written[row] != slot.pages]
+        if not changed:
+            return
+        first, last = changed[0], changed[-1] + 1
+        width = max(len(slot.pages) for slot in slots[first:last])
+        table = torch.zeros(last - first, width, dtype=torch.int32)
+        for row in range(first, last):
+            pages = self._written[row] = list(slots[row].pages)
+            table[row - first, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self._table[first:last, :width].copy_(self._copies.send(table))
+
+    def _entry(self, slot: StepSlot, ahead: int = 0) -> tuple[int, int, int, int]:
+        start = slot.start + ahead
+        page, offset = divmod(start, self._block_tokens)
+        if page >= len(slot.pages):
+            raise ValueError(
+                f"sequence {slot.sequence_id}: {slot.start + 1} tokens need {page + 1} pages, the "
+                f"table has {len(slot.pages)}"
+            )
+        place = slot.pages[page] * self._block_tokens + offset
+        return slot.tokens[0], start, place, start + 1

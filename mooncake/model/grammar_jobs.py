@@ -1,0 +1,127 @@
+"""Runs the grammar library's work on threads, each job under a time limit.
+
+The library cannot be interrupted: a grammar of 300 bytes can keep it busy for hours. A job past its
+limit is abandoned: it fails, its thread ends whenever the library returns, and a new thread takes
+the next job. Threads are daemons, so an abandoned one does not keep the process alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from mooncake.base import InternalError, Unavailable
+from mooncake.base.deep_stack import start_deep_thread
+
+T = TypeVar("T")
+
+MAX_ABANDONED = 3
+"""Threads busy with abandoned jobs, each of which takes a core; with more, jobs are refused."""
+
+logger = logging.getLogger(__name__)
+
+
+class TookTooLong(InternalError):
+    """Raised for a job that exceeded its time limit."""
+
+
+class Job(Generic[T]):
+    """One piece of work and, once it has ended, its outcome."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.work = work
+        self.started_s: float | None = None
+        self.ended = threading.Event()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def end(self, value: T | None = None, error: BaseException | None = None) -> None:
+        """Set the outcome; only the first one counts."""
+        if not self.ended.is_set():
+            self._value, self._error = value, error
+            self.ended.set()
+
+    def outcome(self) -> T:
+        """Return the value, or raise the error, of a job that has ended."""
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]  # None only where T allows it
+
+
+class GrammarJobs:
+    """A few threads that run jobs in order of arrival, each for at most `limit_s` seconds."""
+
+    def __init__(self, num_threads: int, limit_s: float, name: str) -> None:
+        self._limit_s = limit_s
+        self._name = name
+        self._changed = threading.Condition()
+        self._queue: deque[Job[object]] = deque()
+        self._running: dict[Job[object], None] = {}
+        self._num_abandoned = 0
+        for _ in range(num_threads):
+            start_deep_thread(self._work, self._name)
+
+    @property
+    def num_abandoned(self) -> int:
+        """Number of threads that are still busy with abandoned jobs."""
+        return self._num_abandoned
+
+    def submit(self, work: Callable[[], T]) -> Job[T]:
+        """Queue `work`; never blocks. While too many threads are busy with abandoned jobs, the job
+        fails at once as Unavailable: another worker may do it.
+        """
+        job = Job(work)
+        self._abandon_late()
+        with self._changed:
+            if self._num_abandoned >= MAX_ABANDONED:
+                job.end(error=Unavailable("grammars of others have taken all the time here"))
+            else:
+                self._queue.append(job)  # type: ignore[arg-type]  # a queue of any outcomes
+                self._changed.notify()
+        return job
+
+    def wait(self, job: Job[T]) -> T:
+        """Return the outcome of `job`; blocks for about `limit_s` after the job has started.
+
+        Raises:
+            TookTooLong: the job exceeded its limit. Its own error otherwise.
+        """
+        while not job.ended.wait(self._limit_s / 8):
+            self._abandon_late()
+        return job.outcome()
+
+    def _abandon_late(self) -> None:
+        now = time.monotonic()
+        with self._changed:
+            for job in list(self._running):
+                if job.started_s is not None and now - job.started_s > self._limit_s:
+                    del self._running[job]
+                    job.end(error=TookTooLong(f"the grammar takes more than {self._limit_s:g} s"))
+                    self._num_abandoned += 1
+                    logger.error(
+                        "a grammar exceeded %g s; %d threads are busy with such grammars",
+                        self._limit_s, self._num_abandoned,
+                    )  # fmt: skip
+                    start_deep_thread(self._work, self._name)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue:
+                    self._changed.wait()
+                job = self._queue.popleft()
+                job.started_s = time.monotonic()
+                self._running[job] = None
+            try:
+                job.end(job.work())
+            except BaseException as error:  # a panic of the library is no Exception
+                job.end(error=error)
+            with self._changed:
+                if job not in self._running:
+                    self._num_abandoned -= 1
+                    return  # abandoned meanwhile: another thread has taken this one's place
+                del self._running[job]

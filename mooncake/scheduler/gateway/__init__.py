@@ -1,0 +1,1 @@
+"""The gateway machine: membership of workers, other gateways, pool questions, role changes."""

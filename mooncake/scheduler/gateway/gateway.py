@@ -1,0 +1,361 @@
+"""The gateway machine, which all requests of clients pass. It receives the workers' messages, keeps
+the membership table, and gives requests to the request manager.
+
+Owns the membership table and the request manager (which owns the requests); the Conductor makes the
+choices. Text, HTTP and sockets may not go in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from mooncake.base import (
+    BlockEvents,
+    GenerateRequest,
+    IdSource,
+    LoadReport,
+    PeerLost,
+    Role,
+    StepOutputs,
+    WorkerHello,
+    WorkerRef,
+)
+from mooncake.base.messages import DoubtPeers, GatewayNews, PeersHeard
+from mooncake.base.pool_messages import FindHomes, FindReplicas, ForgetBlocks
+from mooncake.rpc.channel import Channel
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.gateway.balance import RoleChange
+from mooncake.scheduler.gateway.loss_agreement import LossAgreement
+from mooncake.scheduler.gateway.peer_gateways import PeerGateways
+from mooncake.scheduler.gateway.pool_homes import find_homes
+from mooncake.scheduler.gateway.pool_search import find_all, find_replicas
+from mooncake.scheduler.gateway.removals import RemovedBlocks
+from mooncake.scheduler.gateway.role_switching import RoleSwitching
+from mooncake.scheduler.gateway.status import (
+    ClusterStatus,
+    GatewayStatus,
+    load_status,
+    missing_roles,
+    pool_status,
+    worker_status,
+)
+from mooncake.scheduler.membership_table import MembershipTable
+from mooncake.scheduler.placement.admission import draining
+from mooncake.scheduler.placement.conductor import Conductor
+from mooncake.scheduler.ports import GatewayPorts
+from mooncake.scheduler.requests.record import Sink
+from mooncake.scheduler.requests.request_manager import RequestManager
+from mooncake.telemetry.events import Recorder, WorkerJoined, WorkerLeft, WorkerReported
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """The machine between the API server and the workers.
+
+    A sink gets `TokensEvent`s in order of position and then exactly one `FinalEvent`; it may call
+    `abort` or `submit` from within, and must not raise.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        worker: WorkerRef,
+        conductor: Conductor,
+        channel: Channel,
+        ids: IdSource,
+        recorder: Recorder,
+        peers: Sequence[str] = (),
+    ) -> None:
+        """`peers`: addresses of other gateways of the cluster; one is enough to find them all."""
+        self._config = config
+        self._own = worker
+        self._conductor = conductor
+        self._channel = channel
+        self._recorder = recorder
+        self._membership = MembershipTable(worker, channel, config.heartbeat_timeout_s)
+        self._peers = PeerGateways(
+            worker, channel, conductor.bookings, peers, config.heartbeat_timeout_s
+        )
+        self._losses = LossAgreement(worker, channel)
+        ports = GatewayPorts(worker=worker, channel=channel, ids=ids, recorder=recorder)
+        self._request_manager = RequestManager(config, ports, conductor, self._membership)
+        self._switching = RoleSwitching(
+            config, channel, self._membership, conductor, self._request_manager
+        )
+        self._removed = RemovedBlocks(worker)
+        self._draining_since_s: float | None = None
+        self._started_s: float | None = None
+
+    # ------------------------------------------------------- the API server's side
+
+    def submit(self, request: GenerateRequest, sink: Sink, now: float) -> None:
+        """Accept a request, or refuse it with a final event (REJECTED) before this returns."""
+        if self._draining_since_s is not None:
+            self._request_manager.refuse(request, draining(), sink, now)
+        else:
+            self._request_manager.submit(request, sink, now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """End a request because its client asked for it. Its final event (ABORT) comes before this
+        returns, and its workers are told to abort it. Unknown and ended ids are ignored.
+        """
+        self._request_manager.abort(request_id, now)
+
+    def drain(self, now: float) -> None:
+        """Refuse new requests from now on; `idle` becomes true when the accepted ones end."""
+        if self._draining_since_s is None:
+            logger.info("draining: %d requests to finish", len(self._request_manager))
+            self._draining_since_s = now
+
+    @property
+    def idle(self) -> bool:
+        """Whether no accepted request is left."""
+        return len(self._request_manager) == 0
+
+    def say_goodbye(self) -> None:
+        """Tell all workers and gateways that this gateway leaves, before they
+        notice its silence.
+        """
+        gone = PeerLost(worker=self._own)
+        self._peers.broadcast(gone)
+        self._membership.broadcast(gone)
+
+    def status(self, now: float) -> ClusterStatus:
+        """Return the present state of the cluster."""
+        views = self._conductor.views
+        workers = []
+        for member in self._membership.members:
+            view = self._conductor.view(member.hello.worker.worker_id)
+            if view is not None:  # a client of the pool has none
+                workers.append(worker_status(member, view, now))
+        is_draining = self._draining_since_s is not None
+        missing = missing_roles(views, needs_prefill=self._config.needs_prefill)
+        own = GatewayStatus(
+            id=self._own.worker_id,
+            address=self._own.address,
+            state="draining" if is_draining else "up",
+            num_inflight=len(self._request_manager),
+        )
+        return ClusterStatus(
+            ready=not is_draining and not missing,
+            draining=is_draining,
+            gateways=[own, *self._peers.status(now)],
+            missing=missing,
+            workers=workers,
+            pool=pool_status(views, self._conductor.num_indexed_blocks),
+            load=load_status(views, self._request_manager.states()),
+            counters=dict(self._request_manager.counters),
+        )
+
+    # -------------------------------------------------- the supervisor's side
+
+    def worker_lost(self, worker_id: str, now: float, reason: str = "its process died") -> None:
+        """Remove a worker, tell the others, and place its requests again."""
+        hello = self._membership.remove(worker_id, now)
+        if hello is not None:
+            self._peers.broadcast(PeerLost(worker=hello.worker))
+            self._on_removed(hello, now, reason)
+
+    def _on_silent(self, worker_ids: Sequence[str], now: float) -> None:
+        """Use silent workers no more; they are lost when no other gateway hears them either."""
+        cut_off = [self._membership.cut_off(worker_id, now) for worker_id in worker_ids]
+        hellos = [hello for hello in cut_off if hello is not None]
+        self._losses.open(hello.worker for hello in hellos)
+        self._agree_on_losses(now)
+        for hello in hellos:
+            self._on_removed(hello, now, "no heartbeat")
+
+    def _agree_on_losses(self, now: float) -> float | None:
+        """Declare the workers lost that no gateway hears. A gateway that hears no worker and no
+        other gateway may itself be cut off: it declares none lost while it knows other gateways.
+        Returns when to ask the others again, None if there is nothing to ask now.
+        """
+        if self._losses.next_s is None:
+            return None
+        if self._peers.all_silent and not self._membership.hears_any(now):
+            return None
+        for worker in self._losses.take_lost(self._peers.live, now):
+            self._membership.declare_lost(worker)
+        return self._losses.next_s
+
+    def _on_removed(self, hello: WorkerHello, now: float, reason: str) -> None:
+        """Place the requests of a worker that was removed elsewhere."""
+        worker_id = hello.worker.worker_id
+        level = logging.INFO if hello.role is Role.CLIENT else logging.WARNING  # they come and go
+        logger.log(level, "worker %s (%s) is lost: %s", worker_id, hello.role.value, reason)
+        self._conductor.on_lost(worker_id)
+        if hello.role is Role.KVSTORE:
+            self._removed.on_lost(worker_id)
+        self._request_manager.counters["workers_lost"] += 1
+        self._recorder.record(
+            WorkerLeft(worker_id=worker_id, at_s=now, role=hello.role, reason=reason)
+        )
+        self._request_manager.worker_lost(worker_id, now)
+
+    def change_role(self, worker_id: str, role: Role, now: float) -> bool:
+        """Tell a prefill or decode worker to finish its requests and restart in the other role.
+        Returns False when there is no such worker, or another one is changing.
+        """
+        return self._switching.start(RoleChange(worker_id, role), now)
+
+    # --------------------------------------------------------------- machine
+
+    def handle(self, event: msgspec.Struct, now: float) -> None:
+        """Take one message of a worker. A message that is not for a gateway, or whose sender is not
+        a member (any more), is ignored.
+        """
+        match event:
+            case StepOutputs() | LoadReport() | BlockEvents() | DoubtPeers():
+                if self._membership.note_alive(event.worker, now):
+                    self._on_member(event, now)
+                elif isinstance(event, LoadReport):
+                    self._losses.close(event.worker)
+                    self._membership.request_hello(event.worker)
+                elif isinstance(event, DoubtPeers) and event.worker in self._peers.live:
+                    self._answer(event, now)
+            case PeersHeard() if event.gateway in self._peers.live:
+                self._losses.on_answer(event)
+            case WorkerHello():
+                self._on_hello(event, now)
+            case FindReplicas():
+                self._channel.send(event.asker.address, find_replicas(event, self._conductor))
+            case ForgetBlocks():
+                self._removed.on_removed(event.keys)
+                self._channel.send(event.asker.address, find_all(event, self._conductor))
+            case FindHomes():
+                self._channel.send(event.asker.address, find_homes(event, self._conductor))
+            case PeerLost() if self._membership.is_live(event.worker):
+                # A worker says goodbye, or its supervisor knows that its process died. Another
+                # gateway's silence with it does not count here.
+                self.worker_lost(event.worker.worker_id, now, "it left")
+            case PeerLost() if self._peers.on_goodbye(event.worker):
+                self._forget_gateways(now)
+            case GatewayNews() if self._peers.on_news(event, now):
+                self._forget_gateways(now)  # one that is back is lost as what it was
+                gateway_id = event.gateway.worker_id
+                logger.info("gateway %s places requests too", gateway_id)
+                self._membership.set_gateways(self._peers.live, now)
+                self._recorder.record(
+                    WorkerJoined(worker_id=gateway_id, at_s=now, role=Role.GATEWAY, num_blocks=0)
+                )
+
+    def tick(self, now: float) -> float | None:
+        """Check for silent workers, deadlines and stalls, and place pending requests. Returns when
+        to call again.
+        """
+        self._started_s = now if self._started_s is None else self._started_s
+        self._on_silent(self._membership.silent_workers(now), now)
+        peers_wake_s = self._peers.tick(now)
+        self._forget_gateways(now)
+        wakes = (
+            self._agree_on_losses(now),
+            self._request_manager.tick(now),
+            self._membership.next_check_s(now),
+            peers_wake_s,
+            self._switching.tick(now) if self._peers.is_first else None,
+        )
+        return min((wake for wake in wakes if wake is not None), default=None)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when permits, requests, queues and bookings disagree."""
+        self._membership.check_integrity()
+        self._peers.check_integrity()
+        self._request_manager.check_integrity()
+
+    def _forget_gateways(self, now: float) -> None:
+        """Tell workers to end the requests of gateways that are lost."""
+        for gateway in self._peers.take_lost():
+            self._membership.broadcast(PeerLost(worker=gateway))
+            self._recorder.record(
+                WorkerLeft(
+                    worker_id=gateway.worker_id, at_s=now, role=Role.GATEWAY, reason="no beat"
+                )
+            )
+
+    # --------------------------------------------------------------- workers
+
+    def _on_member(
+        self, event: StepOutputs | LoadReport | BlockEvents | DoubtPeers, now: float
+    ) -> None:
+        match event:
+            case StepOutputs():
+                for output in event.outputs:
+                    self._request_manager.on_output(output, event.worker, now)
+            case LoadReport():
+                self._on_load(event, now)
+            case BlockEvents():
+                self._conductor.on_blocks(event)
+                self._check_snapshot(event.worker, now)
+            case DoubtPeers():
+                self._losses.open(self._membership.missing(event.peers, now))
+                self._agree_on_losses(now)
+
+    def _answer(self, question: DoubtPeers, now: float) -> None:
+        """Tell another gateway which workers are heard here, once all had time to join."""
+        if self._started_s is None or now - self._started_s < self._config.heartbeat_timeout_s:
+            return
+        answer = PeersHeard(gateway=self._own, heard=[], unheard=[])
+        for peer in question.peers:
+            is_heard = self._membership.hears(peer, now)
+            (answer.heard if is_heard else answer.unheard).append(peer)
+        self._channel.send(question.worker.address, answer)
+
+    def _on_hello(self, hello: WorkerHello, now: float) -> None:
+        worker = hello.worker
+        if self._membership.note_alive(worker, now):
+            self._membership.welcome(worker, now, send_snapshot=True)
+            return
+        if self._membership.is_fenced(worker):
+            return
+        self._losses.close(worker)
+        self.worker_lost(worker.worker_id, now, "it was started again")
+        reason = self._admit(hello)
+        if reason is not None:
+            self._membership.refuse(worker, reason)
+            return
+        self._membership.join(hello, now)
+        for missed in self._removed.missed(hello) if hello.role is Role.KVSTORE else ():
+            self._channel.send(worker.address, missed)
+        logger.info("worker %s (%s) is up on %s", worker.worker_id, hello.role.value, hello.host)
+        self._recorder.record(
+            WorkerJoined(
+                worker_id=worker.worker_id, at_s=now, role=hello.role, num_blocks=hello.num_blocks
+            )
+        )
+        self._request_manager.worker_joined(now)
+
+    def _admit(self, hello: WorkerHello) -> str | None:
+        """Return why a worker cannot be used, or None. Clients of the pool are not given to the
+        Conductor, because no request is placed on them.
+        """
+        if hello.role is not Role.CLIENT:
+            return self._conductor.on_hello(hello)
+        layout = self._conductor.layout
+        if layout is None or layout.fingerprint == hello.layout_fingerprint:
+            return None
+        return f"its KVCache layout {hello.layout_fingerprint} is not {layout.fingerprint}"
+
+    def _on_load(self, report: LoadReport, now: float) -> None:
+        worker_id = report.worker.worker_id
+        self._conductor.on_load(report, now)
+        view = self._conductor.view(worker_id)
+        if view is None:
+            return
+        self._recorder.record(
+            WorkerReported(
+                worker_id=worker_id,
+                at_s=now,
+                role=view.role,
+                load=report.load,
+                cost_error_ratio=view.cost.error_ratio,
+            )
+        )
+        self._check_snapshot(report.worker, now)
+
+    def _check_snapshot(self, worker: WorkerRef, now: float) -> None:
+        if self._conductor.needs_snapshot(worker.worker_id):
+            self._membership.request_snapshot(worker, now)

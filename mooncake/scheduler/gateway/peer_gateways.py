@@ -1,0 +1,199 @@
+"""The other gateways of a cluster: they are sent the bookings made here, and theirs are booked
+here.
+
+Owned by the gateway machine. No single message is needed: bookings of others are hints (prefixes in
+flight, busy workers), corrected every second and dropped when their gateway is silent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mooncake.base import AnyMessage, WorkerRef
+from mooncake.base.messages import GatewayNews
+from mooncake.rpc.channel import Channel
+from mooncake.scheduler.gateway.status import GatewayStatus
+from mooncake.scheduler.placement.booking_table import BookingTable, BookingUpdate
+
+HEARTBEAT_S = 1.0
+FORGET_S = 600.0
+"""A gateway that has been silent for this long is sent no more messages."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Peer:
+    ref: WorkerRef
+    heard_s: float
+    former_epoch: str = ""
+    silent: bool = False
+    ask_bookings: bool = True
+    """It has bookings that are not known here."""
+    send_bookings: bool = False
+    """It has asked for all bookings of this gateway."""
+
+
+class PeerGateways:
+    """Other gateways by id, found through `addresses` or through each other."""
+
+    def __init__(
+        self,
+        gateway: WorkerRef,
+        channel: Channel,
+        bookings: BookingTable,
+        addresses: Sequence[str],
+        timeout_s: float,
+    ) -> None:
+        self._gateway = gateway
+        self._channel = channel
+        self._bookings = bookings
+        self._timeout_s = timeout_s
+        self._peers: dict[str, _Peer] = {}
+        self._has_others = False
+        """Whether any gateway that was met has not said goodbye; those forgotten count."""
+        self._untried = {one: float("inf") for one in addresses if one != gateway.address}
+        """Addresses from which no gateway has answered yet -> until when they are tried."""
+        self._next_heartbeat_s = float("-inf")
+        self._lost: list[WorkerRef] = []
+
+    @property
+    def live(self) -> list[WorkerRef]:
+        """The gateways that are not silent."""
+        return [peer.ref for peer in self._peers.values() if not peer.silent]
+
+    @property
+    def all_silent(self) -> bool:
+        """Whether there are other gateways and none of them is heard."""
+        return self._has_others and not self.live
+
+    def status(self, now: float) -> list[GatewayStatus]:
+        """Return the status of each other gateway."""
+        return [
+            GatewayStatus(
+                id=name,
+                address=peer.ref.address,
+                state="silent" if peer.silent else "up",
+                silent_s=round(now - peer.heard_s, 3),
+                num_inflight=self._bookings.num_bookings(name),
+            )
+            for name, peer in self._peers.items()
+        ]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this gateway makes the decisions that only one gateway may make."""
+        return all(self._gateway.worker_id < peer.worker_id for peer in self.live)
+
+    def on_news(self, event: GatewayNews, now: float) -> bool:
+        """Apply the news of another gateway. Returns True when that gateway is new, or is back."""
+        ref = event.gateway
+        if ref.worker_id == self._gateway.worker_id:
+            if ref != self._gateway:
+                logger.error("%s has the name of this gateway: give each its own", ref.address)
+            return False
+        peer = self._peers.get(ref.worker_id)
+        if peer is not None and peer.former_epoch == ref.epoch:
+            return False  # a late message of its former epoch
+        is_new = peer is None or peer.silent or peer.ref.epoch != ref.epoch
+        if peer is None:
+            peer = self._peers[ref.worker_id] = _Peer(ref, now)
+            self._has_others = True
+            if self._bookings.updates is None:
+                self._bookings.updates = []
+        elif peer.ref.epoch != ref.epoch:
+            if not peer.silent:
+                self._lose(peer)
+            peer.former_epoch = peer.ref.epoch
+        peer.ref, peer.heard_s, peer.silent = ref, now, False
+        peer.ask_bookings = peer.ask_bookings or is_new
+        self._untried.pop(ref.address, None)
+        for other in event.gateways:
+            if other.worker_id not in self._peers and other.worker_id != self._gateway.worker_id:
+                self._untried[other.address] = now + FORGET_S
+        for news in event.news:
+            self._bookings.apply(ref.worker_id, news, now)
+        if event.open is not None:
+            self._bookings.retain(ref.worker_id, event.open)
+        peer.send_bookings = peer.send_bookings or event.send_all
+        return is_new
+
+    def on_goodbye(self, worker: WorkerRef) -> bool:
+        """Remove a gateway that leaves; False when it is not a live one."""
+        peer = self._peers.get(worker.worker_id)
+        if peer is None or peer.ref != worker or peer.silent:
+            return False
+        logger.info("gateway %s at %s has left", worker.worker_id, worker.address)
+        self._lose(peer)
+        del self._peers[worker.worker_id]
+        self._has_others = bool(self._peers)
+        return True
+
+    def take_lost(self) -> list[WorkerRef]:
+        """Return the gateways that have left or become silent since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def broadcast(self, message: AnyMessage) -> None:
+        """Send a message to all other gateways."""
+        for peer in self._peers.values():
+            self._channel.send(peer.ref.address, message)
+
+    def tick(self, now: float) -> float | None:
+        """Send what is due; return when to call again, None while there are no others."""
+        self._check_silence(now)
+        if not self._peers:
+            self._bookings.updates = None
+            if not self._untried:
+                return None
+        is_due = now >= self._next_heartbeat_s
+        if is_due:
+            self._next_heartbeat_s = now + HEARTBEAT_S
+            self._untried = {one: end_s for one, end_s in self._untried.items() if now < end_s}
+            for address in self._untried:
+                self._channel.send(address, self._news([]))
+        changes: list[BookingUpdate] = self._bookings.updates or []
+        if changes:
+            self._bookings.updates = []
+        for peer in self._peers.values():
+            if is_due or (not peer.silent and (peer.send_bookings or peer.ask_bookings or changes)):
+                news = list(self._bookings.own_updates()) if peer.send_bookings else changes
+                whole = peer.send_bookings or is_due
+                self._send(peer, self._news(news, whole=whole, ask_bookings=peer.ask_bookings))
+        return self._next_heartbeat_s
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a lost gateway has bookings here."""
+        known = {name for name, peer in self._peers.items() if not peer.silent}
+        assert self._bookings.owners <= known, "bookings of a gateway that is gone"
+        assert self._gateway.worker_id not in known, "this gateway is its own peer"
+
+    def _send(self, peer: _Peer, message: GatewayNews) -> None:
+        peer.ask_bookings = peer.send_bookings = False
+        self._channel.send(peer.ref.address, message)
+
+    def _news(
+        self, news: list[BookingUpdate], *, whole: bool = False, ask_bookings: bool = False
+    ) -> GatewayNews:
+        return GatewayNews(
+            gateway=self._gateway,
+            gateways=self.live,
+            news=news,
+            open=self._bookings.own_ids() if whole else None,
+            send_all=ask_bookings,
+        )
+
+    def _check_silence(self, now: float) -> None:
+        for name, peer in list(self._peers.items()):
+            if not peer.silent and now - peer.heard_s > self._timeout_s:
+                logger.warning("gateway %s at %s is silent", name, peer.ref.address)
+                self._lose(peer)
+            elif now - peer.heard_s > FORGET_S:
+                del self._peers[name]
+
+    def _lose(self, peer: _Peer) -> None:
+        peer.silent = True
+        self._bookings.retain(peer.ref.worker_id, [])
+        self._lost.append(peer.ref)

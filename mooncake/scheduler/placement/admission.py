@@ -1,0 +1,178 @@
+"""Admission: early rejection of requests that would miss their limits, and the rejections
+themselves.
+
+Pure. Every rejection says why and when to retry (Mooncake, FAST'25, Algorithm 1: HTTP 429).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mooncake.base import Failure, GenerateRequest, IdSource, MooncakeError, Overloaded, Unavailable
+from mooncake.base.errors import ContextTooLong
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.placement.decode_choice import DecodeOption
+from mooncake.scheduler.placement.prefill_choice import PrefillOption
+
+MIN_RETRY_S = 1.0
+MAX_RETRY_S = 60.0
+JITTER = 0.25
+"""Up to this share is added to the retry advice at random, so that clients refused together do not
+return together.
+"""
+BATCH_AHEAD_S = 0.5
+"""Batch work goes to a prefill worker with at most this many seconds queued: enough that the worker
+never idles, little enough that other requests are hardly delayed.
+"""
+NOT_IDLE = "not_idle"
+NO_ROOM_REASONS = frozenset({"tbt_limit", "decode_full"})
+"""Reasons of rejections that fewer sequences on decode would have avoided."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejection:
+    """A request that is not accepted, and why."""
+
+    status: int
+    error_type: str
+    reason: str
+    """A short name, for counters."""
+    message: str
+    retry_after_s: float | None = None
+
+    @property
+    def permanent(self) -> bool:
+        """Whether a later retry would be refused too."""
+        return self.status < 500 and self.status != Overloaded.http_status
+
+    def failure(self) -> Failure:
+        """Return the failure as the client gets it."""
+        return Failure(
+            status=self.status,
+            error_type=self.error_type,
+            message=self.message,
+            retry_after_s=self.retry_after_s,
+        )
+
+
+def reject(
+    kind: type[MooncakeError], reason: str, message: str, retry_after_s: float | None = None
+) -> Rejection:
+    """Return a rejection with the status of `kind`; the retry advice is kept within bounds."""
+    if retry_after_s is not None:
+        retry_after_s = min(max(retry_after_s, MIN_RETRY_S), MAX_RETRY_S)
+    return Rejection(
+        status=kind.http_status,
+        error_type=kind.error_type,
+        reason=reason,
+        message=message,
+        retry_after_s=retry_after_s,
+    )
+
+
+def spread_retry(rejection: Rejection, ids: IdSource) -> Rejection:
+    """Return the rejection with up to a quarter added to its retry advice, at random."""
+    if rejection.retry_after_s is None:
+        return rejection
+    factor = 1 + JITTER * ids.integer(16) / (1 << 16)
+    return Rejection(
+        status=rejection.status,
+        error_type=rejection.error_type,
+        reason=rejection.reason,
+        message=rejection.message,
+        retry_after_s=round(rejection.retry_after_s * factor, 3),
+    )
+
+
+def check_limits(
+    config: SchedulerConfig,
+    request: GenerateRequest,
+    ttft_s: float,
+    tbt_s: float,
+    share: float = 1.0,
+) -> Rejection | None:
+    """Return a rejection when a predicted time exceeds the request's share of its limit. The
+    request's own limits take precedence over the cluster's.
+    """
+    ttft_slo_s, tbt_slo_s = config.ttft_limit_s(request), config.tbt_limit_s(request)
+    if ttft_slo_s is not None and ttft_s > share * ttft_slo_s:
+        return reject(
+            Overloaded,
+            "ttft_limit",
+            f"The first token would come in about {ttft_s:.1f} s, which is over the limit of "
+            f"{share * ttft_slo_s:g} s. Retry later.",
+            ttft_s - share * ttft_slo_s,
+        )
+    if tbt_slo_s is not None and tbt_s > share * tbt_slo_s:
+        return reject(
+            Overloaded,
+            "tbt_limit",
+            f"Tokens would come about every {1e3 * tbt_s:.0f} ms, which is over the limit of "
+            f"{1e3 * share * tbt_slo_s:g} ms. Retry later.",
+            tbt_s / tbt_slo_s,
+        )
+    return None
+
+
+def check_room(
+    config: SchedulerConfig, request: GenerateRequest, decode: DecodeOption
+) -> Rejection | None:
+    """Return a rejection when decode has no room and a limit on gaps must be kept."""
+    if not decode.full or config.tbt_limit_s(request) is None:
+        return None
+    return reject(
+        Overloaded,
+        "decode_full",
+        "All decode workers are full, so the limit on gaps between tokens cannot be met. "
+        "Retry later.",
+        2.0,
+    )
+
+
+def check_idle(
+    config: SchedulerConfig,
+    prefill: PrefillOption,
+    decode: DecodeOption,
+    tbt_s: float,
+    share: float,
+) -> Rejection | None:
+    """Return a rejection unless batch work would fill idle capacity: hardly any work waits at the
+    prefill worker, and decode has room and stays well within the limit on gaps of other requests.
+    """
+    limit_s = math.inf if config.tbt_slo_s is None else share * config.tbt_slo_s
+    busy = prefill.queue_s > BATCH_AHEAD_S or tbt_s > limit_s
+    if not busy and not decode.full and not decode.num_short_blocks:
+        return None
+    return not_idle()
+
+
+def not_idle() -> Rejection:
+    """Return the rejection of batch work that has to wait."""
+    return reject(
+        Overloaded, NOT_IDLE, "The cluster is busy; batch work waits until it is not.", 5.0
+    )
+
+
+def no_decode() -> Rejection:
+    """Return the rejection for a cluster without a usable decode worker."""
+    return reject(
+        Unavailable,
+        "no_decode_worker",
+        "No decode worker is up (starting, restarting or draining). Retry later.",
+        2.0,
+    )
+
+
+def too_large(num_tokens: int) -> Rejection:
+    """Return the rejection of a request that no worker could hold, even an empty one."""
+    return reject(
+        ContextTooLong,
+        "too_large",
+        f"The {num_tokens} tokens of this prompt do not fit the KVCache of any worker.",
+    )
+
+
+def draining() -> Rejection:
+    """Return the rejection of a server that shuts down."""
+    return reject(Unavailable, "draining", "The server is shutting down.", 5.0)

@@ -1,0 +1,221 @@
+"""The booking table: what each placed request uses of its workers until it ends.
+
+Owned by the Conductor. It holds the own placements and, where there are several gateways, the
+bookings they report: prefixes in flight, fetches in progress and loads of workers count the same,
+whichever gateway placed them. Facts only; no choices here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mooncake.base import KeyChain, WorkerRef
+from mooncake.base.messages import Booking, BookingOver
+from mooncake.scheduler.placement.fetch_costs import FetchCosts
+from mooncake.scheduler.placement.forecast import DecodeForecast
+from mooncake.scheduler.placement.inflight_prefixes import InflightPrefixes
+from mooncake.scheduler.placement.views import Assignment, InstanceView
+
+BookingUpdate = Booking | BookingOver
+
+
+@dataclass(slots=True)
+class Entry:
+    """A booking and its progress."""
+
+    booking: Booking
+    owner: str
+    """The id of the gateway that placed it, "" for this one."""
+    prefilled: bool = False
+
+
+class BookingTable:
+    """Bookings by name: the request id, with the gateway's id before it if another made it."""
+
+    def __init__(self, views: Mapping[str, InstanceView], fetch: FetchCosts) -> None:
+        self._views = views
+        self._fetch = fetch
+        self.inflight = InflightPrefixes()
+        self.forecast = DecodeForecast()
+        self._entries: dict[str, Entry] = {}
+        self._of_others: dict[str, dict[str, None]] = {}
+        """Gateway id -> names of its bookings."""
+        self.updates: list[BookingUpdate] | None = None
+        """Changes of own bookings to send to other gateways; None while there are none."""
+
+    # ------------------------------------------------------------ own
+
+    def get(self, request_id: str) -> Entry | None:
+        """Return an own booking, or None."""
+        return self._entries.get(request_id)
+
+    def add(self, booking: Booking, now: float) -> None:
+        """Book the placement of an own request."""
+        assert booking.request_id not in self._entries, "placed twice"
+        self._add(booking.request_id, Entry(booking, ""), now)
+        self._publish(booking)
+
+    def on_prefilled(self, request_id: str, now: float) -> None:
+        """Record the first token of an own request: prompt and fetches are done."""
+        entry = self._entries.get(request_id)
+        if entry is not None and not entry.prefilled:
+            self._publish(BookingOver(request_id=request_id, prefill_only=True))
+            self._prefilled(request_id, entry)
+        self.forecast.on_joined(request_id, now)
+
+    def release(self, request_id: str) -> bool:
+        """Remove an own booking whose request or attempt has ended; False when there is none."""
+        known = self._release(request_id)
+        if known:
+            self._publish(BookingOver(request_id=request_id))
+        return known
+
+    def own_updates(self) -> Iterator[BookingUpdate]:
+        """Yield the own bookings as updates for a gateway that knows none of them."""
+        for name, entry in self._entries.items():
+            if not entry.owner:
+                yield entry.booking
+                if entry.prefilled:
+                    yield BookingOver(request_id=name, prefill_only=True)
+
+    def own_ids(self) -> list[str]:
+        """Return the request ids of the own bookings."""
+        return [name for name, entry in self._entries.items() if not entry.owner]
+
+    # ------------------------------------------------------------ of others
+
+    @property
+    def owners(self) -> set[str]:
+        """The ids of other gateways that have bookings here."""
+        return set(self._of_others)
+
+    def num_bookings(self, gateway_id: str) -> int:
+        """Return the number of bookings that another gateway has here."""
+        return len(self._of_others.get(gateway_id, ()))
+
+    def apply(self, gateway_id: str, update: BookingUpdate, now: float) -> None:
+        """Apply another gateway's update; a booking on workers unknown here is ignored."""
+        name = _name(gateway_id, update.request_id)
+        if isinstance(update, Booking):
+            self._release(name)
+            if self._view(update.computing) is not None and self._view(update.decode) is not None:
+                self._add(name, Entry(update, gateway_id), now)
+                self._of_others.setdefault(gateway_id, {})[name] = None
+        elif not update.prefill_only:
+            self._release(name)
+        elif (entry := self._entries.get(name)) is not None:
+            self._prefilled(name, entry)
+            self.forecast.on_joined(name, now)
+
+    def retain(self, gateway_id: str, request_ids: list[str]) -> None:
+        """Remove the bookings of another gateway that are not among `request_ids`: the update that
+        ended them may have been lost.
+        """
+        names = {_name(gateway_id, request_id) for request_id in request_ids}
+        for name in list(self._of_others.get(gateway_id, ())):
+            if name not in names:
+                self._release(name)
+
+    def on_worker_lost(self, worker_id: str) -> None:
+        """Remove other gateways' bookings on a lost worker; own ones are
+        released by their owner.
+        """
+        for names in list(self._of_others.values()):
+            for name in list(names):
+                booking = self._entries[name].booking
+                if worker_id in (booking.computing.worker_id, booking.decode.worker_id):
+                    self._release(name)
+
+    # ------------------------------------------------------------ both
+
+    def check_integrity(self, placed: set[str]) -> None:
+        """Raise AssertionError unless exactly the requests `placed` are booked here, and every
+        worker's share belongs to a booking.
+        """
+        assert set(self.own_ids()) == placed, "bookings and placed requests disagree"
+        assert self.forecast.num_requests == len(self._entries), "the forecast has other requests"
+        for view in self._views.values():
+            for name in view.assigned_ids:
+                entry = self._entries.get(name)
+                assert entry is not None, "a share without a booking"
+                assert view.worker in (entry.booking.computing, entry.booking.decode)
+        others = [name for names in self._of_others.values() for name in names]
+        assert sorted(others) == sorted(n for n, entry in self._entries.items() if entry.owner)
+        if all(entry.prefilled for entry in self._entries.values()):
+            assert self.inflight.empty, "prefixes in flight that no worker computes"
+            self._fetch.check_idle()
+
+    def _view(self, worker: WorkerRef) -> InstanceView | None:
+        view = self._views.get(worker.worker_id)
+        return view if view is not None and view.worker == worker else None
+
+    def _publish(self, update: BookingUpdate) -> None:
+        if self.updates is not None:
+            self.updates.append(update)
+
+    def _add(self, name: str, entry: Entry, now: float) -> None:
+        booking = entry.booking
+        self._entries[name] = entry
+        whole = booking.computing == booking.decode
+        computing, decoding = self._view(booking.computing), self._view(booking.decode)
+        assert computing is not None, "computed by a worker that is lost"
+        assert decoding is not None, "decoded by a worker that is lost"
+        computing.assign(
+            Assignment(
+                request_id=name,
+                placed_s=now,
+                num_prefill_tokens=booking.num_new_tokens,
+                prefill_s=booking.prefill_s,
+                num_context_tokens=booking.num_tokens if whole else 0,
+                num_blocks=booking.num_blocks if whole else 0,
+            )
+        )
+        if not whole:
+            decoding.assign(
+                Assignment(
+                    request_id=name,
+                    placed_s=now,
+                    num_context_tokens=booking.num_tokens,
+                    num_blocks=booking.num_blocks,
+                )
+            )
+        self.forecast.add(name, decoding.worker_id, booking.num_tokens, now + booking.ttft_s)
+        self.inflight.add(computing.worker_id, KeyChain(booking.keys))
+        self._fetch.started(booking.sources)
+
+    def _prefilled(self, name: str, entry: Entry) -> None:
+        if entry.prefilled:
+            return
+        entry.prefilled = True
+        booking = entry.booking
+        self.inflight.remove(booking.computing.worker_id, KeyChain(booking.keys))
+        self._fetch.ended(booking.sources)
+        view = self._view(booking.computing)
+        if view is not None:
+            view.prefilled(name)
+            if booking.computing != booking.decode:
+                view.release(name)
+
+    def _release(self, name: str) -> bool:
+        entry = self._entries.get(name)
+        if entry is None:
+            return False
+        self._prefilled(name, entry)
+        self.forecast.remove(name)
+        del self._entries[name]
+        if entry.owner:
+            names = self._of_others[entry.owner]
+            del names[name]
+            if not names:
+                del self._of_others[entry.owner]
+        for worker in {entry.booking.computing: None, entry.booking.decode: None}:
+            view = self._view(worker)
+            if view is not None:
+                view.release(name)
+        return True
+
+
+def _name(gateway_id: str, request_id: str) -> str:
+    """Return the name of another gateway's booking; no request id contains the separator."""
+    return f"{gateway_id}\x1f{request_id}"

@@ -1,0 +1,430 @@
+"""The Conductor: knows every worker from its reports, and decides where a request goes.
+
+Owns the views of workers, the prefix index and the booking table; all of it is rebuilt from reports
+after a restart. No I/O and no request state: the gateway sends, receives and keeps the requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from mooncake.base import (
+    BlockEvents,
+    BlockKey,
+    BlockSource,
+    GenerateRequest,
+    IdSource,
+    KeyChain,
+    LoadReport,
+    Priority,
+    Role,
+    Tier,
+    WorkerHello,
+    WorkerRef,
+)
+from mooncake.base.messages import Booking
+from mooncake.kvstore.index.directory import Replica
+from mooncake.kvstore.index.index import PrefixIndex
+from mooncake.kvstore.index.prefix_match import PrefixMatch
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.cost import RunningMean
+from mooncake.scheduler.fairness import QueuePosition, WorkerQueues
+from mooncake.scheduler.placement.admission import (
+    Rejection,
+    check_idle,
+    check_limits,
+    check_room,
+    no_decode,
+    too_large,
+)
+from mooncake.scheduler.placement.booking_table import BookingTable
+from mooncake.scheduler.placement.decode_choice import DecodeOption, DecodeQuery
+from mooncake.scheduler.placement.fetch_costs import FetchCosts
+from mooncake.scheduler.placement.fleet import Fleet
+from mooncake.scheduler.placement.fleet_choice import FleetSearch, PrefixLengths
+from mooncake.scheduler.placement.pair_choice import COLUMNS_FROM, Pair, PairChoice, PairQuery
+from mooncake.scheduler.placement.pools import Pools, PoolSources
+from mooncake.scheduler.placement.prefill_choice import (
+    PrefillOption,
+    PrefillQuery,
+    make_policy,
+    option_maker,
+)
+from mooncake.scheduler.placement.replication import HOT_BLOCKS, Replication
+from mooncake.scheduler.placement.views import InstanceView
+
+OUTPUT_WINDOW = 512
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where a request goes, and the predictions made for it."""
+
+    prefill: WorkerRef | None
+    """None when the decode worker does the whole request."""
+    decode: WorkerRef
+    sources: tuple[BlockSource, ...]
+    """The blocks that the worker that computes the prompt fetches."""
+    predicted_ttft_s: float
+    predicted_tbt_s: float
+    num_cached_blocks: int
+    """Leading blocks that are reused: those of the computing worker, then those it fetches."""
+    num_cached_tokens: int
+    num_fetch_blocks: int
+    num_replicate_blocks: int = 0
+    """Leading blocks that the prefill worker also puts into the pool of its node."""
+    must_wait: bool = False
+    """Decode has no room for the request now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How blocks are named in this cluster; set by the first worker."""
+
+    fingerprint: str
+    block_tokens: int
+
+
+class Conductor:
+    """Places requests on workers."""
+
+    def __init__(
+        self, config: SchedulerConfig, ids: IdSource, *, columns_from: int = COLUMNS_FROM
+    ) -> None:
+        """`columns_from`: see `pair_choice`."""
+        self._config = config
+        self._index = PrefixIndex()
+        self._fetch = FetchCosts(config)
+        self._replication = Replication(config.uses_per_s_per_copy)
+        self._views: dict[str, InstanceView] = {}
+        self.bookings = BookingTable(self._views, self._fetch)
+        """All placements that have not ended, of this and other gateways."""
+        self._prefills, self._decodes = Fleet(), Fleet()
+        self._pools = Pools(self._index, self._fetch)
+        self._choice = PairChoice(
+            config, make_policy(config, ids), self._prefills, self._decodes,
+            FleetSearch(option_maker(config), self._pools, self._index), columns_from=columns_from,
+        )  # fmt: skip
+        self._queues = WorkerQueues()
+        self._output_tokens = RunningMean(config.expected_output_tokens, OUTPUT_WINDOW)
+        self._layout: Layout | None = None
+        self._block_bytes = 0
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def layout(self) -> Layout | None:
+        """How blocks are named; None before the first worker joins."""
+        return self._layout
+
+    @property
+    def views(self) -> list[InstanceView]:
+        """The live workers, in the order they joined."""
+        return list(self._views.values())
+
+    @property
+    def num_indexed_blocks(self) -> int:
+        """The number of distinct block keys known to be stored anywhere."""
+        return self._index.num_keys
+
+    def holders(self, keys: Sequence[BlockKey]) -> dict[str, int]:
+        """Return worker id -> how many of the leading `keys` it is known to hold."""
+        return self._index.match(keys)
+
+    def replicas(self, key: BlockKey) -> list[Replica]:
+        """Return the workers that hold one block, with the tier."""
+        return self._index.replicas(key)
+
+    def held_by(self, worker_id: str, tier: Tier) -> set[BlockKey]:
+        """Return all blocks that a worker is known to hold in a tier; slow (for checks)."""
+        return self._index.held_by(worker_id, tier)
+
+    def view(self, worker_id: str) -> InstanceView | None:
+        """Return what is known of a live worker, or None."""
+        return self._views.get(worker_id)
+
+    def on_hello(self, hello: WorkerHello) -> str | None:
+        """Add a worker, or return why it cannot be used. A repeat changes nothing; an older epoch
+        must have been reported lost before.
+        """
+        known = self._views.get(hello.worker.worker_id)
+        if known is not None:
+            assert known.worker == hello.worker, "a new epoch came before the old one was lost"
+            return None
+        layout = Layout(fingerprint=hello.layout_fingerprint, block_tokens=hello.block_tokens)
+        if self._layout is None:
+            self._layout = layout
+        elif layout != self._layout:
+            return (
+                f"its KVCache layout {layout.fingerprint} ({layout.block_tokens} tokens a block) "
+                f"is not the cluster's {self._layout.fingerprint} "
+                f"({self._layout.block_tokens}): start it with the same model, weights, KV dtype "
+                "and block size"
+            )
+        self._block_bytes = max(self._block_bytes, hello.block_bytes)
+        view = self._views[hello.worker.worker_id] = InstanceView.of(hello)
+        if hello.role == Role.KVSTORE:
+            self._pools.add(view)
+        else:
+            fleet = self._fleet(hello.role)
+            view.on_change = fleet.touch
+            fleet.add(view)
+        tier = Tier.DRAM if hello.role == Role.KVSTORE else Tier.HBM
+        self._index.add_worker(hello.worker, tier)
+        return None
+
+    def on_load(self, report: LoadReport, now: float) -> None:
+        """Take the heartbeat of a live worker."""
+        view = self._views.get(report.worker.worker_id)
+        if view is None or view.worker != report.worker:
+            return
+        self._index.expect(report.worker, report.block_nos)
+        self._fetch.observe(report.worker.worker_id, report.load.counters)
+        view.observe(report.load, now)
+        if report.load.draining and not view.draining:
+            view.draining = True
+        view.cost.observe(report.samples)
+
+    def on_blocks(self, events: BlockEvents) -> None:
+        """Take the block events of a live worker."""
+        view = self._views.get(events.worker.worker_id)
+        if view is not None and view.worker == events.worker:
+            self._index.apply(events)
+
+    def needs_snapshot(self, worker_id: str) -> bool:
+        """Whether block events of this worker were missed and no snapshot has come since."""
+        return worker_id in self._views and self._index.needs_snapshot(worker_id)
+
+    def on_draining(self, worker_id: str) -> None:
+        """Place nothing more on this worker."""
+        view = self._views.get(worker_id)
+        if view is not None:
+            view.draining = True
+
+    def on_lost(self, worker_id: str) -> None:
+        """Remove a worker and all blocks it holds. Own bookings on it stay until released."""
+        view = self._views.pop(worker_id, None)
+        if view is None:
+            return
+        if view.role == Role.KVSTORE:
+            self._pools.remove(worker_id)
+        else:
+            self._fleet(view.role).remove(worker_id)
+        self._index.remove_worker(worker_id)
+        self._fetch.forget(worker_id)
+        self.bookings.on_worker_lost(worker_id)
+        if not self._views:
+            self._layout = None
+
+    # -------------------------------------------------------- placement
+
+    def place(
+        self,
+        request: GenerateRequest,
+        keys: Sequence[BlockKey],
+        num_output_so_far: int,
+        now: float,
+        exclude: Collection[str] | None = None,
+        queue_position: QueuePosition | None = None,
+    ) -> Placement | Rejection:
+        """Choose the workers for a request and book their share.
+
+        `keys` name the full blocks of prompt and output so far. `exclude` is None for a new
+        request. For a request that was accepted before, and has no limits any more, it names the
+        workers it failed on, which are used only when there is no other. Batch work, new or not, is
+        placed only where it fills idle capacity.
+        """
+        admit, exclude = exclude is None, exclude or ()
+        queue_position = queue_position or QueuePosition((request.priority.order, 0.0))
+        if all(view.draining for view in self._decodes.views):
+            return no_decode()
+        query = self._query(request, keys, num_output_so_far, exclude)
+        chosen = self._choice.choose(query)
+        if chosen is None:
+            return too_large(query.prefill.num_tokens)
+        prefill, decode = chosen
+        ttft_s = self._ttft_s(prefill, queue_position, now)
+        if admit or request.priority is Priority.BATCH:
+            rejection = self._check(request, query, chosen, queue_position.share, ttft_s, now)
+            if rejection is not None:
+                return rejection
+        self._queues.add(
+            prefill.view.worker_id, request.request_id, queue_position.order, prefill.compute_s, now
+        )
+        self._book(request.request_id, keys, chosen, query.decode, now)
+        whole = prefill.view is decode.view
+        return Placement(
+            prefill=None if whole else prefill.view.worker,
+            decode=decode.view.worker,
+            sources=tuple(query.sources.with_others(prefill.sources)),
+            predicted_ttft_s=ttft_s,
+            predicted_tbt_s=decode.tbt_s,
+            num_cached_blocks=prefill.num_cached_blocks,
+            num_cached_tokens=prefill.num_cached_blocks * query.prefill.block_tokens,
+            num_fetch_blocks=prefill.num_fetch_blocks,
+            num_replicate_blocks=0 if whole else self._replicate(keys, query.prefix_match, now),
+            must_wait=decode.full,
+        )
+
+    def on_prefilled(self, request: GenerateRequest, now: float) -> Rejection | None:
+        """Record the first token of a request: its prompt is computed and its fetches have ended.
+
+        Returns a rejection when its decode worker would miss the limit on gaps now
+        (`recheck_decode`).
+        """
+        entry = self.bookings.get(request.request_id)
+        rejection = None
+        recheck = self._config.recheck_decode or self._config.admission == "late"
+        if entry is not None and not entry.prefilled and recheck:
+            booking = entry.booking
+            view = self._views.get(booking.decode.worker_id)
+            if view is not None and booking.computing != booking.decode:
+                tbt_s = self.bookings.forecast.tbt_now_s(view, len(request.prompt_tokens), now)
+                rejection = check_limits(self._config, request, 0.0, tbt_s)
+        self.bookings.on_prefilled(request.request_id, now)
+        self._queues.remove(request.request_id)
+        return rejection
+
+    def release(self, request_id: str, num_output_tokens: int | None = None) -> None:
+        """Remove a placement because the request or the attempt has ended. `num_output_tokens` is
+        given when it finished normally, to learn the length of outputs.
+        """
+        self._queues.remove(request_id)
+        if self.bookings.release(request_id) and num_output_tokens is not None:
+            self._output_tokens.add(num_output_tokens)
+
+    def check_integrity(self, placed: set[str]) -> None:
+        """Raise AssertionError unless exactly the requests `placed` are booked."""
+        self._prefills.check_integrity()
+        self._decodes.check_integrity()
+        self.bookings.check_integrity(placed)
+        self._queues.check_integrity(placed)
+        self._index.check_integrity()
+
+    # -------------------------------------------------------- internals
+
+    def _fleet(self, role: Role) -> Fleet:
+        return self._prefills if role == Role.PREFILL else self._decodes
+
+    def _replicate(self, keys: Sequence[BlockKey], prefix_match: PrefixMatch, now: float) -> int:
+        """Return how many leading blocks should get one more copy."""
+        watched = keys[:HOT_BLOCKS]
+        copies: list[int] = []
+        for stop, mask in prefix_match.holders(len(watched)):
+            copies += [(mask & self._pools.mask).bit_count()] * (stop - len(copies))
+        return self._replication.on_use(watched, copies, len(self._pools), now)
+
+    def _query(
+        self,
+        request: GenerateRequest,
+        keys: Sequence[BlockKey],
+        num_output_so_far: int,
+        exclude: Collection[str],
+    ) -> PairQuery:
+        layout = self._layout
+        assert layout is not None, "workers without a layout"
+        num_tokens = len(request.prompt_tokens) + num_output_so_far
+        left = request.sampling.max_tokens - num_output_so_far
+        prefix_match = self._index.prefix_match(keys)
+        held = PrefixLengths(
+            self._index, prefix_match, ~self._pools.mask, self.bookings.inflight.match(keys)
+        )
+        sources = PoolSources(self._pools, prefix_match)
+        return PairQuery(
+            prefill=PrefillQuery(
+                num_tokens=num_tokens,
+                block_tokens=layout.block_tokens,
+                own_matches=held,
+                sources=sources,
+            ),
+            decode=DecodeQuery(
+                num_tokens=num_tokens,
+                num_output_tokens=max(1, min(left, round(self._output_tokens.value))),
+                block_tokens=layout.block_tokens,
+                own_matches=held,
+                push_s_per_block=self._fetch.push_s_per_block(self._block_bytes),
+            ),
+            held=held,
+            prefix_match=prefix_match,
+            sources=sources,
+            exclude=exclude,
+            tbt_slo_s=self._config.tbt_limit_s(request),
+        )
+
+    def _ttft_s(self, prefill: PrefillOption, position: QueuePosition, now: float) -> float:
+        """Return the predicted TTFT: the request overtakes queued work of lower rank, and higher
+        classes that are still to come overtake it.
+        """
+        overtaken_s = self._queues.overtaken_s(prefill.view.worker_id, position.order)
+        slowdown = self._queues.slowdown(position.order, len(self._prefills), now)
+        return slowdown * (prefill.ttft_s - min(overtaken_s, prefill.queue_s))
+
+    def _check(
+        self,
+        request: GenerateRequest,
+        query: PairQuery,
+        pair: Pair,
+        share: float,
+        ttft_s: float,
+        now: float,
+    ) -> Rejection | None:
+        """Return a rejection when the request may use only this share of its limits and would
+        miss them, or is batch work that would not fill idle capacity.
+        """
+        prefill, decode = pair
+        tbt_s = self._admission_tbt_s(prefill, decode, query.decode, now)
+        if request.priority is Priority.BATCH:
+            return check_idle(self._config, prefill, decode, tbt_s, share)
+        return check_room(self._config, request, decode) or check_limits(
+            self._config, request, ttft_s, tbt_s, share
+        )
+
+    def _admission_tbt_s(
+        self, prefill: PrefillOption, decode: DecodeOption, wanted: DecodeQuery, now: float
+    ) -> float:
+        """Return the gap between tokens that is compared with the limit on arrival."""
+        if prefill.view is decode.view:
+            return decode.tbt_s
+        match self._config.admission:
+            case "late":
+                return 0.0
+            case "early":
+                return self.bookings.forecast.tbt_now_s(decode.view, wanted.num_tokens, now)
+            case _:
+                stay_s = max(1.0, self._output_tokens.value) * decode.tbt_s
+                at_s = now + prefill.ttft_s
+                return max(
+                    self.bookings.forecast.tbt_now_s(decode.view, wanted.num_tokens, now),
+                    self.bookings.forecast.tbt_at_s(
+                        decode.view, wanted.num_tokens, now, at_s, stay_s
+                    ),
+                )
+
+    def _book(
+        self,
+        request_id: str,
+        keys: Sequence[BlockKey],
+        pair: Pair,
+        wanted: DecodeQuery,
+        now: float,
+    ) -> None:
+        prefill, decode = pair
+        self.bookings.add(
+            Booking(
+                request_id=request_id,
+                computing=prefill.view.worker,
+                decode=decode.view.worker,
+                keys=KeyChain.of(keys).packed,
+                sources=prefill.sources,
+                num_tokens=wanted.num_tokens,
+                num_new_tokens=prefill.num_new_tokens,
+                prefill_s=prefill.fetch_s + prefill.compute_s,
+                ttft_s=prefill.ttft_s,
+                num_blocks=wanted.num_blocks_expected,
+            ),
+            now,
+        )

@@ -1,0 +1,99 @@
+"""The choice of a decode worker, by predicted gap between tokens and room in blocks.
+
+Pure; facts come from the views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mooncake.scheduler.placement.views import InstanceView
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeQuery:
+    """What a request will need on a decode worker."""
+
+    num_tokens: int
+    """Prompt and output so far."""
+    num_output_tokens: int
+    """Output tokens expected from now on."""
+    block_tokens: int
+    own_matches: Mapping[str, int] = field(default_factory=dict)
+    """Worker id -> leading blocks it holds already, which need not be pushed."""
+    push_s_per_block: float = 0.0
+
+    @property
+    def num_blocks_now(self) -> int:
+        """Blocks needed to join the batch: for all tokens so far and the next one."""
+        return -(-(self.num_tokens + 1) // self.block_tokens)
+
+    @property
+    def num_blocks_expected(self) -> int:
+        """Blocks held when the expected output is complete."""
+        return -(-(self.num_tokens + max(self.num_output_tokens, 1)) // self.block_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeOption:
+    """One decode worker, and the consequences of joining it."""
+
+    view: InstanceView
+    tbt_s: float
+    """Predicted gap between tokens with this request in the batch."""
+    num_short_blocks: int
+    """Blocks that are missing for the expected output; 0 = it fits."""
+    push_s: float
+    """Predicted seconds to push the blocks that the worker does not hold."""
+    full: bool
+    """Not even the tokens so far fit now: the request would wait for room."""
+    num_output_tokens: int
+
+    @property
+    def score_s(self) -> float:
+        """The gap plus the push time spread over the expected output; the smallest is best."""
+        return self.tbt_s + self.push_s / max(self.num_output_tokens, 1)
+
+
+def evaluate(query: DecodeQuery, view: InstanceView) -> DecodeOption:
+    """Return what joining this worker means for the request and for those that run there."""
+    free = view.num_free_blocks()
+    limit = view.hello.max_num_seqs
+    sequences = view.num_sequences() + 1
+    # The batch grows to the worker's limit at most; sequences above it wait.
+    batch = min(sequences, limit) if limit else sequences
+    context = view.num_context_tokens() + query.num_tokens
+    missing = max(0, query.num_blocks_now - query.own_matches.get(view.worker_id, 0))
+    return DecodeOption(
+        view=view,
+        tbt_s=view.cost.tbt_s(batch, round(context * batch / sequences)),
+        num_short_blocks=max(0, query.num_blocks_expected - free),
+        push_s=missing * query.push_s_per_block,
+        num_output_tokens=query.num_output_tokens,
+        full=query.num_blocks_now > free or (limit > 0 and sequences > limit),
+    )
+
+
+def choose_decode(query: DecodeQuery, instances: Sequence[InstanceView]) -> DecodeOption | None:
+    """Return the best worker: one with room before one without, then the smallest score.
+
+    Where all are full it is the one that lacks the fewest blocks. Workers too small for the request
+    even when empty are never chosen; None when there is no other.
+    """
+    options = [
+        evaluate(query, view) for view in instances if view.hello.num_blocks >= query.num_blocks_now
+    ]
+    return min(options, key=_rank, default=None)
+
+
+def _rank(option: DecodeOption) -> tuple[bool, int, float, int, str]:
+    short = option.num_short_blocks
+    view = option.view
+    return (
+        option.full,
+        short if option.full else short > 0,
+        option.score_s,
+        view.num_assigned,
+        view.worker_id,
+    )

@@ -1,0 +1,378 @@
+"""The choices of `prefill_choice` and `decode_choice` over columns: the same results for thousands
+of workers, in a fraction of a millisecond.
+
+Pure. Workers that hold the same blocks of a prompt have the same ways to get the others, so the
+ways are found once per group and their costs are computed for all members together, in the same
+order of operations as for one option (the sums are equal to the last bit). A group whose lower
+bound is above the best score found is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mooncake.kvstore.index.index import PrefixIndex
+from mooncake.kvstore.index.prefix_match import PrefixMatch
+from mooncake.scheduler.cost import chunk_features
+from mooncake.scheduler.placement.decode_choice import DecodeOption, DecodeQuery, evaluate
+from mooncake.scheduler.placement.fleet import MANY_SLOTS, Bools, Column, Fleet, Floats, Ints, bits
+from mooncake.scheduler.placement.pools import Pools
+from mooncake.scheduler.placement.prefill_choice import (
+    WORK_WEIGHT,
+    Chain,
+    OptionMaker,
+    PrefillOption,
+    PrefillQuery,
+    Sources,
+    StoreRun,
+    rank,
+)
+from mooncake.scheduler.placement.views import InstanceView
+
+ROUNDING = 1e-9
+"""Relative; lower bounds are reduced by this, because they are summed in another order."""
+FEW = 3
+"""Groups of fewer members than this are evaluated one by one."""
+MAX_CODE_BITS = 40
+Best = tuple[float, int, str]
+"""The result of `prefill_choice.rank`."""
+
+
+class PrefixLengths(Mapping[str, int]):
+    """Worker id -> leading blocks of one prompt that the worker holds or is computing."""
+
+    def __init__(
+        self, index: PrefixIndex, prefix_match: PrefixMatch, among: int, inflight: Mapping[str, int]
+    ) -> None:
+        """`among`: bits of the workers to consider."""
+        self._index = index
+        self._prefix_match = prefix_match
+        self._among = among
+        self._inflight = inflight
+        self._lengths: Ints | None = None
+
+    def in_fleet(self, fleet: Fleet) -> Ints:
+        """Return the lengths for all workers of a fleet, in its order."""
+        lengths = self._by_slot()[fleet.slots(self._index)]
+        if self._inflight:
+            lengths = lengths.copy()
+            for worker_id, length in self._inflight.items():
+                at = fleet.find(worker_id)
+                if at < len(fleet) and fleet.views[at].worker_id == worker_id:
+                    lengths[at] = max(lengths[at], length)
+        return lengths
+
+    def __getitem__(self, worker_id: str) -> int:
+        slot = self._index.slot_of(worker_id)
+        held = 0
+        if slot is not None and self._among >> slot & 1:
+            held = self._prefix_match.run_of(0, 1 << slot)
+        held = max(held, self._inflight.get(worker_id, 0))
+        if not held:
+            raise KeyError(worker_id)
+        return held
+
+    def __iter__(self) -> Iterator[str]:
+        mask = next(iter(self._prefix_match.region(0).masks), 0) & self._among
+        for slot in np.flatnonzero(bits(mask, self._index.num_slots)):
+            yield self._index.worker_at(int(slot)).worker_id
+        for worker_id in self._inflight:
+            slot_of = self._index.slot_of(worker_id)
+            if slot_of is None or not mask >> slot_of & 1:
+                yield worker_id
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _by_slot(self) -> Ints:
+        if self._lengths is None:
+            num_slots = self._index.num_slots
+            self._lengths = np.zeros(num_slots + 8, np.int64)
+            for stop, mask in self._prefix_match.runs(0, self._among):
+                self._lengths[: num_slots + 8][np.flatnonzero(bits(mask, num_slots))] = stop
+        return self._lengths
+
+
+def choose_decode_among(
+    query: DecodeQuery, fleet: Fleet, usable: Bools, own: Ints
+) -> DecodeOption | None:
+    """Return the result of `decode_choice.choose_decode` for the usable workers of a fleet. `own`:
+    the blocks of the prompt that each worker holds.
+    """
+    columns = fleet.refresh()
+    free, limit = columns[Column.FREE_BLOCKS], columns[Column.MAX_SEQS]
+    sequences = columns[Column.SEQUENCES] + 1
+    batch = np.where(limit > 0, np.minimum(sequences, limit), sequences)
+    context = np.rint((columns[Column.CONTEXT] + query.num_tokens) * batch / sequences)
+    gap_s = columns[Column.FIXED] + columns[Column.TOKEN] * batch
+    gap_s = gap_s + columns[Column.PAIR] * context + columns[Column.SQUARE] * batch
+    missing = np.maximum(0, query.num_blocks_now - own)
+    push_s = missing * query.push_s_per_block
+    score_s = gap_s + push_s / max(query.num_output_tokens, 1)
+    full = (query.num_blocks_now > free) | ((limit > 0) & (sequences > limit))
+    short = np.maximum(0, query.num_blocks_expected - free)
+    members = np.flatnonzero(usable & (columns[Column.NUM_BLOCKS] >= query.num_blocks_now))
+    if not len(members):
+        return None
+    with_room = members[~full[members]]
+    if len(with_room):
+        members = with_room
+        short = short > 0
+    for key in (short, score_s, columns[Column.ASSIGNED]):
+        values = key[members]
+        members = members[values == values.min()]
+    return evaluate(query, fleet.views[members[0]])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidates:
+    """The facts from which one prefill worker is chosen."""
+
+    query: PrefillQuery
+    fleet: Fleet
+    members: Ints
+    """Positions in the fleet of the workers to choose from, ascending."""
+    own: Ints
+    """Of each member: the leading blocks it holds itself."""
+    pool_slots: Ints
+    """Of each member: the pool of its node (see `Pools.slot_of_node`)."""
+    prefix_match: PrefixMatch
+
+
+class _RecordingSources:
+    """`Sources` that remember which pools they named."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self.named: dict[str, None] = {}
+
+    def longest(self, first: int) -> Sequence[StoreRun]:
+        runs = self._sources.longest(first)
+        self.named.update(dict.fromkeys(run.store.worker_id for run in runs))
+        return runs
+
+    def local(self, first: int, node_id: str) -> StoreRun | None:
+        return self._sources.local(first, node_id)
+
+
+class FleetSearch:
+    """The policy `LeastTtft` for many workers."""
+
+    def __init__(self, make: OptionMaker, pools: Pools, index: PrefixIndex) -> None:
+        self._make = make
+        self._pools = pools
+        self._index = index
+
+    def choose(
+        self, query: PrefillQuery, fleet: Fleet, able: Bools, own: Ints, prefix_match: PrefixMatch
+    ) -> PrefillOption | None:
+        """Return the result of `LeastTtft` for the workers that are `able`. `own`: the blocks of
+        the prompt that each worker holds.
+        """
+        members = np.flatnonzero(able)
+        if not len(members):
+            return None
+        candidates = Candidates(
+            query=query,
+            fleet=fleet,
+            members=members,
+            own=np.minimum(own[members], query.max_cached_blocks),
+            pool_slots=fleet.pool_slots(self._index, self._pools.slot_of_node)[members],
+            prefix_match=prefix_match,
+        )
+        best: Best | None = None
+        at = -1
+        for bound, group in self._groups(candidates):
+            if best is not None and bound > best[0]:
+                break
+            found, place = self._best_of(candidates, group)
+            if best is None or found < best:
+                best, at = found, place
+        assert at >= 0
+        return self._option(candidates, at)
+
+    def option(self, query: PrefillQuery, view: InstanceView) -> PrefillOption:
+        """Return the quickest way for one worker to compute the prompt."""
+        return self._make(query, view, view.queued_s())
+
+    def _option(self, candidates: Candidates, at: int) -> PrefillOption:
+        return self.option(candidates.query, candidates.fleet.views[candidates.members[at]])
+
+    # ------------------------------------------------------------ groups
+
+    def _groups(self, candidates: Candidates) -> Iterator[tuple[float, Ints]]:
+        """Yield (lower bound of the scores, members) for each group of members that hold the same
+        blocks, the smallest bound first.
+        """
+        held, lengths = self._held(candidates)
+        codes = _codes(candidates.own, held)
+        if codes is None:
+            yield 0.0, np.arange(len(candidates.members))
+            return
+        bounds = self._bounds(candidates, held, lengths)
+        order = np.argsort(codes, kind="stable")
+        ordered = codes[order]
+        starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        stops = [*starts[1:], len(order)]
+        least = np.minimum.reduceat(bounds[order], starts)
+        for number in np.argsort(least, kind="stable"):
+            yield float(least[number]), order[starts[number] : stops[number]]
+
+    def _held(self, candidates: Candidates) -> tuple[Bools, Floats]:
+        """Return (stretch x member: whether the pool of the member's node holds the stretch, blocks
+        of each stretch).
+        """
+        region, pools = candidates.prefix_match.region(0), self._pools.mask
+        limit = candidates.query.max_cached_blocks
+        rows, lengths = [], []
+        present = candidates.pool_slots >= 0
+        for stretch, mask in enumerate(region.masks):
+            start = region.start(stretch)
+            if mask & pools and start < limit:
+                holds = bits(mask & pools, self._index.num_slots)[candidates.pool_slots]
+                rows.append(holds & present)
+                lengths.append(min(region.stops[stretch], limit) - start)
+        shape = (len(rows), len(candidates.members))
+        return np.array(rows, np.bool_).reshape(shape), np.array(lengths, np.float64)
+
+    def _bounds(self, candidates: Candidates, held: Bools, lengths: Floats) -> Floats:
+        """Return a lower bound of each member's score: every block after its own costs the least of
+        a local fetch (of no more blocks than its pool holds), a remote fetch, and computing it.
+        """
+        query, columns = candidates.query, candidates.fleet.columns[:, candidates.members]
+        limit = query.max_cached_blocks
+        end = min(candidates.prefix_match.region(0).end, limit)
+        reach = np.where(candidates.own > end, limit, end)
+        num_blocks = np.maximum(reach - candidates.own, 0)
+        num_local = np.minimum(lengths @ held, num_blocks)
+        token_s = columns[Column.TOKEN]
+        block_s = token_s * query.block_tokens
+        local_s, remote_s = self._pools.cheapest_block_s()
+        rest = query.num_tokens - (candidates.own + num_blocks) * query.block_tokens
+        work_s = columns[Column.FIXED] + token_s * rest
+        work_s += num_local * np.minimum(block_s, min(local_s, remote_s))
+        work_s += (num_blocks - num_local) * np.minimum(block_s, remote_s)
+        bounds = columns[Column.QUEUE_S] + (1 + WORK_WEIGHT) * work_s
+        return np.asarray(bounds * (1 - ROUNDING))
+
+    # ------------------------------------------------------------ one group
+
+    def _best_of(self, candidates: Candidates, group: Ints) -> tuple[Best, int]:
+        """Return the best rank within a group and the member that has it."""
+        best: Best | None = None
+        at = -1
+        alone = self._evaluated_alone(candidates, group)
+        while not alone.all():
+            first = int(np.argmin(alone))
+            chains, named, node_id = self._ways_of(candidates, int(group[first]))
+            # A pool named here is local to the members of its own node: these have other ways.
+            alone |= np.isin(candidates.pool_slots[group], named)
+            if not alone[first]:
+                best, at = self._evaluate(candidates, group[~alone], chains, node_id)
+                break
+        for place in group[alone]:
+            found = rank(self._option(candidates, int(place)))
+            if best is None or found < best:
+                best, at = found, int(place)
+        assert best is not None
+        return best, at
+
+    def _evaluated_alone(self, candidates: Candidates, group: Ints) -> Bools:
+        """Return which members of a group must be evaluated one by one: all members of small
+        groups, and those that hold more of the prompt than groups are distinguished by.
+        """
+        own = int(candidates.own[group[0]])
+        ahead = own > candidates.prefix_match.region(0).end and bool(
+            candidates.prefix_match.region(own).stops
+        )
+        if ahead or len(group) < FEW:
+            return np.ones(len(group), np.bool_)
+        return np.asarray(candidates.pool_slots[group] == MANY_SLOTS)
+
+    def _ways_of(
+        self, candidates: Candidates, place: int
+    ) -> tuple[Sequence[Chain], list[int], str]:
+        """Return a member's ways, the bits of the pools that were named for them, and its node."""
+        sources = _RecordingSources(candidates.query.sources)
+        view = candidates.fleet.views[candidates.members[place]]
+        query = replace(candidates.query, sources=sources)
+        chains = self._make.ways(query, int(candidates.own[place]), view.hello.node_id)
+        slots = map(self._index.slot_of, sources.named)
+        return chains, [slot for slot in slots if slot is not None], view.hello.node_id
+
+    def _evaluate(
+        self, candidates: Candidates, group: Ints, chains: Sequence[Chain], node_id: str
+    ) -> tuple[Best, int]:
+        """Return the best rank over `chains` for members that hold the same blocks. `chains` are as
+        seen from node `node_id`; its pool stands for the pool of each member's own node.
+        """
+        query, own = candidates.query, int(candidates.own[group[0]])
+        columns = candidates.fleet.columns[:, candidates.members[group]]
+        queue_s = columns[Column.QUEUE_S]
+        local_fixed_s: Floats | None = None
+        score_s: Floats | None = None
+        for chain in chains:
+            have, fetch_s = own, np.zeros(1)
+            for run in chain:
+                stop = min(run.stop, query.max_cached_blocks)
+                if run.node_id == node_id:
+                    if local_fixed_s is None:
+                        local_fixed_s = self._pools.local_fixed_s(candidates.pool_slots[group])
+                    fetch_s = fetch_s + (local_fixed_s + (stop - have) * run.local_s_per_block)
+                else:
+                    fetch_s = fetch_s + run.fetch_s(stop - have, local=False)
+                have = stop
+            context = have * query.block_tokens
+            compute_s = prefill_s(columns, query.num_tokens - context, context)
+            ttft_s = queue_s + fetch_s + compute_s
+            way_s = ttft_s + WORK_WEIGHT * (fetch_s + compute_s)
+            score_s = way_s if score_s is None else np.minimum(score_s, way_s)
+        assert score_s is not None
+        least = score_s.min()
+        equals = np.flatnonzero(score_s == least)
+        assigned = columns[Column.ASSIGNED][equals]
+        at = int(equals[np.argmin(assigned)])
+        place = int(group[at])
+        name = candidates.fleet.views[candidates.members[place]].worker_id
+        return (float(least), int(columns[Column.ASSIGNED][at]), name), place
+
+
+def prefill_s(columns: Floats, num_new_tokens: int, num_context_tokens: int) -> Floats:
+    """Return `StepCostModel.prefill_s` for many workers at once."""
+    chunks = columns[Column.CHUNK]
+    if len(chunks) and chunks[0] == chunks[-1] and (chunks == chunks[0]).all():
+        return _prefill_s(columns, num_new_tokens, num_context_tokens, int(chunks[0]))
+    seconds = np.zeros(len(chunks))
+    for chunk in np.unique(chunks):
+        some = chunks == chunk
+        seconds[some] = _prefill_s(columns[:, some], num_new_tokens, num_context_tokens, int(chunk))
+    return seconds
+
+
+def _prefill_s(columns: Floats, num_new: int, num_context: int, chunk_tokens: int) -> Floats:
+    steps, pairs, squares = chunk_features(num_new, num_context, chunk_tokens)
+    return np.asarray(
+        columns[Column.FIXED] * steps
+        + columns[Column.TOKEN] * num_new
+        + columns[Column.PAIR] * pairs
+        + columns[Column.SQUARE] * squares
+    )
+
+
+def _codes(own: Ints, held: Bools) -> Ints | None:
+    """Return a number per member, equal for those that hold the same blocks; None: all do."""
+    if not len(held) and (own == own[0]).all():
+        return None
+    if len(held) <= MAX_CODE_BITS:
+        codes = own << len(held)
+        for number, row in enumerate(held):
+            codes = codes + (row.astype(np.int64) << number)
+        return codes
+    packed = np.packbits(held, axis=0)
+    table = np.concatenate((packed, own.astype(">u4").view(np.uint8).reshape(-1, 4).T))
+    rows = np.ascontiguousarray(table.T)
+    _, codes = np.unique(rows.view(f"V{rows.shape[1]}").ravel(), return_inverse=True)
+    return np.asarray(codes, np.int64)

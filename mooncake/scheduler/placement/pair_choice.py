@@ -1,0 +1,143 @@
+"""The choice of the two workers of a request: one for the prompt and one for decoding, or one for
+both.
+
+Owned by the Conductor. Few workers are compared view by view, many by columns, with the same result
+(`tests/unit/scheduler/placement/test_fleet_choice.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from mooncake.kvstore.index.prefix_match import PrefixMatch
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.placement.decode_choice import (
+    DecodeOption,
+    DecodeQuery,
+    choose_decode,
+    evaluate,
+)
+from mooncake.scheduler.placement.fleet import Column, Fleet
+from mooncake.scheduler.placement.fleet_choice import (
+    FleetSearch,
+    PrefixLengths,
+    choose_decode_among,
+)
+from mooncake.scheduler.placement.pools import PoolSources
+from mooncake.scheduler.placement.prefill_choice import (
+    LeastTtft,
+    PrefillOption,
+    PrefillPolicy,
+    PrefillQuery,
+)
+from mooncake.scheduler.placement.views import InstanceView
+
+COLUMNS_FROM = 24
+"""From this many workers of a role on, comparing them by columns is quicker."""
+Pair = tuple[PrefillOption, DecodeOption]
+
+
+@dataclass(frozen=True, slots=True)
+class PairQuery:
+    """The facts from which a pair is chosen."""
+
+    prefill: PrefillQuery
+    decode: DecodeQuery
+    held: PrefixLengths
+    prefix_match: PrefixMatch
+    sources: PoolSources
+    exclude: Collection[str]
+    """Workers that are used only when there is no other."""
+    tbt_slo_s: float | None
+
+
+class PairChoice:
+    """Chooses pairs from two fleets."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: PrefillPolicy,
+        prefills: Fleet,
+        decodes: Fleet,
+        search: FleetSearch,
+        *,
+        columns_from: int,
+    ) -> None:
+        self._whole_tokens = config.whole_on_decode_max_tokens
+        self._policy = policy
+        self._prefills = prefills
+        self._decodes = decodes
+        self._search = search
+        self._columns_from = columns_from
+
+    def choose(self, query: PairQuery) -> Pair | None:
+        """Return the options for the prompt and for decoding (the same view = whole on decode);
+        None when the request is too large for all workers.
+        """
+        if all(view.draining for view in self._prefills.views):
+            return self._choose_whole(query)
+        decode = self._choose_decode(query)
+        prefill = self._choose_prefill(query)
+        if decode is None or prefill is None:
+            return None
+        if self._whole_tokens:
+            whole = self._choose_whole(query)
+            if whole is not None and self._whole_is_better(whole, prefill, query.tbt_slo_s):
+                return whole
+        return prefill, decode
+
+    def _choose_decode(self, query: PairQuery) -> DecodeOption | None:
+        fleet = self._decodes
+        if len(fleet) < self._columns_from:
+            return choose_decode(query.decode, _usable(fleet, query.exclude))
+        own = query.held.in_fleet(fleet)
+        return choose_decode_among(query.decode, fleet, fleet.usable(query.exclude), own)
+
+    def _choose_prefill(self, query: PairQuery) -> PrefillOption | None:
+        fleet = self._prefills
+        num_blocks = -(-query.prefill.num_tokens // query.prefill.block_tokens)
+        if len(fleet) < self._columns_from or not isinstance(self._policy, LeastTtft):
+            views = _usable(fleet, query.exclude)
+            able = [view for view in views if view.hello.num_blocks >= num_blocks]
+            return self._policy.choose(query.prefill, able)
+        usable = fleet.usable(query.exclude)
+        fits = fleet.columns[Column.NUM_BLOCKS] >= num_blocks
+        own = query.held.in_fleet(fleet)
+        return self._search.choose(query.prefill, fleet, usable & fits, own, query.prefix_match)
+
+    def _choose_whole(self, query: PairQuery) -> Pair | None:
+        """Return the decode worker that does the whole request soonest, workers with room first."""
+        pairs = [
+            (self._search.option(query.prefill, view), evaluate(query.decode, view))
+            for view in _usable(self._decodes, query.exclude)
+            if view.hello.num_blocks >= query.decode.num_blocks_now
+        ]
+        return min(
+            pairs,
+            key=lambda pair: (
+                pair[1].full,
+                pair[0].ttft_s,
+                pair[1].tbt_s,
+                pair[0].view.num_assigned,
+                pair[0].view.worker_id,
+            ),
+            default=None,
+        )
+
+    def _whole_is_better(self, whole: Pair, split: PrefillOption, limit_s: float | None) -> bool:
+        """Whether a short prompt should run on its decode worker: it is sooner there, there is
+        room, and the batch that it delays stays within the limit on gaps.
+        """
+        option, decode = whole
+        if option.num_new_tokens > self._whole_tokens or decode.full:
+            return False
+        gap_s = decode.tbt_s + option.compute_s
+        return option.ttft_s <= split.ttft_s and (limit_s is None or gap_s <= limit_s)
+
+
+def _usable(fleet: Fleet, exclude: Collection[str]) -> list[InstanceView]:
+    """Return the workers that accept work; excluded ones only when there is no other."""
+    views = [view for view in fleet.views if not view.draining]
+    return [view for view in views if view.worker_id not in exclude] or views

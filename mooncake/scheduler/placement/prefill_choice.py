@@ -1,0 +1,324 @@
+"""The choice of a prefill worker, and of the blocks that it fetches instead of computing them.
+
+Pure. `LeastTtft` is the paper's Algorithm 1 (Mooncake, FAST'25, section 6.1) with some additions:
+the least of recompute, local fetch and remote fetch instead of a ratio test alone, no division by
+zero for workers without a match, the queue of the sender, and the time of a local fetch. The other
+policies implement the same port, for comparison.
+
+Time is concave in the length of a fetched run (attention makes the first blocks the cheapest to
+compute), so the best length is always where one holder's run ends, and only those lengths are
+tried. A prefix may be gathered from several pools, run by run: the blocks of an earlier answer lie
+on the node that decoded it, those of its prompt on the node that prefilled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from mooncake.base import BlockSource, IdSource, WorkerRef
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.placement.views import InstanceView
+
+WORK_WEIGHT = 0.1
+"""This share of the work is added to the time, so that of two ways that are about equally quick the
+one that keeps the cluster less busy is chosen.
+"""
+MAX_RUNS = 8
+"""A prefix is gathered from at most this many pools in turn."""
+MAX_ALTERNATIVES = 3
+"""At most this many holders of the first run are compared, the longest run first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreRun:
+    """A pool node that holds the blocks [first, stop) of the prompt, and the cost of a fetch."""
+
+    store: WorkerRef
+    node_id: str
+    first: int
+    stop: int
+    remote_s_per_block: float
+    remote_fixed_s: float
+    """Latency, and the time that other fetches from this node take first."""
+    local_s_per_block: float
+    local_fixed_s: float
+    """The same for a reader on the pool's own node."""
+
+    def fetch_s(self, num_blocks: int, *, local: bool) -> float:
+        """Return the predicted seconds to fetch `num_blocks` blocks."""
+        if local:
+            return self.local_fixed_s + num_blocks * self.local_s_per_block
+        return self.remote_fixed_s + num_blocks * self.remote_s_per_block
+
+
+class Sources(Protocol):
+    """Finds the pools that hold a run of the prompt's blocks."""
+
+    def longest(self, first: int) -> Sequence[StoreRun]:
+        """Return the longest runs that begin with block `first`, at most `MAX_ALTERNATIVES`: the
+        longest first, then the cheapest to reach, then by name.
+        """
+
+    def local(self, first: int, node_id: str) -> StoreRun | None:
+        """Return the best run of a node's own pools, by the same order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillQuery:
+    """One prompt, and the workers that hold a part of it."""
+
+    num_tokens: int
+    """Prompt, plus the output so far when a request is placed again."""
+    block_tokens: int
+    own_matches: Mapping[str, int]
+    """Worker id of an engine -> leading blocks in its HBM, or being computed there."""
+    sources: Sources
+
+    @property
+    def max_cached_blocks(self) -> int:
+        """The most blocks that can be reused: the last token is always computed, because its logits
+        are wanted.
+        """
+        return (self.num_tokens - 1) // self.block_tokens
+
+    def own_blocks(self, worker_id: str) -> int:
+        """Return how many leading blocks the worker holds itself."""
+        return min(self.own_matches.get(worker_id, 0), self.max_cached_blocks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillOption:
+    """One way to compute the prompt."""
+
+    view: InstanceView
+    num_cached_blocks: int
+    num_new_tokens: int
+    sources: tuple[BlockSource, ...]
+    queue_s: float
+    fetch_s: float
+    compute_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        return self.queue_s + self.fetch_s + self.compute_s
+
+    @property
+    def score_s(self) -> float:
+        """The time to the first token plus a share of the work; the smallest is best."""
+        return self.ttft_s + WORK_WEIGHT * (self.fetch_s + self.compute_s)
+
+    @property
+    def num_fetch_blocks(self) -> int:
+        return sum(source.stop - source.first for source in self.sources)
+
+
+class PrefillPolicy(Protocol):
+    """A way to choose a prefill worker."""
+
+    def choose(
+        self, query: PrefillQuery, instances: Sequence[InstanceView]
+    ) -> PrefillOption | None:
+        """Return the chosen option, or None when there are no instances."""
+
+
+class OptionMaker:
+    """Called with (prompt, worker, its queue in seconds): returns the quickest way for this worker
+    to get the prefix.
+    """
+
+    def __init__(self, ways: Ways) -> None:
+        self.ways = ways
+
+    def __call__(self, query: PrefillQuery, view: InstanceView, queue_s: float) -> PrefillOption:
+        chains = self.ways(query, query.own_blocks(view.worker_id), view.hello.node_id)
+        options = [_option(query, view, queue_s, chain) for chain in chains]
+        return min(options, key=lambda option: option.score_s)
+
+
+class LeastTtft:
+    """The least predicted TTFT, plus a share of the work, over all workers. With remote fetches
+    this is kvcache-centric scheduling, without them local-cache-aware.
+    """
+
+    def __init__(self, make: OptionMaker) -> None:
+        self._make = make
+
+    def choose(
+        self, query: PrefillQuery, instances: Sequence[InstanceView]
+    ) -> PrefillOption | None:
+        best: PrefillOption | None = None
+        for view in instances:
+            queue_s = view.queued_s()
+            if best is not None and queue_s > best.score_s:
+                continue
+            option = self._make(query, view, queue_s)
+            if best is None or rank(option) < rank(best):
+                best = option
+        return best
+
+
+class LoadBalance:
+    """The shortest queue, regardless of cached prefixes."""
+
+    def __init__(self, make: OptionMaker) -> None:
+        self._make = make
+
+    def choose(
+        self, query: PrefillQuery, instances: Sequence[InstanceView]
+    ) -> PrefillOption | None:
+        ranked = [(view.queued_s(), view.num_assigned, view.worker_id, view) for view in instances]
+        if not ranked:
+            return None
+        queue_s, _, _, view = min(ranked, key=lambda entry: entry[:3])
+        return self._make(query, view, queue_s)
+
+
+class RoundRobin:
+    """Each worker in turn, by id."""
+
+    def __init__(self, make: OptionMaker) -> None:
+        self._make = make
+        self._last_id = ""
+
+    def choose(
+        self, query: PrefillQuery, instances: Sequence[InstanceView]
+    ) -> PrefillOption | None:
+        if not instances:
+            return None
+        ordered = sorted(instances, key=lambda view: view.worker_id)
+        after = [view for view in ordered if view.worker_id > self._last_id]
+        view = (after or ordered)[0]
+        self._last_id = view.worker_id
+        return self._make(query, view, view.queued_s())
+
+
+class RandomChoice:
+    """Any worker, drawn from the source of identifiers (so a seed repeats it)."""
+
+    def __init__(self, make: OptionMaker, ids: IdSource) -> None:
+        self._make = make
+        self._ids = ids
+
+    def choose(
+        self, query: PrefillQuery, instances: Sequence[InstanceView]
+    ) -> PrefillOption | None:
+        if not instances:
+            return None
+        view = instances[self._ids.integer(32) % len(instances)]
+        return self._make(query, view, view.queued_s())
+
+
+def make_policy(config: SchedulerConfig, ids: IdSource) -> PrefillPolicy:
+    """Return the policy that the configuration names."""
+    make = option_maker(config)
+    makers: dict[str, Callable[[], PrefillPolicy]] = {
+        "kvcache-centric": lambda: LeastTtft(make),
+        "local-cache-aware": lambda: LeastTtft(make),
+        "load-balance": lambda: LoadBalance(make),
+        "round-robin": lambda: RoundRobin(make),
+        "random": lambda: RandomChoice(make, ids),
+    }
+    return makers[config.policy]()
+
+
+def option_maker(config: SchedulerConfig) -> OptionMaker:
+    """Return the maker of options: with fetches from other nodes, or from the own node only."""
+    if not config.fetch_remote or config.policy == "local-cache-aware":
+        return OptionMaker(local_ways)
+    return OptionMaker(partial(all_ways, threshold=config.kvcache_balancing_threshold))
+
+
+Chain = tuple[StoreRun, ...]
+"""Runs to fetch one after another; each begins where the one before stops."""
+Ways = Callable[[PrefillQuery, int, str], list[Chain]]
+"""(prompt, leading blocks a worker has itself, its node) -> what it may fetch after them: the
+alternatives that are weighed, nothing at all being the first.
+"""
+
+
+def local_ways(query: PrefillQuery, own: int, node_id: str) -> list[Chain]:
+    """Return: use what the worker has, or also fetch from its own node's pool."""
+    return list(_parts(_local_chain(query, own, node_id)))
+
+
+def all_ways(query: PrefillQuery, own: int, node_id: str, threshold: float) -> list[Chain]:
+    """Return: recompute, or gather more or less of the prefix from the own node's pool and from
+    others.
+
+    Other nodes are asked only where that makes a prefix longer than `threshold` times the local
+    one.
+    """
+    local_chain = _local_chain(query, own, node_id)
+    here = local_chain[-1].stop if local_chain else own
+    ways = list(_parts(local_chain))
+
+    def nearest(first: int) -> StoreRun | None:
+        local = query.sources.local(first, node_id)
+        return local or next(iter(query.sources.longest(first)), None)
+
+    chains = [_chain(query, own, nearest)]
+    if chains[0]:
+        for run in query.sources.longest(own):
+            if run != chains[0][0]:
+                chains.append((run, *_chain(query, run.stop, nearest)))
+    for chain in chains:
+        for part in _parts(chain):
+            if all(run.node_id == node_id for run in part):
+                continue  # among the local ones already
+            if min(part[-1].stop, query.max_cached_blocks) > threshold * here:
+                ways.append(part)
+    return ways
+
+
+def _local_chain(query: PrefillQuery, own: int, node_id: str) -> Chain:
+    return _chain(query, own, lambda first: query.sources.local(first, node_id))
+
+
+def _chain(query: PrefillQuery, first: int, pick: Callable[[int], StoreRun | None]) -> Chain:
+    """Return the runs that `pick` chooses one after another, from block `first` on."""
+    runs: list[StoreRun] = []
+    while first < query.max_cached_blocks and len(runs) < MAX_RUNS:
+        run = pick(first)
+        if run is None:
+            break
+        runs.append(run)
+        first = run.stop
+    return tuple(runs)
+
+
+def _parts(chain: Chain) -> Iterator[Chain]:
+    """Yield the chain cut after each run, from the empty chain to the whole one."""
+    for count in range(len(chain) + 1):
+        yield chain[:count]
+
+
+def _option(query: PrefillQuery, view: InstanceView, queue_s: float, chain: Chain) -> PrefillOption:
+    """Return the option to fetch the runs of `chain` after the worker's own blocks."""
+    have, fetch_s = query.own_blocks(view.worker_id), 0.0
+    sources: list[BlockSource] = []
+    for run in chain:
+        stop = min(run.stop, query.max_cached_blocks)
+        sources.append(BlockSource(store=run.store, first=have, stop=stop))
+        fetch_s += run.fetch_s(stop - have, local=run.node_id == view.hello.node_id)
+        have = stop
+    context = have * query.block_tokens
+    num_new = query.num_tokens - context
+    return PrefillOption(
+        view=view,
+        num_cached_blocks=have,
+        num_new_tokens=num_new,
+        sources=tuple(sources),
+        queue_s=queue_s,
+        fetch_s=fetch_s,
+        compute_s=view.cost.prefill_s(num_new, context, view.hello.max_batched_tokens),
+    )
+
+
+def rank(option: PrefillOption) -> tuple[float, int, str]:
+    """Return the sort key of an option: the score, then the number of assigned requests, then the
+    name, so that equal states lead to equal choices.
+    """
+    return option.score_s, option.view.num_assigned, option.view.worker_id

@@ -1,0 +1,1 @@
+"""Requests of one gateway, each from its permit to its one final event."""

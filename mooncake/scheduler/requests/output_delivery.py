@@ -1,0 +1,110 @@
+"""Delivery of tokens to clients: calls their sinks and records what was delivered.
+
+Owned by the request manager. The first token comes from prefill and the second from decode, after
+the hand-over and the rest of decode's current step, so that gap may be twice as long as the later
+ones. Where gaps have a limit, the first token is therefore held and delivered with the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from mooncake.base import RequestState, TokensEvent
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.requests.deadlines import Deadlines
+from mooncake.scheduler.requests.record import RequestRecord
+from mooncake.telemetry.events import FirstToken, Recorder, Tokens
+
+MAX_HELD_GAPS = 3.0
+"""A first token is held for at most this many times the limit on gaps, and never past the TTFT
+limit: by then the hand-over has gone wrong and waiting gains nothing.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A first token that is held until the second one comes."""
+
+    record: RequestRecord
+    event: TokensEvent
+    worker_id: str
+    until_s: float
+
+
+class OutputDelivery:
+    """Delivers tokens to sinks. A sink may abort its request while it is being called."""
+
+    def __init__(self, config: SchedulerConfig, recorder: Recorder) -> None:
+        self._config = config
+        self._recorder = recorder
+        self._held: dict[str, _Held] = {}
+        self._deadlines = Deadlines()
+
+    def deliver(
+        self, record: RequestRecord, event: TokensEvent, worker_id: str, now: float
+    ) -> None:
+        """Deliver the next tokens of a request, or hold its first token."""
+        until_s = self._until_s(record, now) if event.start == 0 else now
+        if until_s > now:
+            self._held[record.request_id] = _Held(record, event, worker_id, until_s)
+            self._deadlines.add(record.request_id, until_s)
+            return
+        self.deliver_held(record.request_id, now)
+        if record.state is not RequestState.FINISHED:
+            self._send(record, event, worker_id, now)
+
+    def deliver_held(self, request_id: str, now: float) -> None:
+        """Deliver the held token of a request, if it has one."""
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            self._send(held.record, held.event, held.worker_id, now)
+
+    def drop(self, request_id: str) -> None:
+        """Drop the held token of a request."""
+        self._held.pop(request_id, None)
+
+    def tick(self, now: float) -> float | None:
+        """Deliver the tokens that were held long enough; return when to call again."""
+        while (request_id := self._deadlines.pop_due(now)) is not None:
+            held = self._held.get(request_id)
+            if held is not None and held.until_s <= now:
+                self.deliver_held(request_id, now)
+        return self._deadlines.next_s
+
+    def check_integrity(self, accepted: Container[str]) -> None:
+        """Raise AssertionError when a token is held for a request that has ended."""
+        for request_id in self._held:
+            assert request_id in accepted, f"a token of {request_id}, which has ended, was kept"
+
+    def _until_s(self, record: RequestRecord, now: float) -> float:
+        """Return until when the first token of a request may be held; `now`: not at all."""
+        tbt_slo_s = self._config.tbt_limit_s(record.request)
+        ttft_slo_s = self._config.ttft_limit_s(record.request)
+        if tbt_slo_s is None or record.placement is None or record.placement.prefill is None:
+            return now
+        until_s = now + MAX_HELD_GAPS * tbt_slo_s
+        return until_s if ttft_slo_s is None else min(until_s, record.accepted_s + ttft_slo_s)
+
+    def _send(self, record: RequestRecord, event: TokensEvent, worker_id: str, now: float) -> None:
+        request_id = record.request_id
+        if event.start == 0:
+            num_cached = record.num_cached_tokens or 0
+            self._recorder.record(
+                FirstToken(
+                    request_id=request_id,
+                    at_s=now,
+                    worker_id=worker_id,
+                    num_cached_tokens=num_cached,
+                )
+            )
+        self._recorder.record(
+            Tokens(
+                request_id=request_id,
+                at_s=now,
+                start=event.start,
+                num_tokens=len(event.tokens),
+                worker_id=worker_id,
+            )
+        )
+        record.sink(event)

@@ -1,0 +1,87 @@
+"""Admission permits: how many requests this gateway serves at a time, and whose turn is next.
+
+A tenant may hold at most `TENANT_RATIO` times the permits that are free (dynamic thresholds:
+Choudhury and Hahne, IEEE/ACM ToN 1998). So even one that is alone leaves some, and a newcomer finds
+one however many tenants have flooded before it.
+
+Owned by the request manager. Whether the cluster can serve a request within its limits is the
+Conductor's decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection
+
+from mooncake.base import GenerateRequest, Overloaded
+from mooncake.scheduler.fairness import QueuePosition, Turns
+from mooncake.scheduler.placement.admission import Rejection, reject
+
+TENANT_RATIO = 6
+"""A tenant that is alone holds at most 6 / 7 of all permits."""
+
+
+class AdmissionPermits:
+    """At most `max_inflight` permits, one for each sequence, by request id so that none is released
+    twice; and the turns of those that hold one.
+    """
+
+    def __init__(self, max_inflight: int) -> None:
+        self._max_inflight = max_inflight
+        self._held: set[str] = set()
+        self._held_by: Counter[str] = Counter()
+        """Tenant -> permits."""
+        self._turns = Turns()
+
+    def acquire(self, request: GenerateRequest, now: float) -> QueuePosition | Rejection:
+        """Take a permit; `confirm` or `cancel` must follow. Returns the request's queue position,
+        or a rejection when no permit is left that a request of its class and tenant may use.
+        """
+        self._turns.note_arrival(request.priority, request.tenant, now)
+        queue_position = self._turns.queue_position(request.priority, request.tenant, now)
+        num_held, num_own = len(self._held), self._held_by[request.tenant]
+        none_left = num_held >= math.ceil(self._max_inflight * queue_position.share)
+        if none_left or num_own >= TENANT_RATIO * (self._max_inflight - num_held):
+            return reject(
+                Overloaded,
+                "too_many_requests",
+                f"{num_held} of at most {self._max_inflight} sequences are being served, "
+                f"{num_own} of them for you, and the rest is kept for others. Retry later.",
+                1.0,
+            )
+        assert request.request_id not in self._held, "a permit was taken twice"
+        self._held.add(request.request_id)
+        self._held_by[request.tenant] += 1
+        return queue_position
+
+    def cancel(self, request: GenerateRequest) -> None:
+        """Give back the permit of a request that was refused after all."""
+        assert request.request_id in self._held, "a permit was given back twice"
+        self._held.remove(request.request_id)
+        self._held_by[request.tenant] -= 1
+        if not self._held_by[request.tenant]:
+            del self._held_by[request.tenant]
+
+    def confirm(self, request: GenerateRequest, queue_position: QueuePosition) -> None:
+        """Accept the request: its tenant's next turn begins after it."""
+        num_tokens = len(request.prompt_tokens)
+        self._turns.add(request.priority, request.tenant, queue_position.order[1], num_tokens)
+
+    def on_first_token(self, request: GenerateRequest, queue_position: QueuePosition) -> None:
+        """Record that the turn of this request has been served."""
+        self._turns.on_first_token(request.priority, queue_position.order[1])
+
+    def release(self, request: GenerateRequest, num_output_tokens: int) -> None:
+        """Give back the permit of a request that has ended."""
+        self.cancel(request)
+        num_prompt = len(request.prompt_tokens)
+        self._turns.remove(request.priority, request.tenant, num_prompt, num_output_tokens)
+
+    def check_integrity(self, requests: Collection[GenerateRequest]) -> None:
+        """Raise AssertionError unless exactly these requests hold a permit."""
+        holders = {request.request_id for request in requests}
+        assert self._held == holders, "permits and requests disagree"
+        assert len(self._held) <= self._max_inflight
+        assert self._held_by == Counter(request.tenant for request in requests)
+        self._turns.check_integrity(Counter((r.priority, r.tenant) for r in requests))

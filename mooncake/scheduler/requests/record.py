@@ -1,0 +1,197 @@
+"""One accepted request as the gateway holds it, from its permit to its final event.
+
+Plain state with checked transitions; owned by the request manager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mooncake.base import (
+    DecodeTask,
+    Failure,
+    FinalEvent,
+    FinishReason,
+    GenerateRequest,
+    KeyChain,
+    OutputEvent,
+    PrefillTask,
+    RequestState,
+    WorkerRef,
+    extend_chain,
+)
+from mooncake.base.blocks import chain_root
+from mooncake.base.messages import FinishInfo
+from mooncake.base.request import TRANSITIONS, request_finish
+from mooncake.scheduler.fairness import QueuePosition
+from mooncake.scheduler.placement.conductor import Layout, Placement
+from mooncake.scheduler.requests.output_order import OutputOrder
+from mooncake.telemetry.events import Finished
+
+Sink = Callable[[OutputEvent], None]
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """The state of an accepted request."""
+
+    request: GenerateRequest
+    sink: Sink
+    accepted_s: float
+    order: OutputOrder
+    queue_position: QueuePosition
+    """Its turn, and the share of limits it may use."""
+    state: RequestState = RequestState.QUEUED
+    attempt: int = 0
+    """The number of the current placement, unique in its gateway."""
+    num_attempts: int = 0
+    """How often it was placed."""
+    num_paused: int = 0
+    """How many of these placements ended through no failure: it yielded, its worker changed its
+    role, or its worker was full.
+    """
+    placement: Placement | None = None
+    """None while the request waits to be placed."""
+    decode_joined: bool = False
+    """Whether decode has sent tokens in this attempt; prefill is not needed any more then."""
+    num_cached_tokens: int | None = None
+    exclude: set[str] = field(default_factory=set)
+    """Workers that failed it or turned it away."""
+    wait_until_s: float = 0.0
+    """It fails when it cannot be placed again by this time."""
+    retry_s: float = 0.0
+    """It is not placed again before this time."""
+    last_progress_s: float = 0.0
+    gap_since_s: float | None = None
+    """Since when later tokens wait for earlier ones that are missing."""
+    keys: KeyChain = field(default_factory=KeyChain)
+    keys_layout: Layout | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.order.tokens)
+
+    def workers(self) -> list[WorkerRef]:
+        """Return the workers of the current placement, decode first."""
+        if self.placement is None:
+            return []
+        prefill = self.placement.prefill
+        return [self.placement.decode] if prefill is None else [self.placement.decode, prefill]
+
+    def needs(self, worker_id: str) -> bool:
+        """Whether the current placement cannot continue without this worker."""
+        if self.placement is None:
+            return False
+        is_decode = self.placement.decode.worker_id == worker_id
+        return is_decode or not self.decode_joined or self.order.has_gap
+
+    @property
+    def num_failed(self) -> int:
+        """Placements that failed, the current one included."""
+        return self.num_attempts - self.num_paused
+
+    def begin_attempt(self, attempt: int, placement: Placement, now: float) -> None:
+        """Start an attempt; outputs that are still missing from the last one are not waited for."""
+        self.attempt = attempt
+        self.num_attempts += 1
+        self.placement = placement
+        self.decode_joined = False
+        self.last_progress_s = now
+        self.gap_since_s = None
+        self.order.drop_held()
+        self.move(RequestState.PREFILLING)
+
+    def move(self, state: RequestState) -> None:
+        """Change the state; an illegal transition is a bug and raises AssertionError."""
+        assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} to {state}"
+        self.state = state
+
+    def tasks(self, gateway: WorkerRef) -> list[tuple[str, DecodeTask | PrefillTask]]:
+        """Return (address, task) for each worker of the current placement. Decode comes first, so
+        that it reserves pages while prefill computes.
+        """
+        placement = self.placement
+        assert placement is not None, "tasks of a request that is not placed"
+        output_tokens, sources = list(self.order.tokens), list(placement.sources)
+        decode, prefill = placement.decode, placement.prefill
+        decode_task = DecodeTask(
+            request=self.request,
+            attempt=self.attempt,
+            gateway=gateway,
+            prefill=prefill,
+            output_tokens=output_tokens,
+            sources=sources if prefill is None else [],
+            turn=self.queue_position.order[1],
+        )
+        if prefill is None:
+            return [(decode.address, decode_task)]
+        prefill_task = PrefillTask(
+            request=self.request,
+            attempt=self.attempt,
+            gateway=gateway,
+            decode=decode,
+            output_tokens=output_tokens,
+            sources=sources,
+            turn=self.queue_position.order[1],
+            num_replicate_blocks=placement.num_replicate_blocks,
+        )
+        return [(decode.address, decode_task), (prefill.address, prefill_task)]
+
+    def final_event(
+        self, reason: FinishReason, stop_token_id: int | None, failure: Failure | None
+    ) -> FinalEvent:
+        """Return the last event, for the client."""
+        return FinalEvent(
+            request_id=self.request_id,
+            reason=reason,
+            num_prompt_tokens=len(self.request.prompt_tokens),
+            num_output_tokens=self.num_output_tokens,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            stop_token_id=stop_token_id,
+            failure=failure,
+        )
+
+    def finished(self, reason: FinishReason, failure: Failure | None, now: float) -> Finished:
+        """Return the event that records the end of the request."""
+        return Finished(
+            request_id=self.request_id,
+            at_s=now,
+            reason=reason,
+            num_prompt_tokens=len(self.request.prompt_tokens),
+            num_output_tokens=self.num_output_tokens,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            status=failure.status if failure is not None else 200,
+        )
+
+    def finish_by_tokens(self) -> FinishInfo | None:
+        """Return how the request has ended if its last token ends it: the worker was lost after
+        that token, before it reported the end.
+        """
+        reason, stop_token_id = request_finish(self.request, self.order.tokens)
+        return FinishInfo(reason=reason, stop_token_id=stop_token_id) if reason else None
+
+    def block_keys(self, layout: Layout | None) -> KeyChain:
+        """Return the keys of all full blocks of prompt and output so far, under `layout`. Hashes
+        only the blocks that are new since the last call.
+        """
+        if layout is None:
+            return KeyChain()
+        if layout != self.keys_layout:
+            self.keys, self.keys_layout = KeyChain(), layout
+        request = self.request
+        done = len(self.keys) * layout.block_tokens
+        tail = request.tokens_with(self.order.tokens)[done:]
+        parent = (
+            self.keys[-1]
+            if self.keys
+            else chain_root(layout.fingerprint, request.tenant, request.cache_salt)
+        )
+        new = extend_chain(parent, tail, layout.block_tokens)
+        if new:
+            self.keys = KeyChain(self.keys.packed + b"".join(new))
+        return self.keys

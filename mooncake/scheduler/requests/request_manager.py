@@ -1,0 +1,499 @@
+"""The request manager: leads every accepted request from its permit to its one final event, even
+when workers fail.
+
+Owns the request records, permits, pending queue and deadlines; used by the gateway alone. The
+membership table knows which workers are alive, the Conductor decides where a request goes. No text
+in here.
+
+    submit ─► permit ─► place ──► tasks sent ─► tokens in order ─► final event
+                │         │ ▲                        │
+              refused   refused └── pending queue ◄──┘ worker lost, full, failed or stalled
+
+Pending are requests whose worker was lost or full, and batch work until capacity is idle. Batch
+work yields: where another request finds no room on decode, a batch request goes back to the pending
+queue and keeps its tokens so far.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection
+
+from mooncake.base import (
+    AbortTask,
+    Failure,
+    FinalEvent,
+    FinishReason,
+    GenerateRequest,
+    InvalidRequest,
+    MooncakeError,
+    Overloaded,
+    Priority,
+    RequestOutput,
+    RequestState,
+    RequestTimeout,
+    TokensEvent,
+    Unavailable,
+    WorkerRef,
+)
+from mooncake.base.messages import FinishInfo
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.fairness import QueuePosition
+from mooncake.scheduler.membership_table import MembershipTable
+from mooncake.scheduler.placement.admission import (
+    NO_ROOM_REASONS,
+    NOT_IDLE,
+    Rejection,
+    not_idle,
+    reject,
+    spread_retry,
+)
+from mooncake.scheduler.placement.conductor import Conductor, Placement
+from mooncake.scheduler.ports import GatewayPorts
+from mooncake.scheduler.requests.attempt_tracker import AttemptTracker
+from mooncake.scheduler.requests.deadlines import Deadlines, is_overdue, stall_reason
+from mooncake.scheduler.requests.output_delivery import OutputDelivery
+from mooncake.scheduler.requests.output_order import OutputOrder
+from mooncake.scheduler.requests.pending_queue import PendingQueue
+from mooncake.scheduler.requests.permits import AdmissionPermits
+from mooncake.scheduler.requests.read_ahead import ReadAhead
+from mooncake.scheduler.requests.record import RequestRecord, Sink
+from mooncake.telemetry.events import (
+    Accepted,
+    Refused,
+    Requeued,
+)
+
+SCAN_STALLED_S = 1.0
+RETRY_FULL_S = 1.0
+"""A request goes back to a worker that has turned it away twice no sooner than after this time."""
+MAX_YIELDING = 8
+"""At most this many batch requests yield to one new request."""
+
+NOT_RETRIED = frozenset({400, 401, 403, 404, 413, 422})
+"""HTTP statuses of failures that another worker would repeat."""
+
+logger = logging.getLogger(__name__)
+
+
+class RequestManager:
+    """The accepted requests of one gateway."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        ports: GatewayPorts,
+        conductor: Conductor,
+        membership: MembershipTable,
+    ) -> None:
+        self._config = config
+        self._ports = ports
+        self._conductor = conductor
+        self._membership = membership
+        self._permits = AdmissionPermits(config.max_inflight)
+        self._requests: dict[str, RequestRecord] = {}
+        self._attempts = AttemptTracker(ports, membership)
+        read_ahead = ReadAhead(config, ports.worker, ports.channel, conductor)
+        self._pending = PendingQueue(config.max_queue, read_ahead)
+        self._delivery = OutputDelivery(config, ports.recorder)
+        self._deadlines = Deadlines()
+        self._next_scan_s = 0.0
+        self.counters: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def states(self) -> dict[str, int]:
+        """Return the number of requests in each state."""
+        return dict(Counter(record.state.value for record in self._requests.values()))
+
+    # ---------------------------------------------------------- coming and going
+
+    def submit(self, request: GenerateRequest, sink: Sink, now: float) -> None:
+        """Accept a request, or refuse it with a final event (REJECTED) before this returns."""
+        queue_position = self._acquire_permit(request, now)
+        if isinstance(queue_position, Rejection):
+            self.refuse(request, queue_position, sink, now)
+            return
+        record = RequestRecord(
+            request=request,
+            sink=sink,
+            accepted_s=now,
+            order=OutputOrder(request.request_id, request.sampling.max_tokens),
+            queue_position=queue_position,
+        )
+        may_wait = request.priority is Priority.BATCH
+        goes_behind = may_wait and self._pending.has_batch
+        result = not_idle() if goes_behind else self._place(record, now)
+        if isinstance(result, Rejection) and not (may_wait and result.reason == NOT_IDLE):
+            self._permits.cancel(request)
+            self.refuse(request, result, sink, now)
+            return
+        self._permits.confirm(request, queue_position)
+        self._requests[request.request_id] = record
+        self.counters["requests_accepted"] += 1
+        if request.timeout_s is not None:
+            self._deadlines.add(request.request_id, now + request.timeout_s)
+        self._ports.recorder.record(
+            Accepted(
+                request_id=request.request_id,
+                at_s=now,
+                num_prompt_tokens=len(request.prompt_tokens),
+                max_tokens=request.sampling.max_tokens,
+                tenant=request.tenant,
+                ttft_slo_s=self._config.ttft_limit_s(request),
+                tbt_slo_s=self._config.tbt_limit_s(request),
+            )
+        )
+        if isinstance(result, Placement):
+            self._attempts.begin(record, result, now)
+        else:
+            self._pending.add(record, now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """End a request because its client asked for it; unknown and ended ones are ignored."""
+        record = self._requests.get(request_id)
+        if record is not None:
+            self._finish(record, FinishReason.ABORT, now)
+
+    def worker_lost(self, worker_id: str, now: float) -> None:
+        """Place again the requests that needed this worker. The membership table and the Conductor
+        have removed it already.
+        """
+        for request_id in self._attempts.remove_worker(worker_id):
+            record = self._requests.get(request_id)
+            if record is not None and record.needs(worker_id):
+                self._requeue(record, f"worker {worker_id} was lost", now)
+
+    def move_requests_from(self, worker_id: str, now: float) -> None:
+        """Place elsewhere the requests that need this live worker, which drains."""
+        for request_id in self._attempts.requests_on(worker_id):
+            record = self._requests.get(request_id)
+            if record is not None and record.needs(worker_id):
+                reason = f"worker {worker_id} changes its role"
+                self._requeue(record, reason, now, blameless=True)
+
+    def worker_joined(self, now: float) -> None:
+        """Try the pending requests, because the new worker may have room for them."""
+        if len(self._pending):
+            self._place_pending(now)
+
+    def tick(self, now: float) -> float | None:
+        """Handle deadlines, pending requests and stalled attempts. Returns when to call again."""
+        while (request_id := self._deadlines.pop_due(now)) is not None:
+            self._expire(request_id, now)
+        if len(self._pending) and now >= self._pending.next_retry_s:
+            self._place_pending(now)
+        if self._requests and now >= self._next_scan_s:
+            self._next_scan_s = now + SCAN_STALLED_S
+            self._scan_stalled(now)
+        times = [self._deadlines.next_s, self._delivery.tick(now)]
+        wakes = [at_s for at_s in times if at_s is not None]
+        if len(self._pending):
+            wakes.append(self._pending.next_retry_s)
+        if self._requests:
+            wakes.append(self._next_scan_s)
+        return min(wakes, default=None)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when permits, requests, queues and bookings disagree."""
+        self._permits.check_integrity([r.request for r in self._requests.values()])
+        self._pending.check_integrity()
+        self._delivery.check_integrity(self._requests)
+        for name, record in self._requests.items():
+            waits = name in self._pending
+            assert record.state is not RequestState.FINISHED, "an ended request was kept"
+            assert (record.state is RequestState.QUEUED) == waits
+            assert (record.placement is None) == waits
+            assert 0 <= record.num_failed <= self._config.max_attempts
+        assert set(self._pending) <= set(self._requests), "an unknown request waits"
+        self._conductor.check_integrity(self._attempts.check_integrity(self._requests.values()))
+
+    # --------------------------------------------------------------- placing
+
+    def _acquire_permit(self, request: GenerateRequest, now: float) -> QueuePosition | Rejection:
+        if request.request_id in self._requests:
+            return reject(
+                InvalidRequest, "duplicate_id", f"The request id {request.request_id} is in use."
+            )
+        return self._permits.acquire(request, now)
+
+    def refuse(
+        self, request: GenerateRequest, rejection: Rejection, sink: Sink, now: float
+    ) -> None:
+        """Count and record a refusal, and send the client its final event."""
+        self.counters["requests_refused"] += 1
+        self.counters[f"refused_{rejection.reason}"] += 1
+        self._ports.recorder.record(
+            Refused(
+                request_id=request.request_id,
+                at_s=now,
+                status=rejection.status,
+                reason=rejection.reason,
+            )
+        )
+        sink(
+            FinalEvent(
+                request_id=request.request_id,
+                reason=FinishReason.REJECTED,
+                num_prompt_tokens=len(request.prompt_tokens),
+                num_output_tokens=0,
+                failure=spread_retry(rejection, self._ports.ids).failure(),
+            )
+        )
+
+    def _place(self, record: RequestRecord, now: float) -> Placement | Rejection:
+        """Choose workers for a request. Where decode has no room for it, batch requests yield."""
+        result = self._choose(record, now)
+        if record.request.priority is Priority.BATCH:
+            return result
+        for _ in range(MAX_YIELDING):
+            yielding = self._find_yielding(result)
+            if yielding is None:
+                break
+            if isinstance(result, Placement):
+                self._conductor.release(record.request_id)
+            self._end_attempt(yielding, "it yields to others", now)
+            yielding.num_paused += 1
+            self._pending.add(yielding, now)
+            self.counters["batch_yielded"] += 1
+            result = self._choose(record, now)
+        return result
+
+    def _choose(self, record: RequestRecord, now: float) -> Placement | Rejection:
+        return self._conductor.place(
+            record.request,
+            record.block_keys(self._conductor.layout),
+            record.num_output_tokens,
+            now,
+            record.exclude if record.num_attempts else None,
+            record.queue_position,
+        )
+
+    def _find_yielding(self, result: Placement | Rejection) -> RequestRecord | None:
+        """Return the batch request that was placed last among those in the way, or None."""
+        if isinstance(result, Placement):
+            return self._attempts.latest_batch(result.decode) if result.must_wait else None
+        return self._attempts.latest_batch(None) if result.reason in NO_ROOM_REASONS else None
+
+    def _end_attempt(
+        self, record: RequestRecord, reason: str, now: float, failed_on: str | None = None
+    ) -> None:
+        """End an attempt; the request is placed nowhere afterwards."""
+        logger.info("request %s, attempt %d: %s", record.request_id, record.attempt, reason)
+        self._attempts.end(record, done=() if failed_on is None else (failed_on,))
+        self._conductor.release(record.request_id)
+        record.move(RequestState.QUEUED)
+        self._ports.recorder.record(
+            Requeued(
+                request_id=record.request_id,
+                at_s=now,
+                attempt=record.attempt,
+                reason=reason,
+                num_output_tokens=record.num_output_tokens,
+            )
+        )
+
+    def _requeue(
+        self,
+        record: RequestRecord,
+        reason: str,
+        now: float,
+        failed_on: str | None = None,
+        *,
+        blameless: bool = False,
+    ) -> None:
+        """Handle a lost attempt: place the request again, make it pending, or fail it."""
+        self._end_attempt(record, reason, now, failed_on)
+        if failed_on is not None:
+            record.exclude.add(failed_on)
+        record.num_paused += blameless
+        self.counters["requests_moved" if blameless else "attempts_lost"] += 1
+        if self._finish_if_ended(record, now):
+            return
+        if record.num_failed >= self._config.max_attempts:
+            tries = record.num_failed
+            text = f"The request failed {tries} times; the last time {reason}. Retry it."
+            self._fail(record, Unavailable, text, now)
+            return
+        result = self._place(record, now)
+        if isinstance(result, Placement):
+            self._attempts.begin(record, result, now)
+        elif result.permanent:
+            self._finish(record, FinishReason.ERROR, now, failure=result.failure())
+        else:
+            self._wait(record, reason, now)
+
+    def _on_turned_away(
+        self, record: RequestRecord, reason: str, now: float, worker_id: str
+    ) -> None:
+        """Make a request pending whose worker is full. This does not count as a failure."""
+        self._end_attempt(record, reason, now, worker_id)
+        record.num_paused += 1
+        if worker_id in record.exclude:
+            record.retry_s = now + RETRY_FULL_S
+        record.exclude.add(worker_id)
+        self.counters["requests_turned_away"] += 1
+        self._wait(record, reason, now)
+
+    def _wait(self, record: RequestRecord, reason: str, now: float) -> None:
+        if self._pending.add(record, now):
+            record.wait_until_s = now + self._config.replace_wait_s
+        else:
+            text = f"Too many requests wait for a worker to take over ({reason}). Retry later."
+            self._fail(record, Unavailable, text, now)
+
+    def _place_pending(self, now: float) -> None:
+        """Try each pending request once, in order of turns; of batch work as much as fits."""
+        self._pending.on_retried(now)
+        for request_id in list(self._pending):
+            record = self._requests.get(request_id)
+            if record is None:
+                continue  # ended by the sink of another one meanwhile
+            if now < record.retry_s or self._finish_if_ended(record, now):
+                continue
+            result = self._place(record, now)
+            if isinstance(result, Placement):
+                self._pending.remove(request_id, gone=False)
+                self._attempts.begin(record, result, now)
+            elif result.permanent:
+                self._finish(record, FinishReason.ERROR, now, failure=result.failure())
+            elif record.request.priority is Priority.BATCH:
+                break  # all that follow are batch too
+            elif now >= record.wait_until_s:
+                text = (
+                    f"Its worker was lost and none could take over within "
+                    f"{self._config.replace_wait_s:g} s. {result.message}"
+                )
+                self._fail(record, Unavailable, text, now)
+
+    # --------------------------------------------------------------- outputs
+
+    def on_output(self, output: RequestOutput, worker: WorkerRef, now: float) -> None:
+        """Take an output of a worker; one of an older attempt is ignored."""
+        record = self._requests.get(output.request_id)
+        if record is None or output.attempt < record.attempt:
+            # Ended here while it was on its way, by a former gateway, or while the worker was cut
+            # off from here.
+            if output.finish is None:
+                self._ports.channel.send(
+                    worker.address,
+                    AbortTask(request_id=output.request_id, attempt=output.attempt),
+                )
+            return
+        placement = record.placement
+        if output.attempt != record.attempt or placement is None:
+            return
+        from_decode = worker == placement.decode
+        if not from_decode and worker != placement.prefill:
+            return
+        if record.num_cached_tokens is None and output.num_cached_tokens is not None:
+            limit = len(record.request.prompt_tokens)
+            record.num_cached_tokens = min(output.num_cached_tokens, limit)
+        if output.tokens and from_decode:
+            record.decode_joined = True
+        for event in record.order.add(output):
+            self._deliver(record, event, worker.worker_id, now)
+            if record.state is RequestState.FINISHED:
+                return  # its sink has aborted it
+        finish = record.order.due_finish()
+        if finish is not None:
+            self._on_finish(record, finish, worker.worker_id, now)
+        elif not record.order.has_gap:
+            record.gap_since_s = None
+        elif record.gap_since_s is None:
+            record.gap_since_s = now
+
+    def _deliver(
+        self, record: RequestRecord, event: TokensEvent, worker_id: str, now: float
+    ) -> None:
+        record.last_progress_s = now
+        if record.state is RequestState.PREFILLING:
+            record.move(RequestState.DECODING)
+            self._permits.on_first_token(record.request, record.queue_position)
+            rejection = self._conductor.on_prefilled(record.request, now)
+            if rejection is not None and record.num_attempts == 1:
+                self.counters["requests_shed"] += 1
+                failure = spread_retry(rejection, self._ports.ids).failure()
+                self._finish(record, FinishReason.ERROR, now, failure=failure)
+                return
+        self._delivery.deliver(record, event, worker_id, now)
+
+    def _on_finish(
+        self, record: RequestRecord, finish: FinishInfo, worker_id: str, now: float
+    ) -> None:
+        if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._finish(
+                record, finish.reason, now, stop_token_id=finish.stop_token_id, done=(worker_id,)
+            )
+            return
+        failure = finish.failure
+        if failure is not None and failure.status in NOT_RETRIED:
+            self._finish(record, FinishReason.ERROR, now, failure=failure, done=(worker_id,))
+            return
+        text = failure.message if failure is not None else f"it ended with {finish.reason.value}"
+        if failure is not None and failure.status == Overloaded.http_status:
+            self._on_turned_away(record, f"worker {worker_id}: {text}", now, worker_id)
+        else:
+            self._requeue(record, f"worker {worker_id} failed: {text}", now, failed_on=worker_id)
+
+    # ---------------------------------------------------------------- ending
+
+    def _expire(self, request_id: str, now: float) -> None:
+        record = self._requests.get(request_id)
+        if record is None or not is_overdue(record, now):
+            return  # it has ended; or this was the deadline of an older one of the same name
+        text = f"The request did not finish within its {record.request.timeout_s:g} s."
+        self._fail(record, RequestTimeout, text, now)
+
+    def _scan_stalled(self, now: float) -> None:
+        for record in list(self._requests.values()):
+            reason = stall_reason(record, self._config, now)
+            if reason is not None:
+                self._requeue(record, reason, now)
+
+    def _finish_if_ended(self, record: RequestRecord, now: float) -> bool:
+        """Finish a request whose tokens are complete; the worker's report of it was lost."""
+        ended = record.finish_by_tokens()
+        if ended is not None:
+            self._finish(record, ended.reason, now, stop_token_id=ended.stop_token_id)
+        return ended is not None
+
+    def _fail(
+        self, record: RequestRecord, kind: type[MooncakeError], message: str, now: float
+    ) -> None:
+        failure = reject(kind, "failed", message, 1.0 if kind.retryable else None).failure()
+        self._finish(record, FinishReason.ERROR, now, failure=failure)
+
+    def _finish(
+        self,
+        record: RequestRecord,
+        reason: FinishReason,
+        now: float,
+        *,
+        failure: Failure | None = None,
+        stop_token_id: int | None = None,
+        done: Collection[str] = (),
+    ) -> None:
+        """End a request: drop its state here and on its workers, and send its final event."""
+        if reason is not FinishReason.ABORT:
+            self._delivery.deliver_held(record.request_id, now)
+            if record.state is RequestState.FINISHED:
+                return  # its sink has aborted it
+        self._delivery.drop(record.request_id)
+        well = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        self._attempts.end(record, done)
+        self._conductor.release(record.request_id, record.num_output_tokens if well else None)
+        self._pending.remove(record.request_id)
+        record.move(RequestState.FINISHED)
+        del self._requests[record.request_id]
+        self._permits.release(record.request, record.num_output_tokens)
+        self.counters[f"requests_{reason.value}"] += 1
+        if record.order.num_conflicts:
+            logger.error(
+                "request %s: %d repeated tokens differed", record.request_id,
+                record.order.num_conflicts,
+            )  # fmt: skip
+        self._ports.recorder.record(record.finished(reason, failure, now))
+        record.sink(record.final_event(reason, stop_token_id, failure))

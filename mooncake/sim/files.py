@@ -1,0 +1,76 @@
+"""Files of the simulator: traces and faults in, results out."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from mooncake.base import ConfigError
+from mooncake.sim.faults.plan import Fault
+from mooncake.sim.workload import TraceLine, parse_trace
+
+
+def read_trace(name: str) -> list[TraceLine]:
+    """Return the requests of a trace file; raises ConfigError where it cannot be read."""
+    try:
+        with open(name, "rb") as file:
+            return parse_trace(file, name)
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from None
+
+
+def read_faults(path: str) -> list[Fault]:
+    """Return the faults in a YAML list or in JSONL.
+
+    Raises:
+        ConfigError: the file cannot be read; the message names the fault that is wrong.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if line.strip()]
+        if lines and all(line.lstrip().startswith("{") for line in lines):
+            values = [yaml.safe_load(line) for line in lines]
+        else:
+            values = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}", param="faults") from None
+    if not isinstance(values, list):
+        raise ConfigError(f"{path}: must hold a list of faults", param="faults")
+    faults = []
+    for number, value in enumerate(values, 1):
+        try:
+            faults.append(msgspec.convert(value, Fault))
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{path}, fault {number}: {error}", param="faults") from None
+    return faults
+
+
+def as_json(value: object) -> str:
+    """Return JSON that is the same for the same value."""
+    return json.dumps(msgspec.to_builtins(value), indent=1, sort_keys=True) + "\n"
+
+
+def check_writable(*names: str | None) -> None:
+    """Raise ConfigError where a file could not be written: before the work, not after it."""
+    for name in names:
+        if name is None:
+            continue
+        path = Path(name).absolute()
+        if not path.parent.is_dir():
+            raise ConfigError(f"{name}: its directory is not there")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"{name}: cannot be written")
+
+
+def write(name: str | None, text: str) -> None:
+    """Write a file if one is asked for."""
+    if name is None:
+        return
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from None

@@ -1,0 +1,1 @@
+"""Results of a simulated run: figures, JSON, plots and the HTML report."""

@@ -1,0 +1,1 @@
+"""A simulated cluster: clock, network, disks, processes, hardware costs."""

@@ -1,0 +1,245 @@
+"""Simulated disks: slots that survive their process, durations of operations, and faults.
+
+A write cut off by the death of its process leaves a torn block; where the world has real bytes,
+faults damage those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+import xxhash
+
+from mooncake.base.blocks import BlockKey
+from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, DiskScanned, FoundBlock, Outcome
+from mooncake.sim.world.clock import EventHeap
+from mooncake.sim.world.network import SimRegion
+from mooncake.transfer.engine import Region
+
+
+class SimDiskConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Capacity, speed and fault rates of simulated disks."""
+
+    bytes_per_s: float = 3e9
+    latency_s: float = 100e-6
+    scan_s: float = 0.01
+
+
+class Kept:
+    """The content of one slot."""
+
+    def __init__(self, block: DiskBlock, checksum: int, data: bytes | None) -> None:
+        self.key = block.key
+        self.tenant = block.tenant
+        self.checksum = checksum
+        self.data = data
+        self.whole = False
+
+
+class SimMedium:
+    """The state of one disk, which survives the process that uses it."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, Kept] = {}
+        """Written last, last."""
+        self.refuses_reads = False
+        self.refuses_writes = False
+        self.is_full = False
+        """No write finds room."""
+        self.num_slots_with_room: int | None = None
+        """The file system has room for so many slots, if not for all."""
+        self.slowdown = 1.0
+        """Every operation takes so many times as long."""
+
+    def damage(self, slot: int) -> None:
+        """Flip one bit of the stored block."""
+        kept = self.slots[slot]
+        kept.whole = False
+        if kept.data is not None:
+            kept.data = bytes([kept.data[0] ^ 1]) + kept.data[1:]
+
+
+class SimDisks:
+    """The `Disks` port of one simulated node, for one life of its process."""
+
+    def __init__(
+        self,
+        heap: EventHeap,
+        config: SimDiskConfig,
+        media: list[SimMedium],
+        num_slots: list[int],
+        block_bytes: int,
+        deliver: Callable[[msgspec.Struct], None],
+    ) -> None:
+        self._heap = heap
+        self._config = config
+        self._media = media
+        self.num_slots = num_slots
+        self._block_bytes = block_bytes
+        self._deliver = deliver
+        self._arena: SimRegion | None = None
+        self._free_s = [0.0] * len(media)
+        self._last_op = 0
+        self._busy: set[tuple[int, int]] = set()
+        self._alive = True
+
+    @property
+    def can_hash(self) -> bool:
+        return True
+
+    def attach(self, arena: Region) -> None:
+        """Scan every disk."""
+        assert isinstance(arena, SimRegion)
+        self._arena = arena if arena.has_bytes else None
+        for disk in range(len(self._media)):
+            self._heap.after(self._config.scan_s, partial(self._scan, disk))
+
+    def kill(self) -> None:
+        """Drop all operations under way, as after the death of the process."""
+        self._alive = False
+
+    def write(self, disk: int, blocks: list[DiskBlock]) -> int:
+        """Start a write: the old content is gone at once, half of the new block is stored."""
+        medium = self._media[disk]
+        kept = []
+        for block in blocks:
+            data = self._bytes(block)
+            checksum = block.checksum if block.checksum is not None else _checksum(block.key, data)
+            kept.append(Kept(block, checksum, data))
+        room = medium.num_slots_with_room
+        is_full = room is not None and any(block.slot >= room for block in blocks)
+        refused = medium.refuses_writes or medium.is_full or is_full
+        if not refused:
+            for block, one in zip(blocks, kept, strict=True):
+                if one.data is not None:
+                    half = len(one.data) // 2
+                    one.data = one.data[:half] + bytes(len(one.data) - half)
+                medium.slots.pop(block.slot, None)
+                medium.slots[block.slot] = one
+        outcome = Outcome.FAILED if medium.refuses_writes else Outcome.FULL
+
+        def end() -> tuple[list[Outcome], list[int]]:
+            if refused:
+                return [outcome] * len(blocks), [0] * len(blocks)
+            for block, one in zip(blocks, kept, strict=True):
+                data = self._bytes(block)
+                if data is not None and one.data is not None:
+                    half = len(data) // 2
+                    one.data = one.data[:half] + data[half:]
+                one.whole = True
+            return [Outcome.OK] * len(blocks), [one.checksum for one in kept]
+
+        return self._start(disk, blocks, end)
+
+    def read(self, disk: int, blocks: list[DiskBlock]) -> int:
+        """Start a read: the memory holds junk until it ends, and after a failure."""
+        junk = b"\xee" * self._block_bytes if self._arena is not None else b""
+        for block in blocks:
+            self._fill(block, junk)
+        medium = self._media[disk]
+
+        def end() -> tuple[list[Outcome], list[int]]:
+            outcomes = [self._read_one(medium, block) for block in blocks]
+            checksums = [
+                medium.slots[block.slot].checksum if outcome is Outcome.OK else 0
+                for block, outcome in zip(blocks, outcomes, strict=True)
+            ]
+            return outcomes, checksums
+
+        return self._start(disk, blocks, end)
+
+    def erase(self, disk: int, blocks: list[DiskBlock]) -> int:
+        medium = self._media[disk]
+
+        def end() -> tuple[list[Outcome], list[int]]:
+            if medium.refuses_writes:
+                return [Outcome.FAILED] * len(blocks), [0] * len(blocks)
+            for block in blocks:
+                medium.slots.pop(block.slot, None)
+            return [Outcome.OK] * len(blocks), [0] * len(blocks)
+
+        return self._start(disk, blocks, end)
+
+    def checksum(self, offsets: list[int]) -> int:
+        """Return the checksum of the block's bytes; a constant in worlds without bytes."""
+        self._last_op += 1
+        op_id = self._last_op
+        blocks = [DiskBlock(b"", 0, offset) for offset in offsets]
+
+        def end() -> None:
+            checksums = [_checksum(b"", self._bytes(block)) for block in blocks]
+            outcomes = [Outcome.OK] * len(blocks)
+            self._finish(DiskDone(op_id=op_id, outcomes=outcomes, checksums=checksums))
+
+        self._heap.after(self._config.latency_s, end)
+        return op_id
+
+    def _read_one(self, medium: SimMedium, block: DiskBlock) -> Outcome:
+        kept = medium.slots.get(block.slot)
+        if medium.refuses_reads:
+            return Outcome.FAILED
+        if kept is None or kept.key != block.key:
+            return Outcome.CORRUPT
+        if kept.data is None:
+            return Outcome.OK if kept.whole else Outcome.CORRUPT
+        self._fill(block, kept.data)
+        return Outcome.OK if _checksum(block.key, kept.data) == kept.checksum else Outcome.CORRUPT
+
+    def _start(
+        self,
+        disk: int,
+        blocks: list[DiskBlock],
+        end: Callable[[], tuple[list[Outcome], list[int]]],
+    ) -> int:
+        self._last_op += 1
+        op_id = self._last_op
+        slots = {(disk, block.slot) for block in blocks}
+        assert self._busy.isdisjoint(slots), "two operations on one slot"
+        assert all(0 <= block.slot < self.num_slots[disk] for block in blocks)
+        self._busy |= slots
+        slowdown = self._media[disk].slowdown
+        seconds = slowdown * len(blocks) * self._block_bytes / self._config.bytes_per_s
+        begin_s = max(self._heap.now(), self._free_s[disk])
+        self._free_s[disk] = begin_s + seconds
+
+        def finish() -> None:
+            if self._alive:
+                self._busy -= slots
+                outcomes, checksums = end()
+                self._finish(DiskDone(op_id=op_id, outcomes=outcomes, checksums=checksums))
+
+        self._heap.at(self._free_s[disk] + slowdown * self._config.latency_s, finish)
+        return op_id
+
+    def _scan(self, disk: int) -> None:
+        newest = {kept.key: slot for slot, kept in self._media[disk].slots.items()}
+        outdated = [s for s, kept in self._media[disk].slots.items() if newest[kept.key] != s]
+        found = [
+            FoundBlock(kept.key, slot, kept.tenant, kept.checksum)
+            for slot, kept in self._media[disk].slots.items()
+            if newest[kept.key] == slot and slot < self.num_slots[disk]
+        ]
+        dropped = len(self._media[disk].slots) - len(found)
+        for slot in outdated:
+            del self._media[disk].slots[slot]
+        self._finish(DiskScanned(disk=disk, found=found, num_dropped=dropped))
+
+    def _finish(self, event: DiskDone | DiskScanned) -> None:
+        if self._alive:
+            self._deliver(event)
+
+    def _bytes(self, block: DiskBlock) -> bytes | None:
+        if self._arena is None:
+            return None
+        return bytes(self._arena.buffer[block.offset : block.offset + self._block_bytes])
+
+    def _fill(self, block: DiskBlock, data: bytes) -> None:
+        if self._arena is not None:
+            self._arena.buffer[block.offset : block.offset + self._block_bytes] = data
+
+
+def _checksum(key: BlockKey, data: bytes | None) -> int:
+    """Return a stand-in checksum made from the key, for worlds without bytes."""
+    return xxhash.xxh3_64_intdigest(key if data is None else data)

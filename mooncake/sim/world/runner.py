@@ -1,0 +1,119 @@
+"""A runner that computes nothing but time: steps last as long as a cost model says, tokens are a
+function of the request.
+
+The token at an output position depends on the request's seed and that position only, as in real
+sampling, so a request that was moved or resumed must go on with the very same tokens: checkers
+compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from mooncake.base.grammar import Grammar
+from mooncake.base.sampling import SamplingParams
+from mooncake.engine.plan import LayerDone, Sample, StepPlan, StepResult
+from mooncake.sim.world.clock import EventHeap
+
+VOCAB_SIZE = 32000
+
+TokenOracle = Callable[[SamplingParams, int], int]
+"""(sampling, output position) -> the token that is sampled there, on any worker."""
+
+
+class StepCost(Protocol):
+    """The cost model port: the duration of a step."""
+
+    def seconds(self, plan: StepPlan) -> float:
+        """Return the duration of `plan` in seconds."""
+
+
+def token_at(seed: int, position: int) -> int:
+    """Return a token in [1, VOCAB_SIZE) that looks random and is a function of its arguments."""
+    mixed = (seed * 0x9E3779B1 + position * 0x85EBCA77 + 0x27D4EB2F) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+    return 1 + ((mixed ^ (mixed >> 12)) % (VOCAB_SIZE - 1))
+
+
+def sampled_token(sampling: SamplingParams, position: int) -> int:
+    """Return the token of a request that runs until its `max_tokens`."""
+    return token_at(sampling.seed, position)
+
+
+class _Known:
+    """The runner's state of one sequence."""
+
+    __slots__ = ("num_outputs", "sampling")
+
+    def __init__(self, sampling: SamplingParams, num_outputs: int) -> None:
+        self.sampling = sampling
+        self.num_outputs = num_outputs
+
+
+class SimRunner:
+    """Runs one step at a time; reports layers in `num_layer_reports` groups to keep the heap
+    small.
+    """
+
+    def __init__(
+        self,
+        heap: EventHeap,
+        cost: StepCost,
+        deliver: Callable[[msgspec.Struct], None],
+        *,
+        num_layers: int,
+        num_layer_reports: int = 4,
+        oracle: TokenOracle = sampled_token,
+    ) -> None:
+        self._heap = heap
+        self._cost = cost
+        self._deliver = deliver
+        self._num_layers = num_layers
+        self._num_layer_reports = min(num_layer_reports, num_layers)
+        self._oracle = oracle
+        self._known: dict[int, _Known] = {}
+        self._busy_until_s = 0.0
+        self.busy_s = 0.0
+        """Seconds spent computing, of steps that were begun."""
+        self.hung = False
+        """Steps never end from now on."""
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Accept a grammar; compiling one takes no simulated time."""
+
+    def submit(self, plan: StepPlan) -> None:
+        for sequence_id in plan.ended:
+            self._known.pop(sequence_id, None)
+        for start in plan.starts:
+            known = _Known(start.sampling, len(start.output_tokens))
+            self._known[start.sequence_id] = known
+        self._start(plan, self._cost.seconds(plan))
+
+    def _start(self, plan: StepPlan, seconds: float) -> None:
+        """Schedule the reports of the step's layers and of its end."""
+        begin = max(self._heap.now(), self._busy_until_s)
+        self._busy_until_s = begin + seconds
+        self.busy_s += seconds
+        if plan.report_layers:
+            for report in range(1, self._num_layer_reports):
+                layer = report * self._num_layers // self._num_layer_reports - 1
+                at_s = begin + seconds * (layer + 1) / self._num_layers
+                done = LayerDone(step_id=plan.step_id, layer=layer)
+                self._heap.at(at_s, partial(self._deliver, done))
+        self._heap.at(self._busy_until_s, partial(self._finish, plan, seconds))
+
+    def _finish(self, plan: StepPlan, seconds: float) -> None:
+        if self.hung:
+            return
+        samples: list[Sample] = []
+        for slot in plan.slots:
+            if slot.sample:
+                known = self._known[slot.sequence_id]
+                token = self._oracle(known.sampling, known.num_outputs)
+                known.num_outputs += 1
+                samples.append(Sample(sequence_id=slot.sequence_id, token=token))
+        self._deliver(StepResult(step_id=plan.step_id, samples=samples, seconds=seconds))

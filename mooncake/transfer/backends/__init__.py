@@ -1,1 +1,0 @@
-"""See the modules; nothing is imported here on purpose."""

@@ -1,0 +1,206 @@
+"""A few threads that copy memory to memory, for backends that have both ends mapped.
+
+numpy copies without the interpreter lock, so copies run beside each other and beside Python.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.transfer.batches import Job
+from mooncake.transfer.engine import Op
+from mooncake.transfer.plan import Slice, SliceLimits
+from mooncake.transfer.regions import Gates, HostRegion, RegionTable
+
+Bytes = npt.NDArray[np.uint8]
+STEP_BYTES = 4 * 2**20
+"""Longest copy between two checks whether the job goes on (some 200 us). A check costs 7 us, for it
+finds the caches full of copied bytes."""
+
+COPY_LIMITS = SliceLimits(target_bytes=16 * 2**20, min_bytes=4 * 2**20, max_pieces=1024)
+INLINE_BYTES = 4 * 2**20
+"""A job up to this size is copied by the thread that submits it (some 200 us, without the
+interpreter lock): to wake another thread for half of it saves nothing."""
+
+
+class Mapped(Protocol):
+    """A region whose memory can be touched here."""
+
+    @property
+    def array(self) -> Bytes: ...
+
+
+class Guard(Protocol):
+    """Decides whether the memory at both ends may (still) be touched."""
+
+    def refusal(self) -> str | None:
+        """Return why not, or None. Called inside the gate before each step: cheap."""
+
+    def confirm(self) -> str | None:
+        """Return why bytes just copied do not count as arrived, or None. Called once a part."""
+
+    def arrived(self, num_bytes: int, posted_s: float, now_s: float) -> None:
+        """Count a part that has arrived whole."""
+
+
+class CopyPart(msgspec.Struct, frozen=True, eq=False):
+    """Copies of one job that one thread does in a row: (target, source) pairs of equal length."""
+
+    job: Job
+    pairs: Sequence[tuple[Bytes, Bytes]]
+    num_bytes: int
+    guard: Guard
+    posted_s: float
+
+
+def copy_part(part: CopyPart, gate: threading.Lock) -> None:
+    """Do one part, in steps; ends it in its job whatever happens."""
+    job, guard = part.job, part.guard
+    if not job.begin():
+        return
+    for step in [part.pairs] if part.num_bytes <= STEP_BYTES else steps(part.pairs):
+        with gate:
+            refusal = guard.refusal()
+            if refusal is None and not job.stopped:
+                for target, source in step:
+                    np.copyto(target, source)
+                continue
+        if refusal is not None:
+            job.finish(refusal)
+        else:
+            job.give_back()
+        return
+    error = guard.confirm()
+    if error is None:
+        guard.arrived(part.num_bytes, part.posted_s, time.monotonic())
+    job.finish(error)
+
+
+def steps(pairs: Sequence[tuple[Bytes, Bytes]]) -> Iterator[list[tuple[Bytes, Bytes]]]:
+    """Yield the copies in order, `STEP_BYTES` at a time."""
+    step: list[tuple[Bytes, Bytes]] = []
+    room = STEP_BYTES
+    for target, source in pairs:
+        done = 0
+        while done < target.size:
+            stop = min(target.size, done + room)
+            step.append((target[done:stop], source[done:stop]))
+            room -= stop - done
+            done = stop
+            if room == 0:
+                yield step
+                step, room = [], STEP_BYTES
+    if step:
+        yield step
+
+
+def copy_parts(
+    job: Job,
+    slices: Sequence[Slice],
+    local: Mapping[int, HostRegion],
+    remote: Mapping[int, Mapped],
+    guard: Guard,
+) -> list[CopyPart]:
+    """Return the parts that do `slices` of `job`; the regions are found and checked."""
+    parts = []
+    posted_s = time.monotonic()
+    for part in slices:
+        pairs = []
+        for op in part.pieces:
+            start = op.local_offset
+            here = local[op.local_region].array[start : start + op.num_bytes]
+            start = op.remote_offset
+            there = remote[op.remote_region].array[start : start + op.num_bytes]
+            pairs.append((here, there) if job.op is Op.READ else (there, here))
+        parts.append(CopyPart(job, pairs, part.num_bytes, guard, posted_s))
+    return parts
+
+
+def local_regions(job: Job, table: RegionTable) -> dict[int, HostRegion]:
+    """Return the regions of ours that `job` names, by id. Raises RangeRefused when one has gone."""
+    regions: dict[int, HostRegion] = {}
+    for op in job.ops:
+        if op.local_region not in regions:
+            regions[op.local_region] = table.find(op.local_region, 0, 0)
+    return regions
+
+
+class CopyPool:
+    """Copies parts in the order they came, on `num_threads` threads; with none, when pumped."""
+
+    def __init__(self, gates: Gates, num_threads: int, name: str) -> None:
+        self._gates = gates
+        self._own_gate = gates.new()
+        self._ready = threading.Condition()
+        self._parts: deque[CopyPart] = deque()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, job: Job, parts: Sequence[CopyPart]) -> None:
+        """Start the parts of `job`: small ones at once, else on the threads, else in `pump`."""
+        job.expect(len(parts))
+        if self._threads and job.num_bytes <= INLINE_BYTES:
+            for part in parts:
+                copy_part(part, self._own_gate)
+            return
+        with self._ready:
+            if self._closed:
+                job.stop("the transfer engine is closed")
+                return
+            self._parts.extend(parts)
+            self._ready.notify(len(parts))
+
+    def pump(self) -> None:
+        """Without threads: copy all parts queued so far, in the caller's thread."""
+        if self._threads:
+            return
+        for _ in range(len(self._parts)):
+            with self._ready:
+                if not self._parts:
+                    return
+                part = self._parts.popleft()
+            copy_part(part, self._own_gate)
+
+    @property
+    def num_connections(self) -> int:
+        """How many parts are copied at the same time."""
+        return max(1, len(self._threads))
+
+    def _run(self) -> None:
+        gate = self._gates.new()
+        try:
+            while True:
+                with self._ready:
+                    while not self._parts and not self._closed:
+                        self._ready.wait()
+                    if self._closed:
+                        return
+                    part = self._parts.popleft()
+                copy_part(part, gate)
+        finally:
+            self._gates.forget(gate)
+
+    def close(self) -> None:
+        """Finish the steps in hand and end the threads."""
+        with self._ready:
+            if self._closed:
+                return
+            self._closed = True
+            self._parts.clear()
+            self._ready.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._gates.forget(self._own_gate)

@@ -1,0 +1,119 @@
+"""The peers one backend talks to, and which of them could not be reached lately.
+
+One directory serves every protocol: it makes a peer when a batch first names it, refuses at once
+what a peer has just refused (`peer_health`), and forgets peers that ended. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+from mooncake.base.errors import ConfigError, TransferError
+from mooncake.base.kv_layout import SegmentRef
+from mooncake.transfer.net.handshake import Credentials
+from mooncake.transfer.peer_health import PeerHealth
+
+_MANY_PEERS = 1024
+"""With so many peers, those that have nothing to do are forgotten before a new one is made."""
+
+PeerT = TypeVar("PeerT")
+
+
+class PeerUnreachable(TransferError):
+    """Nothing goes to this peer now; the message has the reason."""
+
+
+class PeerKey(NamedTuple):
+    """Names one peer of one protocol. A restarted engine has another id, so it is another peer."""
+
+    endpoint: str
+    engine_id: str
+
+
+class PeerDirectory(Generic[PeerT]):
+    """All peers of one backend, by endpoint and engine id."""
+
+    def __init__(
+        self,
+        protocol: str,
+        credentials: Credentials,
+        make: Callable[[PeerKey], PeerT],
+        forget_unused: Callable[[PeerT], bool] = lambda _peer: False,
+    ) -> None:
+        """Find peers by their endpoints of `protocol`.
+
+        make: returns a new peer; ConfigError: its endpoint is malformed.
+        forget_unused: ends a peer and returns True when it has nothing to do, else returns False.
+        """
+        self.credentials = credentials
+        self.lock = threading.RLock()
+        """Held while peers come and go. A caller that looks a peer up and uses it under this lock
+        can be sure that the peer is not forgotten in between.
+        """
+        self._protocol = protocol
+        self._make = make
+        self._forget_unused = forget_unused
+        self._peers: dict[PeerKey, PeerT] = {}
+        self._health = PeerHealth()
+        self._closed = False
+
+    def _key(self, ref: SegmentRef) -> PeerKey:
+        return PeerKey(ref.endpoints.get(self._protocol, ""), ref.engine_id)
+
+    def find(self, ref: SegmentRef) -> PeerT | None:
+        """Return the peer that `ref` names if there is one already."""
+        return self._peers.get(self._key(ref))
+
+    def open(self, ref: SegmentRef) -> PeerT:
+        """Return the peer that `ref` names, made when it is new. Raises PeerUnreachable."""
+        key = self._key(ref)
+        refusal = "the transfer engine is closed" if self._closed else self._health.refusal(key)
+        if refusal is not None:
+            raise PeerUnreachable(refusal)
+        peer = self._peers.get(key)
+        if peer is None:
+            with self.lock:
+                peer = self._peers.get(key) or self._add(key)
+        return peer
+
+    def _add(self, key: PeerKey) -> PeerT:
+        if len(self._peers) >= _MANY_PEERS:
+            for old, peer in list(self._peers.items()):
+                if self._forget_unused(peer):
+                    self._peers.pop(old, None)
+        try:
+            peer = self._peers[key] = self._make(key)
+        except ConfigError as error:
+            raise PeerUnreachable(error.message) from error
+        return peer
+
+    def reached(self, key: PeerKey) -> None:
+        """Note that the peer has accepted a connection of ours."""
+        self._health.reached(key)
+
+    def failed(self, key: PeerKey, reason: str) -> None:
+        """Note that an attempt to reach the peer has failed."""
+        self._health.failed(key, reason)
+
+    def ended(self, key: PeerKey, refusal: str | None) -> None:
+        """Forget a peer; `refusal`: why it could not be reached, None if it could."""
+        with self.lock:
+            self._peers.pop(key, None)
+        # After that: a request which this lets through must not find the peer that has ended.
+        if refusal is not None:
+            self._health.failed(key, refusal)
+        else:
+            self._health.unknown(key)
+
+    def all(self) -> list[PeerT]:
+        """Return the peers there are now."""
+        with self.lock:
+            return list(self._peers.values())
+
+    def close(self) -> list[PeerT]:
+        """Make no more peers; return those there are, for the caller to end."""
+        with self.lock:
+            self._closed = True
+            return list(self._peers.values())

@@ -1,0 +1,39 @@
+"""Endpoints as configuration and peers write them: "host:port". Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from mooncake.base.errors import ConfigError
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return (host, port) of "host:port" or "[v6]:port". Raises ConfigError."""
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise ConfigError(f"{endpoint!r} is not a TCP endpoint; it looks like 10.0.0.7:4301")
+    return host.strip("[]"), int(port)
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Where an engine listens for peers, and the host under which they reach it."""
+
+    bind_host: str = "127.0.0.1"
+    advertise_host: str | None = None
+    """What peers connect to when it is not `bind_host`; a numeric address."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this machine reach it; False for names, which may mean any."""
+        try:
+            hosts = [ip_address(host) for host in (self.bind_host, self.advertise_host) if host]
+        except ValueError:
+            return False
+        return all(host.is_loopback for host in hosts)
+
+    def endpoint(self, port: int) -> str:
+        """Return the endpoint that peers connect to."""
+        host = self.advertise_host or self.bind_host
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,159 @@
+"""A thread that waits on many sockets and serves all connections of a backend.
+
+Handlers, timers and posted calls run in the loop's own thread, so what a connection owns needs no
+lock. `gate` is held around each syscall that touches registered memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from mooncake.transfer.regions import Gates
+
+_LOG = logging.getLogger(__name__)
+READABLE = select.EPOLLIN
+WRITABLE = select.EPOLLOUT
+HUNG_UP = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
+SCRATCH_BYTES = 2**20
+
+Handler = Callable[[int], None]
+"""Called with the epoll events of a descriptor; must not raise and must not wait."""
+
+
+class Timer:
+    """A call at a later time; `cancel` forgets it."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+
+    def cancel(self) -> None:
+        """Forget the call, if it has not run yet."""
+        self._action = None
+
+    def fire(self) -> None:
+        """Run the call unless it was cancelled."""
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+
+class IoLoop:
+    """One epoll thread. `post` may be called from any thread, all else only from the loop's own."""
+
+    def __init__(self, gates: Gates, name: str) -> None:
+        self._gates = gates
+        self.gate = gates.new()
+        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
+        """Receives bytes that are to be dropped."""
+        self._epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake_fd, READABLE)
+        self._handlers: dict[int, Handler] = {}
+        self._removed: set[int] = set()
+        self._posted: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def num_handlers(self) -> int:
+        """Descriptors watched now."""
+        return len(self._handlers)
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run `call` in the loop soon; after `close` it is forgotten."""
+        with self._lock:
+            if self._closing:
+                return
+            self._posted.append(call)
+            if len(self._posted) == 1:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def call_later(self, seconds: float, action: Callable[[], None]) -> Timer:
+        """Run `action` in the loop after `seconds` of real time."""
+        timer = Timer(action)
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), timer))
+        return timer
+
+    def add(self, fd: int, events: int, handler: Handler) -> None:
+        """Watch `fd`."""
+        self._handlers[fd] = handler
+        self._epoll.register(fd, events | select.EPOLLRDHUP)
+
+    def modify(self, fd: int, events: int) -> None:
+        """Change what is watched for."""
+        self._epoll.modify(fd, events | select.EPOLLRDHUP)
+
+    def remove(self, fd: int) -> None:
+        """Watch `fd` no more; to be called before it is closed."""
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+            self._removed.add(fd)
+
+    def _run(self) -> None:
+        while not self._closing:
+            ready = self._epoll.poll(self._wait_s())
+            self._removed.clear()
+            for fd, events in ready:
+                # A number removed in this round may name another connection by now.
+                if fd in self._removed or fd == self._wake_fd:
+                    continue
+                try:
+                    self._handlers[fd](events)
+                except Exception:  # one broken connection must not take all others with it
+                    _LOG.exception("transfer I/O handler failed")
+            self._run_posted()
+            self._run_timers()
+        self._run_posted()
+
+    def _wait_s(self) -> float | None:
+        if not self._timers:
+            return None
+        return max(0.0, self._timers[0][0] - time.monotonic())
+
+    def _run_posted(self) -> None:
+        if not self._posted:
+            return
+        with self._lock:
+            calls = list(self._posted)
+            self._posted.clear()
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+        for call in calls:
+            self._guarded(call)
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            self._guarded(heapq.heappop(self._timers)[2].fire)
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            _LOG.exception("transfer I/O handler failed")
+
+    def close(self) -> None:
+        """Run what was posted before, end the thread. Handlers must have been removed."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        self._timers.clear()
+        self._epoll.close()
+        os.close(self._wake_fd)
+        self._gates.forget(self.gate)

@@ -1,0 +1,176 @@
+"""Accepts the connections of peers, up to a limit, and keeps the sessions they open with us.
+
+One listener serves each protocol's owner side, whatever its connections carry.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from mooncake.base.errors import ConfigError
+from mooncake.transfer.net.handshake import PeerIdentity
+from mooncake.transfer.net.io_loop import READABLE, IoLoop
+
+_LOG = logging.getLogger(__name__)
+_REST_S = 0.5
+"""Out of descriptors, the queue of connections is left alone for so long."""
+_BACKLOG = 512
+MAX_UNPROVEN = 128
+"""Connections that have not proven themselves; of more, the oldest is hung up. So a flood of them
+takes the place of no peer, for a peer proves itself within a few ms.
+"""
+
+
+def tcp_listener(host: str) -> socket.socket:
+    """Return a socket that listens on a free port of `host`.
+
+    Raises:
+        ConfigError: it cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.bind((host, 0))
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host} for transfers: {error}") from error
+    return sock
+
+
+def watch_host(sock: socket.socket, dead_host_s: float) -> None:
+    """Have the kernel break a connection whose other host is silent for so long, whether or not
+    something is on its way to it: a host without power does not hang up.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(dead_host_s / 2)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(dead_host_s / 6)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * dead_host_s))
+
+
+class Session(Protocol):
+    """One connection of a peer to us."""
+
+    @property
+    def loop(self) -> IoLoop:
+        """The loop it lives in, which need not be the listener's."""
+
+    @property
+    def identity(self) -> PeerIdentity | None:
+        """What the peer has proven; None before."""
+
+    def close(self) -> None:
+        """Hang up; called in `loop`."""
+
+
+SessionT = TypeVar("SessionT", bound=Session)
+
+
+class Listener(Generic[SessionT]):
+    """A listening socket and the sessions of those that connected to it. Owns the socket."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: IoLoop,
+        name: str,
+        limit: int,
+        open_session: Callable[[socket.socket], SessionT],
+    ) -> None:
+        """Accept in `loop`; `open_session` is given each connection, not blocking."""
+        self._sock = sock
+        self._loop = loop
+        self._name = name
+        self._limit = limit
+        self._open_session = open_session
+        self._lock = threading.Lock()
+        self._sessions: set[SessionT] = set()
+        self._unproven: deque[SessionT] = deque()
+        self._closed = False
+        sock.setblocking(False)
+        loop.post(self._watch)
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions open now, proven or not."""
+        return len(self._sessions)
+
+    @property
+    def sessions(self) -> list[SessionT]:
+        """The sessions that are open now."""
+        with self._lock:
+            return list(self._sessions)
+
+    def _watch(self) -> None:
+        if not self._closed:
+            self._loop.add(self._sock.fileno(), READABLE, self._accept)
+
+    def _accept(self, _events: int) -> None:
+        try:
+            sock, address = self._sock.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            _LOG.warning("cannot accept a %s peer: %s", self._name, error)
+            self._loop.remove(self._sock.fileno())
+            self._loop.call_later(_REST_S, self._watch)
+            return
+        if self.num_sessions >= self._limit:
+            _LOG.warning("%s peer %s refused: too many", self._name, address or "of this host")
+            sock.close()
+            return
+        sock.setblocking(False)
+        self._hang_up_oldest()
+        with self._lock:
+            if self._closed:
+                sock.close()
+                return
+            session = self._open_session(sock)
+            self._sessions.add(session)
+        self._unproven.append(session)
+
+    def _hang_up_oldest(self) -> None:
+        """Make room among those that have not proven themselves."""
+        self._unproven = deque(
+            each for each in self._unproven if each.identity is None and each in self._sessions
+        )
+        if len(self._unproven) >= MAX_UNPROVEN:
+            _LOG.warning("%s peer hung up on: too many have not proven themselves", self._name)
+            oldest = self._unproven.popleft()
+            oldest.loop.post(oldest.close)
+
+    def fenced(self, identity: PeerIdentity) -> list[SessionT]:
+        """Return the earlier sessions that a client has named in its hello, to be ended."""
+        if not identity.fenced:
+            return []
+        return [
+            session
+            for session in self.sessions
+            if session.identity is not None
+            and session.identity.engine_id == identity.engine_id
+            and session.identity.connection_id in identity.fenced
+        ]
+
+    def forget(self, session: SessionT) -> None:
+        """Drop a session that has ended."""
+        with self._lock:
+            self._sessions.discard(session)
+
+    def refuse(self) -> list[SessionT]:
+        """Accept no more connections; return the open sessions, for the caller to end."""
+        with self._lock:
+            self._closed = True
+            return list(self._sessions)
+
+    def close(self) -> list[SessionT]:
+        """Close the socket too; only in the loop."""
+        sessions = self.refuse()
+        self._loop.remove(self._sock.fileno())
+        self._sock.close()
+        return sessions

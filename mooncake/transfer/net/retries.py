@@ -1,0 +1,168 @@
+"""The slices that go to one peer and that no connection carries at the moment.
+
+Slices wait here before they are sent, and come back when their connection broke. A READ may go
+again at once. A WRITE is held back until the peer confirms that nothing of the first try can reach
+its memory any more (a fence), so that no late packet lands after the second try.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from mooncake.transfer.batches import Job, Part
+from mooncake.transfer.plan import Slice
+
+_LOG = logging.getLogger(__name__)
+
+Fence = str | int
+"""What the peer confirms to be over: a connection, by its id, or a queue pair, by its number."""
+
+
+class RetryQueue:
+    """Slices to one peer: those to send, oldest first, and WRITEs held for a fence. Thread-safe."""
+
+    def __init__(self, engine_id: str, max_failures: int) -> None:
+        """Fail the batch of a slice whose connection broke `max_failures` times."""
+        self._engine_id = engine_id
+        self._max_failures = max_failures
+        self._lock = threading.Lock()
+        self._ready: deque[Part] = deque()
+        self._held: dict[Fence, list[Part]] = {}
+        self.closed = False
+
+    def __len__(self) -> int:
+        """Return the number of slices to send."""
+        return len(self._ready)
+
+    @property
+    def fences(self) -> Sequence[Fence]:
+        """What the peer has still to confirm, oldest first."""
+        return list(self._held)
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the peer has something to confirm."""
+        return bool(self._held)
+
+    @property
+    def num_held(self) -> int:
+        """WRITEs that wait for a fence."""
+        with self._lock:
+            return sum(map(len, self._held.values()))
+
+    def put(self, job: Job, slices: Sequence[Slice]) -> None:
+        """Queue the slices of a new job; stop the job when the queue is closed."""
+        job.expect(len(slices))
+        with self._lock:
+            if not self.closed:
+                self._ready.extend(Part(job, each) for each in slices)
+        if self.closed:
+            job.stop("the transfer engine is closed")
+
+    def first(self) -> Part | None:
+        """Return the next slice whose job goes on, without taking it."""
+        with self._lock:
+            while self._ready and self._ready[0].job.stopped:
+                self._ready.popleft()
+            return self._ready[0] if self._ready else None
+
+    def pop(self) -> Part:
+        """Take the slice that `first` returned. Only for a queue that one thread uses."""
+        return self._ready.popleft()
+
+    def put_back(self, parts: Sequence[Part]) -> None:
+        """Queue slices again, before all others, that were taken and not begun."""
+        self._ready.extendleft(reversed(parts))
+
+    def take_unfenced(self) -> Part | None:
+        """Return the next slice, begun in its job; None while the peer has a fence to confirm."""
+        with self._lock:
+            while self._ready and not self._held:
+                part = self._ready.popleft()
+                if part.job.begin():
+                    return part
+        return None
+
+    def again(self, parts: Sequence[Part]) -> None:
+        """Queue slices again that nothing carries any more, unless their jobs were stopped."""
+        with self._lock:
+            self._ready.extendleft(part for part in reversed(parts) if not part.job.stopped)
+        for part in parts:
+            part.job.give_back()
+
+    def hold(self, fence: Fence, parts: Sequence[Part]) -> None:
+        """Keep WRITEs, still in hand in their jobs, until the peer confirms `fence`."""
+        if parts:
+            with self._lock:
+                self._held.setdefault(fence, []).extend(parts)
+
+    def hold_instead(self, old: Iterable[Fence], new: Fence) -> None:
+        """Have `new` stand for the fences `old`, which will not be confirmed."""
+        with self._lock:
+            moved = [part for fence in old for part in self._held.pop(fence, [])]
+        self.hold(new, moved)
+
+    def confirm(self, fences: Iterable[Fence]) -> None:
+        """Queue what was held for these fences: the peer has confirmed them."""
+        with self._lock:
+            parts = [part for fence in fences for part in self._held.pop(fence, [])]
+        self.again(parts)
+
+    def count_failure(self, parts: Iterable[Part], error: str) -> None:
+        """Count that the connection of these slices broke; `error` ends the jobs of those for which
+        that has happened too often.
+        """
+        for part in parts:
+            part.num_failures += 1
+            if part.num_failures >= self._max_failures:
+                part.job.stop(error)
+
+    def give_up(self, job: Job) -> None:
+        """End what is held of a stopped job, although the peer confirms nothing. Its fences stay:
+        the peer learns of them when it can be reached.
+        """
+        with self._lock:
+            parts = [part for held in self._held.values() for part in held if part.job is job]
+            for held in self._held.values():
+                held[:] = [part for part in held if part.job is not job]
+        if parts:
+            _LOG.warning(
+                "batch %d to %s ends unconfirmed: the peer does not answer; it will be told to "
+                "apply no more when it does",
+                job.batch_id,
+                self._engine_id,
+            )
+        self.again(parts)
+
+    def fail_ready(self, error: str, chosen: Callable[[Part], bool] = lambda _part: True) -> None:
+        """Fail the jobs of the `chosen` slices among those that wait to be sent."""
+        with self._lock:
+            waiting, self._ready = self._ready, deque()
+            parts: list[Part] = []
+            for part in waiting:
+                (parts if chosen(part) else self._ready).append(part)
+        for part in parts:
+            part.job.stop(error)
+
+    def fail_held(self, error: str) -> None:
+        """Fail the jobs of all WRITEs that wait for a fence. The fences stay."""
+        with self._lock:
+            parts = [part for held in self._held.values() for part in held]
+            for held in self._held.values():
+                held.clear()
+        self.fail(parts, error)
+
+    def fail(self, parts: Sequence[Part], error: str) -> None:
+        """Fail the jobs of slices in hand that nothing carries any more."""
+        for part in parts:
+            part.job.stop(error)
+        self.again(parts)
+
+    def close(self) -> None:
+        """Forget what waits to be sent, and take no more. The jobs were stopped before."""
+        with self._lock:
+            self.closed = True
+            self._ready.clear()

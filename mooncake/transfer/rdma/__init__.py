@@ -1,0 +1,1 @@
+"""Moves bulk bytes by one-sided RDMA over several NICs."""

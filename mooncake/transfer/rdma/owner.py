@@ -1,0 +1,152 @@
+"""The owner's side of RDMA: tells proven clients where our memory is and opens queue pairs for
+them.
+
+It moves no byte: the NICs do. What a client has opened ends with its control session, or when the
+client fences that session in a later hello. Lives in the RDMA loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mooncake.base.errors import TransferError
+from mooncake.transfer.net.handshake import AcceptingSide, Credentials, PeerIdentity
+from mooncake.transfer.net.io_loop import IoLoop
+from mooncake.transfer.net.listener import Listener, tcp_listener
+from mooncake.transfer.net.session import OwnerStream
+from mooncake.transfer.rdma import wire
+from mooncake.transfer.rdma.memory import RdmaMemory
+from mooncake.transfer.rdma.nic import Nic, QueuePair
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerLimits:
+    """Bounds of the owner's side."""
+
+    num_sessions: int = 4096
+    num_pairs: int = 8192
+    """Queue pairs that clients may have with us, all together."""
+    handshake_s: float = 5.0
+
+
+class RdmaOwner:
+    """Serves the control sessions of clients."""
+
+    def __init__(
+        self,
+        bind_host: str,
+        credentials: Credentials,
+        memory: RdmaMemory,
+        nics: Mapping[str, Nic],
+        loop: IoLoop,
+        limits: OwnerLimits,
+    ) -> None:
+        """Listen on a free port. Raises ConfigError when the host cannot be bound."""
+        self.memory = memory
+        self.nics = nics
+        self.loop = loop
+        self.limits = limits
+        self.num_pairs = 0
+        sock = tcp_listener(bind_host)
+        self.port: int = sock.getsockname()[1]
+        self.listener: Listener[RdmaSession] = Listener(
+            sock,
+            loop,
+            "RDMA",
+            limits.num_sessions,
+            lambda accepted: RdmaSession(self, accepted, credentials.accept()),
+        )
+
+    def lose(self, nic: str) -> None:
+        """End what clients have opened on a NIC that has failed."""
+        for session in self.listener.sessions:
+            session.lose(nic)
+
+    def close(self) -> None:
+        """Refuse clients and end what they have opened; runs in the loop."""
+        for session in self.listener.close():
+            session.close()
+
+
+class RdmaSession:
+    """One client's control session and the queue pairs it has opened."""
+
+    def __init__(self, owner: RdmaOwner, sock: socket.socket, handshake: AcceptingSide) -> None:
+        self.loop = owner.loop
+        self._owner = owner
+        self._pairs: dict[int, QueuePair] = {}
+        self._stream = OwnerStream(
+            "RDMA", owner.loop, sock, handshake, self, owner.limits.handshake_s
+        )
+
+    @property
+    def identity(self) -> PeerIdentity | None:
+        return self._stream.identity
+
+    def on_proven(self, identity: PeerIdentity, welcome: Callable[[], None]) -> None:
+        """End the client's fenced sessions, then list our NICs."""
+        for session in self._owner.listener.fenced(identity):
+            session.close()
+        welcome()
+        nics = [nic.address for nic in self._owner.nics.values()]
+        self._stream.send(wire.CODEC.encode(wire.Inventory(nics)))
+
+    def on_frame(self, body: bytes) -> None:
+        """Answer one message. Raises ProtocolError."""
+        ask = wire.CODEC.decode_ask(body)
+        if isinstance(ask, wire.AskRegion):
+            answer: wire.Answer = self._owner.memory.keys(ask.region_id)
+        elif isinstance(ask, wire.OpenPair):
+            answer = self._open(ask)
+        else:
+            self._close_pair(ask.pair_id)
+            answer = wire.PairClosed(ask.pair_id)
+        self._stream.send(wire.CODEC.encode(answer))
+
+    def _open(self, ask: wire.OpenPair) -> wire.Answer:
+        nic = self._owner.nics.get(ask.nic)
+        if nic is None:
+            return wire.PairRefused(ask.pair_id, f"there is no NIC {ask.nic} here")
+        if not nic.is_active():
+            return wire.PairRefused(ask.pair_id, f"the link of {ask.nic} is down")
+        if self._owner.num_pairs >= self._owner.limits.num_pairs or ask.pair_id in self._pairs:
+            return wire.PairRefused(ask.pair_id, "too many queue pairs")
+        try:
+            pair = self._pairs[ask.pair_id] = nic.new_pair()
+        except TransferError as error:
+            return wire.PairRefused(ask.pair_id, error.message)
+        self._owner.num_pairs += 1
+        try:
+            pair.serve(ask.client)
+        except TransferError as error:
+            self._close_pair(ask.pair_id)
+            return wire.PairRefused(ask.pair_id, error.message)
+        return wire.PairOpened(ask.pair_id, pair.address)
+
+    def _close_pair(self, pair_id: int) -> None:
+        pair = self._pairs.pop(pair_id, None)
+        if pair is None:
+            return
+        self._owner.num_pairs -= 1
+        try:
+            pair.close()
+        except TransferError as error:  # the device has failed, and reaches no memory
+            _LOG.warning("%s", error.message)
+
+    def lose(self, nic: str) -> None:
+        """End what was opened on a NIC."""
+        for pair_id, pair in list(self._pairs.items()):
+            if pair.address.nic.name == nic:
+                self._close_pair(pair_id)
+
+    def close(self) -> None:
+        """Hang up; what the client had opened reaches our memory no more."""
+        self._stream.close()
+        for pair_id in list(self._pairs):
+            self._close_pair(pair_id)
+        self._owner.listener.forget(self)

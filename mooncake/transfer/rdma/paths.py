@@ -1,0 +1,138 @@
+"""Chooses the path of a slice to one peer: from which of our NICs to which of the peer's.
+
+Paths near the memory come first, then the least busy; a path that broke rests until its breaker
+lets one slice try it. Belongs to one `RdmaPeer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mooncake.transfer.batches import Part
+from mooncake.transfer.path_health import Breaker, BreakerLimits
+from mooncake.transfer.plan import SliceLimits
+from mooncake.transfer.rdma.endpoint import Endpoint, EndpointState, Path
+from mooncake.transfer.rdma.memory import RdmaMemory
+from mooncake.transfer.rdma.nic import Nic
+from mooncake.transfer.topology import rank_remote
+
+
+@dataclass(frozen=True, kw_only=True)
+class RdmaLimits:
+    """Bounds of what goes to one peer."""
+
+    slices: SliceLimits = field(
+        default_factory=lambda: SliceLimits(target_bytes=2**20, min_bytes=64 * 1024, max_pieces=32)
+    )
+    """64 KiB where that spreads a batch over more NICs, more where there is much to move."""
+    in_flight_bytes: int = 8 * 2**20
+    """Bytes one queue pair has under way; more is queued, so that other paths can take it."""
+    signal_every: int = 16
+    num_failures: int = 4
+    """A slice whose path broke this often fails its batch."""
+    fence_s: float = 0.25
+    """How long a stopped batch may go on before its queue pairs are torn down, and again how long
+    the owner may take to confirm.
+    """
+    connect_s: float = 5.0
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
+
+
+class PathHub(Protocol):
+    """What paths need of the backend."""
+
+    memory: RdmaMemory
+    nics: Mapping[str, Nic]
+    limits: RdmaLimits
+
+    def is_up(self, nic: str) -> bool:
+        """Return whether the link of one of our NICs is up, as last seen."""
+
+
+class PeerPaths:
+    """The open paths to one peer, and breakers for all."""
+
+    def __init__(self, hub: PathHub, open_path: Callable[[Path, Breaker], bool]) -> None:
+        """`open_path` begins to open a path, and returns False when it cannot be opened now."""
+        self.endpoints: dict[Path, Endpoint] = {}
+        self._hub = hub
+        self._open_path = open_path
+        self._ranks: dict[str, list[str]] = {}
+        self._breakers: dict[Path, Breaker] = {}
+        self._asked_s: dict[Path, float] = {}
+
+    def rank(self, gids: Mapping[str, bytes]) -> None:
+        """Rank the peer's NICs, given by name, for each of ours: the best first."""
+        self._ranks = {
+            name: rank_remote(nic.address.gid, name, gids) for name, nic in self._hub.nics.items()
+        }
+
+    def breaker(self, path: Path) -> Breaker:
+        """Return the breaker of a path."""
+        breaker = self._breakers.get(path)
+        if breaker is None:
+            breaker = self._breakers[path] = Breaker(self._hub.limits.breaker)
+        return breaker
+
+    def next_try_s(self, now: float) -> float | None:
+        """Return when a path may be tried again; None when waiting is of no use."""
+        tries = [breaker.next_try_s() for breaker in self._breakers.values()]
+        times = [when for when in tries if when is not None]
+        resting = all(breaker.num_failures >= 2 for breaker in self._breakers.values())
+        if not any(self._hub.is_up(name) for name in self._hub.nics) or (times and resting):
+            return None
+        return min(times, default=now)
+
+    def choose(
+        self, part: Part, runs: Mapping[Path, Sequence[Part]], now: float
+    ) -> Endpoint | None:
+        """Return the least busy usable endpoint near the slice's memory; open those wanted.
+
+        runs: slices that will go by each path before this one.
+        """
+        near = self._hub.memory.nics_near(part.slice.pieces[0].local_region)
+        for names in (near.preferred, near.secondary):
+            usable = []
+            under_way = False
+            for name in names:
+                endpoint, is_opening = self._endpoint_of(name, now)
+                under_way |= is_opening or endpoint is not None
+                if endpoint is None:
+                    continue
+                mine = runs.get(endpoint.path, ())
+                num_bytes = endpoint.num_bytes + sum(other.slice.num_bytes for other in mine)
+                requests = sum(len(other.slice.pieces) for other in mine)
+                if (
+                    endpoint.room - requests >= len(part.slice.pieces)
+                    and (num_bytes < self._hub.limits.in_flight_bytes)
+                    and (self.breaker(endpoint.path).is_closed or not num_bytes)
+                ):
+                    usable.append((num_bytes, endpoint.path, endpoint))
+            if usable:
+                return min(usable)[2]
+            if under_way:
+                return None
+        return None
+
+    def _endpoint_of(self, local: str, now: float) -> tuple[Endpoint | None, bool]:
+        """Return the endpoint from one of our NICs, by the best rail that works, and whether one
+        is being opened.
+        """
+        if not self._hub.is_up(local):
+            return None, False
+        for remote in self._ranks[local]:
+            path = Path(local, remote)
+            endpoint = self.endpoints.get(path)
+            if endpoint is not None:
+                ready = endpoint.state is EndpointState.READY and not endpoint.leaving
+                return (endpoint, False) if ready else (None, True)
+            breaker = self.breaker(path)
+            in_vain = self._asked_s.get(path) == now  # for another slice of this round
+            if in_vain or not breaker.may_try(now):
+                continue
+            self._asked_s[path] = now
+            if self._open_path(path, breaker):
+                return None, True
+        return None, False

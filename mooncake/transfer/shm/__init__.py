@@ -1,0 +1,1 @@
+"""Moves bulk bytes between processes of one host, by shared memory."""

@@ -1,0 +1,1 @@
+"""Moves bulk bytes over TCP."""

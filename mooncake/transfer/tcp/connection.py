@@ -1,0 +1,450 @@
+"""One connection to one peer, from the client's side: connects when needed, carries slices.
+
+A connection lives in one I/O loop and asks its `TcpPeer` for work; only `try_send` may come from
+another thread, so all entries take its lock. It never decides what becomes of a slice when it
+breaks; it hands such slices back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from mooncake.base.errors import ProtocolError
+from mooncake.transfer.batches import Job, Part
+from mooncake.transfer.engine import Op
+from mooncake.transfer.net.handshake import (
+    MAX_HANDSHAKE_BYTES,
+    Channel,
+    ConnectingSide,
+    HandshakeRefused,
+)
+from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
+from mooncake.transfer.regions import RangeRefused, RegionTable, withdrawn
+from mooncake.transfer.tcp import wire
+from mooncake.transfer.tcp.frames import Incoming, Outgoing
+from mooncake.transfer.tcp.request import (
+    ConnectionFailure,
+    ConnectionLimits,
+    ConnectionState,
+    Request,
+)
+from mooncake.transfer.tcp.server import tune_connected, tune_socket
+
+_ANSWERS = frozenset((wire.DONE, wire.DATA, wire.REFUSED))
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class ConnectionOwner(Protocol):
+    """What a connection asks of its `TcpPeer`. All calls come from the connection's loop."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `take` may return something."""
+
+    def take(self) -> Part | None:
+        """Return the next part, already taken in hand in its job."""
+
+    def new_handshake(self) -> ConnectingSide:
+        """Return a fresh handshake that fences our broken connections."""
+
+    def ready(self, fenced: Sequence[str]) -> None:
+        """Take note that a connection has connected, and that the peer has ended those `fenced`."""
+
+    def broken(self, connection: Connection, failure: ConnectionFailure) -> None:
+        """Take back what a connection carried that went down."""
+
+    def arrived(
+        self, connection: Connection, num_bytes: int, posted_s: float, now_s: float
+    ) -> None:
+        """Count a slice that has arrived whole."""
+
+
+class Connection:
+    """One of a peer's connections: idle, connecting or ready."""
+
+    def __init__(
+        self,
+        owner: ConnectionOwner,
+        address: tuple[str, int],
+        table: RegionTable,
+        loop: IoLoop,
+        limits: ConnectionLimits,
+    ) -> None:
+        self.loop = loop
+        self.state = ConnectionState.IDLE
+        self.nic = "?"
+        """Our address at this end, when it was last connected."""
+        self._lock = threading.RLock()
+        self._owner = owner
+        self._address = address
+        self._table = table
+        self._limits = limits
+        self._sock: socket.socket | None = None
+        self._events = 0
+        self._taken_over = False
+        """Whether a caller's thread, which has the lock, uses the socket instead of the loop."""
+        self._handshake: ConnectingSide | None = None
+        self._channel: Channel | None = None
+        self._connection_id = ""
+        self._timer: Timer | None = None
+        self._requests: deque[Request] = deque()
+        self._unsent: deque[Request] = deque()
+        self._num_bytes = 0
+        self._next_id = 1
+        self._progress_s = 0.0
+        self._want = memoryview(b"")
+        self._num_filled = 0
+        self._then: Callable[[memoryview], None] = self._on_header
+        self._receiving: Incoming | None = None
+        """The answer to the first request, when it has begun to come."""
+
+    # ------------------------------------------------------------ connecting
+
+    def wake(self) -> None:
+        """Connect, or take some work, if there is any."""
+        with self._lock:
+            if self.state is ConnectionState.IDLE:
+                self.connect()
+            elif self.state is ConnectionState.READY:
+                try:
+                    self._pump()
+                except (OSError, RangeRefused) as error:
+                    self.abort(str(error))
+
+    def try_send(self) -> bool:
+        """Take work in the caller's thread, which saves waking the loop; False if it is busy."""
+        if self.state is not ConnectionState.READY or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            sock = self._sock
+            if sock is None or self.state is not ConnectionState.READY or self._requests:
+                return False
+            # The answer may come before all is sent: the loop need not wake for it.
+            self._taken_over = True
+            self.loop.modify(sock.fileno(), 0)
+            try:
+                self._pump()
+                if self._requests and self._requests[0].part.job.op is Op.WRITE:
+                    self._receive(sock)
+            except (OSError, ProtocolError, RangeRefused) as error:
+                self.loop.post(functools.partial(self._abort_if, sock, str(error)))
+            finally:
+                self._taken_over = False
+                if self._sock is sock:
+                    self.loop.modify(sock.fileno(), self._events)
+            return True
+        finally:
+            self._lock.release()
+
+    def _abort_if(self, sock: socket.socket, reason: str) -> None:
+        if self._sock is sock:  # else the loop has found out by itself
+            self.abort(reason)
+
+    def connect(self) -> None:
+        """Begin to connect; only when idle."""
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        self.state = ConnectionState.CONNECTING
+        self._handshake = self._owner.new_handshake()
+        try:
+            sock = self._sock = socket.socket(family, socket.SOCK_STREAM)
+            tune_socket(sock, self._limits.stall_s)
+            with contextlib.suppress(BlockingIOError):
+                sock.connect(self._address)
+        except OSError as error:
+            self.abort(f"cannot connect: {error}")
+            return
+        self._events = WRITABLE
+        self.loop.add(sock.fileno(), WRITABLE, self._on_event)
+        self._timer = self.loop.call_later(
+            self._limits.connect_s, lambda: self.abort("the peer does not answer")
+        )
+
+    def _on_connected(self, sock: socket.socket) -> None:
+        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, f"cannot connect: {os.strerror(error)}")
+        assert self._handshake is not None
+        tune_connected(sock)
+        self.nic = sock.getsockname()[0]
+        self._expect(wire.LENGTH_BYTES, self._on_handshake_length)
+        self._watch(READABLE)
+        sock.sendall(wire.pack_handshake(self._handshake.first_message))
+
+    def _on_handshake_length(self, data: memoryview) -> None:
+        length = int.from_bytes(data, "little")
+        if not 0 < length <= MAX_HANDSHAKE_BYTES:
+            raise ProtocolError("the peer does not speak this protocol")
+        self._expect(length, self._on_handshake)
+
+    def _on_handshake(self, data: memoryview) -> None:
+        assert self._handshake is not None
+        assert self._sock is not None
+        answer = self._handshake.step(data)
+        if answer is not None:
+            self._expect(wire.LENGTH_BYTES, self._on_handshake_length)
+            self._sock.sendall(wire.pack_handshake(answer))
+            return
+        hello, self._channel = self._handshake.hello, self._handshake.channel
+        self._handshake = None
+        self._connection_id = hello.connection_id
+        self.state = ConnectionState.READY
+        self._expect_header()
+        self._progress_s = time.monotonic()
+        self._restart_timer()
+        self._owner.ready(hello.fenced)
+        self._pump()
+
+    def _restart_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        often_s = min(1.0, self._limits.stall_s / 2, self._limits.idle_s / 2)
+        self._timer = self.loop.call_later(often_s, self._look_after)
+
+    def _look_after(self) -> None:
+        with self._lock:
+            quiet_s = time.monotonic() - self._progress_s
+            if self._requests and quiet_s > self._limits.stall_s:
+                self.abort(f"no progress for {quiet_s:.0f} s")
+            elif not self._requests and quiet_s > self._limits.idle_s:
+                self._hang_up()
+            else:
+                self._restart_timer()
+
+    # ---------------------------------------------------------------- ending
+
+    def abort(self, reason: str) -> None:
+        """Reset the connection: the peer never applies what it has not applied yet."""
+        with self._lock:
+            if self.state is ConnectionState.IDLE:
+                return
+            was_ready = self.state is ConnectionState.READY
+            parts = [request.part for request in self._requests if not request.given_up]
+            connection_id = self._connection_id if was_ready else None
+            self._hang_up(reset=True)
+            self._owner.broken(self, ConnectionFailure(reason, parts, connection_id))
+
+    def _hang_up(self, *, reset: bool = False) -> None:
+        self.state = ConnectionState.IDLE
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._sock is not None:
+            self.loop.remove(self._sock.fileno())
+            if reset:
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self._sock.close()
+            self._sock = None
+        self._requests.clear()
+        self._unsent.clear()
+        self._num_bytes = 0
+        self._receiving = None
+        self._handshake = None
+
+    def give_up(self, job: Job) -> bool:
+        """Drop the READs of a stopped job; return whether WRITEs of it are still under way."""
+        writes = False
+        with self._lock:
+            for request in self._requests:
+                if request.part.job is not job or request.given_up:
+                    continue
+                if request.part.job.op is Op.READ:
+                    request.given_up = True
+                    job.give_back()
+                else:
+                    writes = True
+        return writes
+
+    # --------------------------------------------------------------- sending
+
+    def _pump(self) -> None:
+        limits = self._limits
+        # None is taken while one waits to be sent: another stream may be quicker.
+        while (
+            not self._unsent
+            and len(self._requests) < limits.num_requests
+            and (not self._requests or self._num_bytes < limits.window_bytes)
+        ):
+            part = self._owner.take()
+            if part is None:
+                return
+            self._queue(part)
+            self._flush()
+
+    def _queue(self, part: Part) -> None:
+        try:
+            views, regions = self._table.views(
+                [(op.local_region, op.local_offset, op.num_bytes) for op in part.slice.pieces]
+            )
+        except RangeRefused as error:
+            part.job.finish(error.message)
+            return
+        is_read = part.job.op is Op.READ
+        num_bytes = part.slice.num_bytes
+        kind = wire.READ if is_read else wire.WRITE
+        head = wire.pack_request(kind, self._next_id, part.slice.pieces, num_bytes)
+        assert self._channel is not None
+        request = Request(
+            request_id=self._next_id,
+            part=part,
+            regions=regions,
+            views=views if is_read else [],
+            outgoing=Outgoing(head, [] if is_read else views, self._channel.sent),
+            posted_s=time.monotonic(),
+        )
+        if not self._requests:
+            self._progress_s = request.posted_s
+        self._next_id += 1
+        self._num_bytes += num_bytes
+        self._requests.append(request)
+        self._unsent.append(request)
+
+    def _flush(self) -> None:
+        assert self._sock is not None
+        while self._unsent:
+            request = self._unsent[0]
+            is_write = request.part.job.op is Op.WRITE
+            with self.loop.gate:
+                gone = withdrawn(request.regions) if is_write else None
+                if gone is None:
+                    try:
+                        count = self._sock.sendmsg(request.outgoing.views())
+                    except BlockingIOError:
+                        self._watch(READABLE | WRITABLE)
+                        return
+            if gone is not None:  # half a frame cannot be taken back: the stream is lost
+                request.part.job.stop(gone)
+                raise RangeRefused(gone)
+            self._progress_s = time.monotonic()
+            request.outgoing.advance(count)
+            if request.outgoing.is_ahead:
+                request.outgoing.is_ahead = False
+                os.sched_yield()
+            if request.outgoing.is_sent:
+                self._unsent.popleft()
+        self._watch(READABLE)
+
+    def _watch(self, events: int) -> None:
+        if events != self._events and self._sock is not None:
+            self._events = events
+            if not self._taken_over:
+                self.loop.modify(self._sock.fileno(), events)
+
+    # ------------------------------------------------------------- receiving
+
+    def _on_event(self, events: int) -> None:
+        with self._lock:
+            self._handle(events)
+
+    def _handle(self, events: int) -> None:
+        sock = self._sock
+        assert sock is not None
+        try:
+            if self.state is ConnectionState.CONNECTING and self._events == WRITABLE:
+                self._on_connected(sock)
+                return
+            if events & WRITABLE:
+                self._flush()
+            if events & (READABLE | HUNG_UP):
+                if not self._requests and self.state is ConnectionState.READY:
+                    self._check_quiet(sock)
+                self._receive(sock)
+        except HandshakeRefused as error:
+            self.abort(error.message)
+        except (OSError, ProtocolError, RangeRefused) as error:
+            self.abort(str(error))
+
+    def _check_quiet(self, sock: socket.socket) -> None:
+        """Raise OSError, for nothing is due, unless another thread has taken what there was."""
+        with contextlib.suppress(BlockingIOError):
+            sock.recv(1, socket.MSG_PEEK)
+            raise ConnectionResetError("the peer hung up")  # or speaks unasked
+
+    def _expect(self, num_bytes: int, then: Callable[[memoryview], None]) -> None:
+        if len(self._want) != num_bytes:
+            self._want = memoryview(bytearray(num_bytes))
+        self._num_filled = 0
+        self._then = then
+
+    def _expect_header(self) -> None:
+        assert self._channel is not None
+        self._expect(wire.HEADER_BYTES + self._channel.received.num_tag_bytes, self._on_header)
+
+    def _receive(self, sock: socket.socket) -> None:
+        while self._sock is sock and (self._requests or self.state is not ConnectionState.READY):
+            try:
+                if self._receiving is not None:
+                    count = self._receive_payload(sock, self._receiving, self._requests[0])
+                else:
+                    count = sock.recv_into(self._want[self._num_filled :])
+            except BlockingIOError:
+                return
+            if count == 0:
+                raise ConnectionResetError("the peer hung up")
+            self._progress_s = time.monotonic()
+            if self._receiving is None:
+                self._num_filled += count
+                if self._num_filled == len(self._want):
+                    self._then(self._want)
+            elif self._receiving.num_left == 0:
+                self._receiving = None
+                self._end_request(None)
+
+    def _on_header(self, data: memoryview) -> None:
+        assert self._channel is not None
+        seals = self._channel.received
+        header = wire.parse_header(memoryview(seals.open(data)), _ANSWERS)
+        if not self._requests or header.request_id != self._requests[0].request_id:
+            raise ProtocolError("answer to a request that was not made")
+        request = self._requests[0]
+        is_read = request.part.job.op is Op.READ
+        fits = header.kind == wire.REFUSED or (header.kind == wire.DATA) == is_read
+        if not (request.outgoing.is_sent and fits):
+            raise ProtocolError("answer of the wrong kind")
+        if header.kind == wire.DONE:
+            self._end_request(None)
+        elif header.kind == wire.REFUSED:
+            self._expect(max(1, header.num_bytes + seals.num_tag_bytes), self._on_reason)
+        elif header.num_bytes != request.part.slice.num_bytes:
+            raise ProtocolError("answer of the wrong length")
+        else:
+            self._receiving = Incoming(request.views, header.num_bytes, seals)
+
+    def _on_reason(self, data: memoryview) -> None:
+        assert self._channel is not None
+        reason = bytes(self._channel.received.open(data)).decode(errors="replace")
+        self._end_request(f"{self._requests[0].part.job.peer.engine_id} refused: {reason}")
+
+    def _receive_payload(self, sock: socket.socket, payload: Incoming, request: Request) -> int:
+        """Take some of a READ's payload into our memory, or drop it when the READ was given up."""
+        with self.loop.gate:
+            gone = withdrawn(request.regions)
+            if request.given_up or gone is not None:
+                count = payload.drop(sock, self.loop.scratch)
+            else:
+                count = payload.receive(sock)
+        if gone is not None and not request.given_up:
+            request.given_up = True
+            request.part.job.finish(gone)
+        return count
+
+    def _end_request(self, error: str | None) -> None:
+        request = self._requests.popleft()
+        self._num_bytes -= request.part.slice.num_bytes
+        self._expect_header()
+        if not request.given_up:
+            if error is None:
+                num_bytes = request.part.slice.num_bytes
+                self._owner.arrived(self, num_bytes, request.posted_s, self._progress_s)
+            request.part.job.finish(error)
+        # A caller that waits for the job wakes now: with nothing to send, get out of its way.
+        if self.state is ConnectionState.READY and (self._unsent or self._owner.has_work):
+            self._pump()

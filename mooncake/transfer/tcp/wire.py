@@ -1,0 +1,120 @@
+"""Frames of the TCP protocol: fixed headers and range lists, little-endian. Pure.
+
+After the handshake the client sends requests and the owner answers them in order:
+
+    WRITE  header, ranges, payload   ->  DONE | REFUSED reason
+    READ   header, ranges            ->  DATA payload | REFUSED reason
+
+Both are sealed (`frames`): a tag follows each head (header and ranges) and each payload or reason.
+A header is kind (1 byte), version (1), number of ranges (2), request id (8), payload bytes (8). A
+range is region, offset, length (8 each). Handshake messages go as their length (4) and body.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from mooncake.base.errors import ProtocolError
+from mooncake.transfer.engine import TransferOp
+
+WIRE_VERSION = 2
+WRITE, READ, DONE, DATA, REFUSED = 1, 2, 3, 4, 5
+_KINDS = frozenset((WRITE, READ, DONE, DATA, REFUSED))
+_HEADER = struct.Struct("<BBHQQ")
+HEADER_BYTES = _HEADER.size
+_HEAD = struct.Struct("<BBHQQQQQ")
+RANGE_BYTES = 24
+HEAD_BYTES = HEADER_BYTES + RANGE_BYTES
+"""Header and first range, which are read in one go: no request is shorter."""
+MAX_RANGES = 1024
+MAX_REQUEST_BYTES = 2**30
+MAX_REASON_BYTES = 1024
+LENGTH_BYTES = 4
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The kind of a frame and how much follows."""
+
+    kind: int
+    num_ranges: int
+    request_id: int
+    num_bytes: int
+    """Of payload (WRITE, DATA), of memory asked for (READ), of the reason (REFUSED)."""
+
+
+def pack_header(header: Header) -> bytes:
+    """Return the bytes of a header."""
+    return _HEADER.pack(
+        header.kind, WIRE_VERSION, header.num_ranges, header.request_id, header.num_bytes
+    )
+
+
+def parse_header(data: memoryview, kinds: frozenset[int]) -> Header:
+    """Return the header in `data`. Raises ProtocolError unless it is of `kinds` and in bounds."""
+    kind, version, num_ranges, request_id, num_bytes = _HEADER.unpack(data)
+    if kind not in _KINDS or version != WIRE_VERSION:
+        raise ProtocolError(f"not a transfer frame: kind {kind}, version {version}")
+    if kind not in kinds:
+        raise ProtocolError(f"unexpected transfer frame of kind {kind}")
+    if num_ranges > MAX_RANGES or num_bytes > MAX_REQUEST_BYTES:
+        raise ProtocolError(f"transfer frame too large: {num_ranges} ranges, {num_bytes} bytes")
+    if kind == REFUSED and num_bytes > MAX_REASON_BYTES:
+        raise ProtocolError(f"refusal of {num_bytes} bytes is too long")
+    return Header(kind, num_ranges, request_id, num_bytes)
+
+
+def pack_ranges(pieces: Sequence[TransferOp]) -> bytes:
+    """Return the remote ranges of `pieces` as they travel."""
+    flat: list[int] = []
+    for op in pieces:
+        flat += (op.remote_region, op.remote_offset, op.num_bytes)
+    return struct.pack(f"<{len(flat)}Q", *flat)
+
+
+def parse_ranges(data: memoryview) -> list[tuple[int, int, int]]:
+    """Return (region, offset, length) of each range."""
+    flat = struct.unpack(f"<{len(data) // 8}Q", data)
+    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+
+
+def pack_request(kind: int, request_id: int, pieces: Sequence[TransferOp], num_bytes: int) -> bytes:
+    """Return header and ranges of a READ or WRITE; a WRITE's payload follows."""
+    if len(pieces) == 1:
+        op = pieces[0]
+        place = op.remote_region, op.remote_offset, op.num_bytes
+        return _HEAD.pack(kind, WIRE_VERSION, 1, request_id, num_bytes, *place)
+    return pack_header(Header(kind, len(pieces), request_id, num_bytes)) + pack_ranges(pieces)
+
+
+def pack_refusal(request_id: int, reason: str) -> tuple[bytes, memoryview]:
+    """Return header and reason of a REFUSED frame."""
+    text = reason.encode()[:MAX_REASON_BYTES]
+    return pack_header(Header(REFUSED, 0, request_id, len(text))), memoryview(text)
+
+
+def pack_handshake(body: bytes) -> bytes:
+    """Return a handshake message as it travels on a stream."""
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+AHEAD_BYTES = 2**16
+"""Bytes of a long payload that go with the header, ahead of the rest, to wake the receiver."""
+
+
+def is_long(num_bytes: int) -> bool:
+    """Return whether some of a payload goes ahead, after which the sender yields once."""
+    return num_bytes >= 4 * AHEAD_BYTES
+
+
+def advance(views: list[memoryview], num_bytes: int) -> None:
+    """Drop the first `num_bytes` of scattered memory, in place."""
+    index = 0
+    while num_bytes and num_bytes >= len(views[index]):
+        num_bytes -= len(views[index])
+        index += 1
+    del views[:index]
+    if num_bytes:
+        views[0] = views[0][num_bytes:]

@@ -1,0 +1,289 @@
+"""Keys with tenants and limits, over real sockets: who is refused, and what is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake.api.app import create_app
+from mooncake.api.config import ApiConfig, ApiKey
+from mooncake.api.http.server import serve
+from mooncake.base import Failure, FinishReason, GenerateRequest
+from mooncake.telemetry.events import EventList, Refused
+from tests.support.api.server import Script, ScriptedBackend, answer, refusal, says, tiny_model
+
+ASK = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+LIMIT_S = 60.0
+
+
+class Hand:
+    """A clock that stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def now(self) -> float:
+        return self.now_s
+
+
+def key(name: str, **fields: Any) -> ApiKey:
+    return ApiKey(digest=hashlib.sha256(name.encode()).digest(), name=name, **fields)
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
+def hangs(request: GenerateRequest) -> list[Any]:
+    return [*answer(request, [97, 98])[:2], None]
+
+
+@asynccontextmanager
+async def limited_api_server(
+    backend: ScriptedBackend, *keys: ApiKey, **served: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve with `keys`, and yield a client."""
+    config = ApiConfig(port=0, keys=keys, drain_s=0.2)
+    app = create_app(backend, tiny_model(), config, **served)
+    stop = asyncio.Event()
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    server = asyncio.create_task(
+        serve(
+            app,
+            config,
+            stop=stop,
+            ready=lambda host, port: address.set_result(f"http://{host}:{port}"),
+        )
+    )
+    try:
+        async with httpx.AsyncClient(base_url=await address, timeout=LIMIT_S) as client:
+            yield client
+    finally:
+        stop.set()
+        await server
+
+
+def test_requests_run_for_the_tenant_of_their_key() -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        keys = (key("alice", tenant="red"), key("bob", tenant="blue"), key("carl"))
+        async with limited_api_server(backend, *keys) as client:
+            for name in ("bob", "alice", "carl"):
+                for path, body in ((CHAT, ASK), ("/v1/completions", {"prompt": "x", "n": 2})):
+                    reply = await client.post(path, json=body, headers=bearer(name))
+                    assert reply.status_code == 200
+            assert (await client.post(CHAT, json=ASK, headers=bearer("dan"))).status_code == 401
+        tenants = [request.tenant for request in backend.requests]
+        assert tenants == ["blue"] * 3 + ["red"] * 3 + ["carl"] * 3
+
+    asyncio.run(main())
+
+
+def test_too_many_requests_are_429_with_advice_and_are_recorded() -> None:
+    async def main() -> None:
+        clock, events = Hand(), EventList()
+        backend = ScriptedBackend(says("hello"))
+        keys = (key("alice", requests_per_min=2), key("bob"))
+        async with limited_api_server(backend, *keys, clock=clock, recorder=events) as client:
+            for _ in range(2):
+                assert (await client.post(CHAT, json=ASK, headers=bearer("alice"))).is_success
+            reply = await client.post(CHAT, json=ASK, headers=bearer("alice"))
+            assert reply.status_code == 429
+            assert reply.headers["retry-after"] == "30"
+            assert reply.json()["error"] == {
+                "message": "Rate limit of key 'alice': 2 requests a minute.",
+                "type": "RateLimitError", "param": None, "code": 429,
+            }  # fmt: skip
+            assert (await client.post(CHAT, json=ASK, headers=bearer("bob"))).is_success
+            assert (await client.get("/v1/models", headers=bearer("alice"))).is_success
+            clock.now_s += 30
+            assert (await client.post(CHAT, json=ASK, headers=bearer("alice"))).is_success
+        (refused,) = events.events
+        assert isinstance(refused, Refused)
+        assert (refused.status, refused.reason) == (429, "key_requests_per_min")
+        assert refused.request_id == reply.headers["x-request-id"]
+
+    asyncio.run(main())
+
+
+def test_prompt_and_answer_are_charged_streamed_or_not() -> None:
+    async def main() -> None:
+        clock = Hand()
+        async with limited_api_server(
+            ScriptedBackend(says("hello world")), key("alice", tokens_per_min=10), clock=clock
+        ) as client:
+            whole = await client.post(CHAT, json=ASK, headers=bearer("alice"))
+            used = whole.json()["usage"]["total_tokens"]
+            assert used > 10
+            streamed = ASK | {"stream": True}
+            for owed in (used - 10, used - 1):  # ten tokens were there, then just one
+                reply = await client.post(CHAT, json=streamed, headers=bearer("alice"))
+                assert reply.status_code == 429
+                wait_s = (owed + 1) * 6
+                assert reply.headers["retry-after"] == str(wait_s)
+                clock.now_s += wait_s
+                reply = await client.post(CHAT, json=streamed, headers=bearer("alice"))
+                assert reply.status_code == 200
+
+    asyncio.run(main())
+
+
+def shed(request: GenerateRequest) -> list[Any]:
+    """Its prompt was computed, and then it would have missed its limits."""
+    (refused,) = refusal(request, Failure.unavailable("late"))
+    return [msgspec.structs.replace(refused, reason=FinishReason.ERROR)]
+
+
+def breaks(request: GenerateRequest) -> list[Any]:
+    return [answer(request, [97, 98])[0], *shed(request)]
+
+
+def refuses(status: int) -> Script:
+    failure = Failure(status=status, error_type="RefusedError", message="not now")
+    return lambda request: refusal(request, failure)
+
+
+ENDS: dict[str, tuple[Script, int]] = {
+    "answered": (lambda request: answer(request, [97, 98, 99], reason=FinishReason.STOP), 3),
+    "busy": (refuses(429), 0),
+    "no worker": (refuses(503), 0),
+    "too large": (refuses(400), 0),
+    "computed and shed": (shed, 0),
+    "broken off": (breaks, 1),
+}
+"""How a call may end, and how many tokens each of its answers has had by then."""
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(ENDS)), st.booleans(), st.integers(1, 3)), max_size=8)
+)
+@settings(max_examples=25, deadline=None)
+def test_prompts_of_refused_calls_are_given_back_once(calls: list[tuple[str, bool, int]]) -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        config = ApiConfig(keys=(key("alice", tokens_per_min=1 << 20),))
+        app = create_app(backend, tiny_model(), config, clock=Hand())
+        account = app.state.keyring.find(b"alice")
+        spent = 0
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for name, streams, n in calls:
+                backend.script, num_tokens = ENDS[name]
+                body = ASK | {"n": n, "stream": streams}
+                reply = await client.post(CHAT, json=body, headers=bearer("alice"))
+                if name == "answered":
+                    assert reply.status_code == 200
+                if reply.status_code == 200:  # a stream that breaks off has been an answer
+                    spent += len(backend.requests[-1].prompt_tokens) + n * num_tokens
+                assert account._tokens.level(1000.0) == (1 << 20) - spent
+
+    asyncio.run(main())
+
+
+def test_a_call_that_is_left_gives_its_permit_back() -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(hangs)
+        async with limited_api_server(backend, key("alice", max_concurrent=1)) as client:
+            for _ in range(3):
+                async with client.stream(
+                    "POST", CHAT, json=ASK | {"stream": True}, headers=bearer("alice")
+                ) as reply:
+                    assert reply.status_code == 200
+                    refused = await client.post(CHAT, json=ASK, headers=bearer("alice"))
+                    assert refused.status_code == 429
+                    assert "1 requests at a time" in refused.json()["error"]["message"]
+                async with asyncio.timeout(LIMIT_S):
+                    while backend.num_running:
+                        await asyncio.sleep(0)
+                    while await is_refused(client):
+                        await asyncio.sleep(0)
+        assert backend.num_running == 0
+
+    async def is_refused(client: httpx.AsyncClient) -> bool:
+        """Whether the key is at its limit; a body that is not valid costs no tokens."""
+        reply = await client.post(CHAT, json={}, headers=bearer("alice"))
+        assert reply.status_code in (400, 429)
+        return reply.status_code == 429
+
+    asyncio.run(main())
+
+
+def test_calls_that_fail_give_their_permits_back() -> None:
+    class Broken(ScriptedBackend):
+        def submit(self, request: GenerateRequest, sink: Any) -> None:
+            raise ValueError("broken")
+
+    async def main() -> None:
+        async with limited_api_server(Broken(says("x")), key("alice", max_concurrent=1)) as client:
+            for body, status in (({}, 400), (ASK, 500), (ASK | {"model": "no"}, 404), (ASK, 500)):
+                reply = await client.post(CHAT, json=body, headers=bearer("alice"))
+                assert reply.status_code == status
+
+    asyncio.run(main())
+
+
+def pauses(request: GenerateRequest) -> list[Any]:
+    first, *rest = answer(request, [97, 98])
+    return [first, None, *rest]
+
+
+def test_keys_may_change_while_calls_run() -> None:
+    async def main() -> None:
+        clock = Hand()
+        backend = ScriptedBackend(pauses)
+        alice, bob = key("alice", max_concurrent=1, requests_per_min=3), key("bob")
+        config = ApiConfig(keys=(alice, bob), api_keys=("fixed",))
+        app = create_app(backend, tiny_model(), config, clock=clock)
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+
+            async def ask(name: str) -> int:
+                return (await client.post(CHAT, json=ASK, headers=bearer(name))).status_code
+
+            running = [asyncio.create_task(ask(name)) for name in ("alice", "bob")]
+            while backend.num_hanging < 2:
+                await asyncio.sleep(0)
+            app.state.keyring.replace([alice, key("carl")])
+            assert await ask("alice") == 429, "her running call still counts"
+            assert await ask("bob") == 401
+            changed = key("alice", max_concurrent=1, requests_per_min=3, tenant="red")
+            app.state.keyring.replace([changed, key("carl")])
+            backend.script = says("hello")
+            for name in ("carl", "fixed"):
+                assert await ask(name) == 200
+            backend.resume()
+            assert await asyncio.gather(*running) == [200, 200], "also that of a key taken out"
+            assert [await ask("alice") for _ in range(3)] == [200, 200, 429]
+            assert backend.requests[-1].tenant == "red"
+            app.state.keyring.replace([key("alice")])
+            assert await ask("alice") == 200
+
+    asyncio.run(main())
+
+
+def test_without_keys_only_names_of_this_machine_are_answered() -> None:
+    """A page of another site may have its name resolve to 127.0.0.1; it cannot choose `Host`."""
+
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        async with limited_api_server(backend) as client:
+            for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1"):
+                reply = await client.post(CHAT, json=ASK, headers={"Host": host})
+                assert reply.status_code == 403, host
+                assert "Host" in reply.json()["error"]["message"]
+            for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "[::1]"):
+                assert (await client.post(CHAT, json=ASK, headers={"Host": host})).is_success, host
+        async with limited_api_server(backend, key("alice")) as client:
+            headers = {"Host": "llm.example", **bearer("alice")}
+            assert (await client.post(CHAT, json=ASK, headers=headers)).is_success
+
+    asyncio.run(main())

@@ -1,0 +1,314 @@
+"""Connections that are slow, greedy or silent, over real sockets: each ends, and ends nothing else.
+
+Time-outs are short so that they pass while a test waits, and long where a client must be in time;
+that they pass is all that is tested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mooncake.api.config import ApiConfig, TlsConfig
+from mooncake.api.http.connection import UVICORN, check_uvicorn
+from mooncake.api.http.server import bind
+from mooncake.base import ConfigError
+from tests.support.api.server import ScriptedBackend, live_api_server, says
+
+LIMIT_S = 60.0
+ASK = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
+
+
+def config(**limits: Any) -> ApiConfig:
+    return ApiConfig(port=0, drain_s=0.2, **limits)
+
+
+@asynccontextmanager
+async def connected(
+    url: str,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield reader, writer
+    finally:
+        writer.close()
+
+
+async def refusal(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
+    """Return status and error of an answer after which the server closes."""
+    answer = await reader.read()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower()
+    error: dict[str, Any] = json.loads(body)["error"]
+    return int(head.split()[1]), error
+
+
+def test_headers_that_do_not_come_to_an_end_get_408() -> None:
+    async def main() -> None:
+        async with (
+            live_api_server(ScriptedBackend(says("x")), config=config(header_timeout_s=2)) as url,
+            connected(url) as (reader, writer),
+        ):
+            writer.write(b"GET /health HTTP/1.1\r\nHo")
+            status, error = await refusal(reader)
+            assert (status, error["code"], error["type"]) == (408, 408, "RequestTimeoutError")
+            assert "2 s" in error["message"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n"])
+def test_a_connection_opened_for_nothing_is_closed(sent: bytes) -> None:
+    async def main() -> None:
+        async with (
+            live_api_server(ScriptedBackend(says("x")), config=config(header_timeout_s=0.2)) as url,
+            connected(url) as (reader, writer),
+        ):
+            writer.write(sent)
+            assert await reader.read() == b""
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("head", "limits"),
+    [
+        (b"".join(b"X-%d: y\r\n" % number for number in range(20)), {"max_headers": 16}),
+        (b"X: " + b"y" * 3000 + b"\r\n", {"max_header_bytes": 2048}),
+        (b"X: " + b"y" * 3000, {"max_header_bytes": 2048}),
+    ],
+    ids=["many", "large", "without end"],
+)
+def test_headers_over_the_limits_get_431(head: bytes, limits: dict[str, int]) -> None:
+    async def main() -> None:
+        async with live_api_server(ScriptedBackend(says("x")), config=config(**limits)) as url:
+            async with connected(url) as (reader, writer):
+                writer.write(b"GET /health HTTP/1.1\r\n" + head)
+                if head.endswith(b"\r\n"):
+                    writer.write(b"\r\n")
+                status, error = await refusal(reader)
+                assert (status, error["type"]) == (431, "RequestHeaderFieldsTooLargeError")
+            async with httpx.AsyncClient(timeout=LIMIT_S) as client:
+                headers = {f"X-{number}": "y" for number in range(8)}
+                assert (await client.get(f"{url}/health", headers=headers)).is_success
+
+    asyncio.run(main())
+
+
+def test_what_is_no_http_gets_400_in_our_shape() -> None:
+    async def main() -> None:
+        async with (
+            live_api_server(ScriptedBackend(says("x"))) as url,
+            connected(url) as (reader, writer),
+        ):
+            writer.write(b"HELLO\x00 WORLD\r\n\r\n")
+            status, error = await refusal(reader)
+            assert (status, error["type"]) == (400, "BadRequestError")
+
+    asyncio.run(main())
+
+
+def test_a_body_that_stops_coming_gets_408_and_starts_nothing() -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(says("x"))
+        limits = config(body_timeout_s=0.2, min_body_bytes_per_s=1_000_000)
+        async with (
+            live_api_server(backend, config=limits) as url,
+            connected(url) as (reader, writer),
+        ):
+            writer.write(HEAD + b'Content-Length: 100\r\n\r\n{"mess')
+            status, error = await refusal(reader)
+            assert (status, error["type"]) == (408, "RequestTimeoutError")
+            assert "6 bytes" in error["message"]
+        assert backend.requests == []
+
+    asyncio.run(main())
+
+
+def test_a_slow_body_that_keeps_the_least_rate_is_taken() -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        limits = config(body_timeout_s=0.2, min_body_bytes_per_s=1)
+        async with (
+            live_api_server(backend, config=limits) as url,
+            connected(url) as (reader, writer),
+        ):
+            body = json.dumps(ASK).encode()
+            writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body[:-1])
+            await writer.drain()
+            loop = asyncio.get_running_loop()
+            passed = asyncio.Event()
+            loop.call_later(0.3, passed.set)  # longer than the time-out: bytes have bought time
+            await passed.wait()
+            writer.write(body[-1:])
+            assert b"200 OK" in await reader.readline()
+
+    asyncio.run(main())
+
+
+def test_an_answer_may_take_longer_than_any_time_out_of_a_request() -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(lambda request: [None, *says("hello")(request)])
+        limits = config(body_timeout_s=0.1, write_timeout_s=0.1)
+        async with live_api_server(backend, config=limits) as url, httpx.AsyncClient() as client:
+            asked = asyncio.create_task(client.post(url + CHAT, json=ASK, timeout=LIMIT_S))
+            while not backend.requests:
+                await asyncio.sleep(0)
+            done, _ = await asyncio.wait({asked}, timeout=0.5)
+            assert not done
+            backend.resume()
+            assert (await asked).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_connection_is_used_again_after_it_was_idle() -> None:
+    async def main() -> None:
+        assert ApiConfig().keep_alive_s > 60  # proxies' idle time
+        async with (
+            live_api_server(ScriptedBackend(says("x")), config=config(header_timeout_s=2)) as url,
+            connected(url) as (reader, writer),
+        ):
+            ping = b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            writer.write(ping)
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            idle = asyncio.create_task(reader.read(1))
+            done, _ = await asyncio.wait({idle}, timeout=2.5)  # longer than headers may take
+            assert not done
+            idle.cancel()
+            await asyncio.wait({idle})
+            writer.write(ping)
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+
+    asyncio.run(main())
+
+
+def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    class Failing(ScriptedBackend):
+        num_asked = 0
+
+        def status(self) -> dict[str, object]:
+            self.num_asked += 1
+            return {"ready": True, "noise": "x" * 1_000_000}
+
+    async def main() -> None:
+        backend = Failing(says("x"))
+        limits = config(write_timeout_s=2, feed_s=0.0, max_listeners=1)
+        async with live_api_server(backend, config=limits) as url:
+            host, port = url.removeprefix("http://").split(":")
+            with socket.socket() as deaf:
+                deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                deaf.connect((host, int(port)))
+                deaf.sendall(b"GET /v1/cluster/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                async with httpx.AsyncClient(timeout=LIMIT_S) as client, asyncio.timeout(LIMIT_S):
+                    while not backend.num_asked:
+                        await asyncio.sleep(0)
+                    while await is_full(client, url):  # the only place, until it is taken back
+                        await asyncio.sleep(0.01)
+
+    async def is_full(client: httpx.AsyncClient, url: str) -> bool:
+        async with client.stream("GET", f"{url}/v1/cluster/events") as reply:
+            return reply.status_code == 429
+
+    asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsConfig:
+    """A certificate of its own making for 127.0.0.1."""
+    directory = tmp_path_factory.mktemp("tls")
+    tls = TlsConfig(certfile=str(directory / "cert.pem"), keyfile=str(directory / "key.pem"))
+    command = [
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+        "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
+        "-keyout", str(tls.keyfile), "-out", tls.certfile,
+    ]  # fmt: skip
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl command to make a certificate with")
+    return tls
+
+
+def test_https_serves_and_streams(certificate: TlsConfig) -> None:
+    async def main() -> None:
+        trust = ssl.create_default_context(cafile=certificate.certfile)
+        async with (
+            live_api_server(ScriptedBackend(says("hello")), config=config(tls=certificate)) as url,
+            httpx.AsyncClient(verify=trust, timeout=LIMIT_S) as client,
+        ):
+            secure = url.replace("http:", "https:")
+            reply = await client.post(secure + CHAT, json=ASK | {"stream": True})
+            assert reply.text.endswith("data: [DONE]\n\n")
+            with pytest.raises(httpx.HTTPError):
+                await client.get(f"{url}/health")
+
+    asyncio.run(main())
+
+
+def test_a_client_certificate_can_be_asked_for(certificate: TlsConfig) -> None:
+    async def main() -> None:
+        tls = TlsConfig(
+            certfile=certificate.certfile,
+            keyfile=certificate.keyfile,
+            ca_certs=certificate.certfile,
+            cert_reqs=2,
+        )
+        async with live_api_server(ScriptedBackend(says("hello")), config=config(tls=tls)) as url:
+            secure = url.replace("http:", "https:")
+            trust = ssl.create_default_context(cafile=certificate.certfile)
+            async with httpx.AsyncClient(verify=trust, timeout=LIMIT_S) as client:
+                with pytest.raises(httpx.HTTPError):
+                    await client.get(f"{secure}/health")
+            known = ssl.create_default_context(cafile=certificate.certfile)
+            known.load_cert_chain(certificate.certfile, certificate.keyfile)
+            async with httpx.AsyncClient(verify=known, timeout=LIMIT_S) as client:
+                assert (await client.get(f"{secure}/health")).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_wrong_files_for_tls_are_an_error_at_the_start(
+    certificate: TlsConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.pem").write_text("not a certificate")
+    for tls in (
+        TlsConfig(certfile=str(tmp_path / "none.pem")),
+        TlsConfig(certfile=str(tmp_path / "bad.pem")),
+        TlsConfig(certfile=certificate.certfile),
+        TlsConfig(
+            certfile=certificate.certfile,
+            keyfile=certificate.keyfile,
+            ca_certs=str(tmp_path / "bad.pem"),
+        ),
+    ):
+        with pytest.raises(ConfigError, match="TLS cannot be set up"):
+            bind(config(tls=tls))
+
+
+def test_the_pinned_uvicorn_is_the_one_that_is_extended() -> None:
+    pins = Path(__file__).resolve().parents[3] / "constraints.txt"
+    assert f"uvicorn=={UVICORN}" in pins.read_text().splitlines()
+
+    class Later(asyncio.Protocol):
+        def __init__(self) -> None:
+            self.transport = self.flow = self.cycle = self.headers = None
+
+    with pytest.raises(ConfigError, match=f"has no loop, on_body, .*uvicorn=={UVICORN}"):
+        check_uvicorn(Later)

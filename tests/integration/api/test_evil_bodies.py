@@ -1,0 +1,109 @@
+"""Bodies that are made to keep the server busy: none of them holds its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.api.server import ScriptedBackend, live_api_server, says, tiny_model
+
+MAX_GAP_S = 1.0
+"""Far more than the loop stands still for on a quiet machine, far less than before the bodies were
+bounded (3 to 30 s each)."""
+CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+N = 2_000_000
+RUNS = ("a" * 25_000 + " ") * 40
+KEEP = {"truncate_prompt_tokens": 5}
+
+
+def says_user(text: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 1, **more}
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "go", **function}}
+
+
+EVIL: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "openings": (400, CHAT, says_user("<" * N)),
+    "openings, cut": (200, CHAT, says_user("<" * N, **KEEP)),
+    "half names, cut": (200, CHAT, says_user("<|reserved_token_" * (N // 3), **KEEP)),
+    "names, cut": (200, CHAT, says_user("<|im_end|>" * N, **KEEP)),
+    "long runs": (200, COMPLETIONS, {"prompt": RUNS, "max_tokens": 1, **KEEP}),
+    "long runs to count": (200, TOKENIZE, {"prompt": RUNS}),
+    "openings to count": (200, TOKENIZE, {"messages": [{"role": "user", "content": "<" * N}]}),
+    "openings in a tool": (200, CHAT, says_user("x", tools=[tool(description="<" * N)], **KEEP)),
+    "openings in names": (
+        200, CHAT, says_user("x", chat_template_kwargs={"<" * N: "<" * N}, **KEEP),
+    ),
+    "wide schema": (
+        200, CHAT, says_user("x", guided_json={"properties": {f"p{n}": {} for n in range(9_000)}}),
+    ),
+}  # fmt: skip
+"""Status, path and body. With its bound taken out (letters tried name by name, runs looked for from
+each character, work in the event loop), each holds the loop for longer than `MAX_GAP_S`."""
+
+
+def longest_gap_s(path: str, body: dict[str, Any]) -> tuple[float, int]:
+    """Return for how long the server's loop did nothing else at worst, and the status."""
+
+    async def main() -> tuple[float, int]:
+        gaps: list[float] = []
+
+        async def tick() -> None:
+            last = time.perf_counter()
+            while True:
+                await asyncio.sleep(0.001)
+                now = time.perf_counter()
+                gaps.append(now - last)
+                last = now
+
+        content = json.dumps(body, ensure_ascii=False).encode()
+        headers = {"Content-Type": "application/json"}
+        model = tiny_model(max_model_len=100_000)
+        async with live_api_server(ScriptedBackend(says("hello")), model=model) as url:
+            ticking = asyncio.create_task(tick())
+            reply = await asyncio.to_thread(
+                httpx.post, url + path, content=content, headers=headers, timeout=60
+            )
+            ticking.cancel()
+        return max(gaps), reply.status_code
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_no_body_holds_the_loop(name: str) -> None:
+    expected, path, body = EVIL[name]
+    gap_s, status = longest_gap_s(path, body)
+    assert (status, gap_s < MAX_GAP_S) == (expected, True), f"{gap_s:.1f} s"
+
+
+def test_json_in_strings_costs_as_much_as_json() -> None:
+    for field in ({"guided_json": "{}," * 100_000}, {"structured_outputs": {"json": "[" * 70_000}}):
+        _, status = longest_gap_s(CHAT, says_user("x", **field))
+        assert status == 413
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+    async def main() -> None:
+        model = tiny_model()
+        limit = model.max_model_len * model.tokenizer.longest_token
+        async with (
+            live_api_server(ScriptedBackend(says("hello")), model=model) as url,
+            httpx.AsyncClient() as http,
+        ):
+            for path, body in (
+                (CHAT, says_user("x" * limit)),
+                (COMPLETIONS, {"prompt": "x" * (limit + 1)}),
+            ):
+                reply = await http.post(url + path, json=body)
+                assert reply.status_code == 400
+                assert f"at most {limit} characters" in reply.json()["error"]["message"]
+
+    asyncio.run(main())

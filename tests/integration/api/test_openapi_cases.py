@@ -1,0 +1,124 @@
+"""Cases that schemathesis makes of our own OpenAPI document: no 5xx, and no answer that the
+document does not describe. `make api-cases` sends 2,000 of them to a live k2-nano; here some of
+them go to an API server with a scripted model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.support.api.server import ScriptedBackend, live_api_server, says
+from tests.support.examples import examples
+from tests.support.serve.server import serving
+from tests.support.serve.server_process import nano_checkpoint
+
+NUM_CASES = int(os.environ.get("API_CASES", "0"))
+"""To a live model; 0 = a few to a scripted one."""
+
+FEW = 150
+CHECKS: list[Any] = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+GENERATING = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+    "/v1/messages/count_tokens", "/tokenize", "/detokenize",
+)  # fmt: skip
+PLAIN = ("/v1/models", "/v1/models/{name}", "/health", "/version", "/v1/cluster/status")
+
+
+@contextlib.contextmanager
+def scripted_api_server() -> Iterator[str]:
+    """Serve an API server over a scripted model from a thread of its own."""
+    started, address = threading.Event(), [""]
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def main() -> None:
+        async with live_api_server(ScriptedBackend(says("<think>in</think>hello"))) as url:
+            address[0] = url
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    try:
+        assert started.wait(60)
+        yield address[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(60)
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if not NUM_CASES:
+        with scripted_api_server() as address:
+            yield address
+        return
+    home: Path = tmp_path_factory.mktemp("model")
+    words = ["--colocated", "--dtype", "float32", "--max-model-len", "256"]
+    with serving(str(nano_checkpoint(home)), *words, log=home / "log") as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def document(url: str) -> dict[str, Any]:
+    body: dict[str, Any] = httpx.get(f"{url}/openapi.json").json()
+    assert set(body["paths"]) == {*GENERATING, *PLAIN, "/ping", "/metrics"}
+    return body
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize("path", GENERATING)
+def test_bodies(url: str, document: dict[str, Any], path: str, mode: GenerationMode) -> None:
+    send(url, document, path, "POST", mode)
+
+
+@pytest.mark.parametrize("path", PLAIN)
+def test_questions(url: str, document: dict[str, Any], path: str) -> None:
+    send(url, document, path, "GET", GenerationMode.POSITIVE)
+
+
+def send(url: str, document: dict[str, Any], path: str, method: str, mode: GenerationMode) -> None:
+    """Send this operation's share of the cases and check what comes back."""
+    shares = 2 * len(GENERATING) + len(PLAIN)
+    operation = schemathesis.openapi.from_dict(document)[path][method]
+
+    @settings(
+        max_examples=-(-(NUM_CASES or examples(FEW)) // shares),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def each(case: Any) -> None:
+        reply = case.call(base_url=url, timeout=120)
+        case.validate_response(reply, checks=CHECKS)
+
+    each()

@@ -1,0 +1,355 @@
+"""The Helm chart: its values keep their schema, its commands are ones that `mooncake serve` takes.
+
+Rendering needs `helm` (3 or newer) on the PATH; what can be checked without it is. Upgrades run
+against a stand-in for Kubernetes' API.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from mooncake.cli.main import make_parser
+from mooncake.launch.config import options
+from mooncake.launch.config.config import resolve
+from mooncake.launch.config.settings import ServeConfig
+from tests.support import kube_api
+from tests.support.api.server import ScriptedBackend, says, tiny_model
+
+CHART = Path(__file__).parents[3] / "charts" / "mooncake"
+SETTINGS = (
+    "image.repository=registry/mooncake", "model.volume.hostPath.path=/mnt/models",
+    "kvstore.ssd[0].size=900GiB", "kvstore.ssd[0].storage=1Ti", "kvstore.ssd[1].size=5GiB",
+    "kvstore.ssd[1].storage=6Gi", "prefill.replicas=3", "prefill.rdma=true",
+    "prefill.resources.limits.nvidia\\.com/gpu=1", "gateway.replicas=4", "secret.apiKeys=true",
+    "secret.existing=mine", "head.args={--slo-ttft-s,5}", "decode.args={--max-num-seqs,16}",
+)  # fmt: skip
+needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
+
+
+def values() -> Any:
+    return yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def schema() -> Any:
+    return json.loads((CHART / "values.schema.json").read_text())
+
+
+def test_the_values_keep_their_schema_and_all_are_in_it() -> None:
+    jsonschema.Draft7Validator.check_schema(schema())
+    jsonschema.validate(values(), schema())
+    for name in schema()["required"]:
+        assert name in values()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("monitoring.interval", "often"),
+        ("monitoring.alerts", True),
+        ("kvstore.drainSeconds", 0),
+        ("securityContext", []),
+        ("gateway.replica", 3),
+        ("gateway.replicas", -1),
+        ("prefill.replicas", 0),
+        ("prefill.args", "--max-num-seqs 4"),
+        ("kvstore.dram", "16"),
+        ("kvstore.ssd", [{"size": "900GiB"}]),
+        ("model.path", "models/k2"),
+        ("image.pullPolicy", "Sometimes"),
+    ],
+)
+def test_wrong_values_are_refused(path: str, value: object) -> None:
+    changed = copy.deepcopy(values())
+    *parents, last = path.split(".")
+    place = changed
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(changed, schema())
+
+
+def test_templates_use_flags_that_exist() -> None:
+    known = {f"--{options.flag(name)}" for name in options.options_of(ServeConfig)} | {"--dram"}
+    of_ray = {
+        "--head", "--address", "--node-ip-address", "--num-cpus", "--include-dashboard",
+        "--disable-usage-stats", "--object-store-memory",
+    }  # fmt: skip
+    of_drain = {"--url", "--wait"}
+    for template in (CHART / "templates").glob("*.yaml"):
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", template.read_text()):
+            assert flag in known | of_ray | of_drain, f"{template.name}: {flag}"
+
+
+def rendered(*settings: str, release: str = "one") -> list[dict[str, Any]]:
+    """Return the documents that helm makes of the chart."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = subprocess.run(
+        ["helm", "template", release, str(CHART), "--kube-version", "1.28.0", *words],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise ValueError(done.stderr)
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def pods(documents: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the (workload, container) of each role."""
+    found = {}
+    for document in documents:
+        if document["kind"] in ("Deployment", "StatefulSet"):
+            [container] = document["spec"]["template"]["spec"]["containers"]
+            found[container["name"]] = (document, container)
+    return found
+
+
+def served(container: dict[str, Any]) -> ServeConfig:
+    """Return the settings of a container's `mooncake serve`, as the command itself reads them."""
+    [script] = container["args"]
+    script = script.replace("\\\n", " ").replace("$POD_IP", "10.1.2.3")
+    if head := re.search(r"^head=(\S+)$", script, re.MULTILINE):
+        script = script.replace("$head", head.group(1))
+    [command] = re.findall(r"exec mooncake (serve .*)", script)
+    arguments = vars(make_parser().parse_args(shlex.split(command)))
+    known = options.options_of(ServeConfig)
+    return resolve({name: value for name, value in arguments.items() if name in known}, None, {})
+
+
+@needs_helm
+def test_every_pod_runs_a_command_that_the_program_takes() -> None:
+    documents = rendered(*SETTINGS)
+    found = pods(documents)
+    assert set(found) == {"head", "gateway", "prefill", "decode", "kvstore"}
+    configs = {role: served(container) for role, (_, container) in found.items()}
+    head = configs.pop("head")
+    assert (head.headless, head.prefill, head.decode, head.kvstore) == (True, 0, 0, 0)
+    assert (head.ray_address, head.bind_host, head.slo_ttft_s) == ("10.1.2.3:6379", "10.1.2.3", 5)
+    [ray] = [d for d in documents if d["kind"] == "Service" and "head" in d["metadata"]["name"]]
+    for role, config in configs.items():
+        assert config.role == role
+        assert config.join == f"{ray['metadata']['name']}:6379"
+        assert config.bind_host == "10.1.2.3"
+    assert configs["gateway"].api_keys_file == "/etc/mooncake/keys.yaml"
+    assert configs["decode"].max_num_seqs == 16
+    sizes = {"/ssd/0": 900 * 2**30, "/ssd/1": 5 * 2**30}
+    assert dict(configs["kvstore"].ssd) == sizes
+    mounts = {mount["mountPath"] for mount in found["kvstore"][1]["volumeMounts"]}
+    assert mounts >= sizes.keys()
+    claims = found["kvstore"][0]["spec"]["volumeClaimTemplates"]
+    assert [claim["spec"]["resources"]["requests"]["storage"] for claim in claims] == ["1Ti", "6Gi"]
+    assert {d["spec"].get("replicas") for d, _ in found.values()} == {1, 3, 4}
+
+
+@needs_helm
+def test_what_is_mounted_named_and_selected_is_there() -> None:
+    for document, container in pods(rendered(*SETTINGS)).values():
+        spec = document["spec"]["template"]["spec"]
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        claims = document["spec"].get("volumeClaimTemplates", [])
+        volumes |= {claim["metadata"]["name"] for claim in claims}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        labels = document["spec"]["template"]["metadata"]["labels"]
+        assert document["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        for variable in container["env"]:
+            source = variable.get("valueFrom", {}).get("secretKeyRef", {})
+            assert source.get("name", "mine") == "mine"
+    services = [d for d in rendered(*SETTINGS) if d["kind"] == "Service"]
+    selectors = [service["spec"]["selector"] for service in services]
+    assert len({json.dumps(each) for each in selectors}) == len(selectors) == 5
+    assert not [d for d in rendered(*SETTINGS) if d["kind"] == "Secret"]
+
+
+@needs_helm
+def test_probes_ask_what_the_program_answers_and_there_is_time_to_drain() -> None:
+    from mooncake.api.app import create_app
+    from mooncake.api.config import ApiConfig
+
+    app = create_app(ScriptedBackend(says("x")), tiny_model(), ApiConfig())
+    routes = set(app.openapi()["paths"])
+    document, container = pods(rendered(*SETTINGS))["gateway"]
+    paths = {
+        kind: container[f"{kind}Probe"]["httpGet"]["path"]
+        for kind in ("startup", "liveness", "readiness")
+    }
+    assert paths == {"startup": "/ping", "liveness": "/ping", "readiness": "/health"}
+    assert set(paths.values()) <= routes
+    config = served(container)
+    assert container["ports"] == [{"name": "http", "containerPort": config.port}]
+    grace_s = document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s > config.shutdown_timeout
+    _, kvstore = pods(rendered(*SETTINGS))["kvstore"]
+    assert kvstore["readinessProbe"]["httpGet"]["path"] == "/health"
+    assert kvstore["ports"] == [{"name": "admin", "containerPort": served(kvstore).admin_port}]
+
+
+@needs_helm
+def test_values_without_a_sensible_default_must_be_given() -> None:
+    with pytest.raises(ValueError, match=r"image\.repository: an image with mooncake"):
+        rendered("model.volume.hostPath.path=/m")
+    with pytest.raises(ValueError, match=r"model\.volume: where the checkpoint is"):
+        rendered("image.repository=r", "gateway.allowKeyless=true")
+    with pytest.raises(ValueError, match="gateway"):
+        rendered("image.repository=r", "model.volume.hostPath.path=/m", "gateway.replica=2")
+    needed = "image.repository=r", "model.volume.hostPath.path=/m"
+    with pytest.raises(ValueError, match=r"gateway\.allowKeyless: all who reach the API could use"):
+        rendered(*needed)
+    assert rendered(*needed, "gateway.args={--api-key,k}")
+    documents = rendered(*needed, "gateway.allowKeyless=true")
+    [secret] = [document for document in documents if document["kind"] == "Secret"]
+    assert set(secret["data"]) == {"cluster-secret", "ray-token"}
+    assert len(set(secret["data"].values())) == 2
+
+
+@needs_helm
+def test_pods_may_do_little_and_leave_in_order() -> None:
+    found = pods(rendered(*SETTINGS, "podSecurityContext.runAsUser=7"))
+    for role, (document, container) in found.items():
+        spec = document["spec"]["template"]["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"] == {"runAsUser": 7}
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        added = ["IPC_LOCK"] if role == "prefill" else []
+        assert context["capabilities"].get("add", []) == added
+        assert context["capabilities"]["drop"] == ["ALL"]
+    drain = found["kvstore"][1]["lifecycle"]["preStop"]["exec"]["command"][-1]
+    words = shlex.split(drain.split("||")[0].replace("$POD_IP", "10.1.2.3"))
+    arguments = make_parser().parse_args(words[1:])
+    grace_s = found["kvstore"][0]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert arguments.url == f"http://10.1.2.3:{served(found['kvstore'][1]).admin_port}"
+    assert float(arguments.wait) < grace_s
+    gateway = found["gateway"]
+    [pause, seconds] = gateway[1]["lifecycle"]["preStop"]["exec"]["command"]
+    left_s = gateway[0]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] - int(seconds)
+    assert (pause, left_s > served(gateway[1]).shutdown_timeout) == ("sleep", True)
+    budgets = [d for d in rendered(*SETTINGS) if d["kind"] == "PodDisruptionBudget"]
+    selected = [d["spec"]["selector"]["matchLabels"] for d in budgets]
+    roles = {each["app.kubernetes.io/component"] for each in selected}
+    assert roles == {"gateway", "prefill", "decode", "kvstore"}
+
+
+@needs_helm
+def test_what_operators_of_prometheus_and_grafana_get() -> None:
+    wanted = ("serviceMonitor", "rules", "dashboard")
+    switches = [f"monitoring.{name}=true" for name in wanted]
+    documents = rendered(*SETTINGS, *switches, "monitoring.labels.release=prometheus")
+    monitors = [d for d in documents if d["kind"] == "ServiceMonitor"]
+    ports = {
+        (port["name"], json.dumps(d["metadata"]["labels"]))
+        for d in documents
+        if d["kind"] == "Service"
+        for port in d["spec"].get("ports", [])
+    }
+    for monitor in monitors:
+        [endpoint] = monitor["spec"]["endpoints"]
+        selected = json.dumps(monitor["spec"]["selector"]["matchLabels"])
+        assert (endpoint["port"], selected) in ports
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    assert len(monitors) == 2
+    [rule] = [d for d in documents if d["kind"] == "PrometheusRule"]
+    assert rule["spec"] == yaml.safe_load((CHART / "monitoring" / "alerts.yaml").read_text())
+    [board] = [d for d in documents if d["kind"] == "ConfigMap"]
+    shown = json.loads(board["data"]["mooncake.json"])
+    assert shown == json.loads((CHART / "monitoring" / "dashboard.json").read_text())
+    kinds = {document["kind"] for document in rendered(*SETTINGS)}
+    assert not kinds & {"ServiceMonitor", "PrometheusRule", "ConfigMap"}, "all of it is asked for"
+
+
+@needs_helm
+def test_api_keys_need_a_secret_that_has_them() -> None:
+    needed = SETTINGS[:2]
+    with pytest.raises(ValueError, match=r"secret\.apiKeys: name a Secret that has `keys\.yaml`"):
+        rendered(*needed, "secret.apiKeys=true")
+    with kube_api.serving() as api:
+        mine = {"metadata": {"name": "mine", "labels": {}}, "kind": "Secret", "apiVersion": "v1"}
+        api.objects["secrets", "mine"] = mine | {"data": {"cluster-secret": "eA=="}}
+        wanted = (*needed, "secret.apiKeys=true", "secret.existing=mine")
+        with pytest.raises(ValueError, match=r"the Secret mine has no `keys\.yaml`"):
+            helm(api, "install", *wanted)
+        api.objects["secrets", "mine"] = mine | {"data": {"keys.yaml": "eA=="}}
+        helm(api, "install", *wanted)
+
+
+@needs_helm
+def test_a_certificate_is_mounted_and_probes_use_https() -> None:
+    documents = rendered(*SETTINGS, "gateway.tlsSecret=cert", "monitoring.serviceMonitor=true")
+    document, container = pods(documents)["gateway"]
+    config = served(container)
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert config.ssl_certfile == f"{mounts['tls']}/tls.crt"
+    assert config.ssl_keyfile == f"{mounts['tls']}/tls.key"
+    volumes = {each["name"]: each for each in document["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["tls"]["secret"] == {"secretName": "cert"}
+    kinds = ("startup", "liveness", "readiness")
+    assert {container[f"{kind}Probe"]["httpGet"]["scheme"] for kind in kinds} == {"HTTPS"}
+    endpoints = {
+        d["metadata"]["name"]: d["spec"]["endpoints"][0]
+        for d in documents
+        if d["kind"] == "ServiceMonitor"
+    }
+    assert endpoints["one-mooncake-gateway"]["scheme"] == "https"
+    assert "scheme" not in endpoints["one-mooncake-kvstore"]
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("flag", "cure"),
+    [("--ssl-certfile=/c.pem", "tlsSecret"), ("--ssl-ca-certs", "probes have no client cert")],
+)
+def test_flags_that_no_probe_could_pass_are_refused(flag: str, cure: str) -> None:
+    with pytest.raises(ValueError, match=cure):
+        rendered(*SETTINGS, f"gateway.args={{{flag}}}")
+
+
+@needs_helm
+def test_names_of_long_releases_fit_into_labels_and_stay_apart() -> None:
+    """A pod of a StatefulSet is labelled with its name and a hash of 10; a label has 63."""
+    begun_alike = "a-release-of-which-the-name-is-as-long-as-helm-lets"
+    assert len(f"{begun_alike}-1") == 53
+    workloads = []
+    for release in (f"{begun_alike}-1", f"{begun_alike}-2", "one"):
+        documents = rendered(*SETTINGS, release=release)
+        found = [document["metadata"]["name"] for document, _ in pods(documents).values()]
+        assert all(len(f"{name}-0123456789") <= 63 for name in found)
+        texts = [*found, *(d["metadata"]["name"] for d in documents)]
+        assert all(re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", text) for text in texts)
+        workloads += found
+    assert len(set(workloads)) == 15
+
+
+@needs_helm
+def test_secrets_stay_over_upgrades_and_a_secret_of_ones_own_renders_the_same() -> None:
+    needed = (*SETTINGS[:2], "gateway.allowKeyless=true")
+    with kube_api.serving() as api:
+        helm(api, "install", *needed)
+        drawn = api.objects["secrets", "one-mooncake"]["data"]
+        assert set(drawn) == {"cluster-secret", "ray-token"}
+        helm(api, "upgrade", *needed, "gateway.replicas=3")
+        assert api.objects["secrets", "one-mooncake"]["data"] == drawn
+        assert api.objects["deployments", "one-mooncake-gateway"]["spec"]["replicas"] == 3
+    assert rendered(*SETTINGS) == rendered(*SETTINGS)
+    assert rendered(*needed) != rendered(*needed), "nothing says what was drawn before"
+
+
+def helm(api: kube_api.KubeApi, verb: str, *settings: str) -> None:
+    """Install or upgrade the chart as release `one`."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = ["helm", verb, "one", str(CHART), "--disable-openapi-validation", *words]
+    done = subprocess.run(
+        [*command, "--namespace", "default"], capture_output=True, text=True, timeout=60,
+        env=os.environ | {"HELM_KUBEAPISERVER": api.url, "KUBECONFIG": os.devnull},
+    )  # fmt: skip
+    if done.returncode:
+        raise ValueError(done.stderr)

@@ -1,0 +1,89 @@
+"""A pool node's name on its machine, and what its log says until it has joined."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from mooncake.base import ConfigError
+from mooncake.launch.pool_node import node_lock
+from mooncake.launch.pool_node.node_lock import JoinWatch, lock_name
+
+POOL = "tcp://127.0.0.1:9000"
+NAME = f"kvstore-{uuid.uuid4().hex}"
+"""Held by nobody else, whatever else runs here."""
+WAIT_S = 60.0
+
+
+def test_a_name_is_held_by_one_process_of_a_machine_and_pool() -> None:
+    with lock_name(NAME, "a", POOL):
+        with pytest.raises(ConfigError, match=r"node-id: a of the pool .* --node-id NAME"):
+            lock_name(NAME, "a", POOL)
+        with pytest.raises(ConfigError, match="runs on this machine already"):
+            lock_name(NAME, "a", "tcp://localhost:9000")
+        lock_name(f"{NAME}-b", "b", POOL).close()
+        lock_name(NAME, "a", "tcp://127.0.0.1:9001").close()
+    lock_name(NAME, "a", POOL).close()
+
+
+def test_a_pool_whose_host_has_no_address_is_named_as_it_is_written() -> None:
+    with lock_name(NAME, "a", "tcp://no.such.host.invalid:1"), pytest.raises(ConfigError):
+        lock_name(NAME, "a", "tcp://no.such.host.invalid:1")
+
+
+class Driver:
+    """Of a node that is known after so many looks, or that has ended by then."""
+
+    def __init__(self, num_looks: int, *, ends: bool = False) -> None:
+        self.num_looks = num_looks
+        self.ends = ends
+        self.joined = False
+        self.over = threading.Event()
+
+    def call(self, work: Callable[[Any, float], Any]) -> Future[Any]:
+        self.num_looks -= 1
+        future: Future[Any] = Future()
+        if self.num_looks < 0:
+            self.over.set()
+        if self.num_looks < 0 and self.ends:
+            future.cancel()
+            return future
+        self.joined = self.num_looks < 0
+        future.set_result(work(self, 0.0))
+        return future
+
+
+@pytest.mark.parametrize(("num_looks", "num_warnings"), [(2, 0), (12, 1), (24, 2)])
+def test_the_log_tells_of_joining_and_of_gateways_that_do_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_looks: int,
+    num_warnings: int,
+) -> None:
+    monkeypatch.setattr(node_lock, "LOOK_S", 0.001)
+    monkeypatch.setattr(node_lock, "PATIENCE_S", 0.010)
+    monkeypatch.setattr(node_lock, "REMIND_S", 0.010)
+    driver = Driver(num_looks)
+    with caplog.at_level(logging.INFO):
+        watch = JoinWatch(driver, "kvstore-a", POOL)  # type: ignore[arg-type]
+        assert driver.over.wait(WAIT_S)
+        watch.close()
+    *warnings, last = [record.getMessage() for record in caplog.records]
+    assert last == f"kvstore-a has joined the pool at {POOL}"
+    assert len(warnings) == num_warnings
+    assert all(f"no answer from {POOL}" in each and "secret" in each for each in warnings)
+
+
+def test_a_node_that_ends_is_not_looked_at_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver(1, ends=True)
+    with caplog.at_level(logging.INFO):
+        watch = JoinWatch(driver, "kvstore-a", POOL)  # type: ignore[arg-type]
+        assert driver.over.wait(WAIT_S)
+        watch.close()
+    assert caplog.records == []

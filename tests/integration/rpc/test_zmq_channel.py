@@ -1,0 +1,312 @@
+"""The ZeroMQ channel over loopback: delivery, order, secrecy, bounds, and peers that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from mooncake.base.any_message import AnyMessage
+from mooncake.base.errors import ConfigError
+from mooncake.base.messages import AbortTask, Drain, PutStart, WorkerRef
+from mooncake.rpc.codec import encode
+from mooncake.rpc.zmq_channel import ZmqChannel, ZmqLimits, server_keys
+from tests.support.clock import ManualClock
+
+SECRET = "a cluster secret"
+WAIT_S = 10.0
+Open = Callable[..., ZmqChannel]
+
+
+@pytest.fixture
+def open_channel() -> Iterator[Open]:
+    channels: list[ZmqChannel] = []
+
+    def make(**settings: object) -> ZmqChannel:
+        settings.setdefault("secret", SECRET)
+        settings.setdefault("limits", ZmqLimits(linger_ms=50))
+        channel = ZmqChannel(**settings)  # type: ignore[arg-type]  # keyword soup of a fixture
+        channels.append(channel)
+        return channel
+
+    yield make
+    for channel in channels:
+        channel.close()
+
+
+def receive(channel: ZmqChannel, count: int) -> list[AnyMessage]:
+    """Wait on the descriptor alone, as a driver does."""
+    got: list[AnyMessage] = []
+    while len(got) < count:
+        assert select.select([channel], [], [], WAIT_S)[0], f"{len(got)} of {count} arrived"
+        got += channel.receive()
+    return got
+
+
+def test_messages_arrive_in_order_both_ways(open_channel: Open) -> None:
+    a, b = open_channel(), open_channel()
+    assert a.address.startswith("tcp://127.0.0.1:")
+    sent: list[AnyMessage] = [AbortTask(request_id="r", attempt=i) for i in range(500)]
+    for message in sent:
+        a.send(b.address, message)
+    assert receive(b, 500) == sent
+    b.send(a.address, Drain())
+    assert receive(a, 1) == [Drain()]
+    a.send(a.address, Drain())
+    assert receive(a, 1) == [Drain()]
+
+
+def test_the_descriptor_fires_for_every_burst(open_channel: Open) -> None:
+    """The socket's own descriptor is edge-triggered; the channel's must never miss a message."""
+    limits = ZmqLimits(queue_messages=20000, linger_ms=50)
+    a, b = open_channel(limits=limits), open_channel(limits=limits)
+    for burst in [1, 2, 1, 5000, 1, 3]:
+        for attempt in range(burst):
+            a.send(b.address, AbortTask(request_id="r", attempt=attempt))
+        assert len(receive(b, burst)) == burst
+    assert a.counters.num_dropped == 0
+
+
+def test_works_with_add_reader_of_asyncio(open_channel: Open) -> None:
+    a, b = open_channel(), open_channel()
+
+    async def run() -> list[AnyMessage]:
+        loop = asyncio.get_running_loop()
+        got: list[AnyMessage] = []
+        done = asyncio.Event()
+
+        def on_readable() -> None:
+            got.extend(b.receive())
+            if len(got) == 50:
+                done.set()
+
+        loop.add_reader(b.fileno(), on_readable)
+        for attempt in range(50):
+            a.send(b.address, AbortTask(request_id="r", attempt=attempt))
+            await asyncio.sleep(0)
+        await asyncio.wait_for(done.wait(), WAIT_S)
+        loop.remove_reader(b.fileno())
+        return got
+
+    assert [message.attempt for message in asyncio.run(run())] == list(range(50))  # type: ignore[union-attr]  # all aborts
+
+
+def test_another_secret_gets_nothing_through_either_way(open_channel: Open) -> None:
+    ours, stranger = open_channel(), open_channel(secret="another secret")
+    stranger.send(ours.address, Drain())
+    ours.send(stranger.address, Drain())
+    friend = open_channel()
+    friend.send(ours.address, AbortTask(request_id="friend", attempt=1))
+    assert receive(ours, 1) == [AbortTask(request_id="friend", attempt=1)]
+    assert not select.select([stranger], [], [], 0.3)[0] or stranger.receive() == []
+    assert ours.receive() == []
+    assert ours.counters.num_received == 1
+
+
+@pytest.mark.parametrize("with_curve", [False, True], ids=["plain", "own server key"])
+def test_a_raw_socket_without_the_secret_gets_nothing_through(
+    open_channel: Open, with_curve: bool
+) -> None:
+    ours = open_channel()
+    context = zmq.Context()
+    raw = context.socket(zmq.PUSH)
+    if with_curve:
+        public, secret = zmq.curve_keypair()
+        raw.curve_publickey, raw.curve_secretkey = public, secret
+        raw.curve_serverkey = zmq.curve_keypair()[0]
+    events = raw.get_monitor_socket()
+    raw.connect(ours.address)
+    with contextlib.suppress(zmq.Again):  # the connection may be refused before there is a pipe
+        raw.send(encode(Drain()), zmq.NOBLOCK)
+    failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    closed = failed | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    seen = 0
+    while not seen & closed:
+        assert events.poll(WAIT_S * 1000)
+        seen |= int.from_bytes(events.recv_multipart()[0][:2], "little")
+    assert not seen & zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert ours.receive() == []
+    raw.disable_monitor()
+    context.destroy(linger=0)
+
+
+def test_garbage_from_a_holder_of_the_secret_is_counted_and_dropped(open_channel: Open) -> None:
+    ours = open_channel()
+    context = zmq.Context()
+    raw = context.socket(zmq.PUSH)
+    raw.curve_publickey, raw.curve_secretkey = zmq.curve_keypair()
+    raw.curve_serverkey = server_keys(SECRET)[0]
+    raw.connect(ours.address)
+    raw.send(b"garbage")
+    raw.send(b"")
+    raw.send(encode(Drain()))
+    assert receive(ours, 1) == [Drain()]
+    assert ours.counters.num_malformed == 2
+    context.destroy(linger=0)
+
+
+def test_a_message_over_the_bound_is_dropped_by_the_sender(
+    open_channel: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = open_channel(limits=ZmqLimits(message_bytes=10_000, linger_ms=50))
+    b = open_channel(limits=ZmqLimits(message_bytes=10_000, linger_ms=50))
+    big = PutStart(writer=WorkerRef("w", "e", "a"), ticket=1, keys=[bytes(100)] * 200)
+    with caplog.at_level(logging.WARNING):
+        a.send(b.address, big)
+    assert "too long" in caplog.text
+    a.send(b.address, Drain())
+    assert receive(b, 1) == [Drain()]
+    assert a.counters.num_dropped == 1
+
+
+def test_the_receiver_cuts_off_a_sender_over_its_bound(open_channel: Open) -> None:
+    a, b = open_channel(), open_channel(limits=ZmqLimits(message_bytes=10_000, linger_ms=50))
+    a.send(b.address, PutStart(writer=WorkerRef("w", "e", "a"), ticket=1, keys=[bytes(20_000)]))
+    friend = open_channel()
+    friend.send(b.address, Drain())
+    assert receive(b, 1) == [Drain()]
+    assert b.counters.num_received == 1
+
+
+def test_sending_to_the_dead_never_blocks_and_is_bounded(open_channel: Open) -> None:
+    a = open_channel(limits=ZmqLimits(queue_messages=10, linger_ms=50))
+    gone = open_channel()
+    address = gone.address
+    gone.close()
+    for attempt in range(200):
+        a.send(address, AbortTask(request_id="r", attempt=attempt))
+    a.send("not an address", Drain())
+    assert a.counters.num_dropped >= 150
+    assert a.counters.num_sent + a.counters.num_dropped == 201
+
+
+def test_more_peers_than_zeromq_allows_by_itself(open_channel: Open) -> None:
+    clock = ManualClock()
+    limits = ZmqLimits(num_peers=1100, linger_ms=0)
+    a, b = open_channel(limits=limits, clock=clock), open_channel()
+    for number in range(1200):
+        a.send(f"tcp://127.0.0.1:{20000 + number}", Drain())
+    assert a.num_peers == 1100
+    a.send(b.address, Drain())
+    assert receive(b, 1) == [Drain()]
+    assert a.counters.num_dropped == 0
+
+
+def test_without_free_descriptors_messages_to_new_peers_are_lost(
+    open_channel: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b, c = open_channel(), open_channel(), open_channel()
+    a.send(b.address, Drain())
+    assert receive(b, 1) == [Drain()]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        a.send(c.address, Drain())
+        a.send(b.address, Drain())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert a.counters.num_dropped == 1
+    assert "dropped" in caplog.text
+    assert receive(b, 1) == [Drain()], "those that are connected still get theirs"
+    a.send(c.address, Drain())
+    assert receive(c, 1) == [Drain()]
+
+
+def test_idle_and_surplus_peers_are_forgotten(open_channel: Open) -> None:
+    clock = ManualClock()
+    limits = ZmqLimits(num_peers=4, idle_s=60, linger_ms=50)
+    a = open_channel(limits=limits, clock=clock)
+    others = [open_channel() for _ in range(6)]
+    num_fds = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        for other in others:
+            a.send(other.address, Drain())
+            assert receive(other, 1) == [Drain()]
+    assert a.num_peers == 4
+    clock.advance_to(59.0)
+    a.send(others[0].address, Drain())
+    clock.advance_to(61.0)
+    a.receive()
+    assert a.num_peers == 1
+    clock.advance_to(119.0)
+    a.receive()
+    assert a.num_peers == 0
+    deadline_s = time.monotonic() + WAIT_S
+    while len(os.listdir("/proc/self/fd")) > num_fds:  # ZeroMQ closes in a thread of its own
+        assert time.monotonic() < deadline_s, "descriptors of forgotten peers stay open"
+        a.receive()
+    a.send(others[1].address, AbortTask(request_id="back", attempt=1))
+    assert AbortTask(request_id="back", attempt=1) in receive(others[1], 1)
+
+
+def test_close_frees_descriptors_and_may_be_repeated() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        a, b = (ZmqChannel(secret=SECRET, limits=ZmqLimits(linger_ms=50)) for _ in range(2))
+        a.send(b.address, Drain())
+        assert receive(b, 1) == [Drain()]
+        a.close()
+        a.close()
+        a.send(b.address, Drain())
+        assert a.receive() == []
+        b.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_addresses_and_bad_settings() -> None:
+    channel = ZmqChannel(
+        "127.0.0.1", secret=SECRET, advertise_host="node-7", limits=ZmqLimits(linger_ms=0)
+    )
+    assert channel.address.startswith("tcp://node-7:")
+    port = int(channel.address.rsplit(":", 1)[1])
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+        ZmqChannel(secret=SECRET, port=port)
+    with pytest.raises(ConfigError, match="cannot listen"):
+        ZmqChannel("203.0.113.1", secret=SECRET)
+    with pytest.raises(ConfigError, match="secret is empty"):
+        ZmqChannel(secret="")
+    channel.close()
+
+
+ECHO = """
+import select, sys
+from mooncake.base.messages import AbortTask, Drain
+from mooncake.rpc.zmq_channel import ZmqChannel
+channel = ZmqChannel(secret=sys.argv[1])
+back = sys.argv[2]
+channel.send(back, AbortTask(request_id=channel.address, attempt=0))
+while True:
+    select.select([channel], [], [])
+    for message in channel.receive():
+        channel.send(back, message)
+"""
+
+
+def test_another_process_is_reached_and_its_death_is_survived(open_channel: Open) -> None:
+    ours = open_channel()
+    root = Path(__file__).parents[3]
+    for attempt in range(2):
+        peer = subprocess.Popen(
+            [sys.executable, "-c", ECHO, SECRET, ours.address], cwd=root, env=dict(os.environ)
+        )
+        try:
+            (hello,) = receive(ours, 1)
+            assert isinstance(hello, AbortTask)
+            ours.send(hello.request_id, AbortTask(request_id="echo", attempt=attempt))
+            assert receive(ours, 1) == [AbortTask(request_id="echo", attempt=attempt)]
+        finally:
+            peer.kill()
+            peer.wait()
+        ours.send(hello.request_id, Drain())
+    assert ours.receive() == []

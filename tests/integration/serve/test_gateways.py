@@ -1,0 +1,216 @@
+"""Two gateways of one cluster, each a process of its own, over workers that neither has started:
+what one caches the other finds, and either may be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.serve.server_process import ServerProcess, nano_checkpoint
+
+pytestmark = pytest.mark.timeout(600)
+
+SMALL = (
+    "--dtype", "float32", "--kv-cache-memory-bytes", "32MiB", "--kvstore-dram-bytes", "32MiB",
+)  # fmt: skip
+WORKERS = {"prefill-0", "decode-0", "decode-1", "kvstore-0"}
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
+WAIT_S = 90.0
+ENDLESS = 20_000
+"""Output tokens that take longer than it takes to notice that their gateway is dead."""
+
+
+class Cluster:
+    """Workers and the process that looks after them."""
+
+    def __init__(self, head: ServerProcess) -> None:
+        self.head = head
+        self.address = head.wait_for(r"one more gateway: .* --join (\S+)").group(1)
+
+    @contextlib.contextmanager
+    def gateway(self) -> Iterator[ServerProcess]:
+        """Run one more gateway for the body."""
+        words = ("--role", "gateway", "--join", self.address, "--port", "0")
+        with ServerProcess(*words) as gateway:
+            gateway.wait_until_serving()
+            yield gateway
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    checkpoint = nano_checkpoint(tmp_path_factory.mktemp("model"))
+    with ServerProcess(str(checkpoint), *SMALL, "--headless", "--decode", "2") as head:
+        yield Cluster(head)
+        code, left = head.stop(signal.SIGTERM)
+        assert (code, left) == (0, []), head.output
+        assert "Traceback" not in head.output
+        assert "SIGTERM received" not in head.output, "Ray took the signal"
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for a condition that other processes bring about."""
+    pause, deadline = threading.Event(), time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
+        pause.wait(0.2)
+
+
+def stream(
+    gateway: ServerProcess, num_tokens: int, begun: threading.Semaphore
+) -> tuple[list[int], str]:
+    """Stream a greedy answer to the prompt; return its tokens and how it ended: "length", "error",
+    or "cut" where the connection broke. `begun` is released with the first token.
+    """
+    body = {
+        "prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
+        "stream": True, "return_token_ids": True,
+    }  # fmt: skip
+    ids: list[int] = []
+    try:
+        with httpx.stream(
+            "POST", f"{gateway.url}/v1/completions", json=body, timeout=WAIT_S
+        ) as reply:
+            assert reply.status_code == 200, reply.read()
+            for line in reply.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    return ids, "error"
+                for choice in chunk["choices"]:
+                    fresh = choice.get("token_ids") or []
+                    if fresh and not ids:
+                        begun.release()
+                    ids += fresh
+                    if choice["finish_reason"]:
+                        return ids, choice["finish_reason"]
+    except httpx.TransportError:
+        return ids, "cut"
+    return ids, "never ended"
+
+
+def begin(
+    pool: ThreadPoolExecutor, asked: list[tuple[ServerProcess, int]]
+) -> list[Future[tuple[list[int], str]]]:
+    """Start these streams and return when all have brought a token."""
+    begun = threading.Semaphore(0)
+    futures = [pool.submit(stream, gateway, count, begun) for gateway, count in asked]
+    for _ in futures:
+        assert begun.acquire(timeout=WAIT_S)
+    return futures
+
+
+def states(gateway: ServerProcess) -> dict[str, str]:
+    """Return what a gateway knows of all."""
+    return {one["id"]: one["state"] for one in gateway.get("/v1/cluster/status")["gateways"]}
+
+
+def id_of(gateway: ServerProcess) -> str:
+    return str(gateway.get("/v1/cluster/status")["gateways"][0]["id"])
+
+
+def is_idle(gateway: ServerProcess) -> bool:
+    """Whether no worker computes or holds anything for anybody."""
+    status = gateway.get("/v1/cluster/status")
+    return {worker["id"] for worker in status["workers"]} == WORKERS and all(
+        num_held(worker) == 0 and worker["load"].get("num_running", 0) == 0
+        for worker in status["workers"]
+    )
+
+
+def num_held(worker: dict[str, Any]) -> int:
+    load = worker["load"]
+    cached = load.get("num_cached_blocks", 0) if worker["role"] == "kvstore" else 0
+    return int(load["num_total_blocks"] - load.get("num_free_blocks", 0) - cached)
+
+
+def test_two_gateways_of_one_cluster(cluster: Cluster) -> None:
+    with cluster.gateway() as first, cluster.gateway() as second:
+        wait_until(lambda: len(states(first)) == len(states(second)) == 3, "they have met")
+        assert set(states(first)) == {"gateway", id_of(first), id_of(second)}
+        assert set(states(first).values()) == set(states(second).values()) == {"up"}
+        assert first.worker_pids() == second.worker_pids()
+
+        cold = first.complete(PROMPT, 40)
+        assert second.complete(PROMPT, 40) == cold
+        usage = second.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 400, "warmed through the other"
+
+        prompts = [f"{number} bottles" for number in range(8)]
+        alone = [first.complete(prompt, 30) for prompt in prompts]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            replies = list(pool.map(named_the_same, [first, second] * 4, prompts))
+        assert replies == alone, "one id, eight requests at two gateways"
+
+        metrics = httpx.get(f"{second.url}/metrics").text
+        assert 'mooncake:workers_up{model_name="k2-nano",role="gateway"} 3.0' in metrics
+        shown = subprocess.run(
+            [sys.executable, "-m", "mooncake.cli.main", "status", "--url", first.url],
+            capture_output=True, text=True, check=True, timeout=60,
+        ).stdout  # fmt: skip
+        assert id_of(second) in shown
+        assert "decode-0" in shown
+
+        gone = id_of(second)
+        code, left = second.stop(signal.SIGTERM)
+        assert (code, left) == (0, []), second.output
+        wait_until(lambda: gone not in states(first), "it has said goodbye")
+        assert "Traceback" not in first.output + second.output
+
+
+def named_the_same(gateway: ServerProcess, prompt: str) -> list[int]:
+    """Complete a prompt under the one id that all clients have chosen."""
+    body = {
+        "prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    reply = httpx.post(
+        f"{gateway.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"}, timeout=WAIT_S
+    )
+    assert reply.status_code == 200, reply.text
+    return list(reply.json()["choices"][0]["token_ids"])
+
+
+def test_either_may_be_killed(cluster: Cluster) -> None:
+    """Requests of the other go on, what the dead one asked for is let go of, and one that is
+    started in its place serves at once.
+    """
+    with cluster.gateway() as first, ThreadPoolExecutor(4) as pool:
+        expected = first.complete(PROMPT, 600)
+        with cluster.gateway() as victim:
+            wait_until(lambda: len(states(first)) == 3, "they have met")
+            name = id_of(victim)
+            asked = [(victim, ENDLESS), (victim, ENDLESS), (first, 600)]
+            *cut, lives = begin(pool, asked)
+            victim.process.kill()
+            assert lives.result(WAIT_S) == (expected, "length")
+            assert {future.result(WAIT_S)[1] for future in cut} == {"cut"}
+            wait_until(lambda: is_idle(first), "workers let go of the dead one's requests")
+            assert states(first)[name] == "silent"
+        with cluster.gateway() as second:
+            assert second.complete(PROMPT, 600) == expected
+            wait_until(lambda: len(states(second)) >= 3, "the new one has met the others")
+            *cut, lives = begin(pool, [(first, ENDLESS), (second, 600)])
+            pids = second.worker_pids()
+            first.process.kill()
+            os.kill(pids["decode-0"], signal.SIGKILL)
+            assert lives.result(WAIT_S) == (expected, "length")
+            assert [future.result(WAIT_S)[1] for future in cut] == ["cut"]
+            second.wait_for_workers(WORKERS, without=[pids["decode-0"]])
+            assert second.complete(PROMPT, 40) == expected[:40]
+            wait_until(lambda: is_idle(second), "nothing is left")
+            assert httpx.get(f"{second.url}/health").status_code == 200
+            assert "Traceback" not in second.output

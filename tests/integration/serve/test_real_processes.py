@@ -1,0 +1,185 @@
+"""A cluster as users run it, one process a worker under Ray: loads, aborts and kill -9 in mid-
+stream, nothing left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from mooncake.model.checkpoint.presets import init_checkpoint
+from tests.support.serve.server import Server, serving
+
+WORKERS = {"kvstore-0", "kvstore-1", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+SOAK_S = 60.0
+NUM_CLIENTS = 64
+FEW_TOKENS = 10
+MANY_TOKENS = 1000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("cluster")
+    model = init_checkpoint("k2-nano", seed=5, out=home / "nano", dtype="float32")
+    small = ["--kv-cache-memory-bytes", "32MiB", "--kvstore-dram-bytes", "32MiB"]
+    counts = ["--prefill", "2", "--decode", "2", "--kvstore", "2", "--max-model-len", "2048"]
+    with serving(str(model), *counts, *small, log=home / "log") as running:
+        yield running
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(512) for _ in range(length)]
+
+
+def stream(
+    server: Server,
+    tokens: list[int],
+    max_tokens: int,
+    stop_after: int | None = None,
+    begun: threading.Semaphore | None = None,
+) -> dict[str, Any]:
+    """Stream a completion; return its token ids and how it ended ("abort" when we went away).
+
+    `begun` is released once a few tokens have come.
+    """
+    body = {
+        "model": "nano",
+        "prompt": tokens,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    ids: list[int] = []
+    ends: list[str] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as reply:
+        if reply.status_code != 200:
+            reply.read()
+            return {"ids": ids, "ends": [f"status {reply.status_code}"], "text": reply.text}
+        for line in reply.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                ends.append("error")
+                continue
+            for choice in chunk["choices"]:
+                ids += choice.get("token_ids") or []
+                if choice["finish_reason"]:
+                    ends.append(choice["finish_reason"])
+            if begun is not None and len(ids) >= FEW_TOKENS:
+                begun.release()
+                begun = None
+            if stop_after is not None and len(ids) >= stop_after:
+                return {"ids": ids, "ends": ["abort"], "text": ""}
+    return {"ids": ids, "ends": ends, "text": ""}
+
+
+def wait_until(holds: Any, seconds: float, what: str) -> None:
+    """Wait for a condition that other processes bring about."""
+    pause, deadline = threading.Event(), time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        pause.wait(0.2)
+
+
+def idle_and_whole(server: Server) -> bool:
+    """Say whether all workers are up, hold nothing for anybody, and no request is left."""
+    status = server.status()
+    up = {worker["id"] for worker in status["workers"] if worker["state"] == "up"}
+    loads = [worker["load"] for worker in status["workers"] if worker["load"] is not None]
+    return (
+        up == WORKERS
+        and len(loads) == len(WORKERS)
+        and status["load"]["num_inflight"] == 0
+        and all(load.get("num_running", 0) == 0 for load in loads)
+        and all(num_held(worker) == 0 for worker in status["workers"])
+    )
+
+
+def num_held(worker: dict[str, Any]) -> int:
+    """Return how many blocks of a worker are neither free nor merely cached."""
+    load = worker["load"]
+    cached = load.get("num_cached_blocks", 0) if worker["role"] == "kvstore" else 0
+    return int(load["num_total_blocks"] - load["num_free_blocks"] - cached)
+
+
+def test_workers_are_processes_of_their_own(server: Server) -> None:
+    status = server.status()
+    assert {worker["id"] for worker in status["workers"]} == WORKERS
+    assert len({worker["pid"] for worker in status["workers"]}) == len(WORKERS)
+    answer = stream(server, prompt(300, 1), 20)
+    assert answer["ends"] == ["length"]
+    assert len(answer["ids"]) == 20
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0", "kvstore-0"])
+def test_kill_9_in_mid_stream(server: Server, victim: str) -> None:
+    wait_until(lambda: idle_and_whole(server), 60, "all workers up and idle")
+    prompts = [prompt(40 + 20 * index, seed=index) for index in range(8)]
+    calm = [stream(server, tokens, MANY_TOKENS)["ids"] for tokens in prompts]
+    pid, begun = server.pid_of(victim), threading.Semaphore(0)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [
+            pool.submit(stream, server, tokens, MANY_TOKENS, begun=begun) for tokens in prompts
+        ]
+        for _ in prompts:
+            assert begun.acquire(timeout=30)
+        os.kill(pid, signal.SIGKILL)
+        found = [answer.result(120) for answer in answers]
+    for answer, expected in zip(found, calm, strict=True):
+        assert len(answer["ends"]) == 1, answer
+        if answer["ends"] == ["length"]:
+            assert answer["ids"] == expected
+        else:
+            assert answer["ids"] == expected[: len(answer["ids"])]
+    assert all(answer["ends"] == ["length"] for answer in found), "a loss is only a pause"
+    assert stream(server, prompts[0], MANY_TOKENS)["ids"] == calm[0]
+    wait_until(lambda: idle_and_whole(server), 60, "restarted, idle, no block held")
+    assert server.pid_of(victim) != pid
+    assert not psutil.pid_exists(pid)
+
+
+def test_64_clients_with_random_aborts(server: Server) -> None:
+    wait_until(lambda: idle_and_whole(server), 60, "all workers up and idle")
+    deadline = time.monotonic() + SOAK_S
+    ends: list[str] = []
+
+    def client(number: int) -> None:
+        draw = random.Random(number)
+        while time.monotonic() < deadline:
+            tokens = prompt(draw.randrange(1, 400), seed=draw.randrange(20))
+            max_tokens = draw.randrange(1, 60)
+            leave = draw.randrange(1, max_tokens + 1) if draw.random() < 0.4 else None
+            answer = stream(server, tokens, max_tokens, leave)
+            assert len(answer["ends"]) == 1, answer
+            ends.extend(answer["ends"])
+
+    stream(server, prompt(64, 1), 8)
+    before = memory_of(server)
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        for future in [pool.submit(client, number) for number in range(NUM_CLIENTS)]:
+            future.result()
+    assert set(ends) <= {"length", "abort"}, {end: ends.count(end) for end in set(ends)}
+    assert len(ends) > NUM_CLIENTS
+    wait_until(lambda: idle_and_whole(server), 30, "idle, no block held")
+    assert memory_of(server) < before + 300 * 2**20
+
+
+def memory_of(server: Server) -> int:
+    """Return the resident bytes of the server and its workers."""
+    pids = {worker["pid"] for worker in server.status()["workers"]} | {server.process.pid}
+    return sum(psutil.Process(pid).memory_info().rss for pid in pids)

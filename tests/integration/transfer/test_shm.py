@@ -1,0 +1,195 @@
+"""Shared memory when the other side does not behave, and what a client can and cannot do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mooncake.base.errors import ProtocolError
+from mooncake.base.ids import SystemIds
+from mooncake.base.kv_layout import SegmentRef
+from mooncake.transfer.engine import Op, TransferBatch, TransferOp
+from mooncake.transfer.memory import map_shared
+from mooncake.transfer.net.handshake import Credentials
+from mooncake.transfer.router import RoutedTransfer
+from mooncake.transfer.shm import wire
+from tests.support.transfer.driving import WAIT_S, move, open_engine, wait_for
+
+
+@pytest.fixture
+def owner() -> Iterator[RoutedTransfer]:
+    engine = open_engine(["shm"], "owner")
+    yield engine
+    engine.close()
+    engine.check_integrity()
+
+
+def connect(owner: RoutedTransfer) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect("\0" + owner.segment.endpoints["shm"].removeprefix("@"))
+    sock.settimeout(WAIT_S)
+    return sock
+
+
+def write_from(owner: RoutedTransfer) -> tuple[socket.socket, int]:
+    """Shake hands; return the connection and the descriptor of the state page."""
+    sock = connect(owner)
+    side = Credentials(engine_id="client", secret="secret", ids=SystemIds()).connect("owner")
+    message: bytes | None = side.first_message
+    fds: list[int] = []
+    while message is not None:
+        sock.send(message)
+        data, fds, _, _ = socket.recv_fds(sock, wire.MAX_MESSAGE_BYTES, 2)
+        message = side.step(data)
+    (fd,) = fds
+    return sock, fd
+
+
+def ask(sock: socket.socket, region_id: int) -> tuple[wire.Answer, list[int]]:
+    sock.send(wire.CODEC.encode(wire.OpenRegion(region_id)))
+    data, fds, _, _ = socket.recv_fds(sock, wire.MAX_MESSAGE_BYTES, 2)
+    return wire.CODEC.decode_answer(data), fds
+
+
+def test_a_client_gets_the_memory_it_asks_for_and_no_other(owner: RoutedTransfer) -> None:
+    region = owner.allocate(5000, "kv")
+    plain = owner.register(memoryview(bytearray(10)), "plain")
+    region.buffer[4999] = 77
+    sock, state_fd = write_from(owner)
+    answer, fds = ask(sock, region.region_id)
+    assert isinstance(answer, wire.RegionOpened)
+    assert (answer.region_id, answer.num_bytes) == (region.region_id, 5000)
+    assert map_shared(fds[0], 5000)[4999] == 77
+    for region_id, unshared in [(999, False), (0, False), (plain.region_id, True)]:
+        refused, none = ask(sock, region_id)
+        assert isinstance(refused, wire.RegionRefused)
+        assert (refused.region_id, refused.unshared, none) == (region_id, unshared, [])
+    for fd in [state_fd, *fds]:
+        os.close(fd)
+    sock.close()
+
+
+def test_the_state_page_tells_of_withdrawal_and_cannot_be_written(owner: RoutedTransfer) -> None:
+    region = owner.allocate(5000, "kv")
+    sock, state_fd = write_from(owner)
+    answer, fds = ask(sock, region.region_id)
+    assert isinstance(answer, wire.RegionOpened)
+    words = wire.map_state(state_fd)
+    assert words[answer.slot] == region.region_id
+    owner.unregister(region)
+    assert words[answer.slot] == 0
+    again, none = ask(sock, region.region_id)
+    assert isinstance(again, wire.RegionRefused)
+    assert none == []
+    with pytest.raises(TypeError):
+        words[answer.slot] = region.region_id
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(state_fd, b"x", 0)
+    for fd in [state_fd, *fds]:
+        os.close(fd)
+    sock.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"garbage", wire.CODEC.encode(wire.OpenRegion(1)), os.urandom(5000), b"\x00"],
+    ids=["garbage", "no handshake", "noise", "zero"],
+)
+def test_without_a_handshake_there_is_no_descriptor(owner: RoutedTransfer, data: bytes) -> None:
+    owner.allocate(4096, "kv")
+    with connect(owner) as sock:
+        sock.send(data)
+        got: list[int] = []
+        with contextlib.suppress(ConnectionError):
+            while True:
+                reply, fds, _, _ = socket.recv_fds(sock, wire.MAX_MESSAGE_BYTES, 2)
+                got += fds
+                if not reply:
+                    break
+    assert got == []
+
+
+def test_garbage_after_the_handshake_ends_the_session(owner: RoutedTransfer) -> None:
+    sock, fd = write_from(owner)
+    sock.send(b"\xc1 not a question")
+    assert sock.recv(10) == b""
+    sock.close()
+    os.close(fd)
+
+
+def test_answers_are_parsed_strictly() -> None:
+    opened = wire.RegionOpened(1, 2, 3)
+    assert wire.CODEC.decode_answer(wire.CODEC.encode(opened)) == opened
+    for data in (b"", b"x", wire.CODEC.encode(wire.OpenRegion(1))):
+        with pytest.raises(ProtocolError):
+            wire.CODEC.decode_answer(data)
+    for data in (b"", b"x", wire.CODEC.encode(opened)):
+        with pytest.raises(ProtocolError):
+            wire.CODEC.decode_ask(data)
+
+
+def test_slots_of_the_state_page_are_used_again_but_never_for_one_region_twice() -> None:
+    page = wire.StatePage()
+    slots = [page.slot_of(region_id) for region_id in range(1, wire.STATE_SLOTS + 1)]
+    assert sorted(slot for slot in slots if slot is not None) == list(range(wire.STATE_SLOTS))
+    assert page.slot_of(10**6) is None, "all slots are taken"
+    assert page.slot_of(5) == slots[4]
+    page.withdraw(5)
+    page.withdraw(5)
+    assert page.slot_of(10**6) == slots[4]
+    page.close()
+
+
+def test_another_host_is_not_reached_by_shared_memory(owner: RoutedTransfer) -> None:
+    us = open_engine(["shm"], "us")
+    ours, theirs = us.allocate(8, "ours"), owner.allocate(8, "theirs")
+    elsewhere = SegmentRef("owner", owner.segment.endpoints, "another host")
+    op = TransferOp(ours.region_id, 0, theirs.region_id, 0, 8)
+    done = move(us, Op.READ, elsewhere, [op])
+    assert done.error == "owner cannot be reached: no common protocol"
+    us.close()
+
+
+def test_a_listener_that_is_not_an_owner_is_given_up() -> None:
+    us = open_engine(["shm"], "us")
+    ours = us.allocate(8, "ours")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as fake:
+        name = f"mooncake-test-{os.getpid()}"
+        fake.bind(f"\0{name}")
+        fake.listen()
+        op = TransferOp(ours.region_id, 0, 1, 0, 8)
+        place = SegmentRef("fake", {"shm": f"@{name}"}, "host")
+        batch_id = us.submit(TransferBatch(op=Op.READ, peer=place, ops=[op]))
+        sock, _ = fake.accept()
+        sock.recv(wire.MAX_MESSAGE_BYTES)
+        sock.send(b"what?")
+        done = wait_for(us, [batch_id])[batch_id]
+        assert done.error is not None
+        assert "does not speak this protocol" in done.error
+        sock.close()
+    us.close()
+
+
+def test_memory_the_owner_has_let_go_is_not_kept_by_its_clients(owner: RoutedTransfer) -> None:
+    def num_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:mooncake-passing")
+
+    us = open_engine(["shm"], "us")
+    ours = us.allocate(8, "ours")
+
+    def write_new_region() -> None:
+        theirs = owner.allocate(8, "passing")
+        op = TransferOp(ours.region_id, 0, theirs.region_id, 0, 8)
+        assert move(us, Op.READ, owner.segment, [op]).error is None
+        assert num_mapped() >= 2, "the owner's own mapping, and its client's"
+        owner.unregister(theirs)
+
+    for _ in range(20):
+        write_new_region()
+    assert num_mapped() < 8
+    us.close()

@@ -1,0 +1,189 @@
+"""Launches every kernel with Kimi-K2's shapes for the compiler alone; prints what came out as JSON.
+
+Run as a program, in a process where Triton is not interpreting: nothing is computed, tensors are
+small stand-ins wherever the kernel's code depends on widths only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton.backends.nvidia
+from mooncake_kernels.dispatch import kernel
+from mooncake_kernels.reference.mla_prefill import ExpandedKeys, RaggedBatch
+from mooncake_kernels.reference.paged_batch import PagedBatch
+from mooncake_kernels.reference.router import Routing
+from mooncake_kernels.reference.sampling import DrawSettings, Penalties
+from mooncake_kernels.triton import experts as experts_module
+from mooncake_kernels.tuning import DecodeTile, default_experts_config
+
+from tests.support.kernels.hopper_compiler import Compiled, compiling
+
+HIDDEN, INNER, EXPERTS, TOP_K = 7168, 256, 384, 8
+STACKED = 2
+"""Experts that are really made: how many there are is no part of the code."""
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def decode(
+    heads: int,
+    rows: int,
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype = BF16,
+    step_tokens: int = 0,
+) -> None:
+    batch = PagedBatch(ints(9), ints(8), ints(8, 64), rows)
+    q, kv = zeros(8 * rows, heads, 576, dtype=dtype), zeros(2, 64, 576, dtype=kv_dtype)
+    kernel("mla_decode", "triton")(q, kv, batch, 512, 1.0, tile=DecodeTile(2, step_tokens))
+
+
+def prefill(rows: int) -> None:
+    keys = ExpandedKeys(zeros(rows, 4, 128), zeros(rows, 64), zeros(rows, 4, 128))
+    batch = RaggedBatch(ints(3), ints(3), ints(2), rows)
+    kernel("mla_prefill", "triton")(zeros(rows, 4, 192), keys, batch)
+
+
+def experts(name: str, tokens: int, dtype: torch.dtype = BF16) -> None:
+    if name == "experts":
+        shapes = (STACKED, 2 * INNER, HIDDEN), (STACKED, HIDDEN, INNER)
+        made = zeros(*shapes[0], dtype=dtype), zeros(*shapes[1], dtype=dtype)
+    elif name == "experts_fp8":
+        made = (
+            zeros(STACKED, 2, INNER, HIDDEN, dtype=FP8), torch.zeros(STACKED, 2, 2, 56),
+            zeros(STACKED, HIDDEN, INNER, dtype=FP8), torch.zeros(STACKED, 56, 2),
+        )  # fmt: skip
+    else:
+        made = (
+            ints(STACKED, 2, INNER, HIDDEN // 8), zeros(STACKED, 2, INNER, HIDDEN // 32),
+            ints(STACKED, HIDDEN, INNER // 8), zeros(STACKED, HIDDEN, INNER // 32),
+        )  # fmt: skip
+    fast = kernel(name, "triton")(*made)
+    shape = type(fast.shape)(fast.shape.format, EXPERTS, INNER, HIDDEN)
+    fast.config = default_experts_config(shape, tokens * TOP_K)
+    chosen = torch.zeros(tokens, TOP_K, dtype=torch.int64)
+    fast(zeros(tokens, HIDDEN, dtype=dtype), chosen, chosen.float())
+
+
+def layer_ops() -> None:
+    x, weight = zeros(4, HIDDEN), zeros(HIDDEN)
+    kernel("rms_norm", "triton")(x, weight, 1e-6)
+    kernel("add_rms_norm", "triton")(x, x, weight, 1e-6)
+    kernel("rms_norm_fp8", "triton")(x, weight, 1e-6)
+    turn = torch.zeros(4, 32, dtype=torch.complex64)
+    kernel("rotate", "triton")(zeros(4, 64, 192)[..., 128:], turn, True)
+    joined = zeros(4, 2112)
+    for dtype in (BF16, FP8):
+        cache = zeros(2, 64, 576, dtype=dtype)
+        places, norm = torch.zeros(4, dtype=torch.int64), (zeros(512), 1e-6)
+        args = joined[:, 1536:2048], joined[:, 2048:], turn, places, norm, cache, 0.5
+        kernel("kv_write", "triton")(*args)
+    kernel("merge_attention", "triton")(zeros(8, 2, 64, 512), torch.zeros(8, 2, 64))
+    for rows in (16, 256):
+        quantized = zeros(rows, HIDDEN, dtype=FP8), torch.zeros(rows, 56)
+        kernel("linear_fp8", "triton")(*quantized, zeros(2112, HIDDEN, dtype=FP8), zeros(17, 56))
+
+
+def fixed_products() -> None:
+    for dtype in (BF16, torch.float32):
+        kernel("linear", "triton")(
+            zeros(4, HIDDEN, dtype=dtype), zeros(EXPERTS, HIDDEN, dtype=dtype)
+        )
+    kernel("linear_heads", "triton")(zeros(4, 64, 192)[..., :128], zeros(64, 512, 128))
+
+
+def router() -> None:
+    for routing in (Routing(8, 1, 1, True, 2.827), Routing(8, 8, 4, True, 2.5)):
+        kernel("choose", "triton")(torch.zeros(4, EXPERTS), torch.zeros(EXPERTS), routing)
+
+
+def sampling() -> None:
+    one = torch.zeros(4)
+    settings = DrawSettings(one, ints(4), one.double(), one.double(), one.double())
+    kernel("draw", "triton")(torch.zeros(4, 163840), settings)
+    seen = torch.zeros(4, 163840, dtype=torch.bool)
+    kernel("penalize", "triton")(
+        torch.zeros(4, 163840), seen, ints(4, 163840), Penalties(one, one, one)
+    )
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {
+    "decode, 64 heads": lambda: decode(64, 1),
+    "decode, 64 heads, half pages": lambda: decode(64, 1, step_tokens=32),
+    "decode, 64 heads, fp8 cache": lambda: decode(64, 1, kv_dtype=FP8),
+    "decode, 8 heads": lambda: decode(8, 1),
+    "decode, 64 heads, 4 rows": lambda: decode(64, 4),
+    "decode, 8 heads, float32": lambda: decode(8, 1, torch.float32, torch.float32),
+    "prefill, 256 rows": lambda: prefill(256),
+    "prefill, 16 rows": lambda: prefill(16),
+    **{
+        f"{name}, {tokens} tokens": lambda name=name, tokens=tokens: experts(name, tokens)  # type: ignore[misc]
+        for name in ("experts", "experts_fp8", "experts_int4")
+        for tokens in (16, 512, 4096)
+    },
+    **{
+        f"{name}, {tokens} tokens, float32": lambda name=name, tokens=tokens: experts(  # type: ignore[misc]
+            name, tokens, torch.float32
+        )
+        for name in ("experts", "experts_int4")
+        for tokens in (512, 1024, 4096)
+    },
+    "layer ops": layer_ops,
+    "fixed products": fixed_products,
+    "router": router,
+    "sampling": sampling,
+}
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Return (registers, bytes of stack) of a thread; a stack means registers were spilled."""
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
+    assert found, done.stderr
+    return int(found[1]), int(found[2])
+
+
+def described(launch: str, made: Compiled) -> dict[str, object]:
+    registers, stack = resources(made.cubin)
+    return {
+        "launch": launch,
+        "kernel": made.name,
+        "shared_bytes": made.shared_bytes,
+        "warps": made.num_warps,
+        "registers": registers,
+        "stack_bytes": stack,
+        "wgmma": made.uses_wgmma,
+    }
+
+
+def main() -> None:
+    # The grid is no part of the code; the number of programs need only be one an H200 would have.
+    experts_module.num_programs = lambda device: 132  # type: ignore[assignment]
+    found = []
+    for name, launch in LAUNCHES.items():
+        with compiling() as compiled:
+            launch()
+        found += [described(name, made) for made in compiled]
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The pages of `docs/reference/`, made of the code they describe.
+
+`python -m tests.support.reference_docs --write` (or `make docs`) writes them anew; a test compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from mooncake.api.app import create_app
+from mooncake.api.config import ApiConfig
+from mooncake.base import messages, pool_messages
+from mooncake.base.any_message import AnyMessage
+from mooncake.cli.registry import EXIT_CODES, CommandDoc, FlagDoc, describe
+from mooncake.kvstore.node.counters import COUNTERS
+from mooncake.launch.pool_node import link_metrics
+from mooncake.launch.pool_node import metrics as pool_metrics
+from mooncake.telemetry.series import RequestSeries, WorkerSeries
+from tests.support.api.server import ScriptedBackend, says, tiny_model
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "reference"
+GENERATED = "<!-- Made by `make docs` from the code; do not edit. -->"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+def code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def one_line(text: str | None) -> str:
+    """Return the first paragraph of a docstring in one line."""
+    return " ".join((text or "").split("\n\n")[0].split())
+
+
+# ---------------------------------------------------------------- commands
+
+
+def flags() -> list[str]:
+    """Return the page of commands, flags and configuration keys."""
+    lines = [
+        "# Commands, flags and configuration keys", "",
+        "A command that takes `--config FILE` reads the same settings from YAML: the key is the "
+        "name of the flag without its dashes. A flag on the command line wins over the file, the "
+        "file over the environment variable, and that over the default. An unknown key or a wrong "
+        "value is an error that names it. A switch has a `--no-` form where a file may turn it on.",
+        "",
+        *table(["exit code", "meaning"], ([f"{c}", text] for c, text in EXIT_CODES.items())),
+    ]  # fmt: skip
+    for command in describe():
+        lines += ["", *_command(command)]
+    return lines
+
+
+def _command(command: CommandDoc) -> list[str]:
+    lines = [
+        f"## mooncake {command.words}",
+        "",
+        f"{command.summary[0].upper()}{command.summary[1:]}.",
+    ]
+    if command.takes_file:
+        lines[-1] += " Takes `--config FILE`."
+    groups: dict[str, list[FlagDoc]] = {}
+    for flag in command.flags:
+        groups.setdefault(flag.group, []).append(flag)
+    for group, found in groups.items():
+        lines += [
+            "", *([f"### {command.words}: {group}", ""] if len(groups) > 1 else []),
+            *table(["flag", "default", "meaning"], map(_flag, found)),
+        ]  # fmt: skip
+    return lines
+
+
+def _flag(flag: FlagDoc) -> list[str]:
+    shown = ", ".join(code(f"{name} {flag.metavar}".strip()) for name in flag.names)
+    notes = [flag.help]
+    if flag.choices:
+        notes.append(f"one of {', '.join(map(code, flag.choices))}")
+    if flag.environment:
+        notes.append(f"environment: {code(flag.environment)}")
+    if flag.required:
+        notes.append("needed")
+    return [shown, code(flag.default), "; ".join(notes)]
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def metrics() -> list[str]:
+    """Return the page of Prometheus series."""
+    registry = CollectorRegistry()
+    RequestSeries(registry, "MODEL")
+    WorkerSeries(registry, "MODEL")
+    lines = [
+        "# Metrics", "",
+        "Names of a gateway follow vLLM's, with the prefix `mooncake:`. Histograms are series of "
+        "their own with `_bucket`, `_sum` and `_count` at the end.", "",
+        "## A gateway: `GET /metrics` of the API", "",
+        *table(["series", "kind", "labels", "meaning"], map(_series, registry._collector_to_names)),
+        "", "## A pool node: `GET /metrics` of `--admin-port`", "",
+    ]  # fmt: skip
+    tenants = {name: text for name, (text, _) in pool_metrics.TENANT_GAUGES.items()}
+    links = {name: text for name, (text, _) in link_metrics.COUNTS.items()}
+    slices = {"slice_seconds": "time from posting a slice to its arrival"}
+    rows = [
+        *_of_node("pool_", "gauge", ["worker"], pool_metrics.GAUGES),
+        *_of_node("pool_", "gauge", ["worker", "tenant", "tier"], tenants),
+        *_of_node("pool_", "counter", ["worker"], COUNTERS),
+        *_of_node("transfer_", "counter", link_metrics.LABELS, links),
+        *_of_node("transfer_", "histogram", link_metrics.LABELS, slices),
+    ]
+    return [*lines, *table(["series", "kind", "labels", "meaning"], rows)]
+
+
+def _series(collector: Any) -> list[str]:
+    name = collector._name + "_total" * (collector._type == "counter")
+    labels = ", ".join(collector._labelnames)
+    return [code(name), collector._type, labels, collector._documentation]
+
+
+def _of_node(
+    prefix: str, kind: str, labels: Sequence[str], named: Mapping[str, str]
+) -> list[list[str]]:
+    end = "_total" * (kind == "counter")
+    return [
+        [code(f"mooncake_{prefix}{name}{end}"), kind, ", ".join(labels), text]
+        for name, text in named.items()
+    ]
+
+
+# ---------------------------------------------------------------- messages
+
+
+def wire() -> list[str]:
+    """Return the page of the messages that workers and gateways exchange."""
+    lines = [
+        "# Messages", "",
+        "What gateways, workers and pool clients send each other, in MessagePack over ZeroMQ. A "
+        "message of an older `epoch` (a process's life) or `attempt` (a placement) is ignored. "
+        f"Protocol version {messages.PROTOCOL_VERSION}.",
+    ]  # fmt: skip
+    for module in (messages, pool_messages):
+        lines += ["", f"## `{module.__name__}`"]
+        for kind in get_args(AnyMessage):
+            if kind.__module__ == module.__name__:
+                lines += ["", *_message(kind)]
+    return lines
+
+
+def _message(kind: type[msgspec.Struct]) -> list[str]:
+    lines = [f"### {kind.__name__}", "", one_line(inspect.getdoc(kind)), ""]
+    rows = []
+    annotations: dict[str, Any] = {}
+    for each in reversed(kind.__mro__):
+        annotations |= inspect.get_annotations(each)
+    for field in msgspec.structs.fields(kind):
+        written = annotations[field.name]
+        rows.append(
+            [code(field.encode_name), code(str(written)), "" if field.required else "optional"]
+        )
+    tag = f"Tag: `{kind.__struct_config__.tag}`"
+    return [*lines, tag, *(["", *table(["field", "type", ""], rows)] if rows else [])]
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+def http() -> list[str]:
+    """Return the page of HTTP routes and of the fields of their bodies."""
+    document = create_app(ScriptedBackend(says("x")), tiny_model(), ApiConfig()).openapi()
+    routes, bodies = [], {}
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            content = route.get("requestBody", {}).get("content", {})
+            schema = content.get("application/json", {}).get("schema", {})
+            body = schema.get("$ref", "").rpartition("/")[2]
+            if body:
+                bodies[body] = document["components"]["schemas"][body]
+            linked = f"[{body}](#{body.lower()})" if body else ""
+            text = one_line(route.get("description"))
+            routes.append([code(f"{method.upper()} {path}"), linked, text])
+    lines = [
+        "# HTTP routes", "",
+        "Of the API server. The whole OpenAPI document is at `/openapi.json` of a running server. "
+        "Routes under `/v1`, `/tokenize` and `/detokenize` need a key where keys are configured. "
+        "`/` is the web page.", "",
+        *table(["route", "body", "meaning"], routes),
+        "", "Of a pool node's `--admin-port`:", "",
+        *table(["route", "meaning"], [
+            [code("GET /health"), "200 while it serves; 503 while it has not joined, or drains"],
+            [code("GET /metrics"), "[series](metrics.md) in Prometheus' text format"],
+            [code("GET /v1/pool/stats"), "its figures; needs an admin token or a signature"],
+            [code("POST /v1/pool/drain"), "take nothing more and hand blocks on; needs one too"],
+        ]),
+    ]  # fmt: skip
+    for name, schema in bodies.items():
+        needed = set(schema.get("required", ()))
+        rows = [
+            [code(field), code(_kind(about)), "needed" if field in needed else _default(about)]
+            for field, about in schema["properties"].items()
+        ]
+        lines += ["", f"## {name}", "", *table(["field", "type", "default"], rows)]
+    return lines
+
+
+def _kind(about: Mapping[str, Any]) -> str:
+    """Return the type of a JSON schema in a few words."""
+    if "$ref" in about:
+        return str(about["$ref"].rpartition("/")[2])
+    if "const" in about:
+        return repr(about["const"])
+    if "enum" in about:
+        return " or ".join(map(repr, about["enum"]))
+    for key in ("anyOf", "oneOf"):
+        if key in about:
+            return " or ".join(dict.fromkeys(_kind(each) for each in about[key]))
+    if about.get("type") == "array":
+        return f"list of {_kind(about.get('items', {}))}"
+    return str(about.get("type", "anything"))
+
+
+def _default(about: Mapping[str, Any]) -> str:
+    value = about.get("default")
+    return code(str(value)) if value is not None else ""
+
+
+PAGES_BY_NAME: dict[str, Callable[[], list[str]]] = {
+    "flags.md": flags, "metrics.md": metrics, "messages.md": wire, "http.md": http,
+}  # fmt: skip
+
+
+def page(name: str) -> str:
+    """Return the text of one page."""
+    return "\n".join([GENERATED, "", *PAGES_BY_NAME[name]()]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write docs/reference")
+    write = parser.parse_args().write
+    for name in PAGES_BY_NAME:
+        if write:
+            (PAGES / name).write_text(page(name))
+        else:
+            print(page(name))
+
+
+if __name__ == "__main__":
+    main()

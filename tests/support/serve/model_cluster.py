@@ -1,0 +1,188 @@
+"""A cluster of real models in this process: any number of workers as threads, tokens collected as
+they come.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mooncake.base import (
+    FinalEvent,
+    GenerateRequest,
+    OutputEvent,
+    Role,
+    SamplingParams,
+    SeededIds,
+    TokensEvent,
+    WorkerRef,
+    pack_tokens,
+)
+from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.launch.config.plan import ServePlan, make_plan
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host.driver import Driver
+from mooncake.launch.worker.local import LocalCluster
+from mooncake.launch.worker.process import open_model
+from mooncake.model.opening import ModelSource
+from mooncake.rpc.inproc import InprocChannel, InprocNetwork
+from mooncake.scheduler.gateway.gateway import Gateway
+from mooncake.scheduler.placement.conductor import Conductor
+from mooncake.telemetry.events import EventList
+
+ANSWER_S = 120.0
+
+
+class Answer:
+    """What one request brought."""
+
+    def __init__(self) -> None:
+        self._events: queue.Queue[OutputEvent] = queue.Queue()
+        self.tokens: list[int] = []
+
+    def receive(self, event: OutputEvent) -> None:
+        self._events.put(event)
+
+    def wait_for_tokens(self, count: int) -> None:
+        """Return once so many tokens have come."""
+        while len(self.tokens) < count:
+            event = self._events.get(timeout=ANSWER_S)
+            assert isinstance(event, TokensEvent), f"ended too early: {event}"
+            self.tokens += event.tokens
+
+    def final(self) -> FinalEvent:
+        """Return the end, all tokens collected."""
+        while True:
+            event = self._events.get(timeout=ANSWER_S)
+            if isinstance(event, FinalEvent):
+                return event
+            self.tokens += event.tokens
+
+
+class ModelCluster:
+    """Gateway and workers over in-process wires."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        *,
+        change_plan: Callable[[ServePlan], ServePlan] = lambda plan: plan,
+        protocols: Sequence[str] = ("inproc",),
+        source: ModelSource | None = None,
+    ) -> None:
+        plan = change_plan(make_plan(config, cores=1))
+        network = InprocNetwork()
+        channel = InprocChannel(network, "gateway", encode=True)
+        model = source or open_model(str(plan.model.path), plan.model.dtype)
+        self.layout = plan.layout
+        ids = SeededIds(7)
+        self.events = EventList()
+        gateway = Gateway(
+            plan.scheduler,
+            WorkerRef("gateway", "e0", channel.address),
+            Conductor(plan.scheduler, ids),
+            channel,
+            ids,
+            self.events,
+        )
+        self._gateway = Driver(gateway, channel)
+        self._thread = threading.Thread(target=self._gateway.run, daemon=True)
+        self._thread.start()
+        self.workers = LocalCluster(network, model, lost=self._lost, protocols=protocols)
+        self._settings = cluster_workers(config, plan, channel.address, "secret", "host")
+        self.workers.start(self._settings)
+        self._wait_until_all_are_up()
+
+    def _lost(self, worker_id: str) -> None:
+        self.gateway(lambda gateway, now: gateway.worker_lost(worker_id, now))
+
+    def gateway(self, work: Callable[[Any, float], Any]) -> Any:
+        """Run `work(gateway, now)` in the gateway's thread."""
+        return self._gateway.call(work).result(ANSWER_S)
+
+    def _wait_until_all_are_up(self) -> None:
+        def num_up(gateway: Any, now: float) -> int:
+            return sum(worker.state == "up" for worker in gateway.status(now).workers)
+
+        pause = threading.Event()
+        for _ in range(600):
+            if self.gateway(num_up) == len(self._settings):
+                return
+            pause.wait(0.02)
+        raise AssertionError("not all workers came up")
+
+    def submit(self, request: GenerateRequest) -> Answer:
+        """Send a request; its events gather in the answer."""
+        answer = Answer()
+        self.gateway(lambda gateway, now: gateway.submit(request, answer.receive, now))
+        return answer
+
+    def generate(self, request: GenerateRequest) -> tuple[list[int], FinalEvent]:
+        """Send a request and wait for its end."""
+        answer = self.submit(request)
+        final = answer.final()
+        return answer.tokens, final
+
+    def counter(self, name: str) -> float:
+        """Return the sum of a counter over the engines."""
+        total = 0.0
+        for worker_id in self.workers.worker_ids:
+            if not worker_id.startswith(Role.KVSTORE.value):
+                total += self.workers.call(
+                    worker_id, lambda machine, _: machine.instance.load().counters.get(name, 0)
+                )
+        return total
+
+    def stop(self) -> None:
+        self.workers.check_integrity()
+        self.workers.stop()
+        self._gateway.stop()
+        self._thread.join(ANSWER_S)
+
+
+@contextmanager
+def model_cluster(
+    model: Path,
+    prefill: int,
+    decode: int,
+    *,
+    kvstore: int = 1,
+    change_plan: Callable[[ServePlan], ServePlan] = lambda plan: plan,
+    protocols: Sequence[str] = ("inproc",),
+    source: ModelSource | None = None,
+    **settings: Any,
+) -> Iterator[ModelCluster]:
+    """Serve `model` from so many workers for the body; integrity is checked at the end.
+
+    source: the model, where it is not to be opened plainly.
+    """
+    config = ServeConfig(
+        model=str(model),
+        prefill=prefill,
+        decode=decode,
+        kvstore=kvstore,
+        dtype="float32",
+        num_threads=1,
+        self_profile=False,
+        kvstore_dram_bytes=2**24,
+        **({"kv_cache_memory_bytes": 2**24} | settings),
+    )
+    cluster = ModelCluster(config, change_plan=change_plan, protocols=protocols, source=source)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def request(name: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> GenerateRequest:
+    """Return a request; greedy unless a temperature is given."""
+    settings = {"temperature": 0.0, "ignore_eos": True, **sampling}
+    return GenerateRequest(
+        request_id=name,
+        prompt=pack_tokens(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, **settings),
+    )

@@ -1,0 +1,234 @@
+"""What a request asks of its answer's form, and the grammar that comes of it; refusals by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mooncake.api.constrained.constraints import Thinking, answer_form, chat_grammar, form_grammar
+from mooncake.api.schema.chat import ChatRequest
+from mooncake.api.schema.completion import CompletionRequest
+from mooncake.base import Grammar, InvalidRequest
+from tests.support.api.grammars import (
+    ARGUMENT,
+    CALL,
+    CALL_END,
+    END,
+    SECTION,
+    SECTION_END,
+    TOKENIZER,
+    marker_ids,
+    refused_at,
+    special,
+    tiny_grammars,
+)
+from tests.support.api.server import tiny_model
+
+MODEL = tiny_model()
+GRAMMARS = tiny_grammars()
+INT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ALWAYS_THINKS = Thinking(begin=special("<think>"), end=special("</think>"))
+
+
+def tool(name: str = "go", parameters: Any = INT, **extra: Any) -> dict[str, Any]:
+    function = {"name": name, "parameters": parameters, **extra}
+    return {"type": "function", "function": function}
+
+
+def chat(thinking: Thinking | None = None, **fields: Any) -> Grammar | None:
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
+    calls = bool(body.tools) and body.tool_choice != "none"
+    return chat_grammar(body, MODEL, marker_ids() if calls else {}, thinking or Thinking())
+
+
+def fits(grammar: Grammar | None, text: str) -> bool:
+    assert grammar is not None
+    return refused_at(GRAMMARS, grammar, TOKENIZER.encode(text)) is None
+
+
+def call(arguments: str, name: str = "go", index: int = 0) -> str:
+    return f"{CALL}functions.{name}:{index}{ARGUMENT}{arguments}{CALL_END}"
+
+
+def test_nothing_asked_is_no_grammar() -> None:
+    assert chat() is None
+    assert chat(response_format={"type": "text"}) is None
+    assert chat(tools=[tool()], tool_choice="none") is None
+    assert form_grammar(answer_form(CompletionRequest(prompt="x")), MODEL) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"x": [1]}', "[1]"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": INT}}},
+            '{"a": 1}',
+            '{"a": "1"}',
+        ),
+        ({"structured_outputs": {"json": INT}}, '{"a":1,"b":2}', "{}" + END),
+        ({"structured_outputs": {"json": '{"type": "integer"}'}}, "12", "x"),
+        ({"structured_outputs": {"json_object": True}}, "{}", "1"),
+        ({"structured_outputs": {"regex": "^[ab]+/\\d$"}}, "ab/1", "ab1"),
+        ({"structured_outputs": {"choice": ['say "hi"\n', "no"]}}, 'say "hi"\n', "sax"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" | "b"'}}, "b", "c"),
+        ({"structured_outputs": {"grammar": 'start: "a" B\nB: /x+/'}}, "axx", "a" + END),
+        ({"guided_json": INT}, '{"a":1}', "[]"),
+        ({"guided_regex": "a|b"}, "a", "c"),
+        ({"guided_choice": ["a", "b"]}, "a", "c"),
+        ({"guided_grammar": 'start: "a"'}, "a", "b"),
+    ],
+)
+def test_every_way_to_ask(asked: dict[str, Any], good: str, bad: str) -> None:
+    completion = CompletionRequest.model_validate({"prompt": "x", **asked})
+    for grammar in (chat(**asked), form_grammar(answer_form(completion), MODEL)):
+        assert fits(grammar, good + END)
+        assert not fits(grammar, bad)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"uniqueItems": True, "type": "array"}, "uniqueItems"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"if": {}, "then": {}}, "if"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"$ref": "#/nowhere"}, "/nowhere"),
+        ({"$ref": "https://example.com/x.json"}, "example.com"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "refers to itself"),
+        ({"type": "frob"}, "frob"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match="response_format: ") as refused:
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": asked}})
+    assert message in refused.value.message
+    assert "at 2(" not in refused.value.message
+    with pytest.raises(InvalidRequest, match="tools: go: parameters: ") as refused:
+        chat(tools=[tool(parameters={"type": "object", "properties": {"x": asked}})])
+    assert refused.value.param == "tools: go: parameters"
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"enum": []}, "Unsatisfiable"),
+        ({"type": "string", "minLength": 3, "maxLength": 1}, "minLength"),
+    ],
+)
+def test_what_nothing_fits_is_refused(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"structured_outputs": {}}, "exactly one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structural_tag"),
+        ({"structured_outputs": {"choice": []}}, "at least one choice"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "none of them empty"),
+        ({"structured_outputs": {"json": "{"}}, "not valid JSON"),
+        ({"structured_outputs": {"json": "[1]"}}, "a JSON schema is an object"),
+        ({"structured_outputs": {"regex": "(("}}, "structured_outputs: "),
+        ({"structured_outputs": {"grammar": "root ::= missing"}}, "missing"),
+        ({"structured_outputs": {"grammar": "start: <|im_end|>"}}, "special tokens"),
+        ({"structured_outputs": {"grammar": "start: <[2]>"}}, "special tokens"),
+        ({"response_format": {"type": "json_schema"}}, "schema is missing"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "exclude each other"),
+        ({"tools": [tool(), tool()]}, "declared twice"),
+        (
+            {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "no"}}},
+            "no tool is named 'no'",
+        ),
+        ({"tools": [tool()], "guided_grammar": 'start: "a"'}, "not together with tools"),
+    ],
+)
+def test_contradictions_are_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        chat(**asked)
+    assert message in refused.value.message
+
+
+class TestTools:
+    def test_free_text_stays_free_and_calls_are_held(self) -> None:
+        grammar = chat(tools=[tool(), tool("a.b-c", None)])
+        assert fits(grammar, 'any {"text" at all' + END)
+        assert fits(grammar, "hm" + SECTION + call('{"a":1}') + SECTION_END + END)
+        assert fits(grammar, SECTION + call("{}", "a.b-c", 1) + SECTION_END + END)
+        for wrong in (call('{"a":"1"}'), call("{}", "other"), call('{"x":1}', "a.b-c")):
+            assert not fits(grammar, SECTION + wrong)
+
+    @pytest.mark.parametrize(
+        "choice", ["required", {"type": "function", "function": {"name": "go"}}]
+    )
+    def test_a_forced_call(self, choice: Any) -> None:
+        grammar = chat(tools=[tool(), tool("other")], tool_choice=choice)
+        assert not fits(grammar, "text")
+        assert fits(grammar, SECTION + call('{"a":1}') + SECTION_END + END)
+        assert fits(grammar, SECTION + call('{"a":1}', "other")) is (choice == "required")
+
+    def test_only_one_call_when_they_may_not_be_parallel(self) -> None:
+        grammar = chat(tools=[tool()], parallel_tool_calls=False)
+        once = SECTION + call('{"a":1}')
+        assert fits(grammar, once + SECTION_END + END)
+        assert not fits(grammar, once + CALL)
+        assert fits(chat(tools=[tool()]), once + CALL)
+
+    def test_not_strict_means_any_object(self) -> None:
+        grammar = chat(tools=[tool(strict=False)])
+        assert fits(grammar, SECTION + call('{"zzz":[]}'))
+        assert not fits(grammar, SECTION + call("[]"))
+
+    def test_parameters_without_a_type_are_an_object(self) -> None:
+        grammar = chat(tools=[tool(parameters={"properties": {"a": {"type": "null"}}})])
+        assert fits(grammar, SECTION + call('{"a":null}'))
+        assert not fits(grammar, SECTION + call("[]"))
+
+    def test_an_answer_of_a_form_or_calls(self) -> None:
+        grammar = chat(tools=[tool()], response_format={"type": "json_object"})
+        assert fits(grammar, '{"x":1}' + END)
+        assert fits(grammar, SECTION + call('{"a":1}') + SECTION_END + END)
+        assert not fits(grammar, "text")
+
+    def test_calls_out_of_an_open_think_block(self) -> None:
+        thinking = Thinking(end=special("</think>"), is_open=True)
+        grammar = chat(thinking, tools=[tool()], tool_choice="required")
+        section = SECTION + call('{"a":1}') + SECTION_END + END
+        assert fits(grammar, "hm" + section)
+        assert fits(grammar, "hm</think>" + section)
+        assert not fits(grammar, "hm</think>text")
+        assert not fits(grammar, "hm" + END)
+
+
+def test_the_model_may_think_first() -> None:
+    asked = {"response_format": {"type": "json_object"}}
+    assert fits(chat(ALWAYS_THINKS, **asked), "<think>[</think>{}" + END)
+    assert fits(chat(ALWAYS_THINKS, **asked), "{}" + END)
+    assert not fits(chat(**asked), "<think>")
+
+
+def test_remarks_and_foreign_options_are_no_rules() -> None:
+    schema = {
+        "type": "object",
+        "x-guidance": {"lenient": True},
+        "properties": {
+            "format": {"type": "string", "format": "int64", "x-guidance": {"lenient": True}},
+            "x-guidance": {"type": "integer", "title": "a name like any other"},
+        },
+        "required": ["format", "x-guidance"],
+        "$comment": "c",
+        "examples": [{"format": "x"}],
+    }
+    grammar = chat(guided_json=schema)
+    assert fits(grammar, '{"format":"q","x-guidance":1}' + END)
+    assert not fits(grammar, '{"format":"q","x-guidance":"')
+
+
+def test_white_space_between_tokens_is_bounded() -> None:
+    grammar = chat(guided_json=INT)
+    assert fits(grammar, "{" + " " * 40 + '"a":1}')
+    assert not fits(grammar, "{" + " " * 41)

@@ -1,0 +1,58 @@
+"""The cost of a JSON text is that of its values, however it is written and cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.api.http.json_cost import ITEM_COST, NODE_COST, JsonCost
+
+TEXTS = st.text(alphabet='\\",:[]{}\n é你', max_size=12)
+VALUES = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=5),
+    max_leaves=20,
+)
+
+
+def cost_of(*parts: bytes) -> int:
+    cost = JsonCost()
+    for part in parts:
+        cost.add(part)
+    return cost.total
+
+
+def plain_cost(value: Any) -> int:
+    """Return the same from what was parsed."""
+    if not isinstance(value, list | dict):
+        return 0
+    items = list(value.values()) if isinstance(value, dict) else value
+    num_nodes = 1 + (len(items) if isinstance(value, dict) else 0)
+    commas = max(0, len(items) - 1)
+    return NODE_COST * num_nodes + ITEM_COST * commas + sum(plain_cost(item) for item in items)
+
+
+@given(VALUES, st.booleans(), st.sampled_from([None, 2]), st.lists(st.integers(0, 400)))
+def test_it_is_exact_at_every_cut(
+    value: Any, escaped: bool, indent: int | None, cuts: list[int]
+) -> None:
+    text = json.dumps(value, ensure_ascii=escaped, indent=indent).encode()
+    bounds = [0, *sorted(cuts), len(text)]
+    parts = [text[a:b] for a, b in pairwise(bounds)]
+    assert cost_of(*parts) == cost_of(text) == plain_cost(value)
+
+
+def test_escapes_cut_in_two() -> None:
+    text = rb'["\\", "\"[[[", "\\\"[[[", ""]'
+    assert json.loads(text)
+    every = [text[at : at + 1] for at in range(len(text))]
+    assert cost_of(*every) == cost_of(text) == NODE_COST + 3 * ITEM_COST
+
+
+def test_it_counts_up_to_the_first_mistake() -> None:
+    assert cost_of(rb"[1,2,3\"[[[[") >= NODE_COST + 2 * ITEM_COST
+    assert cost_of(b'[1,2,"', b"[[[[") == NODE_COST + 2 * ITEM_COST

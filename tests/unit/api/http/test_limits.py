@@ -1,0 +1,100 @@
+"""Budgets and permits of a key, at times that the test says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.api.config import ApiKey
+from mooncake.api.http.limits import Account, Budget, Limited
+
+
+def account(**limits: int) -> Account:
+    return Account(ApiKey(digest=b"", name="alice", **limits))
+
+
+def refusal(taken: Account, now: float) -> Limited:
+    with pytest.raises(Limited) as caught:
+        taken.enter(now)
+    return caught.value
+
+
+def test_a_key_without_limits_is_never_refused() -> None:
+    free = account()
+    for _ in range(1000):
+        free.enter(0.0)
+        free.charge(10**9, 0.0)
+    assert free.num_running == 1000
+
+
+def test_requests_a_minute() -> None:
+    limited = account(requests_per_min=3)
+    for _ in range(3):
+        limited.enter(10.0)
+    error = refusal(limited, 10.0)
+    assert (error.reason, error.http_status) == ("key_requests_per_min", 429)
+    assert error.retry_after_s == pytest.approx(20.0)
+    assert "'alice': 3 requests a minute" in error.message
+    assert refusal(limited, 25.0).retry_after_s == pytest.approx(5.0)
+    limited.enter(30.0)
+    refusal(limited, 30.0)
+
+
+def test_tokens_are_paid_back_before_the_next_request() -> None:
+    limited = account(tokens_per_min=60)
+    limited.enter(0.0)
+    limited.charge(50, 0.0)
+    limited.enter(0.0)
+    limited.charge(100, 0.0)
+    error = refusal(limited, 0.0)
+    assert error.reason == "key_tokens_per_min"
+    assert error.retry_after_s == pytest.approx(91.0)
+    refusal(limited, 90.0)
+    limited.enter(91.0)
+
+
+def test_requests_at_a_time() -> None:
+    limited = account(max_concurrent=2)
+    limited.enter(0.0)
+    limited.enter(0.0)
+    assert refusal(limited, 1e9).reason == "key_concurrency"
+    limited.leave()
+    limited.enter(0.0)
+    assert limited.num_running == 2
+    limited.leave()
+    limited.leave()
+    with pytest.raises(AssertionError, match="did not have"):
+        limited.leave()
+
+
+def test_a_refused_request_costs_nothing() -> None:
+    limited = account(requests_per_min=2, max_concurrent=1)
+    limited.enter(0.0)
+    for _ in range(5):
+        refusal(limited, 0.0)
+    limited.leave()
+    limited.enter(0.0)
+    limited.leave()
+    assert refusal(limited, 0.0).reason == "key_requests_per_min"
+
+
+@given(
+    st.integers(1, 1000),
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 500)), max_size=50),
+    st.floats(0, 2000),
+)
+def test_advice_is_exact_and_nothing_is_given_twice(
+    per_min: int, steps: list[tuple[float, float]], amount: float
+) -> None:
+    budget = Budget(per_min)
+    now = spent = 0.0
+    for pause_s, cost in steps:
+        now += pause_s
+        budget.spend(cost, now)
+        spent += cost
+        assert budget.level(now) <= per_min
+        assert budget.level(now) + spent <= per_min * (1 + now / 60) + 1e-6
+    wait_s = budget.wait_s(amount, now)
+    assert wait_s >= 0
+    assert budget.level(now + wait_s) >= min(amount, per_min) - 1e-6

@@ -1,0 +1,152 @@
+"""Templates run in a sandbox, give what Hugging Face's renderer gives, and fail with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake.api.text.chat_template import KIMI_K2_TEMPLATE, ChatTemplate, load_chat_template
+from mooncake.base import CheckpointError, InvalidRequest
+
+SYSTEM = (
+    "<|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI."
+    "<|im_end|>"
+)
+KIMI = ChatTemplate(KIMI_K2_TEMPLATE)
+ASK = "<|im_assistant|>assistant<|im_middle|>"
+
+
+def user(content: object, **more: object) -> dict[str, Any]:
+    return {"role": "user", "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([user("hi\n")], f"{SYSTEM}<|im_user|>user<|im_middle|>hi\n<|im_end|>{ASK}"),
+        ([user("hi", name="bob")], f"{SYSTEM}<|im_user|>bob<|im_middle|>hi<|im_end|>{ASK}"),
+        ([user("")], f"{SYSTEM}<|im_user|>user<|im_middle|><|im_end|>{ASK}"),
+        ([user(None)], f"{SYSTEM}<|im_user|>user<|im_middle|><|im_end|>{ASK}"),
+        (
+            [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])],
+            f"{SYSTEM}<|im_user|>user<|im_middle|>ab<|im_end|>{ASK}",
+        ),
+        (
+            [{"role": "system", "content": " be brief "}, user("<b>&")],
+            "<|im_system|>system<|im_middle|> be brief <|im_end|>"
+            f"<|im_user|>user<|im_middle|><b>&<|im_end|>{ASK}",
+        ),
+    ],
+)
+def test_kimi_turns(messages: list[dict[str, Any]], expected: str) -> None:
+    assert KIMI.render(messages) == expected
+
+
+def test_kimi_tools_come_first_as_compact_json() -> None:
+    tool = {"type": "function", "function": {"name": "look-up", "description": "查 <x>"}}
+    text = KIMI.render([user("q")], tools=[tool])
+    expected = json.dumps([tool], ensure_ascii=False, separators=(",", ":"))
+    assert text.startswith(f"<|im_system|>tool_declare<|im_middle|>{expected}<|im_end|>{SYSTEM}")
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_kimi_tool_calls_and_results(arguments: object) -> None:
+    call = {"id": "functions.f:0", "function": {"name": "f", "arguments": arguments}}
+    text = KIMI.render(
+        [
+            user("q"),
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "functions.f:0", "content": "42"},
+        ],
+        add_generation_prompt=False,
+    )
+    assert text.endswith(
+        "<|im_assistant|>assistant<|im_middle|><|tool_calls_section_begin|><|tool_call_begin|>"
+        'functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+        "<|tool_calls_section_end|><|im_end|>"
+        "<|im_system|>tool<|im_middle|>## Return of functions.f:0\n42<|im_end|>"
+    )
+
+
+def test_last_message_can_be_continued() -> None:
+    text = KIMI.render(
+        [user("q"), {"role": "assistant", "content": "It is "}],
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    assert text.endswith("<|im_assistant|>assistant<|im_middle|>It is ")
+
+
+def test_template_that_drops_the_last_message_cannot_continue_it() -> None:
+    template = ChatTemplate("{{ messages[0]['content'] }}")
+    with pytest.raises(InvalidRequest, match="cannot be continued") as caught:
+        template.render([user("a"), user("b")], continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_messages_of_the_caller_are_not_changed() -> None:
+    messages = [{"role": "assistant", "content": "x"}]
+    KIMI.render(messages, continue_final_message=True)
+    assert messages == [{"role": "assistant", "content": "x"}]
+
+
+def test_own_functions_and_variables_of_templates() -> None:
+    template = ChatTemplate(
+        "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m | tojson(indent=1) }}{% endgeneration %}{% endfor %}{{ thinking }}"
+        "{{ strftime_now('%Y') | length }}",
+        {"bos_token": "<s>"},
+    )
+    text = template.render([user("é"), user("b")], kwargs={"thinking": False})
+    assert text == '<s>{\n "role": "user",\n "content": "é"\n}False4'
+
+
+def test_blocks_leave_no_blank_lines() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
+    )
+    assert template.render([user("a"), user("b")]) == "a\nb\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages[0].missing.deeper }}",
+        "{% include '/etc/passwd' %}",
+        "{{ 1 // 0 }}",
+        "{{ undefined_function() }}",
+    ],
+)
+def test_what_a_template_may_not_do_is_a_refusal(source: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(source).render([user("a")])
+    assert caught.value.param == "messages"
+
+
+def test_reason_of_the_template_reaches_the_client() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        template.render([user("a")])
+
+
+def test_broken_template_names_the_line() -> None:
+    with pytest.raises(CheckpointError, match="line 2"):
+        ChatTemplate("fine\n{% for %}")
+
+
+def test_template_is_found_in_its_places(tmp_path: Path) -> None:
+    assert load_chat_template(tmp_path, {}).source == KIMI_K2_TEMPLATE
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "from config"}))
+    assert load_chat_template(tmp_path, {}).source == "from config"
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert load_chat_template(tmp_path, {}).source == "d"
+    (tmp_path / "chat_template.jinja").write_text("from file")
+    assert load_chat_template(tmp_path, {}).source == "from file"

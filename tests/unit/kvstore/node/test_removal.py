@@ -1,0 +1,261 @@
+"""A block removed from a node: no boot of it finds it again, and who reads it reads on."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake.base import PeerLost, PinBlocks, PinGranted, Tier
+from mooncake.base.messages import Replicate
+from mooncake.base.pool_messages import (
+    BlockCopy,
+    BlocksDescribed,
+    BlocksFound,
+    BlocksRemoved,
+    DescribeBlocks,
+    FindBlocks,
+    LastingPin,
+    PinsSet,
+    RemoveBlocks,
+    SetPins,
+    TakenOver,
+)
+from mooncake.kvstore.storage.traces import COPY_S, MAX_REMEMBERED, Tombstones
+from mooncake.sim.world.disk import SimDiskConfig, SimMedium
+from tests.support.kvstore.node_world import BLOCK, NodeWorld, key, keys, worker
+
+WRITER, READER, OTHER = worker("prefill-0"), worker("decode-0"), worker("kv-1")
+
+
+def world_of(num_blocks: int = 2, num_disks: int = 1) -> NodeWorld:
+    """A node whose disks take everything, at once."""
+    world = NodeWorld(
+        num_blocks, media=[SimMedium() for _ in range(num_disks)], ssd_min_uses=1,
+        ssd_write_at=0.0, high_watermark=1.0,
+    )  # fmt: skip
+    if num_disks:
+        world.tick(1.0)
+    return world
+
+
+def put(world: NodeWorld, *numbers: int) -> None:
+    assert world.put(WRITER, keys(*numbers)) == keys(*numbers)
+    world.tick(world.now + 1)
+
+
+def ask_remove(world: NodeWorld, *numbers: int) -> int:
+    ticket = world.ticket()
+    world.handle(RemoveBlocks(asker=READER, ticket=ticket, keys=keys(*numbers)))
+    return ticket
+
+
+def answers(world: NodeWorld, ticket: int) -> list[tuple[list[bool], list[bool]]]:
+    return [
+        (sent.removed, sent.left) for _, sent in world.channel.sent
+        if isinstance(sent, BlocksRemoved) and sent.ticket == ticket
+    ]  # fmt: skip
+
+
+def find(world: NodeWorld, *numbers: int) -> list[Tier | None]:
+    message = FindBlocks(asker=READER, ticket=3, keys=keys(*numbers))
+    return world.answer(message, BlocksFound).tiers
+
+
+def test_a_reader_keeps_its_bytes_until_it_has_read_them() -> None:
+    world = world_of(num_blocks=3, num_disks=0)
+    put(world, 1)
+    first, second = world.pin(READER, keys(1)), world.pin(OTHER, keys(1))
+    assert answers(world, ask_remove(world, 1)) == [([True], [False])]
+    assert find(world, 1) == [None]
+    assert world.pin(OTHER, keys(1)).num_blocks == 0
+    assert world.inventory == set()
+    world.unpin(OTHER, second)
+    put(world, 2, 3)
+    assert world.put(WRITER, keys(4)) == keys(4), "by evicting, not where it is read"
+    assert world.holds(first.places, first.places.offsets[0], key(1))
+    assert world.start(WRITER, keys(1)).keys == [], "not while the old one is there"
+    world.unpin(READER, first)
+    put(world, 1)
+    assert find(world, 1) == [Tier.DRAM]
+
+
+def test_a_lost_reader_holds_nothing() -> None:
+    world = world_of(num_blocks=1, num_disks=0)
+    put(world, 1)
+    world.pin(READER, keys(1))
+    ask_remove(world, 1)
+    assert world.load().num_free_blocks == 0
+    world.handle(PeerLost(worker=READER))
+    assert world.load().num_free_blocks == 1
+
+
+def test_a_hard_pin_protects_a_block_and_a_soft_one_does_not() -> None:
+    world = world_of(num_blocks=4)
+    put(world, 1, 2)
+    for number, how in ((1, LastingPin.HARD), (2, LastingPin.SOFT)):
+        wish = SetPins(asker=READER, ticket=world.ticket(), keys=keys(number), pin=how)
+        assert world.answer(wish, PinsSet).done == [True]
+    ticket = ask_remove(world, 1, 2, 9)
+    world.tick(world.now + 1)
+    assert answers(world, ticket) == [([False, True, False], [True, False, False])]
+    assert find(world, 1, 2) == [Tier.DRAM, None]
+
+
+def test_the_answer_comes_when_no_boot_will_find_the_block() -> None:
+    """Killed at any moment: what was answered for is not found again."""
+    outcomes = set()
+    for moment in range(30):
+        world = world_of()
+        put(world, 1)
+        put(world, 2, 3)
+        assert find(world, 1) == [Tier.SSD]
+        ticket = ask_remove(world, 1)
+        assert find(world, 1) == [None]
+        world.tick(world.now + moment * 1e-5)
+        is_over = bool(answers(world, ticket))
+        world.boot()
+        world.tick(world.now + 1)
+        assert not (is_over and key(1) in world.on_ssd)
+        outcomes.add((is_over, key(1) in world.on_ssd))
+    assert outcomes == {(False, True), (True, False)}
+
+
+def test_a_block_on_its_way_up_is_gone_for_waiting_readers_too() -> None:
+    world = world_of()
+    put(world, 1)
+    put(world, 2, 3)
+    world.handle(PinBlocks(reader=READER, ticket=99, keys=keys(1)))
+    ticket = ask_remove(world, 1)
+    assert answers(world, ticket) == []
+    assert find(world, 1) == [None]
+    world.tick(world.now + 1)
+    [granted] = [s for _, s in world.channel.sent if isinstance(s, PinGranted) and s.ticket == 99]
+    assert granted.num_blocks == 0
+    assert answers(world, ticket) == [([True], [False])]
+    world.boot()
+    world.tick(world.now + 1)
+    assert find(world, 1) == [None]
+
+
+def test_a_block_on_its_way_down_is_not_found_there() -> None:
+    world = world_of()
+    world.put(WRITER, keys(1))
+    assert find(world, 1) == [Tier.DRAM]
+    ticket = ask_remove(world, 1)
+    assert answers(world, ticket) == []
+    world.tick(world.now + 1)
+    assert answers(world, ticket) == [([True], [False])]
+    assert world.media[0].slots == {}
+    assert world.load().num_free_blocks == 2
+
+
+def test_a_block_that_a_disk_cannot_erase_is_left() -> None:
+    world = world_of()
+    put(world, 1)
+    put(world, 2, 3)
+    world.media[0].refuses_writes = True
+    ticket = ask_remove(world, 1)
+    world.tick(world.now + 1)
+    assert answers(world, ticket) == [([False], [True])]
+
+
+def test_a_disk_that_is_not_scanned_yet_is_waited_for() -> None:
+    world = world_of()
+    put(world, 1)
+    world.boot()
+    ticket = ask_remove(world, 1)
+    world.tick(world.now + SimDiskConfig().scan_s / 2)
+    assert answers(world, ticket) == []
+    world.tick(world.now + 1)
+    assert answers(world, ticket) == [([True], [False])]
+    assert world.on_ssd == set()
+    world.boot()
+    world.tick(world.now + 1)
+    assert find(world, 1) == [None]
+
+
+def test_what_two_disks_hold_is_removed_from_both() -> None:
+    world = world_of(num_disks=2)
+    put(world, 1)
+    [full] = [medium for medium in world.media if medium.slots]
+    [other] = [medium for medium in world.media if not medium.slots]
+    other.slots[5] = full.slots[0]
+    world.boot()
+    world.tick(world.now + 1)
+    assert sum(len(medium.slots) for medium in world.media) == 1
+    ticket = ask_remove(world, 1)
+    world.tick(world.now + 1)
+    assert answers(world, ticket) == [([True], [False])]
+    assert not full.slots
+    assert not other.slots
+
+
+def order_copy(world: NodeWorld, *numbers: int) -> int:
+    """Have the node pull blocks from another one; return how many it asked that one for."""
+    before = len(world.channel.sent)
+    world.handle(Replicate(source=OTHER, keys=keys(*numbers), asker=READER, ticket=world.ticket()))
+    sent = [message for _, message in world.channel.sent[before:]]
+    return sum(len(message.keys) for message in sent if isinstance(message, PinBlocks))
+
+
+def test_no_copy_is_made_of_what_is_being_removed_from_all_nodes() -> None:
+    world = world_of(num_blocks=4, num_disks=0)
+    ticket = ask_remove(world, 1)
+    assert answers(world, ticket) == [([False], [False])]
+    assert order_copy(world, 1, 2) == 1
+    world.tick(world.now + COPY_S)
+    assert order_copy(world, 1) == 1, "it was put again since"
+    assert not [s for _, s in world.channel.sent if isinstance(s, TakenOver) and key(1) in s.keys]
+
+
+def test_what_is_removed_is_remembered_up_to_a_bound() -> None:
+    removed = Tombstones()
+    for number in range(MAX_REMEMBERED + 1):
+        removed.add(key(number), 1.0)
+    assert key(0) not in removed
+    assert key(1) in removed
+    assert removed.is_fresh(key(1), 1.0 + COPY_S / 2)
+    assert not removed.is_fresh(key(1), 1.0 + COPY_S)
+    removed.add(key(1), 50.0)
+    removed.add(key(MAX_REMEMBERED + 1), 50.0)
+    assert key(1) in removed
+    assert key(2) not in removed
+
+
+def describe(world: NodeWorld, number: int) -> list[BlockCopy]:
+    message = DescribeBlocks(asker=READER, ticket=4, keys=keys(number))
+    [copies] = world.answer(message, BlocksDescribed).copies
+    return copies
+
+
+def test_what_a_node_has_of_a_block() -> None:
+    world = world_of(num_blocks=4)
+    put(world, 1)
+    pinned = world.pin(READER, keys(1))
+    wish = SetPins(asker=READER, ticket=5, keys=keys(1), pin=LastingPin.HARD)
+    assert world.answer(wish, PinsSet).done == [True]
+    on_ssd = BlockCopy(Tier.SSD, BLOCK)
+    assert describe(world, 1) == [BlockCopy(Tier.DRAM, BLOCK, LastingPin.HARD, 1), on_ssd]
+    world.unpin(READER, pinned)
+    assert describe(world, 1) == [BlockCopy(Tier.DRAM, BLOCK, LastingPin.HARD), on_ssd]
+    assert describe(world, 7) == []
+    world.boot()
+    world.tick(world.now + 1)
+    assert describe(world, 1) == [on_ssd]
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_blocks_on_ssd_come_up_to_be_pinned(number: int) -> None:
+    """However many, as far as there is room for hard pins."""
+    world = world_of(num_blocks=10)
+    run = range(100, 100 + number)
+    put(world, *run)
+    world.boot()
+    world.tick(world.now + 1)
+    wish = SetPins(asker=READER, ticket=77, keys=keys(*run, 9), pin=LastingPin.HARD)
+    assert world.answer(wish, PinsSet).done == [False] * (number + 1)
+    lifting = SetPins(asker=READER, ticket=78, keys=keys(*run, 9), pin=LastingPin.HARD, lift=True)
+    world.handle(lifting)
+    world.tick(world.now + 1)
+    [answer] = [s for _, s in world.channel.sent if isinstance(s, PinsSet) and s.ticket == 78]
+    assert answer.done == [True] * number + [False]
+    assert find(world, *run) == [Tier.DRAM] * number

@@ -1,0 +1,157 @@
+"""The file of API keys: what it may say and which mistakes it answers how."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from mooncake.base import ConfigError
+from mooncake.launch.config.key_file import KeyFile, follow, read_keys
+
+GOOD = """
+keys:
+  - name: alice
+    key: sk-alice
+    tenant: research
+    requests_per_min: 60
+    tokens_per_min: 100000
+    max_concurrent: 4
+  - name: bob
+    sha256: {digest}
+"""
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_keys_with_their_limits(tmp_path: Path) -> None:
+    path = written(tmp_path / "keys.yaml", GOOD.format(digest=digest("sk-bob").hex()))
+    alice, bob = read_keys(path)
+    assert (alice.name, alice.tenant, alice.digest) == ("alice", "research", digest("sk-alice"))
+    assert (alice.requests_per_min, alice.tokens_per_min, alice.max_concurrent) == (60, 100000, 4)
+    assert (bob.digest, bob.tenant, bob.requests_per_min) == (digest("sk-bob"), "", None)
+    assert "sk-alice" not in repr(alice)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must hold `keys:`"),
+        ("keys: []", "must hold `keys:`"),
+        ("keys: [{name: a, key: secret}]\nmore: 1", "must hold `keys:`"),
+        ("keys: [{name: a, key: secret}", "is not YAML"),
+        ("keys: [secret]", "key 1 must be `name: value` lines"),
+        ("keys: [{key: secret}]", "key 1 needs a name"),
+        ("keys: [{name: a}]", r"key 1 \(a\) needs one of key and sha256"),
+        ("keys: [{name: a, key: secret, sha256: '00'}]", "needs one of key and sha256"),
+        ("keys: [{name: a, sha256: abc}]", "64 hexadecimal digits"),
+        ("keys: [{name: a, key: 12345}]", "in quotes"),
+        ("keys: [{name: a, key: 'secret '}]", "in quotes"),
+        ("keys: [{name: a, key: sécret}]", "in quotes"),
+        ("keys: [{name: a, key: secret, request_per_min: 1}]", "did you mean requests_per_min"),
+        ("keys: [{name: a, key: secret, max_concurrent: 0}]", "max_concurrent must be at least 1"),
+        ("keys: [{name: a, key: secret, tokens_per_min: 1.5}]", "must be a whole number"),
+        ("keys: [{name: a, key: secret, tokens_per_min: yes}]", "must be a whole number"),
+        ("keys: [{name: a, key: secret, tenant: 7}]", "tenant must be a text"),
+        ("keys: [{name: a, key: secret}, {name: a, key: other}]", "two keys have the same name"),
+        ("keys: [{name: a, key: secret}, {name: b, key: secret}]", "two keys have the same key"),
+    ],
+)
+def test_mistakes_are_named_and_keys_never_shown(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_keys(written(tmp_path / "keys.yaml", text))
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_keys(str(tmp_path / "none.yaml"))
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_keys(str(tmp_path / "bytes"))
+
+
+def named(path: Path, *names: str) -> None:
+    """Write the file anew, as those do who put another in its place."""
+    fresh = path.with_name("fresh")
+    fresh.write_text("keys:\n" + "".join(f"  - {{name: {n}, key: sk-{n}}}\n" for n in names))
+    fresh.replace(path)
+
+
+def test_a_file_is_read_again_only_when_it_changed_or_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    named(path, "alice")
+    file = KeyFile(str(path))
+    assert file.newer() is None
+    assert [key.name for key in file.newer(asked=True) or ()] == ["alice"]
+    named(path, "alice", "bob")
+    assert [key.name for key in file.newer() or ()] == ["alice", "bob"]
+    assert file.newer() is None
+
+
+def test_a_link_that_leads_elsewhere_is_a_change(tmp_path: Path) -> None:
+    """As Kubernetes swaps the files of a secret."""
+    for at, name in enumerate(("alice", "bob")):
+        (tmp_path / str(at)).mkdir()
+        named(tmp_path / str(at) / "keys.yaml", name)
+    link = tmp_path / "data"
+    link.symlink_to("0")
+    file = KeyFile(str(link / "keys.yaml"))
+    fresh = tmp_path / "fresh"
+    fresh.symlink_to("1")
+    fresh.replace(link)
+    assert [key.name for key in file.newer() or ()] == ["bob"]
+
+
+def test_what_cannot_be_read_changes_nothing_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.yaml"
+    named(path, "alice")
+    file = KeyFile(str(path))
+    path.write_text("keys: [{name: alice, key: sk-secret, limit: 9}]")
+    with caplog.at_level("INFO"):
+        assert file.newer() is None
+        assert file.newer() is None
+        assert file.newer(asked=True) is None
+        path.unlink()
+        assert file.newer() is None
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    assert all(line.startswith("the keys stay as they were: api-keys-file: ") for line in said)
+    assert "unknown field limit" in said[0]
+    assert "secret" not in " ".join(said)
+    named(path, "bob")
+    assert [key.name for key in file.newer() or ()] == ["bob"]
+
+
+def test_a_follower_gets_the_keys_on_request_and_when_they_change(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    named(path, "alice")
+
+    async def main() -> None:
+        seen: asyncio.Queue[list[str]] = asyncio.Queue()
+        asked = asyncio.Event()
+        task = asyncio.create_task(
+            follow(KeyFile(str(path)), asked, lambda keys: seen.put_nowait([k.name for k in keys]))
+        )
+        async with asyncio.timeout(60):
+            asked.set()
+            assert await seen.get() == ["alice"]
+            named(path, "bob")
+            assert await seen.get() == ["bob"]
+            asked.set()
+            named(path, "carl")
+            assert await seen.get() == ["carl"]
+        task.cancel()
+
+    asyncio.run(main())

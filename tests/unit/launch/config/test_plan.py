@@ -1,0 +1,269 @@
+"""What a configuration means: pages, threads, memory, and the limits it must keep."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake.base import CheckpointError, ConfigError, Role
+from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.launch.config.config import resolve
+from mooncake.launch.config.plan import LIBRARY_BYTES, ServePlan, check_memory, make_plan
+from mooncake.launch.host import machine_facts
+from mooncake.launch.worker import process
+from mooncake.launch.worker.process import Model
+from mooncake.model.options import ModelOptions
+from tests.support.model.checkpoints import write_config_only
+
+BLOCK_BYTES = 3 * 64 * 20 * 2
+"""layers x tokens x width x bfloat16 of the small test model"""
+
+
+def plan_for(model: Path, *, cores: int = 8, **settings: Any) -> ServePlan:
+    return make_plan(resolve({"model": str(model), **settings}, None, {}), cores)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_config_only(tmp_path / "small")
+
+
+def test_one_of_each_by_default(model: Path) -> None:
+    plan = plan_for(model)
+    assert (plan.num_prefills, plan.num_decodes, plan.num_kvstores) == (1, 1, 1)
+    assert plan.num_threads == 4
+    assert plan.model.dtype == "bfloat16"
+    assert plan.model.max_model_len == 256
+    assert plan.layout.block_bytes == BLOCK_BYTES
+    assert plan.engine.num_blocks == 2**30 // BLOCK_BYTES
+
+
+def test_colocated_is_one_engine_and_no_pool(model: Path) -> None:
+    plan = plan_for(model, colocated=True)
+    assert (plan.num_prefills, plan.num_decodes, plan.num_kvstores) == (0, 1, 0)
+    assert plan.num_threads == 8
+    assert plan_for(model, colocated=True, kvstore=1).num_kvstores == 1
+
+
+@pytest.mark.parametrize(
+    ("role", "counts"), [("prefill", (1, 0, 0)), ("decode", (0, 1, 0)), ("kvstore", (0, 0, 1))]
+)
+def test_a_joining_worker_is_alone(model: Path, role: str, counts: tuple[int, int, int]) -> None:
+    plan = plan_for(model, role=role, join="h:1")
+    assert (plan.num_prefills, plan.num_decodes, plan.num_kvstores) == counts
+
+
+def test_each_engine_has_a_gpu_while_there_are_enough(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def devices(num_gpus: int, **settings: Any) -> list[str]:
+        monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: num_gpus)
+        roles = {} if "colocated" in settings else {"prefill": 2, "decode": 1}
+        config = resolve({"model": str(model), **roles, **settings}, None, {})
+        workers = cluster_workers(config, make_plan(config, 8), "tcp://g:1", "secret", "host")
+        return [each.options.device for each in workers if each.role is not Role.KVSTORE]
+
+    assert devices(3) == ["cuda:0", "cuda:1", "cuda:2"]
+    assert devices(0) == devices(3, device="cpu") == ["cpu"] * 3
+    with pytest.raises(ConfigError, match="3 engines and 2 GPU: each takes all its memory"):
+        devices(2)
+    assert devices(2, num_gpu_blocks_override=8) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert devices(1, colocated=True, kvstore=1) == ["cuda:0"]
+    with pytest.raises(ConfigError, match="shows no NVIDIA GPU"):
+        devices(0, device="cuda")
+
+
+def test_an_engines_process_sees_its_own_gpu_before_torch_looks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve({"model": str(model), "prefill": 1, "decode": 2, "device": "cuda"}, None, {})
+    monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 3)
+    workers = cluster_workers(config, make_plan(config, 8), "tcp://g:1", "secret", "host")
+    opened: list[tuple[str, str]] = []
+
+    def open_model(_path: str, _dtype: str, options: ModelOptions) -> Model:
+        opened.append((options.device, os.environ["CUDA_VISIBLE_DEVICES"]))
+        raise CheckpointError("far enough")
+
+    monkeypatch.setattr(process, "open_model", open_model)
+    for each in workers:
+        if each.role is not Role.KVSTORE:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+            with pytest.raises(CheckpointError, match="far enough"):
+                process.run(each, progress=process.no_progress, started=lambda _: None)
+    assert sorted(opened) == [("cuda", "5"), ("cuda", "6"), ("cuda", "7")]
+
+
+def test_a_joining_worker_computes_on_its_own_devices(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster's template names a device of the gateway's machine; how to compute, it says."""
+    from mooncake.launch.cluster import ray_workers
+    from mooncake.launch.cluster.ray_cluster import ClusterFacts
+
+    monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 8)
+    cluster = {"prefill": 4, "decode": 4, "attention_backend": "reference"}
+    config = resolve({"model": str(model), **cluster}, None, {})
+    plan = make_plan(config, 8)
+    template = cluster_workers(config, plan, "tcp://g:1", "secret", "host")[3]
+    assert template.options.device.startswith("cuda:")
+    facts = ClusterFacts(
+        gateway_address="tcp://g:1", worker=template,
+        scheduler=plan.scheduler, names=["small"],
+    )  # fmt: skip
+    monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 0)
+    config = resolve({"role": "decode", "join": "h:1"}, None, {})
+    options = ray_workers._joining(config, facts, "secret").options
+    assert (options.device, options.measure_pages) == ("cpu", False)
+    assert options.attention_backend == "reference"
+
+
+def test_gpus_are_counted_as_processes_will_see_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(machine_facts, "Path", lambda _dev: tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine_facts.num_gpus() == 2
+    for visible, count in (("1", 1), ("", 0), ("0,1,2", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert machine_facts.num_gpus() == count
+
+
+def test_each_pool_has_directories_of_its_own(model: Path) -> None:
+    def directories(**settings: Any) -> list[list[str]]:
+        config = resolve({"model": str(model), "ssd": "/a:1MiB,/b:2MiB", **settings}, None, {})
+        workers = cluster_workers(config, make_plan(config, 8), "tcp://g:1", "secret", "host")
+        return [
+            [disk.directory for disk in each.kvstore.ssd] for each in workers[: len(workers) - 2]
+        ]
+
+    assert directories() == [["/a", "/b"]]
+    assert directories(kvstore=2) == [[f"/a/kvstore-{n}", f"/b/kvstore-{n}"] for n in (0, 1)]
+
+
+def test_cores_are_shared_out_but_never_below_one(model: Path) -> None:
+    assert plan_for(model, cores=2, prefill=3, decode=2).num_threads == 1
+    assert plan_for(model, cores=2, num_threads=7).num_threads == 7
+
+
+def test_pages_by_size_by_number_and_by_default(model: Path) -> None:
+    assert plan_for(model, kv_cache_memory_bytes="1MiB").engine.num_blocks == 2**20 // BLOCK_BYTES
+    assert plan_for(model, num_gpu_blocks_override=9).engine.num_blocks == 9
+    assert plan_for(model, dtype="float32").layout.block_bytes == 2 * BLOCK_BYTES
+
+
+def test_one_whole_sequence_always_fits(tmp_path: Path) -> None:
+    long = write_config_only(tmp_path / "long", max_position_embeddings=64 * 300_000)
+    plan = plan_for(long)
+    assert plan.engine.num_blocks == 300_000
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_gpu_blocks_override": 3}, {"kv_cache_memory_bytes": 4 * BLOCK_BYTES - 1}]
+)
+def test_too_few_pages_for_one_sequence(model: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"room for 3 pages, one sequence of 256 tokens takes 4"):
+        plan_for(model, **settings)
+
+
+def test_a_shorter_limit_needs_fewer_pages(model: Path) -> None:
+    plan = plan_for(model, num_gpu_blocks_override=3, max_model_len=192)
+    assert plan.engine.max_model_len == 192
+
+
+def test_limits_go_to_the_scheduler_in_seconds(model: Path) -> None:
+    scheduler = plan_for(model, slo_ttft_s=3, slo_tbt_ms=50, policy="random").scheduler
+    assert (scheduler.ttft_slo_s, scheduler.tbt_slo_s, scheduler.policy) == (3.0, 0.05, "random")
+    assert not scheduler.role_switching
+    assert plan_for(model, role_switching=True).scheduler.role_switching
+
+
+def test_weights_are_counted_as_they_will_be_held(model: Path) -> None:
+    half, full = plan_for(model).model, plan_for(model, dtype="float32").model
+    assert half.weight_bytes < full.weight_bytes < 2 * half.weight_bytes + 1
+    larger = plan_for(model, max_num_batched_tokens=4096)
+    assert larger.workspace_bytes > plan_for(model).workspace_bytes
+
+
+def test_memory_adds_up(model: Path) -> None:
+    plan = plan_for(model, prefill=2, decode=3, kvstore=2, kvstore_dram_bytes="10MiB")
+    each = plan.model.weight_bytes + plan.kv_bytes + plan.workspace_bytes + LIBRARY_BYTES
+    assert plan.total_bytes == 5 * each + 2 * 10 * 2**20
+    assert plan.memory_rows()[-1][0] == "total"
+    assert len(plan.memory_rows()) == 5
+
+
+def test_what_does_not_fit_is_refused_with_the_bill(model: Path) -> None:
+    plan = plan_for(model)
+    check_memory(plan, None)
+    check_memory(plan, plan.total_bytes)
+    with pytest.raises(ConfigError, match=r"needs 3.* GiB .*kvstore pool 1 GiB.* GiB are free"):
+        check_memory(plan, plan.total_bytes - 1)
+    pool = plan_for(model, role="kvstore", cluster_secret="s", kvstore_dram_bytes="8GiB")
+    with pytest.raises(ConfigError) as caught:
+        check_memory(pool, 2**30)
+    assert caught.value.message == (
+        "this needs 8 GiB (kvstore pool 8 GiB) and 1 GiB are free; use a smaller "
+        "--kvstore-dram-bytes (--dram)"
+    )
+
+
+def test_a_pool_without_room_for_a_block(model: Path) -> None:
+    with pytest.raises(ConfigError, match="hold no block of this model"):
+        plan_for(model, kvstore_dram_bytes=100)
+    assert plan_for(model, kvstore=0, kvstore_dram_bytes=100).num_kvstores == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama' is not supported"),
+        ({"hidden_size": None}, "missing hidden_size"),
+        ({"torch_dtype": "int7"}, "dtype 'int7' is none of"),
+    ],
+)
+def test_configs_that_cannot_be_served(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        plan_for(write_config_only(tmp_path / "odd", **changes))
+
+
+def test_a_dry_run_hashes_no_weights_and_a_start_hashes_them_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    header = b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert plan_for(model, dry_run=True).model.revision == ""
+    assert not (tmp_path / "mooncake").exists()
+    revision = plan_for(model).model.revision
+    assert len(revision) == 16
+    kept = tmp_path / "mooncake" / "file-digests.json"
+    before = kept.stat()
+    assert plan_for(model).model.revision == revision
+    assert kept.stat() == before
+
+
+def test_layouts_differ_by_weights(tmp_path: Path, model: Path) -> None:
+    same = plan_for(model).layout
+    assert plan_for(model).layout == same
+    other = write_config_only(tmp_path / "other", vocab_size=301)
+    assert plan_for(other).layout.fingerprint != same.fingerprint
+
+
+def test_a_cluster_is_ready_with_what_it_was_planned_with(model: Path) -> None:
+    def needs_prefill(**settings: Any) -> bool:
+        return plan_for(model, **settings).scheduler.needs_prefill
+
+    assert needs_prefill()
+    assert not needs_prefill(prefill=0)
+    assert not needs_prefill(colocated=True)
+    assert needs_prefill(headless=True)
+    assert not needs_prefill(headless=True, prefill=0)
+    assert needs_prefill(headless=True, prefill=0, decode=0), "all of them join"

@@ -1,0 +1,155 @@
+"""Secrets of processes: what a signature proves, and how readable files are."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from mooncake.base import ConfigError, MooncakeError
+from mooncake.launch.host import credentials
+from mooncake.launch.host.credentials import (
+    MAX_NONCES,
+    SIGNED_S,
+    RequestVerifier,
+    seal,
+    sign_request,
+    unseal,
+)
+
+NOW_S = 1_700_000_000.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = NOW_S
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_a_signature_answers_one_challenge_for_one_request_once() -> None:
+    clock = Clock()
+    verifier = RequestVerifier("secret", clock)
+    challenge = verifier.challenge()
+    signed = sign_request("secret", "GET", "/a", challenge)
+    assert not verifier.is_valid(signed, "GET", "/b")
+    assert not verifier.is_valid(signed, "POST", "/a")
+    assert not RequestVerifier("other", clock).is_valid(signed, "GET", "/a")
+    assert not RequestVerifier("secret", clock).is_valid(signed, "GET", "/a"), "another boot"
+    assert verifier.is_valid(signed, "GET", "/a")
+    assert not verifier.is_valid(signed, "GET", "/a")
+    again = sign_request("secret", "GET", "/a", challenge)
+    clock.now_s += SIGNED_S
+    assert verifier.is_valid(again, "GET", "/a")
+    clock.now_s += 1.0
+    assert not verifier.is_valid(sign_request("secret", "GET", "/a", challenge), "GET", "/a")
+
+
+def test_no_signature_can_be_collected_for_later() -> None:
+    """A server at a wrong address names the time at which it wants to pass the request on."""
+    clock = Clock()
+    verifier = RequestVerifier("secret", clock)
+    later_s = int(NOW_S) + 1000
+    asked = verifier.challenge().replace(str(int(NOW_S)), str(later_s))
+    signed = sign_request("secret", "GET", "/a", asked)
+    for clock.now_s in (NOW_S, later_s, later_s + SIGNED_S):
+        assert not verifier.is_valid(signed, "GET", "/a")
+    signed = sign_request("secret", "GET", "/a", "9" * 5000 + "-\xff")
+    assert not verifier.is_valid(signed, "GET", "/a")
+
+
+def test_a_signature_never_counts_twice_however_late_it_is_sent_again() -> None:
+    clock = Clock()
+    verifier = RequestVerifier("secret", clock)
+    signed = sign_request("secret", "GET", "/a", verifier.challenge())
+    assert verifier.is_valid(signed, "GET", "/a")
+    for later in range(4 * int(SIGNED_S)):
+        clock.now_s = NOW_S + later
+        assert not verifier.is_valid(signed, "GET", "/a")
+
+
+def test_the_memory_of_signatures_is_bounded_and_comes_back() -> None:
+    clock = Clock()
+    verifier = RequestVerifier("secret", clock)
+
+    def signed() -> str:
+        return sign_request("secret", "GET", "/a", verifier.challenge())
+
+    for _ in range(MAX_NONCES):
+        assert verifier.is_valid(signed(), "GET", "/a")
+    assert not verifier.is_valid(signed(), "GET", "/a")
+    clock.now_s += SIGNED_S + 1
+    assert verifier.is_valid(signed(), "GET", "/a")
+
+
+@pytest.mark.parametrize("given", ["", "Mooncake", "Mooncake 1 2", "Mooncake 1 2 \xff", "x 1 2 3"])
+def test_what_is_no_signature_is_refused(given: str) -> None:
+    assert not RequestVerifier("secret", Clock()).is_valid(given, "GET", "/a")
+
+
+def test_sealed_data_cannot_be_altered_or_used_for_another_purpose() -> None:
+    sealed = seal(b"facts", "secret", "one")
+    assert unseal(sealed, "secret", "one") == b"facts"
+    altered = sealed[:-1] + b"x"
+    for found, secret, purpose in (
+        (altered, "secret", "one"), (sealed, "other", "one"), (sealed, "secret", "two"),
+        (b"", "secret", "one"), (b"facts", "secret", "one"),
+    ):  # fmt: skip
+        with pytest.raises(MooncakeError, match="another secret"):
+            unseal(found, secret, purpose)
+
+
+def test_the_private_folder_and_its_files_are_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    place = credentials.private_dir()
+    assert mode(place) == 0o700
+    place.chmod(0o777)
+    file = credentials.secret_file("127.0.0.1:6379")
+    assert mode(place) == 0o700
+    file.write_text("old")
+    file.chmod(0o666)
+    credentials.write_private(file, "new")
+    assert (mode(file), credentials.read_secret(file)) == (0o600, "new")
+
+
+def test_a_folder_that_is_not_ours_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"mooncake-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is not this user's folder"):
+        credentials.private_dir()
+
+
+def test_rays_token_is_made_and_kept_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    credentials.keep_ray_token_private()
+    token = tmp_path / ".ray" / "auth_token"
+    found = token.read_text()
+    assert (mode(token), mode(token.parent), len(found)) == (0o600, 0o700, 64)
+    token.chmod(0o644)
+    credentials.keep_ray_token_private()
+    assert (mode(token), token.read_text()) == (0o600, found)
+
+
+def test_a_token_of_the_operators_own_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
+    credentials.keep_ray_token_private()
+    assert not (tmp_path / ".ray").exists()

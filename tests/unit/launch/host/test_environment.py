@@ -1,0 +1,70 @@
+"""What stands in the environment, and what this machine says of itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake.base import ConfigError
+from mooncake.launch.host import environment, machine_facts
+
+
+def test_only_what_is_missing_is_set() -> None:
+    wanted = {"A": "1", "B": "2"}
+    assert environment.missing(wanted, {"A": "mine"}) == {"B": "2"}
+    assert environment.missing(wanted, wanted) == {}
+
+
+def test_threads_sleep_and_the_heap_is_kept() -> None:
+    assert environment.COMPUTE["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment.COMPUTE["MALLOC_MMAP_MAX_"] == "0"
+    assert environment.QUIET["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert environment.QUIET["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("device", "allowed", "seen"),
+    [
+        ("cpu", None, None), ("cuda", "3", None), ("cuda:2", None, "2"),
+        ("cuda:1", "4, 5", "5"), ("cuda:0", "GPU-8a,GPU-9b", "GPU-8a"),
+    ],
+)  # fmt: skip
+def test_a_process_of_one_gpu_sees_no_other(
+    device: str, allowed: str | None, seen: str | None
+) -> None:
+    environ = {} if allowed is None else {"CUDA_VISIBLE_DEVICES": allowed}
+    wanted = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
+    assert environment.only_gpu(device, environ) == wanted
+
+
+def test_a_gpu_that_may_not_be_seen_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device=cuda:2: CUDA_VISIBLE_DEVICES is '4,5'"):
+        environment.only_gpu("cuda:2", {"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+def test_workers_on_this_machine_see_the_gpus_that_we_may_see() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "6,7", "HOME": "/"}
+    both = {**environment.QUIET, **environment.COMPUTE}
+    assert environment.of_worker(environ, here_only=False) == both
+    assert environment.of_worker({}, here_only=True) == both
+    seen = {"CUDA_VISIBLE_DEVICES": "6,7"}
+    assert environment.of_worker(environ, here_only=True) == both | seen
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.3.2.1", True),
+        ("0.0.0.0", False), ("10.0.0.1", False), ("::", False), ("node-7", False),
+    ],
+)  # fmt: skip
+def test_loopback(host: str, loopback: bool) -> None:
+    assert environment.is_loopback(host) is loopback
+
+
+def test_this_machine_has_memory_cores_and_a_name() -> None:
+    available = machine_facts.available_bytes()
+    assert available is not None
+    assert available > 0
+    assert machine_facts.num_cores() >= 1
+    assert machine_facts.host_name()
+    assert machine_facts.boot_id() == machine_facts.boot_id()

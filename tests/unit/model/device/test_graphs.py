@@ -1,0 +1,227 @@
+"""Replayed decode steps against steps run as they come; the memory a GPU has left."""
+
+from __future__ import annotations
+
+import itertools
+import select
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+import torch
+
+from mooncake.base import ConfigError, Failure, KvLayout, SamplingParams
+from mooncake.engine.plan import SequenceStart, StepPlan, StepResult
+from mooncake.model.backends import Backends
+from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay, ladder
+from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layers.sampler import Sampler
+from mooncake.model.loading import load_model
+from mooncake.model.memory import GpuMemory, pages_that_fit
+from mooncake.model.runner import ModelRunner
+from tests.support.model.tiny_models import (
+    CPU,
+    forward,
+    kv_for,
+    random_tokens,
+    slot,
+    source_of,
+    truth,
+)
+
+
+class PickySampler(Sampler):
+    """Takes sequence 2 for one whose grammar cannot be followed."""
+
+    def broken(self, sequence_ids: Sequence[int]) -> dict[int, Failure]:
+        return {s: Failure.invalid("it is broken") for s in sequence_ids if s == 2}
+
+
+class Recorder:
+    """Stands for CUDA graphs: one output tensor a graph, filled when it is replayed."""
+
+    def __init__(self) -> None:
+        self.captured: list[int] = []
+        self.replayed: list[int] = []
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> Replay:
+        out = step().clone()
+        size = out.shape[0]
+        self.captured.append(size)
+        out.fill_(float("nan"))
+
+        def replay() -> torch.Tensor:
+            self.replayed.append(size)
+            return out.copy_(step())
+
+        return replay
+
+
+INTERPRETED = pytest.param("triton", marks=pytest.mark.slow)
+"""Triton's interpreter takes ten seconds for what a GPU does at once."""
+
+
+@pytest.fixture(scope="module", params=["reference", INTERPRETED])
+def model(request: pytest.FixtureRequest) -> KimiK2:
+    source = source_of(truth("yarn", num_hidden_layers=2))
+    backends = Backends(request.param, "triton" if request.param == "triton" else "auto")
+    return load_model(source, dtype=torch.float32, device=CPU, backends=backends)
+
+
+def test_replays_give_what_steps_do_and_touch_no_other_page(model: KimiK2) -> None:
+    recorder = Recorder()
+    kv, other = kv_for(model.spec), kv_for(model.spec)
+    with torch.inference_mode():
+        graphs = DecodeGraphs(model, kv, recorder, most_rows=5, most_pages=6)
+    assert recorder.captured == [5, 4, 2, 1]
+    assert not kv.pages.any(), "capturing wrote KV"
+    tables = {1: [9, 3, 7], 2: [0], 3: [11, 5]}
+    prompts = {1: random_tokens(40, 1), 2: random_tokens(3, 2), 3: random_tokens(16, 3)}
+    for pages in (kv, other):
+        forward(model, pages, [slot(s, 0, prompts[s], tables[s]) for s in tables])
+    # Sequences join and leave, tables grow: what is left in unused rows must not be seen.
+    for position, running in enumerate(([1, 2, 3], [3, 1], [3, 1, 2], [2])):
+        slots = [slot(s, len(prompts[s]), [10 * position + s], tables[s]) for s in running]
+        for s in running:
+            prompts[s] = [*prompts[s], 0]
+        assert graphs.takes(slots)
+        with torch.inference_mode():
+            found = graphs.logits(slots).clone()
+        wanted = forward(model, other, slots)
+        torch.testing.assert_close(
+            found, torch.cat([wanted[s] for s in running]), atol=2e-4, rtol=0
+        )
+        torch.testing.assert_close(kv.pages, other.pages, atol=1e-4, rtol=0)
+    assert recorder.replayed == [4, 2, 4, 1]
+
+
+def test_what_cannot_be_replayed() -> None:
+    model = load_model(source_of(truth("plain")), dtype=torch.float32, device=CPU)
+    with torch.inference_mode():
+        graphs = DecodeGraphs(model, kv_for(model.spec), EagerSteps(), most_rows=2, most_pages=2)
+    one = slot(1, 3, [5], [0])
+    assert graphs.takes([one])
+    assert not graphs.takes([])
+    assert not graphs.takes([one, slot(2, 0, [5, 6], [1])])
+    assert not graphs.takes([slot(1, 40, [5], [0, 1, 2])])
+    assert not graphs.takes([slot(n, 0, [5], [n]) for n in range(3)])
+    with pytest.raises(ValueError, match="sequence 1: 17 tokens need 2 pages, the table has 1"):
+        graphs.logits([slot(1, 16, [5], [0])])
+
+
+def test_the_runner_samples_from_replays() -> None:
+    model = load_model(source_of(truth("plain")), dtype=torch.float32, device=CPU)
+    prompts = {1: random_tokens(20, 1), 2: [210, 4, 5], 3: random_tokens(6, 3)}
+    tables = {1: [0, 1], 2: [2], 3: [3]}
+    results = []
+    for captured in (False, True):
+        recorder, kv = Recorder(), kv_for(model.spec)
+        with torch.inference_mode():
+            decoder = DecodeGraphs(model, kv, recorder, most_rows=4, most_pages=3)
+        runner = ModelRunner(
+            model, kv, PickySampler(211), num_threads=1,
+            decoder=decoder if captured else None,
+        )  # fmt: skip
+        try:
+            results.append(run(runner, prompts, tables))
+        finally:
+            runner.close()
+        assert recorder.replayed == ([4] if captured else [])
+    assert results[0] == results[1]
+    last = results[0][-1]
+    assert sorted(sample.sequence_id for sample in last.samples) == [1]
+    assert last.failures == {2: Failure.invalid("it is broken")}
+
+
+def run(
+    runner: ModelRunner, prompts: dict[int, list[int]], tables: dict[int, list[int]]
+) -> list[StepResult]:
+    """Return the results of a prompt step and a decode step in which sequence 3 does not sample."""
+    starts = [
+        SequenceStart(
+            sequence_id=s,
+            sampling=SamplingParams(temperature=0),
+            prompt_tokens=prompts[s],
+            output_tokens=[],
+        )
+        for s in prompts
+    ]
+    first = StepPlan(
+        step_id=1, starts=starts, ended=[],
+        slots=[slot(s, 0, prompts[s][:-1], tables[s], sample=False) for s in prompts],
+    )  # fmt: skip
+    second = StepPlan(
+        step_id=2, starts=[], ended=[],
+        slots=[
+            slot(s, len(prompts[s]) - 1, prompts[s][-1:], tables[s], sample=s != 3)
+            for s in prompts
+        ],
+    )  # fmt: skip
+    found = []
+    for plan in (first, second):
+        runner.submit(plan)
+        assert select.select([runner.fileno()], [], [], 60)[0], "the runner is silent"
+        (result,) = runner.poll()
+        assert isinstance(result, StepResult)
+        assert result.error is None
+        found.append(msgspec.structs.replace(result, seconds=0.0))
+    return found
+
+
+def test_the_ladder_ends_with_the_most_and_wastes_little() -> None:
+    assert ladder(1) == (1,)
+    assert ladder(20) == (1, 2, 4, 8, 16, 20)
+    sizes = ladder(512)
+    assert sizes[-1] == 512
+    assert len(sizes) < 50
+    assert all(b - a <= max(8, a / 8) for a, b in itertools.pairwise(sizes))
+
+
+def test_pages_fill_what_weights_and_steps_leave() -> None:
+    gib = 2**30
+    memory = GpuMemory(total_bytes=100 * gib, resident_bytes=60 * gib, step_bytes=5 * gib)
+    pages = pages_that_fit(memory, utilization=0.9, block_bytes=gib, least_pages=20)
+    assert pages == 20
+    with pytest.raises(ConfigError, match=r"room for 20 KV pages .* takes 21"):
+        pages_that_fit(memory, utilization=0.9, block_bytes=gib, least_pages=21)
+
+
+@pytest.mark.parametrize("backend", ["reference", INTERPRETED])
+def test_fp8_pages_give_nearly_the_same_logits(backend: str) -> None:
+    source = source_of(truth("yarn", num_hidden_layers=2))
+    model = load_model(source, dtype=torch.float32, device=CPU, backends=Backends(backend))
+    exact, found = [], []
+    tokens = random_tokens(60, seed=5)
+    for dtype, logits in (("float32", exact), ("float8_e4m3fn", found)):
+        layout = KvLayout.for_model(
+            model.spec, block_tokens=16, dtype=dtype, weights_revision="test"
+        )
+        buffer = memoryview(bytearray(6 * layout.block_bytes))
+        kv = KvTensors.view(layout, 6, buffer)
+        forward(model, kv, [slot(1, 0, tokens[:50], [4, 2, 0, 5])])
+        for absorbed in (True, False):
+            after = [slot(1, 50, tokens[50:], [4, 2, 0, 5])]
+            rule = {True: lambda n, c: True, False: lambda n, c: False}[absorbed]
+            logits.append(forward(model, kv, after, rule=rule)[1])
+        assert any(buffer)
+    keys = {
+        KvLayout.for_model(
+            model.spec, block_tokens=16, dtype=dtype, weights_revision="test"
+        ).fingerprint
+        for dtype in ("float32", "float8_e4m3fn")
+    }
+    assert len(keys) == 2, "blocks of another dtype must have other keys"
+    error = float((torch.cat(found) - torch.cat(exact)).norm() / torch.cat(exact).norm())
+    assert 1e-3 < error < 0.3
+    torch.testing.assert_close(found[0], found[1], atol=1e-3, rtol=0)
+
+
+def test_numbers_too_large_for_fp8_pages_are_cut_off() -> None:
+    model = load_model(source_of(truth("plain")), dtype=torch.float32, device=CPU)
+    layout = KvLayout.for_model(
+        model.spec, block_tokens=16, dtype="float8_e4m3fn", weights_revision="test"
+    )
+    kv = KvTensors.allocate(layout, 2, CPU)
+    kv.write(1, torch.tensor([17]), torch.full((1, layout.kv_width), 1e4))
+    assert kv.layers[1][1, 1].float().unique().tolist() == [448.0]

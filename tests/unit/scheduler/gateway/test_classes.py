@@ -1,0 +1,161 @@
+"""Premium before interactive before batch, and no tenant in another's way: step by step, at the
+gateway.
+"""
+
+from typing import Any
+
+import pytest
+
+from mooncake.base import FinishReason, Priority, Role
+from mooncake.scheduler.requests.pending_queue import RETRY_WAITING_S
+from tests.support.scheduler.scheduling import Client, Pair, SchedulerHarness, request
+
+BATCH = Priority.BATCH
+
+
+def reason(client: Client) -> Any:
+    failure = client.final.failure
+    return failure and failure.status
+
+
+def test_batch_runs_at_once_where_nothing_else_does() -> None:
+    harness = Pair()
+    client = harness.submit(request("b", priority=BATCH))
+    harness.output(harness.d0, "b", 0, [1, 2, 3, 4], FinishReason.LENGTH)
+    assert client.final.reason is FinishReason.LENGTH
+    harness.close()
+
+
+def test_batch_waits_while_prompts_queue_and_is_taken_up_after() -> None:
+    harness = Pair(replace_wait_s=1.0)
+    harness.submit(request("r", 1000, max_tokens=1))  # a second of work
+    batch = [harness.submit(request(f"b{number}", 400, 1, priority=BATCH)) for number in range(3)]
+    harness.tick(5.0)
+    assert [harness.attempts(f"b{number}") for number in range(3)] == [[], [], []]
+    assert not any(client.finals for client in batch), "batch is patient"
+    harness.output(harness.p0, "r", 0, [1], FinishReason.LENGTH)
+    harness.tick(RETRY_WAITING_S)
+    assert [len(harness.attempts(f"b{number}")) for number in range(3)] == [1, 1, 0]
+    harness.output(harness.p0, "b0", 0, [1], FinishReason.LENGTH)
+    harness.tick(RETRY_WAITING_S)
+    for number in (1, 2):
+        harness.output(harness.p0, f"b{number}", 0, [1], FinishReason.LENGTH)
+    assert [client.final.reason for client in batch] == [FinishReason.LENGTH] * 3
+    harness.close()
+
+
+def test_batch_does_not_overtake_batch_that_waits() -> None:
+    harness = Pair()
+    harness.submit(request("r", 1000, max_tokens=1))
+    harness.submit(request("b0", priority=BATCH))
+    harness.output(harness.p0, "r", 0, [1], FinishReason.LENGTH)
+    harness.submit(request("b1", priority=BATCH))
+    assert harness.attempts("b1") == []
+    harness.tick(RETRY_WAITING_S)
+    assert harness.attempts("b0") < harness.attempts("b1")
+
+
+def test_waiting_batch_can_be_aborted_and_times_out() -> None:
+    harness = Pair()
+    harness.submit(request("r", 1000, max_tokens=1))
+    gone = harness.submit(request("b0", priority=BATCH))
+    late = harness.submit(request("b1", priority=BATCH, timeout_s=3.0))
+    harness.gateway.abort("b0", harness.now)
+    harness.tick(3.0)
+    assert gone.final.reason is FinishReason.ABORT
+    assert reason(late) == 408
+
+
+def test_batch_without_workers_is_refused_like_all() -> None:
+    harness = SchedulerHarness()
+    assert reason(harness.submit(request("b", priority=BATCH))) == 503
+
+
+def test_batch_yields_where_decode_is_full_and_goes_on_after() -> None:
+    harness = SchedulerHarness()
+    p0 = harness.join("p0", Role.PREFILL)
+    d0 = harness.join("d0", Role.DECODE, num_blocks=30, max_num_seqs=8)
+    batch = harness.submit(request("b", 60, 20, priority=BATCH))
+    harness.output(p0, "b", 0, [1])
+    harness.output(d0, "b", 1, [2])
+    urgent = harness.submit(request("r", 60, 20))
+    assert [(m.request_id, m.attempt) for m in harness.aborts(d0)] == [("b", 1)]
+    assert harness.gateway.status(harness.now).counters["batch_yielded"] == 1
+    assert len(harness.attempts("r")) == 1
+    harness.tick(5.0)
+    assert len(harness.attempts("b")) == 1, "still no room"
+    harness.output(p0, "r", 0, [1])
+    harness.output(d0, "r", 1, [2], FinishReason.STOP)
+    assert urgent.final.reason is FinishReason.STOP
+    harness.tick(RETRY_WAITING_S)
+    assert harness.tasks(d0)[-1].output_tokens == [1, 2], "it goes on where it was"
+    harness.output(d0, "b", 2, [3], FinishReason.STOP, attempt=2)
+    assert batch.tokens == [1, 2, 3]
+    harness.close()
+
+
+def test_yielding_is_no_failure() -> None:
+    harness = SchedulerHarness(max_attempts=1)
+    p0 = harness.join("p0", Role.PREFILL)
+    d0 = harness.join("d0", Role.DECODE, num_blocks=30, max_num_seqs=8)
+    client = harness.submit(request("b", 60, 20, priority=BATCH))
+    for number in range(4):
+        harness.submit(request(f"r{number}", 60, 20))
+        harness.output(p0, f"r{number}", 0, [1], FinishReason.STOP)
+        harness.tick(RETRY_WAITING_S)
+    assert len(harness.attempts("b")) == 5
+    harness.output(d0, "b", 0, [1], FinishReason.STOP, attempt=5)
+    assert client.final.reason is FinishReason.STOP
+
+
+def test_interactive_does_not_yield_to_premium() -> None:
+    harness = SchedulerHarness()
+    harness.join("p0", Role.PREFILL)
+    d0 = harness.join("d0", Role.DECODE, num_blocks=30)
+    harness.submit(request("r", 60, 20))
+    harness.submit(request("p", 60, 20, priority=Priority.PREMIUM))
+    assert harness.aborts(d0) == []
+
+
+def test_under_a_limit_premium_goes_in_before_interactive() -> None:
+    harness = Pair(ttft_slo_s=2.0)
+    clients = [harness.submit(request(f"r{number}", 500)) for number in range(6)]
+    assert [bool(client.finals) for client in clients] == [False] * 4 + [True] * 2
+    premium = [
+        harness.submit(request(f"premium{number}", 500, priority=Priority.PREMIUM))
+        for number in range(6)
+    ]
+    assert [bool(client.finals) for client in premium] == [False] * 4 + [True] * 2
+    assert reason(harness.submit(request("r", 500))) == 429
+    assert harness.tasks(harness.p0)[-1].request.priority is Priority.PREMIUM
+
+
+def test_under_a_limit_a_flood_leaves_room_for_others() -> None:
+    harness = Pair(ttft_slo_s=2.0)
+    flood = [harness.submit(request(f"f{number}", 500, tenant="flood")) for number in range(20)]
+    assert sum(not client.finals for client in flood) == 4
+    mine = harness.submit(request("mine", 500, tenant="other"))
+    assert not mine.finals, "what goes after it does not delay it"
+    tasks = {task.request.request_id: task.turn for task in harness.tasks(harness.p0)}
+    assert tasks["mine"] == tasks["f0"] < tasks["f1"]
+
+
+def test_permits_are_kept_for_a_tenant_with_less() -> None:
+    harness = Pair(max_inflight=20)
+    for number in range(20):
+        harness.submit(request(f"f{number}", tenant="flood", max_tokens=1))
+    assert reason(harness.submit(request("more", tenant="flood"))) == 429
+    assert not harness.submit(request("mine", tenant="other")).finals
+    for number in range(2):
+        harness.output(harness.p0, f"f{number}", 0, [1], FinishReason.LENGTH)
+        assert reason(harness.submit(request("more", tenant="flood"))) == 429
+    assert not harness.submit(request("mine too", tenant="other")).finals
+
+
+@pytest.mark.parametrize("bound", [4, 40])
+def test_batch_leaves_permits_to_others(bound: int) -> None:
+    harness = Pair(max_inflight=bound)
+    harness.submit(request("r", 1000))
+    batch = [harness.submit(request(f"b{number}", priority=BATCH)) for number in range(bound)]
+    assert 0 < sum(not client.finals for client in batch) < bound
+    assert not harness.submit(request("one more")).finals

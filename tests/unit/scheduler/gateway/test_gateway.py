@@ -1,0 +1,396 @@
+"""One final event a request, tokens in order, and workers told what they must know: step by step,
+with workers that answer only when told.
+"""
+
+import pytest
+
+from mooncake.base import (
+    BlockEvents,
+    Drain,
+    FinishReason,
+    LoadReport,
+    PeerLost,
+    Role,
+    Tier,
+    Welcome,
+    WorkerLoad,
+    WorkerRef,
+)
+from mooncake.base.messages import FinishInfo, GatewayNews
+from mooncake.scheduler.placement.admission import MAX_RETRY_S
+from mooncake.telemetry.events import Finished, Placed, Refused, WorkerJoined, WorkerLeft
+from tests.support.scheduler.scheduling import (
+    GATEWAY,
+    Pair,
+    SchedulerHarness,
+    hello,
+    keys_of,
+    ref,
+    request,
+    snapshot,
+)
+
+
+@pytest.fixture
+def harness() -> Pair:
+    return Pair()
+
+
+# ------------------------------------------------------------------- the way
+
+
+def test_tasks_name_each_other(harness: Pair) -> None:
+    harness.submit(request("r"))
+    (decode_task,) = harness.tasks(harness.d0)
+    (prefill_task,) = harness.tasks(harness.p0)
+    assert decode_task.prefill == harness.p0
+    assert prefill_task.decode == harness.d0
+    assert decode_task.gateway == prefill_task.gateway == GATEWAY
+    assert decode_task.attempt == prefill_task.attempt == 1
+    assert decode_task.output_tokens == prefill_task.output_tokens == []
+
+
+def test_a_request_from_first_token_to_end(harness: Pair) -> None:
+    client = harness.submit(request("r", max_tokens=3))
+    harness.output(harness.p0, "r", 0, [7], num_cached_tokens=12)
+    harness.output(harness.d0, "r", 1, [8])
+    harness.output(harness.d0, "r", 2, [9], FinishReason.LENGTH)
+    assert client.tokens == [7, 8, 9]
+    assert client.final.reason is FinishReason.LENGTH
+    assert (client.final.num_output_tokens, client.final.num_cached_tokens) == (3, 12)
+    assert client.final.failure is None
+    assert harness.aborts(harness.d0) == harness.aborts(harness.p0) == []
+    harness.close()
+
+
+def test_the_first_token_may_come_from_both(harness: Pair) -> None:
+    client = harness.submit(request("r", max_tokens=2))
+    harness.output(harness.d0, "r", 0, [7])
+    harness.output(harness.p0, "r", 0, [7])
+    harness.output(harness.d0, "r", 1, [8], FinishReason.LENGTH)
+    assert client.tokens == [7, 8]
+    harness.close()
+
+
+def test_decode_may_overtake_prefill(harness: Pair) -> None:
+    client = harness.submit(request("r", max_tokens=2))
+    harness.output(harness.d0, "r", 1, [8], FinishReason.LENGTH)
+    assert client.tokens == []
+    harness.output(harness.p0, "r", 0, [7])
+    assert client.tokens == [7, 8]
+    assert client.final.reason is FinishReason.LENGTH
+    harness.close()
+
+
+def test_an_end_at_the_first_token_frees_the_reservation(harness: Pair) -> None:
+    client = harness.submit(request("r", max_tokens=1))
+    stop = FinishInfo(reason=FinishReason.STOP, stop_token_id=7)
+    harness.output(harness.p0, "r", 0, [7], stop)
+    assert client.final.stop_token_id == 7
+    assert [(m.request_id, m.attempt) for m in harness.aborts(harness.d0)] == [("r", 1)]
+    assert harness.aborts(harness.p0) == []
+    harness.close()
+
+
+def test_without_prefill_decode_gets_it_all() -> None:
+    harness = SchedulerHarness()
+    d0 = harness.join("d0", Role.DECODE)
+    client = harness.submit(request("r", max_tokens=2))
+    (task,) = harness.tasks(d0)
+    assert task.prefill is None
+    harness.output(d0, "r", 0, [1, 2], FinishReason.LENGTH)
+    assert client.tokens == [1, 2]
+    harness.close()
+
+
+def test_sources_go_to_the_worker_that_computes_the_prompt() -> None:
+    harness = Pair()
+    kv0 = harness.join("kv0", Role.KVSTORE)
+    long = request("r", 400)
+    harness.gateway.handle(snapshot(kv0, keys_of(long), Tier.DRAM), 0.0)
+    harness.submit(long)
+    assert [s.store for s in harness.tasks(harness.p0)[0].sources] == [kv0]
+    assert harness.tasks(harness.d0)[0].sources == []
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_a_cluster_without_workers_is_503_with_advice() -> None:
+    harness = SchedulerHarness()
+    client = harness.submit(request())
+    assert client.final.reason is FinishReason.REJECTED
+    failure = client.final.failure
+    assert failure is not None
+    assert failure.status == 503
+    assert failure.retry_after_s is not None
+    harness.close()
+
+
+def test_permits_run_out_and_come_back() -> None:
+    harness = Pair(max_inflight=1)
+    first = harness.submit(request("a", max_tokens=1))
+    refused = harness.submit(request("b"))
+    assert refused.final.failure is not None
+    assert refused.final.failure.status == 429
+    harness.output(harness.p0, "a", 0, [1], FinishReason.LENGTH)
+    assert first.final.reason is FinishReason.LENGTH
+    assert not harness.submit(request("b")).finals
+
+
+def test_limits_are_429_and_leave_nothing() -> None:
+    harness = Pair(ttft_slo_s=0.05)
+    failure = harness.submit(request("big", 400)).final.failure
+    assert failure is not None
+    assert failure.status == 429
+    assert failure.retry_after_s is not None
+    assert 1 <= failure.retry_after_s <= 1.25 * MAX_RETRY_S
+    assert [e.reason for e in harness.events.events if isinstance(e, Refused)] == ["ttft_limit"]
+    harness.close()
+
+
+def test_a_name_in_use_is_refused_and_the_first_goes_on(harness: Pair) -> None:
+    first = harness.submit(request("r", max_tokens=1))
+    second = harness.submit(request("r"))
+    assert second.final.failure is not None
+    assert second.final.failure.status == 400
+    harness.output(harness.p0, "r", 0, [1], FinishReason.LENGTH)
+    assert first.tokens == [1]
+    harness.close()
+
+
+def test_draining_refuses_the_new_and_finishes_the_old(harness: Pair) -> None:
+    old = harness.submit(request("old", max_tokens=1))
+    harness.gateway.drain(harness.now)
+    harness.gateway.drain(harness.now)
+    refused = harness.submit(request("new")).final.failure
+    assert refused is not None
+    assert refused.status == 503
+    assert not harness.gateway.idle
+    assert harness.gateway.status(harness.now).draining
+    harness.output(harness.p0, "old", 0, [1], FinishReason.LENGTH)
+    assert old.final.reason is FinishReason.LENGTH
+    harness.close()
+
+
+# -------------------------------------------------------------------- aborts
+
+
+def test_an_abort_ends_at_once_and_frees_both_workers(harness: Pair) -> None:
+    client = harness.submit(request("r"))
+    harness.gateway.abort("r", harness.now)
+    harness.gateway.abort("r", harness.now)
+    assert client.final.reason is FinishReason.ABORT
+    assert client.final.failure is None
+    assert len(harness.aborts(harness.p0)) == len(harness.aborts(harness.d0)) == 1
+    harness.close()
+
+
+def test_after_the_hand_over_only_decode_is_told(harness: Pair) -> None:
+    harness.submit(request("r"))
+    harness.output(harness.p0, "r", 0, [1])
+    harness.output(harness.d0, "r", 1, [2])
+    harness.gateway.abort("r", harness.now)
+    assert harness.aborts(harness.p0) == []
+    assert len(harness.aborts(harness.d0)) == 1
+
+
+def test_tokens_on_their_way_after_the_abort_reach_no_client(harness: Pair) -> None:
+    client = harness.submit(request("r"))
+    harness.gateway.abort("r", harness.now)
+    harness.output(harness.p0, "r", 0, [1])
+    assert client.tokens == []
+    assert len(harness.aborts(harness.p0)) == 2, "whoever still works on it is told again"
+    harness.output(harness.p0, "r", 1, [], FinishReason.STOP)
+    assert len(harness.aborts(harness.p0)) == 2
+    harness.close()
+
+
+def test_a_sink_may_abort_its_own_request(harness: Pair) -> None:
+    seen: list[object] = []
+
+    def sink(event: object) -> None:
+        seen.append(event)
+        if len(seen) == 1:
+            harness.gateway.abort("r", harness.now)
+
+    harness.gateway.submit(request("r", max_tokens=2), sink, 0.0)
+    harness.output(harness.p0, "r", 0, [1, 2], FinishReason.LENGTH)
+    assert [type(event).__name__ for event in seen] == ["TokensEvent", "FinalEvent"]
+    harness.close()
+
+
+def test_a_sink_may_submit_the_next_request(harness: Pair) -> None:
+    clients = []
+
+    def sink(event: object) -> None:
+        if type(event).__name__ == "FinalEvent":
+            clients.append(harness.submit(request("next")))
+
+    harness.gateway.submit(request("r", max_tokens=1), sink, 0.0)
+    harness.output(harness.p0, "r", 0, [1], FinishReason.LENGTH)
+    assert len(clients) == 1
+    assert len(harness.tasks(harness.p0)) == 2
+
+
+# ------------------------------------------------------------------- workers
+
+
+def test_a_repeated_hello_is_answered_again(harness: Pair) -> None:
+    harness.gateway.handle(hello("p0", Role.PREFILL), 1.0)
+    assert [m.send_snapshot for m in harness.channel.of(Welcome, harness.p0.address)] == [
+        True,
+        True,
+    ]
+
+
+def test_a_new_epoch_replaces_the_old_one(harness: Pair) -> None:
+    client = harness.submit(request("r", max_tokens=1))
+    again = harness.join("d0", Role.DECODE, epoch="e1")
+    assert [task.attempt for task in harness.tasks(again)] == [2]
+    assert PeerLost(worker=harness.d0) in harness.channel.of(PeerLost, harness.p0.address)
+    harness.output(harness.p0, "r", 0, [1], FinishReason.LENGTH, attempt=2)
+    assert client.tokens == [1]
+    harness.close()
+
+
+def test_a_late_hello_of_the_dead_changes_nothing(harness: Pair) -> None:
+    again = harness.join("d0", Role.DECODE, epoch="e1")
+    harness.join("d0", Role.DECODE)
+    harness.submit(request("r"))
+    assert len(harness.tasks(again)) == 1
+    assert harness.channel.of(PeerLost, harness.d0.address) == [PeerLost(worker=harness.d0)]
+
+
+def test_a_worker_of_another_layout_is_not_used(
+    harness: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = harness.join("d1", Role.DECODE, layout_fingerprint="layout-2")
+    harness.join("d1", Role.DECODE, layout_fingerprint="layout-2")
+    assert harness.channel.of(Welcome, stranger.address) == []
+    assert caplog.text.count("d1 is not used") == 1
+    assert [worker.id for worker in harness.gateway.status(0.0).workers] == ["p0", "d0"]
+
+
+def test_outputs_of_workers_that_have_not_this_request_are_ignored(harness: Pair) -> None:
+    d1 = harness.join("d1", Role.DECODE)
+    client = harness.submit(request("r"))
+    holder = harness.d0 if harness.tasks(harness.d0) else d1
+    other = d1 if holder == harness.d0 else harness.d0
+    harness.output(other, "r", 0, [99])
+    harness.output(WorkerRef(holder.worker_id, "e9", "x"), "r", 0, [98])
+    assert client.tokens == []
+
+
+def test_missed_block_events_are_asked_for_again(harness: Pair) -> None:
+    harness.now = 2.0
+    for number in (1, 3):
+        event = BlockEvents(
+            worker=harness.p0, tier=Tier.HBM, sequence_no=number, stored=[b"k" * 16]
+        )
+        harness.gateway.handle(event, harness.now)
+    assert len(harness.channel.of(Welcome, harness.p0.address)) == 2
+
+
+def test_a_draining_worker_is_left_alone(harness: Pair) -> None:
+    p1 = harness.join("p1", Role.PREFILL)
+    harness.report(harness.p0, draining=True)
+    for index in range(3):
+        harness.submit(request(f"r{index}"))
+    assert len(harness.tasks(p1)) == 3
+    states = {worker.id: worker.state for worker in harness.gateway.status(0.0).workers}
+    assert states == {"p0": "draining", "d0": "up", "p1": "up"}
+
+
+def test_a_pool_that_drains_by_itself_is_shown_so(harness: Pair) -> None:
+    pool = harness.join("kv0", Role.KVSTORE)
+    harness.report(pool, draining=True)
+    states = {worker.id: worker.state for worker in harness.gateway.status(0.0).workers}
+    assert states == {"p0": "up", "d0": "up", "kv0": "draining"}
+
+
+def test_messages_for_others_are_ignored(harness: Pair) -> None:
+    harness.gateway.handle(Drain(), 0.0)
+    harness.gateway.handle(LoadReport(worker=ref("stranger"), load=WorkerLoad()), 0.0)
+    harness.gateway.check_integrity()
+
+
+def test_status_adds_up(harness: Pair) -> None:
+    kv0 = harness.join("kv0", Role.KVSTORE, num_blocks=50, block_bytes=10)
+    harness.report(kv0, num_total_blocks=50, num_free_blocks=30)
+    harness.report(harness.d0, num_total_blocks=1000, num_free_blocks=900, num_context_tokens=64)
+    harness.submit(request("a"))
+    harness.submit(request("b"))
+    harness.output(harness.p0, "a", 0, [1])
+    status = harness.gateway.status(4.0)
+    assert status.ready
+    assert (status.pool.num_used_blocks, status.pool.used_bytes) == (20, 200)
+    assert (status.pool.num_nodes, status.pool.total_bytes) == (1, 500)
+    load = status.load
+    assert (load.num_inflight, load.num_prefilling, load.num_decoding) == (2, 1, 1)
+    assert (load.num_free_blocks, load.num_total_blocks) == (900, 1000)
+    worker = status.workers[1]
+    assert (worker.id, worker.role, worker.pid) == ("d0", Role.DECODE, 1)
+    assert worker.silent_s == 4.0
+    assert status.counters["requests_accepted"] == 2
+
+
+def test_events_tell_the_story(harness: Pair) -> None:
+    harness.submit(request("r", max_tokens=2))
+    harness.output(harness.p0, "r", 0, [1], num_cached_tokens=4)
+    harness.now = 1.0
+    harness.output(harness.d0, "r", 1, [2], FinishReason.LENGTH)
+    story = [e for e in harness.events.events if getattr(e, "request_id", "") == "r"]
+    kinds = [type(event).__name__ for event in story]
+    assert kinds == ["Accepted", "Placed", "FirstToken", "Tokens", "Tokens", "Finished"]
+    placed, finished = story[1], story[-1]
+    assert isinstance(placed, Placed)
+    assert (placed.prefill, placed.decode) == ("p0", "d0")
+    assert isinstance(finished, Finished)
+    assert (finished.num_cached_tokens, finished.status, finished.at_s) == (4, 200, 1.0)
+
+
+def test_it_is_ready_when_a_request_has_all_the_workers_it_needs() -> None:
+    def says(harness: SchedulerHarness) -> tuple[bool, list[str]]:
+        status = harness.gateway.status(harness.now)
+        return status.ready, status.missing
+
+    alone, both = SchedulerHarness(), SchedulerHarness(needs_prefill=True)
+    assert says(alone) == (False, ["decode"])
+    assert says(both) == (False, ["prefill", "decode"])
+    for harness in (alone, both):
+        d0 = harness.join("d0", Role.DECODE)
+    assert says(alone) == (True, []), "decode does whole requests there"
+    assert says(both) == (False, ["prefill"])
+    both.join("p0", Role.PREFILL)
+    assert says(both) == (True, [])
+    both.report(d0, draining=True)
+    assert says(both) == (False, ["decode"])
+    both.join("d1", Role.DECODE)
+    assert says(both) == (True, [])
+    both.gateway.worker_lost("p0", both.now)
+    assert says(both) == (False, ["prefill"])
+    assert not both.gateway.status(both.now).draining
+    both.gateway.drain(both.now)
+    assert both.gateway.status(both.now).gateways[0].state == "draining"
+
+
+def test_it_says_goodbye_to_workers_and_gateways(harness: Pair) -> None:
+    other = ref("gateway-7")
+    harness.gateway.handle(GatewayNews(gateway=other, gateways=[]), harness.now)
+    status = harness.gateway.status(harness.now)
+    assert [one.id for one in status.gateways] == [GATEWAY.worker_id, other.worker_id]
+    harness.gateway.say_goodbye()
+    for each in (harness.p0, harness.d0, other):
+        assert harness.channel.of(PeerLost, each.address) == [PeerLost(worker=GATEWAY)]
+    harness.gateway.handle(PeerLost(worker=other), harness.now)
+    assert harness.channel.of(PeerLost, harness.d0.address)[1:] == [PeerLost(worker=other)]
+    assert len(harness.gateway.status(harness.now).gateways) == 1
+    seen = [
+        (type(e), e.worker_id)
+        for e in harness.events.events
+        if e.at_s == harness.now
+        and isinstance(e, WorkerJoined | WorkerLeft)
+        and e.role is Role.GATEWAY
+    ]
+    assert seen == [(WorkerJoined, other.worker_id), (WorkerLeft, other.worker_id)]

@@ -1,0 +1,140 @@
+"""The handshake proves both sides, and nothing else gets in."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from mooncake.base.ids import SeededIds
+from mooncake.transfer.net.handshake import (
+    HANDSHAKE_VERSION,
+    NONCE_BYTES,
+    AcceptingSide,
+    ConnectingSide,
+    Credentials,
+    HandshakeRefused,
+    Hello,
+    Welcome,
+)
+
+
+def party(engine_id: str, secret: str = "s", seed: int = 1) -> Credentials:
+    return Credentials(engine_id=engine_id, secret=secret, ids=SeededIds(seed))
+
+
+def shake(client: ConnectingSide, owner: AcceptingSide) -> None:
+    """Carry messages to and fro until the client is content or one side refuses."""
+    message: bytes | None = client.first_message
+    while message is not None:
+        message = client.step(owner.step(message))
+
+
+def test_both_sides_know_each_other_after_four_messages() -> None:
+    client = party("a").connect("b", ["old-1", "old-2"])
+    owner = party("b", seed=2).accept()
+    shake(client, owner)
+    assert client.done
+    assert owner.refusal is None
+    assert owner.identity is not None
+    assert owner.identity.engine_id == "a"
+    assert owner.identity.connection_id == client.hello.connection_id
+    assert owner.identity.fenced == ("old-1", "old-2")
+
+
+def test_a_wrong_secret_is_refused_and_both_sides_know_why() -> None:
+    owner = party("b", secret="right").accept()
+    with pytest.raises(HandshakeRefused, match="the peer refused: wrong cluster secret"):
+        shake(party("a", secret="wrong").connect("b"), owner)
+    assert owner.refusal == "wrong cluster secret"
+    assert owner.identity is None
+
+
+def test_another_engine_is_named_only_to_peers_that_know_the_secret() -> None:
+    owner = party("b").accept()
+    with pytest.raises(HandshakeRefused, match="engine c is not here, this is b"):
+        shake(party("a").connect("c"), owner)
+    stranger_sees = party("b").accept()
+    with pytest.raises(HandshakeRefused) as error:
+        shake(party("a", secret="wrong").connect("c"), stranger_sees)
+    assert "this is b" not in error.value.message
+
+
+def test_an_owner_that_does_not_know_the_secret_is_found_out() -> None:
+    client = party("a", secret="right").connect("b")
+    impostor = party("b", secret="wrong").accept()
+    challenge = impostor.step(client.first_message)
+    assert client.step(challenge) is not None
+    with pytest.raises(HandshakeRefused, match="does not know the cluster secret"):
+        client.step(msgspec.msgpack.encode(Welcome(bytes(32))))
+    assert not client.done
+
+
+def test_a_recorded_handshake_cannot_be_replayed() -> None:
+    client = party("a").connect("b")
+    owner = party("b", seed=2).accept()
+    proof = client.step(owner.step(client.first_message))
+    assert proof is not None
+    again = party("b", seed=3).accept()
+    again.step(client.first_message)
+    again.step(proof)
+    assert again.refusal == "wrong cluster secret"
+    # Nor can the owner's own proof be mirrored back at it.
+    mirror = party("b", seed=2).accept()
+    challenge = mirror.step(client.first_message)
+    mirror.step(challenge)
+    assert mirror.refusal == "unexpected challenge in the handshake"
+
+
+@pytest.mark.parametrize("position", range(0, 200, 7))
+def test_a_changed_hello_spoils_the_proof(position: int) -> None:
+    client = party("a").connect("b", ["x" * 40, "y" * 40])
+    changed = bytearray(client.first_message)
+    changed[position] ^= 1
+    owner = party("b", seed=2).accept()
+    answer = owner.step(bytes(changed))
+    if owner.refusal is None:
+        proof = client.step(answer)
+        assert proof is not None
+        owner.step(proof)
+    assert owner.refusal is not None
+    assert owner.identity is None
+
+
+def test_another_version_is_named() -> None:
+    hello = Hello(HANDSHAKE_VERSION + 1, "a", "b", "c", bytes(NONCE_BYTES), [])
+    with pytest.raises(HandshakeRefused, match=f"version {HANDSHAKE_VERSION + 1} is not"):
+        shake(ConnectingSide("s", hello), party("b").accept())
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        Hello(HANDSHAKE_VERSION, "a", "b", "c", b"short", []),
+        Hello(HANDSHAKE_VERSION, "a", "b", "c", bytes(NONCE_BYTES), ["x"] * 300),
+    ],
+)
+def test_a_malformed_hello_is_refused(hello: Hello) -> None:
+    with pytest.raises(HandshakeRefused, match="malformed hello"):
+        shake(ConnectingSide("s", hello), party("b").accept())
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"GET / HTTP/1.1", b"\xc1", msgspec.msgpack.encode({"type": "x"})]
+)
+def test_garbage_is_refused_on_both_sides(data: bytes) -> None:
+    owner = party("b").accept()
+    owner.step(data)
+    assert owner.refusal is not None
+    assert "does not speak this protocol" in owner.refusal
+    with pytest.raises(HandshakeRefused, match="does not speak this protocol"):
+        party("a").connect("b").step(data)
+
+
+def test_messages_out_of_order_are_refused() -> None:
+    client, owner = party("a").connect("b"), party("b", seed=2).accept()
+    challenge = owner.step(client.first_message)
+    assert client.step(challenge) is not None
+    with pytest.raises(HandshakeRefused, match="unexpected challenge"):
+        client.step(challenge)
+    owner.step(client.first_message)
+    assert owner.refusal == "unexpected hello in the handshake"
