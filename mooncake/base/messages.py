@@ -14,6 +14,7 @@ import msgspec
 
 from mooncake.base.blocks import BlockKey
 from mooncake.base.kv_layout import BlockPlaces
+from mooncake.base.large_settings import LargeSettings, SettingName
 from mooncake.base.request import (
     Failure,
     FinishReason,
@@ -21,7 +22,7 @@ from mooncake.base.request import (
     TokenLogprobs,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Role(str, Enum):
@@ -290,18 +291,31 @@ class BlockSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Pool nodes that hold this run or its beginning, to ask when `store` fails."""
 
 
-class PrefillTask(Message, frozen=True, tag="prefill"):
-    """Compute the KV of prompt + `output_tokens`, push it to `decode`, and sample one token."""
+class RequestTask(Message, frozen=True, kw_only=True):
+    """The base of the tasks that carry a request. The large settings of its sampling may be named
+    instead: then `request.sampling` has their defaults, and the worker puts them back
+    (`instance.kept_settings`), or turns the task away when it does not have them.
+    """
 
     request: GenerateRequest
     attempt: int
     gateway: WorkerRef
-    decode: WorkerRef
     output_tokens: list[int] = []
     """Already delivered by an earlier attempt."""
     sources: list[BlockSource] = []
+    """Where blocks of the prompt lie, for the worker that computes it."""
     turn: float = 0.0
     """Place among the requests of its class: smaller goes first."""
+    named: dict[str, SettingName] = {}
+    """Field of `SamplingParams` -> the setting that belongs there."""
+    settings: LargeSettings | None = None
+    """Those of the named settings that this worker is sent for the first time."""
+
+
+class PrefillTask(RequestTask, frozen=True, kw_only=True, tag="prefill"):
+    """Compute the KV of prompt + `output_tokens`, push it to `decode`, and sample one token."""
+
+    decode: WorkerRef
     num_replicate_blocks: int = 0
     """This many leading blocks are hot: put them into the own node's pool even if reused."""
 
@@ -320,18 +334,10 @@ class Reserved(Message, frozen=True, tag="reserved"):
 # ---------------------------------------------------------------- to decode
 
 
-class DecodeTask(Message, frozen=True, tag="decode"):
+class DecodeTask(RequestTask, frozen=True, kw_only=True, tag="decode"):
     """Reserve pages for the KV from `prefill`; without `prefill` do the whole request here."""
 
-    request: GenerateRequest
-    attempt: int
-    gateway: WorkerRef
     prefill: WorkerRef | None
-    output_tokens: list[int] = []
-    sources: list[BlockSource] = []
-    """For a request that is done whole here."""
-    turn: float = 0.0
-    """Place among the requests of its class: smaller goes first."""
 
 
 class KVReady(Message, frozen=True, tag="kv_ready"):

@@ -106,6 +106,11 @@ class DecodeWorker:
         older = self._jobs.get(task.request.request_id)
         if older is not None:
             self._abort(older, now)
+        whole = self.instance.whole_task(task)
+        if whole is None:
+            self._jobs.refuse(task)
+            return
+        task = whole
         layout = self.instance.layout
         self.instance.engine.prepare(task.request)
         job = DecodeJob(task, layout)

@@ -38,6 +38,7 @@ from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance.config import InstanceConfig
 from mooncake.instance.fetch import Fetcher
+from mooncake.instance.kept_settings import KeptSettings, TaskT
 from mooncake.instance.mover import SliceMover
 from mooncake.instance.pages import Quarantine
 from mooncake.instance.push import Push
@@ -107,6 +108,7 @@ class Instance:
             self.pool.inventory,
             config.report_interval_s,
         )
+        self.kept_settings = KeptSettings()
         self._outputs: dict[str, list[RequestOutput]] = {}
         self._num_open_pushes = 0
         self._last_sequence_id = 0
@@ -204,6 +206,20 @@ class Instance:
         output = RequestOutput(request_id=request_id, attempt=attempt, start=start, finish=finish)
         self.queue_output(gateway, output)
 
+    def whole_task(self, task: TaskT) -> TaskT | None:
+        """Return `task` with the settings that it names; None = they are not here, and it has been
+        turned away: the next task carries them.
+        """
+        whole = self.kept_settings.completed(task)
+        if whole is None:
+            failure = Failure.turned_away(
+                "this worker does not have the settings that a task names"
+            )
+            start = len(task.output_tokens)
+            self.fail(task.gateway, task.request.request_id, task.attempt, failure, start)
+            self.count("tasks_without_settings")
+        return whole
+
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a counter of the load report."""
         self.counters[name] = self.counters.get(name, 0) + amount
@@ -295,6 +311,7 @@ class Instance:
         the instance nor its role (`role_quiet`) has anything in progress.
         """
         self.engine.check_integrity()
+        self.kept_settings.check_integrity()
         if role_quiet and self.quiet:
             assert self.pool.num_held == 0, f"{self.pool.num_held} pages are held for nothing"
 

@@ -117,6 +117,10 @@ class JobTable(Generic[JobT]):
         repeated = self.find(request_id, task.attempt) is not None
         return not repeated and not self.is_over(request_id, task.attempt)
 
+    def refuse(self, task: PrefillTask | DecodeTask) -> None:
+        """Fence off the attempt of a task that does not become a job."""
+        self._remember(task.request.request_id, task.attempt)
+
     def abort(self, message: AbortTask) -> JobT | None:
         """Fence off the attempt and all older ones; return the job that must end, if any."""
         self._remember(message.request_id, message.attempt)

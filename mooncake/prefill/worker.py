@@ -107,6 +107,11 @@ class PrefillWorker:
         older = self._jobs.get(task.request.request_id)
         if older is not None:
             self._end(older, now)
+        whole = self.instance.whole_task(task)
+        if whole is None:
+            self._jobs.refuse(task)
+            return
+        task = whole
         instance = self.instance
         instance.engine.prepare(task.request)
         job = PrefillJob(task, instance.layout, instance.open_push())

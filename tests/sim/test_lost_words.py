@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from mooncake.base import FinishReason
 from mooncake.base.messages import (
     AbortTask,
     DecodeTask,
@@ -74,3 +75,24 @@ def test_a_lost_word_holds_nothing_for_ever(word: type[msgspec.Struct], count: i
     cluster.check_streams()
     cluster.check_quiet()
     assert [pool.num_open for pool in cluster.pools()] == [0] * 4
+
+
+@pytest.mark.parametrize("word", [DecodeTask, PrefillTask], ids=lambda word: word.__name__)
+def test_settings_that_were_lost_with_a_task_are_sent_again(word: type[msgspec.Struct]) -> None:
+    """The tokens that stop a request decide its answer, so one without them would show."""
+    cluster = Cluster(specs(2, 2), scheduler=SchedulerConfig(stall_timeout_s=10.0, max_attempts=20))
+    lost = lose(cluster, word, 3)
+    stops = list(range(0, 600, 4))
+    for index in range(24):
+        prompt = [*range(30), index, index + 1]
+        cluster.world.submit(
+            request(f"r{index}", prompt, max_tokens=20, seed=index, stop_token_ids=stops)
+        )
+        cluster.run(0.05)
+    cluster.run(120)
+    assert len(lost) == 3
+    assert cluster.counter("tasks_without_settings") > 0, "no task came without its settings"
+    cluster.check_streams()
+    reasons = {stream.finals[0].reason for stream in cluster.world.streams.values()}
+    assert FinishReason.STOP in reasons
+    cluster.check_quiet()

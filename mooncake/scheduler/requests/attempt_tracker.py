@@ -13,6 +13,7 @@ from mooncake.scheduler.membership_table import MembershipTable
 from mooncake.scheduler.placement.conductor import Placement
 from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.requests.record import RequestRecord
+from mooncake.scheduler.requests.sent_settings import SentSettings
 from mooncake.telemetry.events import Placed
 
 
@@ -26,6 +27,7 @@ class AttemptTracker:
         """Worker id -> requests placed there."""
         self._batch: dict[str, RequestRecord] = {}
         """Placed batch requests, the latest last."""
+        self._settings = SentSettings()
         self._last_attempt = 0
         """The number of the last attempt. All attempts of this gateway share one count, so a
         request id that is used again never matches an attempt of its predecessor.
@@ -53,12 +55,17 @@ class AttemptTracker:
                 num_fetch_blocks=placement.num_fetch_blocks,
             )
         )
-        for address, task in record.tasks(self._ports.worker):
-            self._ports.channel.send(address, task)
+        for worker, task in record.tasks(self._ports.worker):
+            self._ports.channel.send(worker.address, self._settings.shortened(task, worker))
 
-    def end(self, record: RequestRecord, done: Collection[str] = ()) -> None:
+    def end(
+        self, record: RequestRecord, done: Collection[str] = (), *, failed: bool = False
+    ) -> None:
         """End an attempt. Its workers that are not lost are told to abort it, except those in
         `done` and a prefill worker whose decode worker has joined: these have finished with it.
+
+        `failed`: it did not come to its end. A task may have been lost on the way, or turned away
+        for a setting that it named, so settings are sent again.
         """
         for worker in record.workers():
             self._on_worker.get(worker.worker_id, {}).pop(record.request_id, None)
@@ -72,6 +79,8 @@ class AttemptTracker:
                     worker.address,
                     AbortTask(request_id=record.request_id, attempt=record.attempt),
                 )
+            if failed:
+                self._settings.forget(worker.worker_id)
         self._batch.pop(record.request_id, None)
         record.placement = None
 
@@ -89,6 +98,7 @@ class AttemptTracker:
 
     def remove_worker(self, worker_id: str) -> list[str]:
         """Drop a lost worker and return the ids of the requests it had."""
+        self._settings.forget(worker_id)
         return list(self._on_worker.pop(worker_id, {}))
 
     def check_integrity(self, records: Iterable[RequestRecord]) -> set[str]:

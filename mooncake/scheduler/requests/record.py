@@ -111,8 +111,8 @@ class RequestRecord:
         assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} to {state}"
         self.state = state
 
-    def tasks(self, gateway: WorkerRef) -> list[tuple[str, DecodeTask | PrefillTask]]:
-        """Return (address, task) for each worker of the current placement. Decode comes first, so
+    def tasks(self, gateway: WorkerRef) -> list[tuple[WorkerRef, DecodeTask | PrefillTask]]:
+        """Return (worker, task) for each worker of the current placement. Decode comes first, so
         that it reserves pages while prefill computes.
         """
         placement = self.placement
@@ -129,7 +129,7 @@ class RequestRecord:
             turn=self.queue_position.order[1],
         )
         if prefill is None:
-            return [(decode.address, decode_task)]
+            return [(decode, decode_task)]
         prefill_task = PrefillTask(
             request=self.request,
             attempt=self.attempt,
@@ -140,7 +140,7 @@ class RequestRecord:
             turn=self.queue_position.order[1],
             num_replicate_blocks=placement.num_replicate_blocks,
         )
-        return [(decode.address, decode_task), (prefill.address, prefill_task)]
+        return [(decode, decode_task), (prefill, prefill_task)]
 
     def final_event(
         self, reason: FinishReason, stop_token_id: int | None, failure: Failure | None

@@ -282,7 +282,8 @@ class RequestManager:
     ) -> None:
         """End an attempt; the request is placed nowhere afterwards."""
         logger.info("request %s, attempt %d: %s", record.request_id, record.attempt, reason)
-        self._attempts.end(record, done=() if failed_on is None else (failed_on,))
+        done = () if failed_on is None else (failed_on,)
+        self._attempts.end(record, done, failed=True)
         self._conductor.release(record.request_id)
         record.move(RequestState.QUEUED)
         self._ports.recorder.record(

@@ -13,6 +13,7 @@ from mooncake.base import pool_messages as p
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import ProtocolError
 from mooncake.base.kv_layout import BlockPlaces, SegmentRef
+from mooncake.base.large_settings import LargeSettings, SettingName
 from mooncake.base.request import FinishReason, GenerateRequest, TokenLogprobs
 from mooncake.base.sampling import SamplingParams
 from mooncake.rpc.codec import decode, encode
@@ -54,6 +55,14 @@ EXAMPLES: list[AnyMessage] = [
     ),
     m.Reserved(request_id="r1", attempt=1, decode=WORKER, indexes=[0, 1], places=PLACES),
     m.DecodeTask(request=REQUEST, attempt=2, gateway=WORKER, prefill=None, output_tokens=[4]),
+    m.DecodeTask(
+        request=REQUEST,
+        attempt=3,
+        gateway=WORKER,
+        prefill=None,
+        named={"logit_bias": SettingName(b"digest", 160), "bad_words": SettingName(b"other", 9)},
+        settings=LargeSettings(logit_bias={5: -1.0}),
+    ),
     m.KVReady(request_id="r1", attempt=1, prefill=WORKER, token=3, num_cached_tokens=64),
     m.PushEnded(request_id="r1", attempt=1, prefill=WORKER),
     m.AbortTask(request_id="r1", attempt=1),

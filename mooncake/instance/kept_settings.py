@@ -1,0 +1,62 @@
+"""The large sampling settings that this worker was sent: sequences that name them share one object.
+
+Owned by the instance. Bounded by bytes; what is dropped here lives on in the requests that use it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TypeVar
+
+import msgspec
+
+from mooncake.base.large_settings import Setting, SettingName
+from mooncake.base.messages import RequestTask
+
+MAX_KEPT_BYTES = 64 << 20
+
+TaskT = TypeVar("TaskT", bound=RequestTask)
+
+
+class KeptSettings:
+    """Settings by name, the one used last at the end."""
+
+    def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[tuple[str, SettingName], Setting] = OrderedDict()
+        self.num_bytes = 0
+
+    def completed(self, task: TaskT) -> TaskT | None:
+        """Return `task` with its named settings put back, and keep those that it carries; None =
+        one is not here.
+        """
+        if not task.named:
+            return task
+        found: dict[str, Setting] = {}
+        for field, name in task.named.items():
+            sent = None if task.settings is None else getattr(task.settings, field, None)
+            value = self._use((field, name), sent)
+            if value is None:
+                return None
+            found[field] = value
+        sampling = msgspec.structs.replace(task.request.sampling, **found)
+        request = msgspec.structs.replace(task.request, sampling=sampling)
+        return msgspec.structs.replace(task, request=request, named={}, settings=None)
+
+    def _use(self, key: tuple[str, SettingName], sent: Setting | None) -> Setting | None:
+        value = self._kept.get(key)
+        if value is None:
+            if sent is None:
+                return None
+            value = self._kept[key] = sent
+            self.num_bytes += key[1].num_bytes
+        self._kept.move_to_end(key)
+        while self.num_bytes > self._max_bytes:
+            (_, dropped), _ = self._kept.popitem(last=False)
+            self.num_bytes -= dropped.num_bytes
+        return value
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the bytes are counted wrong, or pass the bound."""
+        assert self.num_bytes == sum(name.num_bytes for _, name in self._kept)
+        assert self.num_bytes <= self._max_bytes

@@ -1,0 +1,107 @@
+"""The large sampling settings that each worker has been sent: a task names them instead.
+
+Owned by the attempt tracker. What it believes may be wrong: a message was lost, or the worker keeps
+a setting no longer. Then the worker turns the task away, and the next one carries the setting.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, TypeVar
+
+import msgspec
+
+from mooncake.base.large_settings import (
+    LargeSettings,
+    Setting,
+    SettingName,
+    large_settings,
+    name_setting,
+)
+from mooncake.base.messages import RequestTask, WorkerRef
+from mooncake.base.sampling import SamplingParams
+
+MAX_SENT_BYTES = 16 << 20
+"""Of the settings that one worker is believed to keep; workers keep more, for several gateways."""
+MAX_NAMES = 32
+"""Settings whose names are remembered. The sequences of a call come one after another, with the
+same objects as settings, so each is hashed once a call."""
+
+TaskT = TypeVar("TaskT", bound=RequestTask)
+
+_DEFAULTS = SamplingParams()
+
+
+class SentSettings:
+    """What each worker was sent, the settings used last; one epoch a worker."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, tuple[WorkerRef, _Kept]] = {}
+        self._names: OrderedDict[int, tuple[Setting, SettingName]] = OrderedDict()
+
+    def shortened(self, task: TaskT, worker: WorkerRef) -> TaskT:
+        """Return `task` for `worker`: its large settings are named, and carried if they are new
+        there. The settings count as sent from now on.
+        """
+        sampling = task.request.sampling
+        large = large_settings(sampling)
+        names = {field: self._name(field, value) for field, value in large.items()}
+        names = {
+            field: name for field, name in names.items() if name.num_bytes <= MAX_SENT_BYTES // 4
+        }
+        if not names:
+            return task
+        kept = self._kept(worker)
+        new: dict[str, Any] = {
+            field: large[field] for field, name in names.items() if not kept.use(name)
+        }
+        defaults = {field: getattr(_DEFAULTS, field) for field in names}
+        bare = msgspec.structs.replace(sampling, **defaults)
+        return msgspec.structs.replace(
+            task,
+            request=msgspec.structs.replace(task.request, sampling=bare),
+            named=names,
+            settings=LargeSettings(**new) if new else None,
+        )
+
+    def forget(self, worker_id: str) -> None:
+        """Believe no longer that a worker has what it was sent."""
+        self._sent.pop(worker_id, None)
+
+    def _kept(self, worker: WorkerRef) -> _Kept:
+        known, kept = self._sent.get(worker.worker_id, (None, _Kept()))
+        if known != worker:  # another epoch has nothing
+            kept = _Kept()
+            self._sent[worker.worker_id] = worker, kept
+        return kept
+
+    def _name(self, field: str, value: Setting) -> SettingName:
+        """Return the name of a setting. It is kept with the object, so that no other object can
+        have its identity.
+        """
+        key = id(value)
+        if key not in self._names:
+            self._names[key] = value, name_setting(field, value)
+            if len(self._names) > MAX_NAMES:
+                self._names.popitem(last=False)
+        self._names.move_to_end(key)
+        return self._names[key][1]
+
+
+class _Kept:
+    """The names of the settings that one worker was sent, the one used last at the end."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[bytes, int] = OrderedDict()
+        self._num_bytes = 0
+
+    def use(self, name: SettingName) -> bool:
+        """Note a use; return whether the setting was there already."""
+        known = name.digest in self._names
+        if not known:
+            self._names[name.digest] = name.num_bytes
+            self._num_bytes += name.num_bytes
+        self._names.move_to_end(name.digest)
+        while self._num_bytes > MAX_SENT_BYTES:
+            self._num_bytes -= self._names.popitem(last=False)[1]
+        return known
