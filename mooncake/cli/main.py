@@ -45,9 +45,14 @@ class _Parser(argparse.ArgumentParser):
             )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit."""
-    code = run(sys.argv[1:] if argv is None else list(argv))
+def main(argv: Sequence[str]) -> NoReturn:
+    """Run the command line and raise SystemExit with its exit code."""
+    sys.exit(run(argv))
+
+
+def program() -> NoReturn:
+    """Run the command line of this process and end the process."""
+    code = run(sys.argv[1:])
     if any(thread.daemon for thread in threading.enumerate()):
         # One that still imports torch, or is in it, would abort the interpreter's end.
         sys.stderr.flush()
@@ -169,4 +174,4 @@ def _add(
 
 
 if __name__ == "__main__":
-    main()
+    program()

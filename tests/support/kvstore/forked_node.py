@@ -24,7 +24,7 @@ def _serve(command: Sequence[str], log: str) -> None:
     for fd in (1, 2):
         os.dup2(out, fd)
     os.environ["MOONCAKE_CLUSTER_SECRET"] = SECRET
-    raise SystemExit(cli.main(list(command)))
+    cli.main(list(command))
 
 
 class _Forked:
