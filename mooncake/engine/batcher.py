@@ -227,7 +227,7 @@ class Batcher:
                 yield sequence
 
     def _num_freed_by(self, victims: list[Sequence]) -> int:
-        """Return how many pages come free if all `victims` yield: those that nobody else holds."""
+        """Return how many pages come free if all `victims` yield: those no other holds."""
         holds = Counter(page for victim in victims for page in victim.pages)
         return sum(self._pool.ref_count(page) == count for page, count in holds.items())
 

@@ -233,11 +233,11 @@ def test_gaps_at_their_limit_have_no_worker_to_spare(seed: int) -> None:
 def test_no_request_is_lost_when_workers_die_as_they_change(seed: int) -> None:
     random = Random(seed)
     network = NetworkConfig(loss=0.02, message_jitter_s=0.01)
-    patience = {
+    timeouts = {
         "heartbeat_timeout_s": 2.0, "stall_timeout_s": 6.0, "gap_timeout_s": 2.0,
         "max_attempts": 50, "replace_wait_s": 60.0, "ttft_slo_s": None, "tbt_slo_s": None,
     }  # fmt: skip
-    world = cluster(seed, network, role_switching=True, **patience)
+    world = cluster(seed, network, role_switching=True, **timeouts)
     victims = [worker_id for worker_id in world.workers if not worker_id.startswith("pool")]
     phase_s = 25.0
     killed: list[str] = []

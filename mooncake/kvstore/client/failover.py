@@ -39,7 +39,7 @@ from mooncake.kvstore.client.replicate import replicate
 
 MAX_ATTEMPTS = 3
 """Nodes that a call turns to in vain before it fails."""
-PATIENCE_S = 4.0
+SILENT_NODE_S = 4.0
 """A node that has not answered by then is left while there are others. It may bring blocks up from
 its disks first.
 """
@@ -70,7 +70,7 @@ class _Attempts:
             return Attempt(left[0], self.deadline_s)
         # Others are left to turn to: half of the time is theirs.
         share = (self.deadline_s - now) / 2
-        return Attempt(left[0], now + share, now + min(share, PATIENCE_S))
+        return Attempt(left[0], now + share, now + min(share, SILENT_NODE_S))
 
     def are_over(self, now: float) -> bool:
         """Return whether no more nodes may be tried."""
@@ -286,7 +286,7 @@ class FailoverClient:
 
     async def _probe(self, suspect: Suspect) -> None:
         """See whether a node answers again; no call waits for it."""
-        at = Attempt(suspect.store, self._client.now + PATIENCE_S)
+        at = Attempt(suspect.store, self._client.now + SILENT_NODE_S)
         question = FindBlocks(asker=self._client.ref, ticket=0, keys=[])
         answer = await self._client.request(at, question, BlocksFound)
         if not isinstance(answer, MooncakeError):

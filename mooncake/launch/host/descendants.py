@@ -41,14 +41,14 @@ class Descendants:
         return [self._descriptors[descriptor] for descriptor in self._alive(0.0)]
 
     def end(self, timeout_s: float) -> None:
-        """Return when all have ended; those that have not after `patience_s` are killed."""
+        """Return when all have ended; those that have not after `timeout_s` are killed."""
         for descriptor in self._alive(timeout_s):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         self._alive(timeout_s)
 
     def _alive(self, timeout_s: float) -> list[int]:
-        """Wait up to `patience_s` for all to end; return the descriptors of those that have not."""
+        """Wait up to `timeout_s` for all to end; return the descriptors of those that have not."""
         poll = select.poll()
         waiting = set(self._descriptors)
         for descriptor in waiting:

@@ -15,7 +15,7 @@ from mooncake.base import ConfigError
 from mooncake.launch.host.driver import Driver
 
 LOOK_S = 0.05
-PATIENCE_S = 5.0
+WARN_AFTER_S = 5.0
 """Time without an answer after which a warning is logged, and again every `REMIND_S`."""
 REMIND_S = 60.0
 
@@ -68,7 +68,7 @@ class JoinWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        num_looks, next_warning = 0, round(PATIENCE_S / LOOK_S)
+        num_looks, next_warning = 0, round(WARN_AFTER_S / LOOK_S)
         while not self._ended.wait(LOOK_S):
             num_looks += 1
             try:

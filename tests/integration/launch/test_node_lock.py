@@ -67,7 +67,7 @@ def test_the_log_tells_of_joining_and_of_gateways_that_do_not_answer(
     num_warnings: int,
 ) -> None:
     monkeypatch.setattr(node_lock, "LOOK_S", 0.001)
-    monkeypatch.setattr(node_lock, "PATIENCE_S", 0.010)
+    monkeypatch.setattr(node_lock, "WARN_AFTER_S", 0.010)
     monkeypatch.setattr(node_lock, "REMIND_S", 0.010)
     driver = Driver(num_looks)
     with caplog.at_level(logging.INFO):

@@ -247,8 +247,8 @@ def test_windows_of_a_lost_client_rest_and_come_back(opened: Open) -> None:
 
 
 def test_a_silent_owner_is_given_up(opened: Open) -> None:
-    patience = StagingLimits(slot_bytes=4096, num_slots=2, fence_s=0.02, connect_s=0.05)
-    us, owner = opened("us", limits=patience), opened("owner")
+    limits = StagingLimits(slot_bytes=4096, num_slots=2, fence_s=0.02, connect_s=0.05)
+    us, owner = opened("us", limits=limits), opened("owner")
     ours, theirs = us.host(SIZE, 1), owner.device(SIZE, 2)
     owner.memories[0].hold()
     whole = TransferOp(ours.region_id, 0, theirs.region_id, 0, 4096)
@@ -263,15 +263,15 @@ def test_a_silent_owner_is_given_up(opened: Open) -> None:
 
 
 def test_a_broken_stream_is_told_when_the_copies_of_the_old_one_have_ended(opened: Open) -> None:
-    patience = StagingLimits(slot_bytes=4096, num_slots=2, fence_s=0.02, connect_s=30.0)
-    us, owner = opened("us", limits=patience), opened("owner")
+    limits = StagingLimits(slot_bytes=4096, num_slots=2, fence_s=0.02, connect_s=30.0)
+    us, owner = opened("us", limits=limits), opened("owner")
     ours, theirs = us.host(SIZE, 1), owner.device(SIZE, 2)
     owner.memories[0].hold()
     whole = TransferOp(ours.region_id, 0, theirs.region_id, 0, 4096)
     batch_id = us.transfer.submit(batch(owner, Op.WRITE, [whole]))
     until(lambda: owner.memories[0].num_held == 1)
     us.transfer.cancel(batch_id)
-    # After the patience a second stream asks the owner to end the first.
+    # After the limit of time a second stream asks the owner to end the first.
     until(lambda: owner.num_sessions() == 2)
     assert not us.transfer.poll(), "ended while the owner may still write for it"
     owner.memories[0].release()
