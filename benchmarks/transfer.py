@@ -1,5 +1,5 @@
-"""Transfer speed between two processes: ours over TCP, with tags and "unsealed", and shared memory
-beside upstream's transfer engine and what the machine can do.
+"""Transfer speed between two processes: ours over TCP, as it is, with MACs and encrypted, and
+shared memory beside upstream's transfer engine and what the machine can do.
 
     python -m benchmarks transfer [--sizes 1MiB,64MiB] [--batches 1,16] [--rounds N] [--page OUT]
 
@@ -29,7 +29,9 @@ from mooncake.telemetry.stats import percentile
 BYTES_A_TURN = 16 * 2**20
 WARM_UP_BYTES = 2**16
 COMPARED = {
-    "tcp": ["unsealed {op}", "upstream {op}", "raw sockets", "raw socket"],
+    "tcp": ["upstream {op}", "raw sockets", "raw socket"],
+    "mac": ["tcp {op}"],
+    "encrypt": ["tcp {op}"],
     "shm": ["upstream {op}", "memcpy"],
 }
 """What ours is divided by."""

@@ -23,14 +23,15 @@ from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.memory import allocate_shared
+from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.router import RoutedTransfer
 
 BUFFER_BYTES = 256 * 2**20
 """Both ends walk through this much memory, so that no block is copied twice from cache."""
 STREAMS = 2
 """Of the raw multi-stream copy: as many as our TCP uses."""
-KINDS = ("tcp", "unsealed", "shm")
-"""Of our engines; each moves blocks both ways."""
+KINDS = ("tcp", "mac", "encrypt", "shm")
+"""Of our engines: TCP with each protection, and shared memory; each moves blocks both ways."""
 Way = Callable[[list[int]], float]
 
 
@@ -146,12 +147,15 @@ class Upstream:
 
 
 def open_for(kind: str, side: str) -> RoutedTransfer:
-    """Return an engine that speaks one protocol only; "unsealed" is TCP without tags."""
-    sealed = kind != "unsealed"
-    protocols = [kind if sealed else "tcp"]
-    engine_id = f"{side}-{kind}"
-    config = TransferConfig(secret="benchmark", host="here", protocols=protocols, sealed=sealed)
-    return open_transfer(config, engine_id, MonotonicClock())
+    """Return an engine that speaks one protocol only, TCP for each protection."""
+    is_protected = kind in (each.value for each in Protection)
+    config = TransferConfig(
+        secret="benchmark",
+        host="here",
+        protocols=["tcp" if is_protected else kind],
+        protection=Protection(kind) if is_protected else Protection.NONE,
+    )
+    return open_transfer(config, f"{side}-{kind}", MonotonicClock())
 
 
 def serve(pipe: Connection) -> None:

@@ -72,6 +72,7 @@ class Node:
         env="MOONCAKE_CLUSTER_SECRET", secret=True)
     cluster_secret_file: str | None = setting(None, text, NODE, "FILE", "that holds it",
         env="MOONCAKE_CLUSTER_SECRET_FILE")
+    transfer_protection: str = same_as(ServeConfig, "transfer_protection", NODE)
     json: bool = setting(False, truth, NODE, "", "print one JSON document", switch=True)
     # fmt: on
 
@@ -321,7 +322,8 @@ def _bench(wanted: Bench) -> int:
     from mooncake.transfer.factory import choose_protocols
 
     config = msgspec.structs.replace(
-        _config(wanted), transfer_protocols=list(choose_protocols(wanted.transport))
+        _config(wanted),
+        transfer_protocols=list(choose_protocols(wanted.transport, wanted.transfer_protection)),
     )
     measured = bench.measure(config, wanted.batch, wanted.rounds, time.perf_counter, SystemIds())
     _print(wanted, measured.document(), measured.words())
@@ -356,13 +358,18 @@ def _session(wanted: Node) -> Any:
 def _config(wanted: Node) -> Any:
     """Return where the pool of the node at `--url` is; its secret proves that we may ask."""
     from mooncake.launch.pool_client.session import locate
+    from mooncake.transfer.factory import AUTO, choose_protocols
 
     if not wanted.cluster_secret:
         raise ConfigError(
             "cluster-secret: give that of the pool, by --cluster-secret-file or "
             "MOONCAKE_CLUSTER_SECRET"
         )
-    return locate(wanted.url, wanted.cluster_secret)
+    return msgspec.structs.replace(
+        locate(wanted.url, wanted.cluster_secret),
+        transfer_protocols=list(choose_protocols([AUTO], wanted.transfer_protection)),
+        transfer_protection=wanted.transfer_protection,
+    )
 
 
 def _key(written: str) -> bytes:

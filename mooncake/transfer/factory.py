@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from mooncake.base.clock import Clock
@@ -12,6 +12,7 @@ from mooncake.transfer.local.backend import InprocBackend, InprocFabric
 from mooncake.transfer.local.copying import CopyPool
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop
+from mooncake.transfer.net.protection import PROTECTIONS, Protection
 from mooncake.transfer.rdma.backend import RdmaSettings, open_rdma
 from mooncake.transfer.rdma.verbs import has_pyverbs
 from mooncake.transfer.regions import RegionTable
@@ -27,7 +28,7 @@ PROTOCOLS = ("inproc", "shm", "rdma", "tcp")
 
 
 AUTO = "auto"
-"""Stands for all protocols that work on this machine."""
+"""Stands for all protocols that work on this machine, and for the usual protection."""
 
 
 def usable_protocols() -> tuple[str, ...]:
@@ -36,13 +37,35 @@ def usable_protocols() -> tuple[str, ...]:
     return tuple(name for name in PROTOCOLS if name != "rdma" or has_rdma)
 
 
-def choose_protocols(names: Sequence[str]) -> tuple[str, ...]:
+def choose_protocols(names: Sequence[str], protection: str = AUTO) -> tuple[str, ...]:
     """Return the protocols between processes that `names` mean here, in the order they are tried.
 
-    A protocol given by name is used, or refused later; "auto" leaves out what cannot work.
+    A protocol given by name is used, or refused later; "auto" leaves out what cannot work, or
+    cannot give the `protection`. Raises ConfigError when a protocol given by name cannot give it.
     """
-    wanted = {*names, *(usable_protocols() if AUTO in names else ())}
+    usable = set(usable_protocols()) if AUTO in names else set()
+    if protection == Protection.ENCRYPT.value:
+        usable.discard("rdma")
+    wanted = {*names, *usable}
+    _check_protection(choose_protection(protection), wanted)
     return tuple(name for name in PROTOCOLS if name in wanted and name != "inproc")
+
+
+def choose_protection(name: str) -> Protection | None:
+    """Return the protection that is called `name`, None for "auto". Raises ConfigError."""
+    if name not in (AUTO, *PROTECTIONS):
+        raise ConfigError(
+            f"transfer-protection: {name!r} is not one of {', '.join((AUTO, *PROTECTIONS))}"
+        )
+    return None if name == AUTO else Protection(name)
+
+
+def _check_protection(protection: Protection | None, protocols: Container[str]) -> None:
+    if protection is Protection.ENCRYPT and "rdma" in protocols:
+        raise ConfigError(
+            "transfer-protection: NICs write memory as it is, so that RDMA cannot encrypt; leave "
+            "rdma out of --transport"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +77,10 @@ class TransferConfig:
     host: str
     """Name of this machine; peers with an equal one may use shared memory."""
     protocols: Sequence[str] = field(default_factory=usable_protocols)
-    sealed: bool | None = None
-    """Whether bytes on peers' connections to us carry tags that show them unaltered; None = unless
-    we listen on the loopback alone.
+    protection: Protection | None = None
+    """Of what passes over sockets; a peer that protects its memory from less is refused. None =
+    peers' connections to us carry MACs unless we listen on the loopback alone, and peers decide
+    about ours to them.
     """
     num_io_threads: int = 2
     """Threads that serve all sockets."""
@@ -86,8 +110,14 @@ def open_transfer(
     table = RegionTable(fabric.gates)
     router = RoutedTransfer(engine_id, config.host, table, clock)
     listen = config.tcp.listen
-    sealed = not listen.is_loopback if config.sealed is None else config.sealed
-    credentials = Credentials(engine_id=engine_id, secret=config.secret, ids=ids, sealed=sealed)
+    usual = Protection.NONE if listen.is_loopback else Protection.MAC
+    credentials = Credentials(
+        engine_id=engine_id,
+        secret=config.secret,
+        ids=ids,
+        protection=config.protection or usual,
+        least=config.protection or Protection.NONE,
+    )
     router.add_staging_engine(StagingEngine(credentials, table, router, config.staging, listen))
     loops: list[IoLoop] = []
     if {"shm", "rdma", "tcp"} & set(config.protocols):
@@ -128,5 +158,6 @@ def _check(config: TransferConfig) -> None:
         )
     if not config.secret:
         raise ConfigError("the cluster secret is empty: set one, the same for all workers")
+    _check_protection(config.protection, config.protocols)
     if config.num_io_threads < 1 or config.num_copy_threads < 0:
         raise ConfigError("transfer needs at least one I/O thread")

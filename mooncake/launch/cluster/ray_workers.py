@@ -179,7 +179,10 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts, secret: str) 
         host=host,
         cluster_secret=secret,
         bind_host=config.bind_host,
-        transfer_protocols=list(choose_protocols(config.transport)),
+        transfer_protocols=list(
+                choose_protocols(config.transport, config.transfer_protection)
+            ),
+            transfer_protection=config.transfer_protection,
         rdma=rdma_settings(config),
         model=str(plan.model.path),
         engine=plan.engine,

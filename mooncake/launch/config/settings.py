@@ -42,6 +42,7 @@ from mooncake.model.options import (
     ModelOptions,
 )
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
+from mooncake.transfer.net.protection import PROTECTIONS
 from mooncake.transfer.rdma.backend import RdmaSettings
 
 MODEL = "model and its memory"
@@ -122,6 +123,9 @@ class ServeConfig:
         "name of this machine (default: its host name)")
     transport: tuple[str, ...] = setting(("auto",), SomeOf("auto", "shm", "rdma", "tcp"), CLUSTER,
         "LIST", "how KV may move, e.g. shm,tcp; auto: all that work on this machine")
+    transfer_protection: str = setting("auto", OneOf("auto", *PROTECTIONS), CLUSTER, "KIND",
+        "of KV on sockets: from nothing, from changes (mac), or from readers, too; auto: mac, none "
+        "where workers listen on loopback. RDMA cannot encrypt")
     rdma_device: tuple[str, ...] = owned(RdmaSettings, "devices", texts, CLUSTER, "NAME",
         "NIC such as mlx5_0, may be repeated (default: all)", repeat=True)
     rdma_near: tuple[tuple[str, tuple[str, ...]], ...] = setting((), nearby, CLUSTER,

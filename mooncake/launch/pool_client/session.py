@@ -43,7 +43,13 @@ from mooncake.launch.pool_client.http_client import Client
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import Region
-from mooncake.transfer.factory import TransferConfig, open_transfer, usable_protocols
+from mooncake.transfer.factory import (
+    AUTO,
+    TransferConfig,
+    choose_protection,
+    open_transfer,
+    usable_protocols,
+)
 from mooncake.transfer.link_stats import LinkSnapshot
 from mooncake.transfer.rdma.backend import RdmaSettings
 from mooncake.transfer.tcp.backend import TcpSettings
@@ -66,6 +72,8 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     bind_host: str = "127.0.0.1"
     """The address of this machine at which the pool's answers arrive."""
     transfer_protocols: list[str] = msgspec.field(default_factory=lambda: list(usable_protocols()))
+    transfer_protection: str = AUTO
+    """Pool nodes whose memory has less are refused."""
     rdma: RdmaSettings = RdmaSettings()
     num_places: int = 16
     """Blocks of memory that `put` and `get` copy through: the most that one transfer carries."""
@@ -123,6 +131,7 @@ class PoolSession:
                 secret=config.cluster_secret,
                 host=machine_facts.boot_id(),
                 protocols=config.transfer_protocols,
+                protection=choose_protection(config.transfer_protection),
                 tcp=TcpSettings(bind_host=config.bind_host),
                 rdma=config.rdma,
             ),

@@ -51,7 +51,7 @@ from mooncake.rpc.channel import PolledChannel
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import PolledTransfer, Region
-from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.factory import AUTO, TransferConfig, choose_protection, open_transfer
 from mooncake.transfer.rdma.backend import RdmaSettings
 from mooncake.transfer.tcp.backend import TcpSettings
 
@@ -108,6 +108,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     gateway_address: str
     cluster_secret: str
     transfer_protocols: list[str]
+    transfer_protection: str = AUTO
     rdma: RdmaSettings = RdmaSettings()
     model: str
     """Directory of the checkpoint."""
@@ -339,6 +340,7 @@ def _open(
                 secret=settings.cluster_secret,
                 host=machine_facts.boot_id(),
                 protocols=settings.transfer_protocols,
+                protection=choose_protection(settings.transfer_protection),
                 tcp=TcpSettings(bind_host=settings.bind_host, advertise_host=advertise_host),
                 rdma=settings.rdma,
             ),

@@ -19,9 +19,10 @@ import msgspec
 from mooncake.base.errors import ProtocolError, TransferError
 from mooncake.base.ids import IdSource
 from mooncake.transfer.net.codec import decode
+from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.seals import Seals, session_keys
 
-HANDSHAKE_VERSION = 2
+HANDSHAKE_VERSION = 3
 MAX_HANDSHAKE_BYTES = 16384
 MAX_FENCED = 256
 NONCE_BYTES = 32
@@ -47,8 +48,8 @@ class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
     """Second message: what the owner wants signed."""
 
     nonce: bytes
-    sealed: bool
-    """Whether all later bytes carry tags, in both directions. Both proofs cover it."""
+    protection: Protection
+    """Of all later bytes, in both directions. Both proofs cover it."""
 
 
 class Proof(msgspec.Struct, frozen=True, tag="proof"):
@@ -100,9 +101,8 @@ class Channel:
     received: Seals
 
 
-def _channel(secret: str, transcript: bytes, *, sealed: bool, is_client: bool) -> Channel:
-    keys = session_keys(secret, transcript) if sealed else (None, None)
-    to_owner, to_client = Seals(keys[0]), Seals(keys[1])
+def _channel(secret: str, transcript: bytes, protection: Protection, *, is_client: bool) -> Channel:
+    to_owner, to_client = (Seals(protection, key) for key in session_keys(secret, transcript))
     return Channel(to_owner, to_client) if is_client else Channel(to_client, to_owner)
 
 
@@ -118,12 +118,14 @@ class PeerIdentity:
 class ConnectingSide:
     """The client's side: send `first_message`, then feed `step` until `done`."""
 
-    def __init__(self, secret: str, hello: Hello) -> None:
+    def __init__(self, secret: str, hello: Hello, least: Protection = Protection.NONE) -> None:
+        """`least`: an owner that protects bytes from less is refused."""
         self.hello = hello
         self._secret = secret
+        self._least = least
         self._first_message = _ENCODER.encode(hello)
         self._transcript: bytes | None = None
-        self._sealed = True
+        self._protection = least
         self.channel: Channel | None = None
         """There when the handshake is done."""
 
@@ -142,15 +144,20 @@ class ConnectingSide:
         if isinstance(message, Refusal):
             raise HandshakeRefused(f"the peer refused: {message.reason}")
         if isinstance(message, Challenge) and self._transcript is None:
+            self._protection = message.protection
+            if self._protection.is_weaker(self._least):
+                raise HandshakeRefused(
+                    f"the peer's --transfer-protection is {self._protection.value}, ours is "
+                    f"{self._least.value}: start all processes of the cluster with the same"
+                )
             self._transcript = _transcript(self._first_message, bytes(data))
-            self._sealed = message.sealed
             return _ENCODER.encode(Proof(_mac(self._secret, _CLIENT, self._transcript)))
         if isinstance(message, Welcome) and self._transcript is not None:
             expected = _mac(self._secret, _OWNER, self._transcript)
             if not hmac.compare_digest(message.mac, expected):
                 raise HandshakeRefused("the peer does not know the cluster secret")
             self.channel = _channel(
-                self._secret, self._transcript, sealed=self._sealed, is_client=True
+                self._secret, self._transcript, self._protection, is_client=True
             )
             return None
         raise HandshakeRefused(f"unexpected {type(message).__name__.lower()} in the handshake")
@@ -162,11 +169,17 @@ class AcceptingSide:
     When `refusal` is set after a step, send what it returned and hang up.
     """
 
-    def __init__(self, secret: str, engine_id: str, ids: IdSource, *, sealed: bool = True) -> None:
+    def __init__(
+        self,
+        secret: str,
+        engine_id: str,
+        ids: IdSource,
+        protection: Protection = Protection.MAC,
+    ) -> None:
         self._secret = secret
         self._engine_id = engine_id
         self._ids = ids
-        self._sealed = sealed
+        self._protection = protection
         self.channel: Channel | None = None
         """There as soon as `identity` is."""
         self._hello: Hello | None = None
@@ -193,7 +206,7 @@ class AcceptingSide:
                 return self._refuse("malformed hello")
             self._hello = message
             nonce = bytes.fromhex(self._ids.hex(NONCE_BYTES))
-            challenge = _ENCODER.encode(Challenge(nonce, self._sealed))
+            challenge = _ENCODER.encode(Challenge(nonce, self._protection))
             self._transcript = _transcript(bytes(data), challenge)
             return challenge
         if isinstance(message, Proof) and self._hello is not None and self.identity is None:
@@ -209,9 +222,7 @@ class AcceptingSide:
                 "(the worker was restarted)"
             )
         self.identity = PeerIdentity(hello.engine_id, hello.connection_id, tuple(hello.fenced))
-        self.channel = _channel(
-            self._secret, self._transcript, sealed=self._sealed, is_client=False
-        )
+        self.channel = _channel(self._secret, self._transcript, self._protection, is_client=False)
         return _ENCODER.encode(Welcome(_mac(self._secret, _OWNER, self._transcript)))
 
     def _refuse(self, reason: str) -> bytes:
@@ -226,8 +237,10 @@ class Credentials:
     engine_id: str
     secret: str = field(repr=False)
     ids: IdSource
-    sealed: bool = True
-    """Whether connections of peers to us carry tags; on ours to them, they decide."""
+    protection: Protection = Protection.MAC
+    """Of peers' connections to us; on ours to them, they decide."""
+    least: Protection = Protection.NONE
+    """Peers that decide on less are refused."""
 
     def connect(self, wanted_engine_id: str, fenced: Sequence[str] = ()) -> ConnectingSide:
         """Return the handshake of a new connection to that engine."""
@@ -239,8 +252,8 @@ class Credentials:
             nonce=bytes.fromhex(self.ids.hex(NONCE_BYTES)),
             fenced=list(fenced),
         )
-        return ConnectingSide(self.secret, hello)
+        return ConnectingSide(self.secret, hello, self.least)
 
     def accept(self) -> AcceptingSide:
         """Return our side of the handshake of a connection a peer has opened."""
-        return AcceptingSide(self.secret, self.engine_id, self.ids, sealed=self.sealed)
+        return AcceptingSide(self.secret, self.engine_id, self.ids, self.protection)

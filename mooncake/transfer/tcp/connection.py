@@ -297,7 +297,7 @@ class Connection:
             part=part,
             regions=regions,
             views=views if is_read else [],
-            outgoing=Outgoing(head, [] if is_read else views, self._channel.sent),
+            outgoing=Outgoing([head], [] if is_read else views, self._channel.sent),
             posted_s=time.monotonic(),
         )
         if not self._requests:
@@ -416,7 +416,8 @@ class Connection:
         elif header.num_bytes != request.part.slice.num_bytes:
             raise ProtocolError("answer of the wrong length")
         else:
-            self._receiving = Incoming(request.views, header.num_bytes, seals)
+            lengths = [op.num_bytes for op in request.part.slice.pieces]
+            self._receiving = Incoming(request.views, lengths, seals)
 
     def _on_reason(self, data: memoryview) -> None:
         assert self._channel is not None

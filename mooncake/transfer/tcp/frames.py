@@ -1,98 +1,124 @@
 """A frame on its way out, and a payload on its way in, each sealed while its bytes pass.
 
 A head (header and ranges) has a tag of its own, checked before any byte of the payload is taken. A
-payload goes straight from and to registered memory; its tag follows it, and until that is checked
-the request has not succeeded.
+payload goes straight from and to registered memory, in chunks, each followed by its tag; until all
+are checked the request has not succeeded.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
-from mooncake.transfer.net.seals import Seals
+from mooncake.transfer.net.seals import CHUNK_BYTES, MAX_CHUNKS, Seals
 from mooncake.transfer.tcp import wire
 
 _MAX_IOVECS = 1024
-_SEALED_STEP_BYTES = 2**20
-"""What is tagged at a time, just before the kernel copies it: both find it in the cache."""
+
+
+def cuts(lengths: Sequence[int], chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a payload of pieces into chunks: (piece, start, stop) of each. Both ends know the lengths
+    of the pieces, so they cut alike. Of a long payload, what goes ahead is cut off.
+    """
+    ahead = wire.AHEAD_BYTES if wire.is_long(sum(lengths)) else 0
+    for piece, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            stop = min(start + (ahead or chunk_bytes), length)
+            yield piece, start, stop
+            ahead = max(0, ahead - (stop - start))
+            start = stop
 
 
 class Outgoing:
     """A frame that is being sent."""
 
-    def __init__(self, head: bytes, payload: Sequence[memoryview], seals: Seals) -> None:
-        self._ready = [memoryview(seals.seal(head))]
-        self._payload = list(payload)
+    def __init__(
+        self, messages: Sequence[bytes], payload: Sequence[memoryview], seals: Seals
+    ) -> None:
+        """`messages`: a head, and the reason of a refusal; they are never hidden."""
+        self._ready = [memoryview(b"".join(map(seals.seal, messages)))]
+        self._step_bytes = CHUNK_BYTES if seals.num_tag_bytes else wire.MAX_REQUEST_BYTES
+        lengths = [len(view) for view in payload]
+        self._chunks = deque(
+            payload[piece][start:stop] for piece, start, stop in cuts(lengths, self._step_bytes)
+        )
         self._seal = seals.begin() if payload else None
-        self._step_bytes = _SEALED_STEP_BYTES if seals.num_tag_bytes else wire.MAX_REQUEST_BYTES
         self._is_due = True
-        self.is_ahead = wire.is_long(sum(map(len, payload)))
+        self.is_ahead = wire.is_long(sum(lengths))
         """Whether the first bytes of a long payload are still to go, alone."""
 
     @property
     def is_sent(self) -> bool:
         """Whether all of it has gone."""
-        return not (self._ready or self._payload)
+        return not (self._ready or self._chunks)
 
     def views(self) -> list[memoryview]:
         """Return what goes next. To be called inside the gate: it reads the payload."""
         if self._is_due and self._seal is not None:
             self._is_due = False
-            self._make_ready(wire.AHEAD_BYTES if self.is_ahead else self._step_bytes)
+            room = wire.AHEAD_BYTES if self.is_ahead else self._step_bytes
+            step: list[memoryview] = []
+            while self._chunks and len(self._chunks[0]) <= room and len(step) < MAX_CHUNKS:
+                step.append(self._chunks.popleft())
+                room -= len(step[-1])
+            self._ready += self._seal.seal(step)
         return self._ready
-
-    def _make_ready(self, num_bytes: int) -> None:
-        assert self._seal is not None
-        step: list[memoryview] = []
-        for view in self._payload[: _MAX_IOVECS - 2]:  # beside head and tag
-            step.append(view[:num_bytes])
-            num_bytes -= len(step[-1])
-            if num_bytes == 0:
-                break
-        step_bytes = sum(map(len, step))
-        self._seal.update(step, step_bytes)
-        wire.advance(self._payload, step_bytes)
-        self._ready += step
-        if not self._payload and (tag := self._seal.tag()):
-            self._ready.append(memoryview(tag))
 
     def advance(self, num_bytes: int) -> None:
         """Drop what was sent."""
         wire.advance(self._ready, num_bytes)
-        self._is_due = not self._ready and bool(self._payload)
+        self._is_due = not self._ready and bool(self._chunks)
 
 
 class Incoming:
-    """A payload, and its tag, that are being received."""
+    """A payload, and its tags, that are being received."""
 
-    def __init__(self, views: Sequence[memoryview], num_bytes: int, seals: Seals) -> None:
-        """`views`: where the payload of `num_bytes` goes."""
-        self._tag = memoryview(bytearray(seals.num_tag_bytes))
-        self._views = [*views, self._tag] if self._tag else list(views)
+    def __init__(self, views: Sequence[memoryview], lengths: Sequence[int], seals: Seals) -> None:
+        """Receive pieces of `lengths` into `views`, which may be none for what is only dropped."""
         self._seal = seals.begin()
-        self._is_whole = True
-        self.num_left = num_bytes + len(self._tag)
+        self._views = list(views)
+        self._sealed: deque[tuple[memoryview, memoryview, int]] = deque()
+        """Chunks not checked yet: place, that of the tag, and `num_left` when both have come."""
+        self.num_left = sum(lengths)
+        if seals.num_tag_bytes:
+            self._expect_tags(lengths, seals.num_tag_bytes)
+
+    def _expect_tags(self, lengths: Sequence[int], tag_bytes: int) -> None:
+        places = list(cuts(lengths, CHUNK_BYTES))
+        tags = memoryview(bytearray(tag_bytes * len(places)))
+        self.num_left += len(tags)
+        pieces, self._views = self._views, []
+        if not pieces:
+            return
+        left = self.num_left
+        for index, (piece, start, stop) in enumerate(places):
+            chunk = pieces[piece][start:stop]
+            tag = tags[index * tag_bytes : (index + 1) * tag_bytes]
+            left -= len(chunk) + tag_bytes
+            self._views += (chunk, tag)
+            self._sealed.append((chunk, tag, left))
 
     def receive(self, sock: socket.socket) -> int:
         """Receive some of it; return the number of bytes, 0 at the end of the stream.
 
-        To be called inside the gate. Raises ProtocolError when all has come and was altered.
+        To be called inside the gate. Raises ProtocolError when a chunk was altered.
         """
         if len(self._views) == 1:
             count = sock.recv_into(self._views[0])
         else:
             count = sock.recvmsg_into(self._views[:_MAX_IOVECS])[0]
-        self._seal.update(self._views, min(count, self.num_left - len(self._tag)))
         wire.advance(self._views, count)
         self.num_left -= count
-        if self.num_left == 0 and self._is_whole:
-            self._seal.check(self._tag)
+        while self._sealed and self.num_left <= self._sealed[0][2]:
+            chunk, tag, _ = self._sealed.popleft()
+            self._seal.open(chunk, tag)
         return count
 
     def drop(self, sock: socket.socket, scratch: memoryview) -> int:
         """Receive some of it and throw it away; what is left is not checked any more."""
         count = sock.recv_into(scratch[: self.num_left])
         self.num_left -= count
-        self._is_whole = False
+        self._sealed.clear()
         return count

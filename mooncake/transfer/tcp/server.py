@@ -28,7 +28,7 @@ from mooncake.transfer.net.handshake import (
 )
 from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
 from mooncake.transfer.net.listener import Listener, tcp_listener, watch_host
-from mooncake.transfer.net.seals import Seals
+from mooncake.transfer.net.seals import UNSEALED
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable, withdrawn
 from mooncake.transfer.tcp import wire
 from mooncake.transfer.tcp.frames import Incoming, Outgoing
@@ -237,7 +237,7 @@ class ServerConnection:
             self._channel = self._handshake.channel
             self._expect_head()
         self._has_head = True
-        self._reply(Outgoing(wire.pack_handshake(answer), [], Seals(None)))
+        self._reply(Outgoing([wire.pack_handshake(answer)], [], UNSEALED))
 
     # -------------------------------------------------------------- requests
 
@@ -276,12 +276,12 @@ class ServerConnection:
             self._refusal = error.message
         self._regions = regions
         if request.kind == wire.WRITE:
-            self._incoming = Incoming(views, request.num_bytes, self._channel.received)
+            self._incoming = Incoming(views, lengths, self._channel.received)
         elif self._refusal is not None:
             self._refuse(request, self._refusal)
         else:
             header = wire.Header(wire.DATA, 0, request.request_id, request.num_bytes)
-            self._end_request(wire.pack_header(header), views)
+            self._end_request(wire.pack_header(header), payload=views)
 
     def _receive_payload(self, payload: Incoming) -> bool:
         """Read some of a WRITE's payload into our memory, or drop it when the WRITE is refused.
@@ -316,8 +316,7 @@ class ServerConnection:
 
     def _refuse(self, request: wire.Header, reason: str) -> None:
         self._regions = []
-        header, text = wire.pack_refusal(request.request_id, reason)
-        self._end_request(header, [text])
+        self._end_request(*wire.pack_refusal(request.request_id, reason))
 
     def _count(self) -> None:
         """Count the request in hand, which has been served."""
@@ -330,13 +329,13 @@ class ServerConnection:
                 time.monotonic(),
             )
 
-    def _end_request(self, answer: bytes, payload: Sequence[memoryview] = ()) -> None:
+    def _end_request(self, *messages: bytes, payload: Sequence[memoryview] = ()) -> None:
         self._incoming = None
         if not payload:
             self._regions = []
         self._expect_head()
         assert self._channel is not None
-        self._reply(Outgoing(answer, payload, self._channel.sent))
+        self._reply(Outgoing(messages, payload, self._channel.sent))
 
     def _reply(self, frame: Outgoing) -> None:
         self._outgoing = frame

@@ -5,7 +5,8 @@ After the handshake the client sends requests and the owner answers them in orde
     WRITE  header, ranges, payload   ->  DONE | REFUSED reason
     READ   header, ranges            ->  DATA payload | REFUSED reason
 
-Both are sealed (`frames`): a tag follows each head (header and ranges) and each payload or reason.
+Both are sealed (`frames`): a tag follows each head (header and ranges), each chunk of a payload and
+each reason.
 A header is kind (1 byte), version (1), number of ranges (2), request id (8), payload bytes (8). A
 range is region, offset, length (8 each). Handshake messages go as their length (4) and body.
 """
@@ -89,10 +90,10 @@ def pack_request(kind: int, request_id: int, pieces: Sequence[TransferOp], num_b
     return pack_header(Header(kind, len(pieces), request_id, num_bytes)) + pack_ranges(pieces)
 
 
-def pack_refusal(request_id: int, reason: str) -> tuple[bytes, memoryview]:
+def pack_refusal(request_id: int, reason: str) -> tuple[bytes, bytes]:
     """Return header and reason of a REFUSED frame."""
     text = reason.encode()[:MAX_REASON_BYTES]
-    return pack_header(Header(REFUSED, 0, request_id, len(text))), memoryview(text)
+    return pack_header(Header(REFUSED, 0, request_id, len(text))), text
 
 
 def pack_handshake(body: bytes) -> bytes:

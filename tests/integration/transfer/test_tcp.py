@@ -20,6 +20,7 @@ from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.net.endpoint import ListenAddress, parse_endpoint
 from mooncake.transfer.net.handshake import ConnectingSide, Credentials
 from mooncake.transfer.net.listener import MAX_UNPROVEN
+from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.seals import TAG_BYTES, Seals
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.tcp import wire
@@ -40,13 +41,17 @@ Open = Callable[..., RoutedTransfer]
 def open_tcp() -> Iterator[Open]:
     opened: list[RoutedTransfer] = []
 
-    def make(engine_id: str, settings: TcpSettings | None = None) -> RoutedTransfer:
+    def make(
+        engine_id: str,
+        settings: TcpSettings | None = None,
+        protection: Protection | None = Protection.MAC,
+    ) -> RoutedTransfer:
         config = TransferConfig(
             secret=SECRET,
             host="h",
             protocols=["tcp"],
             tcp=settings or TcpSettings(),
-            sealed=True,
+            protection=protection,
         )
         opened.append(open_transfer(config, engine_id, MonotonicClock()))
         return opened[-1]
@@ -69,6 +74,8 @@ class Proxy:
         self._lock = threading.Lock()
         self.num_cuts_left = num_cuts
         self.num_connections = 0
+        self.seen: list[bytes] | None = None
+        """All that has passed, when it is a list."""
         self.hung_up = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -94,6 +101,8 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 left[0] -= len(data)
+                if self.seen is not None:
+                    self.seen.append(data)
                 with self._lock:
                     cut = left[0] < 0 and self.num_cuts_left > 0
                     self.num_cuts_left -= cut
@@ -148,10 +157,11 @@ def test_slices_of_a_broken_stream_go_again(open_tcp: Open, op: Op) -> None:
 
 @pytest.mark.parametrize("after", [1000, 100_000, 3 * MIB])
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+@pytest.mark.parametrize("protection", [Protection.MAC, Protection.ENCRYPT])
 def test_bytes_that_a_relay_alters_are_found_out_and_go_again(
-    open_tcp: Open, op: Op, after: int
+    open_tcp: Open, protection: Protection, op: Op, after: int
 ) -> None:
-    owner, us = open_tcp("owner"), open_tcp("us")
+    owner, us = open_tcp("owner", protection=protection), open_tcp("us", protection=protection)
     theirs, ours = owner.allocate(8 * MIB, "theirs"), us.allocate(8 * MIB, "ours")
     source, target = (theirs, ours) if op is Op.READ else (ours, theirs)
     source.buffer[:] = os.urandom(source.num_bytes)
@@ -163,6 +173,34 @@ def test_bytes_that_a_relay_alters_are_found_out_and_go_again(
     assert target.buffer == source.buffer
     proxy.num_altered_left = 10**6
     assert move(us, op, through, [one]).error is not None, "never taken for what was sent"
+    proxy.close()
+
+
+@pytest.mark.parametrize("protection", list(Protection))
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+@pytest.mark.parametrize("sizes", [[7], [4096] * 1500, [3 * MIB + 1, 1, MIB, 70_000], [5 * MIB]])
+def test_pieces_of_any_size_arrive_as_they_were_and_are_read_by_nobody(
+    open_tcp: Open, protection: Protection, op: Op, sizes: list[int]
+) -> None:
+    owner, us = open_tcp("owner", protection=protection), open_tcp("us", protection=protection)
+    words = b"a secret of sixteen words or so!"
+    num_bytes = sum(sizes) + len(sizes)  # with gaps, so that pieces stay pieces
+    theirs, ours = owner.allocate(num_bytes, "theirs"), us.allocate(num_bytes, "ours")
+    source, target = (theirs, ours) if op is Op.READ else (ours, theirs)
+    source.buffer[:] = (words * (num_bytes // len(words) + 1))[:num_bytes]
+    proxy = Proxy(owner.segment.endpoints["tcp"], num_cuts=0, cut_after=0)
+    proxy.seen = []
+    through = SegmentRef("owner", {"tcp": proxy.endpoint}, "h")
+    ops, expected, start = [], bytearray(num_bytes), 0
+    for size in sizes:
+        ops.append(TransferOp(ours.region_id, start, theirs.region_id, start, size))
+        expected[start : start + size] = source.buffer[start : start + size]
+        start += size + 1
+    assert move(us, op, through, ops).error is None
+    assert target.buffer == expected
+    passed = b"".join(proxy.seen)
+    is_readable = any(words[at : at + 6] in passed for at in range(len(words) - 6))
+    assert is_readable is (protection is not Protection.ENCRYPT)
     proxy.close()
 
 
@@ -178,24 +216,40 @@ def test_a_relay_cannot_lead_a_write_elsewhere(open_tcp: Open) -> None:
     assert not theirs.array.any()
 
 
-@pytest.mark.parametrize("sealed", [True, False])
-def test_the_owner_decides_whether_bytes_are_sealed(sealed: bool) -> None:
-    def opened(name: str, *, sealed: bool) -> RoutedTransfer:
-        config = TransferConfig(secret=SECRET, host="h", protocols=["tcp"], sealed=sealed)
-        return open_transfer(config, name, MonotonicClock())
+@pytest.mark.parametrize("protection", list(Protection))
+def test_the_owner_decides_on_the_protection(open_tcp: Open, protection: Protection) -> None:
+    owner, us = open_tcp("owner", protection=protection), open_tcp("us", protection=None)
+    theirs, ours = owner.allocate(MIB, "theirs"), us.allocate(MIB, "ours")
+    theirs.buffer[:] = os.urandom(MIB)
+    proxy = Proxy(owner.segment.endpoints["tcp"], 0, cut_after=5000, num_altered=1)
+    through = SegmentRef("owner", {"tcp": proxy.endpoint}, "h")
+    one = TransferOp(ours.region_id, 0, theirs.region_id, 0, MIB)
+    assert move(us, Op.READ, through, [one]).error is None
+    assert (ours.buffer == theirs.buffer) is (protection is not Protection.NONE)
+    proxy.close()
 
-    with contextlib.ExitStack() as stack:
-        owner, us = opened("owner", sealed=sealed), opened("us", sealed=not sealed)
-        for engine in (owner, us):
-            stack.callback(engine.close)
-        theirs, ours = owner.allocate(MIB, "theirs"), us.allocate(MIB, "ours")
-        theirs.buffer[:] = os.urandom(MIB)
-        proxy = Proxy(owner.segment.endpoints["tcp"], 0, cut_after=5000, num_altered=1)
-        stack.callback(proxy.close)
-        through = SegmentRef("owner", {"tcp": proxy.endpoint}, "h")
-        one = TransferOp(ours.region_id, 0, theirs.region_id, 0, MIB)
-        assert move(us, Op.READ, through, [one]).error is None
-        assert (ours.buffer == theirs.buffer) is sealed
+
+@pytest.mark.parametrize("protection", list(Protection))
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_a_refused_request_says_why_and_the_next_is_served(
+    open_tcp: Open, protection: Protection, op: Op
+) -> None:
+    owner, us = open_tcp("owner", protection=protection), open_tcp("us", protection=None)
+    theirs, ours = owner.allocate(3 * MIB, "theirs"), us.allocate(3 * MIB, "ours")
+    at = [TransferOp(ours.region_id, 0, theirs.region_id + gone, 0, 3 * MIB) for gone in (0, 7)]
+    for one, is_refused in ((at[0], False), (at[1], True), (at[0], False)):
+        error = move(us, op, owner.segment, [one]).error
+        assert ("is not registered" in (error or "")) is is_refused
+    assert us.counters()["transfer_tcp_failures"] == 0, "the stream went on"
+
+
+def test_an_owner_whose_bytes_are_less_protected_is_refused_with_words(open_tcp: Open) -> None:
+    owner, us = open_tcp("owner", protection=None), open_tcp("us", protection=Protection.ENCRYPT)
+    theirs, ours = owner.allocate(8, "theirs"), us.allocate(8, "ours")
+    one = TransferOp(ours.region_id, 0, theirs.region_id, 0, 8)
+    error = move(us, Op.READ, owner.segment, [one]).error
+    assert error is not None
+    assert "--transfer-protection is none, ours is encrypt" in error
 
 
 def test_bytes_are_sealed_unless_only_this_machine_can_connect() -> None:

@@ -11,12 +11,14 @@ import pytest
 
 from mooncake.base.errors import ConfigError, TransferError
 from mooncake.base.kv_layout import SegmentRef
+from mooncake.transfer import factory
 from mooncake.transfer.backend import Backend
 from mooncake.transfer.batches import Job
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
-from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.factory import TransferConfig, choose_protocols, open_transfer
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.local.backend import InprocFabric
+from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.regions import Gates, RegionTable
 from mooncake.transfer.router import RoutedTransfer
 from tests.support.clock import ManualClock
@@ -201,11 +203,28 @@ def test_two_engines_of_one_name_cannot_be(open_inproc: Open) -> None:
         (TransferConfig(secret="s", host="h", protocols=[]), "none given"),
         (TransferConfig(secret="", host="h"), "secret is empty"),
         (TransferConfig(secret="s", host="h", num_io_threads=0), "at least one I/O thread"),
+        (
+            TransferConfig(
+                secret="s", host="h", protocols=["tcp", "rdma"], protection=Protection.ENCRYPT
+            ),
+            "RDMA cannot encrypt; leave rdma out of --transport",
+        ),
     ],
 )
 def test_bad_settings_are_named(config: TransferConfig, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         open_transfer(config, "x", ManualClock())
+
+
+def test_encryption_leaves_rdma_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "usable_protocols", lambda: factory.PROTOCOLS)
+    assert choose_protocols(["auto"]) == ("shm", "rdma", "tcp")
+    assert choose_protocols(["auto"], "encrypt") == ("shm", "tcp")
+    assert choose_protocols(["tcp", "rdma"], "mac") == ("rdma", "tcp")
+    with pytest.raises(ConfigError, match="RDMA cannot encrypt"):
+        choose_protocols(["tcp", "rdma"], "encrypt")
+    with pytest.raises(ConfigError, match="'rot13' is not one of auto, none, mac, encrypt"):
+        choose_protocols(["auto"], "rot13")
 
 
 def test_a_failed_start_leaves_no_thread_behind() -> None:

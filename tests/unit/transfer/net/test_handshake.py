@@ -16,10 +16,13 @@ from mooncake.transfer.net.handshake import (
     Hello,
     Welcome,
 )
+from mooncake.transfer.net.protection import Protection
 
 
-def party(engine_id: str, secret: str = "s", seed: int = 1) -> Credentials:
-    return Credentials(engine_id=engine_id, secret=secret, ids=SeededIds(seed))
+def party(
+    engine_id: str, secret: str = "s", seed: int = 1, **protection: Protection
+) -> Credentials:
+    return Credentials(engine_id=engine_id, secret=secret, ids=SeededIds(seed), **protection)
 
 
 def shake(client: ConnectingSide, owner: AcceptingSide) -> None:
@@ -138,3 +141,44 @@ def test_messages_out_of_order_are_refused() -> None:
         client.step(challenge)
     owner.step(client.first_message)
     assert owner.refusal == "unexpected hello in the handshake"
+
+
+@pytest.mark.parametrize("protection", list(Protection))
+def test_the_owner_decides_what_bytes_are_protected_from(protection: Protection) -> None:
+    client = party("a").connect("b")
+    owner = party("b", seed=2, protection=protection).accept()
+    shake(client, owner)
+    assert client.channel is not None
+    assert owner.channel is not None
+    ends = (client.channel.sent, owner.channel.received, client.channel.received)
+    assert {each.protection for each in ends} == {protection}
+    assert owner.channel.received.open(client.channel.sent.seal(b"ask")) == b"ask"
+
+
+@pytest.mark.parametrize("least", list(Protection))
+@pytest.mark.parametrize("protection", list(Protection))
+def test_a_client_that_wants_more_refuses(protection: Protection, least: Protection) -> None:
+    client = party("a", least=least).connect("b")
+    owner = party("b", seed=2, protection=protection).accept()
+    if not protection.is_weaker(least):
+        shake(client, owner)
+        return
+    words = f"--transfer-protection is {protection.value}, ours is {least.value}: start all"
+    with pytest.raises(HandshakeRefused, match=words):
+        shake(client, owner)
+    assert owner.identity is None
+
+
+def test_a_relay_that_takes_the_protection_away_spoils_the_proof() -> None:
+    client = party("a").connect("b")
+    owner = party("b", seed=2, protection=Protection.ENCRYPT).accept()
+    challenge = owner.step(client.first_message)
+    changed = challenge.replace(b"\xa7encrypt", b"\xa3mac")
+    assert changed != challenge
+    proof = client.step(changed)
+    assert proof is not None
+    owner.step(proof)
+    assert owner.refusal == "wrong cluster secret"
+    again = party("a").connect("b")
+    with pytest.raises(HandshakeRefused, match="does not speak this protocol"):
+        again.step(challenge.replace(b"encrypt", b"rot-013"))
