@@ -91,6 +91,9 @@ from mooncake.base.model_spec import (
     YarnScaling,
     yarn_mscale,
 )
+from mooncake.base.parallel import (
+    Shape,
+)
 from mooncake.base.request import (
     Failure,
     FinalEvent,
@@ -163,6 +166,7 @@ __all__ = [
     "SamplingParams",
     "SeededIds",
     "SegmentRef",
+    "Shape",
     "StepOutputs",
     "SystemIds",
     "Tier",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from mooncake.base import ConfigError, MooncakeError
+from mooncake.base import ConfigError, MooncakeError, Shape
 from mooncake.cli.command import Command
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.shipped import figures
@@ -30,6 +30,7 @@ def run(wanted: PlanSettings) -> int:
     base = SimulationConfig(
         model=figures(wanted.model, ModelFigures),
         hardware=figures(wanted.hardware, HardwareFigures),
+        shape=Shape.parse(wanted.shape) if wanted.shape else None,
         num_prefill=1,
         num_decode=1,
         **values_of(wanted, SimulationConfig),

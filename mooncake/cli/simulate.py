@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Shape
 from mooncake.cli.command import Command
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.shipped import figures
@@ -33,6 +33,7 @@ mooncake simulate --trace trace.jsonl --model kimi-k2-thinking --hardware h200x8
     --prefill 2 --decode 2 --speed 2 --slo-ttft-s 10 --slo-tbt-ms 50 --report run.html
 mooncake simulate --trace trace.jsonl --model llama3-70b --hardware a800x8 \\
     --engine coupled-prefix --decode 16      engines that do everything, as a baseline
+mooncake simulate --trace trace.jsonl --model kimi-k2-thinking --hardware h200x8 --shape tp8
 mooncake simulate --config run.yaml --seed 2   keys are the flags' names; flags come first
 mooncake simulate --faults random --seed 7     a small cluster under faults, checked
 mooncake simulate --faults faults.yaml --trace trace.jsonl --limit 300 --prefill 2 --decode 2
@@ -76,6 +77,7 @@ def simulation_config(wanted: SimulateSettings) -> SimulationConfig:
     return SimulationConfig(
         model=figures(wanted.model, ModelFigures),
         hardware=figures(wanted.hardware, HardwareFigures),
+        shape=Shape.parse(wanted.shape) if wanted.shape else None,
         num_prefill=prefill,
         num_decode=decode,
         scheduler=SchedulerConfig(

@@ -11,7 +11,8 @@ import torch
 
 from mooncake.base import CheckpointError, ModelSpec
 from mooncake.model.backends import Backends
-from mooncake.model.checkpoint.quant import FP8_BLOCK, QuantizedWeight
+from mooncake.model.checkpoint.quant import QuantizedWeight
+from mooncake.model.checkpoint.quant_format import FP8_BLOCK
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.kimi_k2 import KimiK2, Layer
 from mooncake.model.layers.embedding import Embedding, Head

@@ -8,10 +8,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mooncake.base import DTYPE_BYTES, ConfigError, ModelSpec, format_bytes
+from mooncake.base import DTYPE_BYTES, ConfigError, ModelSpec, Shape, format_bytes
+from mooncake.model.checkpoint.quant_format import (
+    FP8_BLOCK,
+    INT4_GROUP,
+    Fp8Block,
+    Int4Group,
+    QuantFormat,
+    fp8_scale_shape,
+    is_quantized,
+)
+from mooncake.model.checkpoint.tensor_cuts import cut_of, part_shape
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 
 _ROUTER_PARTS = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
+_WIDENED = "kv_b_proj.weight"
+"""Never kept in FP8: attention multiplies with its two halves, cut apart."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,12 @@ class GpuMemory:
     """What the largest step took on top while it ran."""
 
 
+def room_for_pages(memory: GpuMemory, utilization: float, block_bytes: int) -> int:
+    """Return how many KV pages are left; below 0 where even the rest does not fit."""
+    budget = int(memory.total_bytes * utilization)
+    return (budget - memory.resident_bytes - 2 * memory.step_bytes) // block_bytes
+
+
 def pages_that_fit(
     memory: GpuMemory, *, utilization: float, block_bytes: int, least_pages: int
 ) -> int:
@@ -46,8 +64,7 @@ def pages_that_fit(
     Raises:
         ConfigError: fewer than `least_pages` fit; says what takes the room.
     """
-    budget = int(memory.total_bytes * utilization)
-    pages = (budget - memory.resident_bytes - 2 * memory.step_bytes) // block_bytes
+    pages = room_for_pages(memory, utilization, block_bytes)
     if pages < least_pages:
         raise ConfigError(
             f"gpu-memory-utilization: {utilization:g} of {format_bytes(memory.total_bytes)} leaves "
@@ -72,22 +89,77 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     return ParameterCount(total=total, router=router, active=total - idle)
 
 
-def weights_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Return the bytes of the loaded weights: all in `dtype`, the routers in float32."""
-    count = count_parameters(spec)
-    plain = (count.total - count.router) * DTYPE_BYTES[dtype]
-    return plain + count.router * DTYPE_BYTES["float32"]
+def weights_bytes(
+    spec: ModelSpec, dtype: str, *, num_ranks: int = 1, kept: QuantFormat | None = None
+) -> int:
+    """Return the bytes of the weights that one of `num_ranks` ranks holds: its parts (see
+    `tensor_cuts`), routers in float32, the rest in `dtype`.
+
+    kept: the checkpoint's format where the backends multiply with weights as they are stored; None:
+    quantized weights are widened when they are loaded.
+    """
+    total = 0
+    for name, shape in tensor_shapes(spec).items():
+        part = part_shape(shape, cut_of(spec, name, num_ranks), num_ranks)
+        total += _held_bytes(name, part, dtype, kept)
+    return total
 
 
-def workspace_bytes(spec: ModelSpec, dtype: str, *, step_tokens: int, step_sequences: int) -> int:
-    """Return an upper estimate of what one step of `step_tokens` needs beside weights and KV.
+def _held_bytes(name: str, shape: tuple[int, ...], dtype: str, kept: QuantFormat | None) -> int:
+    """Return the bytes of a tensor of `shape` in memory, factors of quantized blocks included."""
+    if name.endswith(_ROUTER_PARTS):
+        return math.prod(shape) * DTYPE_BYTES["float32"]
+    if is_quantized(kept, name):
+        if (
+            isinstance(kept, Fp8Block)
+            and kept.block == (FP8_BLOCK, FP8_BLOCK)
+            and not name.endswith(_WIDENED)
+        ):
+            factors = math.prod(fp8_scale_shape(shape, kept.block))
+            return math.prod(shape) + factors * DTYPE_BYTES["float32"]
+        grouped = isinstance(kept, Int4Group) and kept.group_size == INT4_GROUP
+        if grouped and ".mlp.experts." in name and shape[1] % INT4_GROUP == 0:
+            return math.prod(shape) // 2 + math.prod(shape) // INT4_GROUP * DTYPE_BYTES[dtype]
+    return math.prod(shape) * DTYPE_BYTES[dtype]
+
+
+def workspace_bytes(
+    spec: ModelSpec, dtype: str, *, step_tokens: int, step_sequences: int, num_ranks: int = 1
+) -> int:
+    """Return an upper estimate of what one step of `step_tokens` needs beside weights and KV on one
+    of `num_ranks` ranks.
 
     Counts the widest moments of a layer as if they were alive together, and float32 logits.
     """
-    heads = spec.num_attention_heads
+    heads = spec.num_attention_heads // num_ranks
     attention = 2 * heads * spec.qk_head_dim + heads * spec.v_head_dim + spec.kv_width
-    routed = spec.num_experts_per_tok * (2 * spec.hidden_size + 3 * spec.moe_intermediate_size)
-    dense = 3 * spec.intermediate_size
+    inner = 3 * spec.moe_intermediate_size // num_ranks
+    routed = spec.num_experts_per_tok * (2 * spec.hidden_size + inner)
+    dense = 3 * spec.intermediate_size // num_ranks
     width = 4 * spec.hidden_size + max(attention, routed, dense)
     activations = step_tokens * width * DTYPE_BYTES[dtype]
     return activations + step_sequences * spec.vocab_size * 2 * DTYPE_BYTES["float32"]
+
+
+def communication_bytes(
+    spec: ModelSpec,
+    dtype: str,
+    shape: Shape,
+    *,
+    step_tokens: int,
+    step_sequences: int,
+    max_model_len: int,
+) -> int:
+    """Return what one rank keeps for exchanges with the others: a float32 sum and a gathered
+    embedding of the largest step; where KV is dealt out, the queries and outputs of all heads and
+    the latents of the longest context of one layer.
+    """
+    if shape.tp == 1:
+        return 0
+    each = DTYPE_BYTES[dtype]
+    total = step_tokens * spec.hidden_size * (DTYPE_BYTES["float32"] + each)
+    if shape.dcp > 1:
+        heads = step_sequences * spec.num_attention_heads
+        total += heads * (spec.kv_width * each + (spec.kv_lora_rank + 1) * DTYPE_BYTES["float32"])
+        total += max_model_len * spec.kv_width * each
+    return total

@@ -5,12 +5,13 @@ Makes no decision about requests: the shipped machines do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Shape
 from mooncake.base.messages import Role
 from mooncake.base.request import OutputEvent
 from mooncake.base.sampling import SamplingParams
@@ -44,10 +45,12 @@ ENGINES = ("mooncake", *COUPLED)
 
 
 class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulated cluster. An instance takes as many nodes as the model's weights need."""
+    """The simulated cluster."""
 
     model: ModelFigures
     hardware: HardwareFigures
+    shape: Shape | None = None
+    """Of every instance; None: all GPUs of as few nodes as hold the weights, KV shared out."""
     num_prefill: int
     num_decode: int
     engine: str = "mooncake"
@@ -104,7 +107,7 @@ class Simulation:
         self._on_output = on_output
         self.config = config
         self.workload = workload
-        self.cost = InstanceCost(config.model, config.hardware)
+        self.cost = InstanceCost(config.model, config.hardware, config.shape)
         self.layout = sim_layout(config.model, TRACE_BLOCK_TOKENS, LAYER_GROUPS)
         self.measures = Measures()
         self._lengths = workload.output_lengths
@@ -118,7 +121,8 @@ class Simulation:
     @property
     def num_nodes(self) -> int:
         """Number of nodes in this cluster."""
-        return (self.config.num_prefill + self.config.num_decode) * self.cost.num_nodes
+        instances = self.config.num_prefill + self.config.num_decode
+        return math.ceil(instances * self.cost.node_share)
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Run the whole workload; `progress` is called with (ended requests, all requests)."""
@@ -196,7 +200,7 @@ class Simulation:
         config, hardware = self.config, self.config.hardware
         engines = self._engines()
         link = config.link_bytes_per_s or self.cost.link_bytes_per_s
-        dram = self.cost.num_nodes * hardware.dram_bytes_per_s
+        dram = self.cost.node_share * hardware.dram_bytes_per_s
         scheduler = msgspec.structs.replace(
             config.scheduler,
             local_bytes_per_s=dram,

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from mooncake.base import Role, format_bytes
 from mooncake.launch.config.plan import ServePlan
+from mooncake.launch.config.rank_plan import rank_rows
 from mooncake.launch.config.settings import ServeConfig
 
 Show = Callable[[str, str, int, int], None]
@@ -78,8 +79,11 @@ def holdings(plan: ServePlan, role: Role) -> str:
             f", {format_bytes(disk.num_bytes)} in {disk.directory}" for disk in plan.kvstore.ssd
         )
         return f"pool of {format_bytes(plan.kvstore.dram_bytes)} DRAM, {blocks} blocks{disks}"
-    tokens = plan.engine.num_blocks * plan.engine.block_tokens
-    return f"{format_bytes(plan.kv_bytes)} KV, {tokens} tokens, {plan.num_threads} threads"
+    rank = plan.rank
+    tokens = max(0, rank.num_pages) * rank.shape.dcp * plan.layout.block_tokens
+    ranks = "" if rank.shape.tp == 1 else f"{rank.shape.tp} ranks ({rank.shape}), "
+    threads = "" if plan.gpu_node is not None else f", {plan.num_threads} threads"
+    return f"{ranks}{format_bytes(rank.kv * rank.shape.tp)} KV, {tokens} tokens{threads}"
 
 
 def started_table(rows: list[WorkerRow]) -> Table:
@@ -112,6 +116,11 @@ def print_plan(
             workers.add_row(role.value, str(number), holdings(plan, role))
     console.print()
     console.print(workers)
+    if plan.rank.shape.tp > 1 or plan.gpu_node is not None:
+        console.print()
+        console.print(_rank_table(plan))
+    if plan.gpu_node is not None:
+        return
     memory = Table(title="memory on this machine", box=None, pad_edge=False, title_justify="left")
     for name in ("what", "each", "together"):
         memory.add_column(name)
@@ -121,3 +130,22 @@ def print_plan(
         memory.add_row("free now", "", format_bytes(available))
     console.print()
     console.print(memory)
+
+
+def _rank_table(plan: ServePlan) -> Table:
+    """Return the memory of each rank of an engine; KV is what is left of a GPU where one is
+    planned for.
+    """
+    node, shape = plan.gpu_node, plan.rank.shape
+    where = "on this machine" if node is None else f"on {node.name}"
+    if node is not None:
+        per_node = node.num_gpus // shape.tp
+        nodes = -(-plan.num_engines // per_node)
+        where += f", {plan.num_engines} engines on {nodes} node{'s' * (nodes > 1)}"
+    title = f"memory of each rank of an engine of {shape}, {where}"
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    for name in ("rank", "weights", "KV", "tokens", "steps", "exchange", "libraries", "sum", "of"):
+        table.add_column(name, justify="right")
+    for cells in rank_rows(plan.rank, plan.layout):
+        table.add_row(*cells)
+    return table

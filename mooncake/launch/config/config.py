@@ -165,6 +165,8 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
             raise ConfigError(f"{flag(left)} and {flag(right)} exclude each other: {why}")
 
     both("kv_cache_memory_bytes", "num_gpu_blocks_override", "both say how many KV pages there are")
+    if config.hardware is not None and not config.dry_run:
+        raise ConfigError("hardware: only a plan is made for other machines: add --dry-run")
     if config.colocated:
         for name in ("prefill", "decode", "role", "join", "ray_address", "headless"):
             both("colocated", name, "colocated is one process with one engine")

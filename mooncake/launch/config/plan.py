@@ -15,22 +15,26 @@ from mooncake.base import (
     ConfigError,
     KvLayout,
     ModelSpec,
+    Shape,
     format_bytes,
 )
+from mooncake.base.parallel import TP_FLAG
 from mooncake.engine.config import EngineConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.launch.config.options import values_of
+from mooncake.launch.config.rank_plan import GpuNode, RankMemory, RankNeeds, rank_memory
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.config.shipped import figures
 from mooncake.launch.host import environment, machine_facts
 from mooncake.model.checkpoint.files import CheckpointFiles
+from mooncake.model.checkpoint.quant_format import QuantFormat, parse_quantization
 from mooncake.model.checkpoint.revision import PIECE_BYTES
-from mooncake.model.memory import weights_bytes, workspace_bytes
+from mooncake.model.checkpoint.tensor_cuts import check_cuts
 from mooncake.model.options import KV_DTYPES, ModelOptions
 from mooncake.scheduler.config import SchedulerConfig
+from mooncake.sim.world.cost_model import HardwareFigures
 
 DEFAULT_KV_BYTES = 2**30
-LIBRARY_BYTES = 400 * 2**20
-"""Of an engine's process: interpreter, tensor library, Ray."""
 LOGGED_HASHING_BYTES = 8 * 2**30
 """Weights of this size take some seconds to hash."""
 
@@ -45,8 +49,8 @@ class ModelPlan:
     spec: ModelSpec
     dtype: str
     max_model_len: int
-    weight_bytes: int
-    """Of the weights in memory."""
+    quantization: QuantFormat | None
+    """As the weights are stored."""
     revision: str
     """Names the weights; part of every block key. Empty in a dry run."""
 
@@ -65,8 +69,11 @@ class ServePlan:
     num_threads: int
     layout: KvLayout
     options: ModelOptions
-    workspace_bytes: int
-    """Of the largest step of an engine."""
+    needs: RankNeeds
+    rank: RankMemory
+    """Of each rank of an engine."""
+    gpu_node: GpuNode | None
+    """The hardware planned for, where it is not this machine."""
 
     @property
     def num_engines(self) -> int:
@@ -75,18 +82,8 @@ class ServePlan:
 
     @property
     def engine_bytes(self) -> int:
-        """Memory of one engine's process."""
-        return self.model.weight_bytes + self.kv_bytes + self.overhead_bytes
-
-    @property
-    def overhead_bytes(self) -> int:
-        """Memory of one engine's process besides weights and pages."""
-        return self.workspace_bytes + LIBRARY_BYTES
-
-    @property
-    def kv_bytes(self) -> int:
-        """Memory of one engine's pages."""
-        return self.engine.num_blocks * self.layout.block_bytes
+        """Memory of all ranks of one engine."""
+        return self.rank.shape.tp * self.rank.total
 
     @property
     def total_bytes(self) -> int:
@@ -95,12 +92,12 @@ class ServePlan:
 
     def memory_rows(self) -> list[tuple[str, str, str]]:
         """Return what takes memory, for a table: (what, each, all together)."""
-        engines, stores = self.num_engines, self.num_kvstores
-        pages = f"{self.engine.num_blocks} pages of {self.engine.block_tokens} tokens"
+        ranks, stores = self.num_engines * self.rank.shape.tp, self.num_kvstores
+        pages = f"{self.rank.num_pages} pages of {self.engine.block_tokens} tokens"
         rows = [
-            (f"weights ({self.model.dtype})", self.model.weight_bytes, engines),
-            (f"KV cache, {pages}", self.kv_bytes, engines),
-            ("activations and libraries", self.overhead_bytes, engines),
+            (f"weights ({self.model.dtype})", self.rank.weights, ranks),
+            (f"KV cache, {pages}", self.rank.kv, ranks),
+            ("activations and libraries", self.rank.overhead, ranks),
             ("kvstore pool", self.kvstore.dram_bytes, stores),
         ]
         shown = [
@@ -126,7 +123,8 @@ def read_model(config: ServeConfig) -> ModelPlan:
             f"{path} {what}; give the directory of a checkpoint "
             "(nothing is downloaded; `mooncake model init` writes a small one)"
         )
-    files = CheckpointFiles.open(directory)
+    read = CheckpointFiles.open_config if config.dry_run else CheckpointFiles.open
+    files = read(directory)
     spec = ModelSpec.from_config(files.config)
     longest = spec.max_position_embeddings
     if max_model_len is not None and max_model_len > longest:
@@ -142,7 +140,9 @@ def read_model(config: ServeConfig) -> ModelPlan:
         spec=spec,
         dtype=wanted,
         max_model_len=max_model_len or longest,
-        weight_bytes=weights_bytes(spec, wanted),
+        quantization=parse_quantization(
+            spec.quantization or files.config.get("quantization_config")
+        ),
         revision="" if config.dry_run else files.revision(environment.cache_dir(), _log_hashing),
     )
 
@@ -170,6 +170,25 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     )
     num_prefills, num_decodes, num_kvstores = _counts(config)
     num_engines = num_prefills + num_decodes
+    shape, gpu_node = _shape(config, model), _gpu_node(config)
+    options = _options(config, shape, gpu_node)
+    needs = RankNeeds(
+        spec=model.spec,
+        dtype=model.dtype,
+        quantization=model.quantization,
+        keeps_quantized=options.device == "cuda",
+        layout=layout,
+        step_tokens=config.max_num_batched_tokens,
+        step_sequences=config.max_num_seqs,
+        max_model_len=model.max_model_len,
+        on_gpu=options.device == "cuda",
+    )
+    num_pages = _num_pages(config, model, layout.block_bytes)
+    if gpu_node is not None and options.measure_pages:
+        rank = gpu_node.filled(needs, shape)
+        num_pages = max(1, rank.num_pages * shape.dcp)
+    else:
+        rank = rank_memory(needs, shape, num_pages)
     kvstore = KvStoreConfig(
         ssd=[SsdConfig(directory=where, num_bytes=size) for where, size in config.ssd],
         tenant_quota_bytes=dict(config.tenant_quota),
@@ -184,7 +203,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     return ServePlan(
         model=model,
         engine=EngineConfig(
-            num_blocks=_num_pages(config, model, layout.block_bytes),
+            num_blocks=num_pages,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_num_batched_tokens,
             max_chunk_tokens=config.max_num_batched_tokens,
@@ -201,30 +220,60 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         num_prefills=num_prefills,
         num_decodes=num_decodes,
         num_kvstores=num_kvstores,
-        num_threads=config.num_threads or max(1, cores // max(1, num_engines)),
+        num_threads=config.num_threads or max(1, cores // max(1, num_engines * shape.tp)),
         layout=layout,
-        options=_options(config),
-        workspace_bytes=workspace_bytes(
-            model.spec,
-            model.dtype,
-            step_tokens=config.max_num_batched_tokens,
-            step_sequences=config.max_num_seqs,
-        ),
+        options=options,
+        needs=needs,
+        rank=rank,
+        gpu_node=gpu_node,
     )
 
 
-def _options(config: ServeConfig) -> ModelOptions:
-    """Return how engines run the model. ConfigError: more engines than the GPUs here can take."""
+def _shape(config: ServeConfig, model: ModelPlan) -> Shape:
+    """Return the shape of each engine. ConfigError: it cannot be, or not be served yet."""
+    shape = Shape(tp=config.tensor_parallel_size, dcp=config.decode_context_parallel_size)
+    check_cuts(model.spec, model.quantization, shape.tp)
+    if shape.tp > 1 and not config.dry_run:
+        raise ConfigError(
+            f"{TP_FLAG}={shape.tp} is not supported yet: an engine is one process with the whole "
+            "model; several ranks can only be planned: --dry-run, or simulate --shape"
+        )
+    return shape
+
+
+def _gpu_node(config: ServeConfig) -> GpuNode | None:
+    """Return the hardware that a dry run names, if it does."""
+    if config.hardware is None:
+        return None
+    found = figures(config.hardware, HardwareFigures)
+    return GpuNode(
+        name=found.name,
+        num_gpus=found.num_gpus,
+        gpu_bytes=int(found.hbm_bytes),
+        utilization=config.gpu_memory_utilization,
+    )
+
+
+def _options(config: ServeConfig, shape: Shape, gpu_node: GpuNode | None) -> ModelOptions:
+    """Return how engines run the model. ConfigError: more ranks than the GPUs can take."""
     device, num_gpus = config.device, machine_facts.num_gpus()
+    if gpu_node is not None:
+        device, num_gpus = "cuda", gpu_node.num_gpus
     if device == "auto":
         device = "cuda" if num_gpus else "cpu"
-    sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
-    num_engines = sum(_counts(config)[:2])
-    if device == "cuda" and num_engines > 1 and not num_gpus:
-        raise ConfigError("device=cuda: this machine shows no NVIDIA GPU; use --device cpu")
-    if device == "cuda" and num_engines > 1 and num_engines > num_gpus and sized is None:
+    if device == "cuda" and num_gpus and shape.tp > num_gpus:
         raise ConfigError(
-            f"device=cuda: {num_engines} engines and {num_gpus} GPU: each takes all its memory. "
+            f"{TP_FLAG}: {shape.tp} ranks of an engine lie on one node, which has {num_gpus} GPUs"
+        )
+    sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
+    num_ranks = sum(_counts(config)[:2]) * shape.tp
+    here = device == "cuda" and gpu_node is None
+    if here and num_ranks > 1 and not num_gpus:
+        raise ConfigError("device=cuda: this machine shows no NVIDIA GPU; use --device cpu")
+    if here and num_ranks > 1 and num_ranks > num_gpus and sized is None:
+        kind = "engines" if shape.tp == 1 else "ranks"
+        raise ConfigError(
+            f"device=cuda: {num_ranks} {kind} and {num_gpus} GPU: each takes all its memory. "
             "Engines that share one need pages of a given size: --kv-cache-memory-bytes or "
             "--num-gpu-blocks-override; else use fewer, --colocated, or --device cpu"
         )
@@ -269,6 +318,8 @@ def _num_pages(config: ServeConfig, model: ModelPlan, block_bytes: int) -> int:
 
 def check_memory(plan: ServePlan, available: int | None) -> None:
     """Raise ConfigError when the workers would not fit into the memory that is there."""
+    if plan.gpu_node is not None:
+        plan.gpu_node.check(plan.needs, plan.rank)
     if available is None or plan.total_bytes <= available or plan.options.device != "cpu":
         return
     nothing = format_bytes(0)

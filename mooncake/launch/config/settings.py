@@ -53,7 +53,7 @@ ENGINE = "engine"
 LIMITS = "placement and limits"
 OTHER = "other"
 
-_ONE_PROCESS = "a worker is one process with the whole model; add workers: --prefill N --decode N"
+_WHOLE_LAYERS = "add workers (--prefill N --decode N), or cut layers: --tensor-parallel-size N"
 _ROLES = ("prefill", "decode", "kvstore", "gateway")
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
 _LEVELS = ("debug", "info", "warning", "error")
@@ -146,11 +146,14 @@ class ServeConfig:
         env="MOONCAKE_CLUSTER_SECRET", secret=True)
     cluster_secret_file: str | None = setting(None, text, CLUSTER, "FILE",
         "that holds it: other users see flags, but not this", env="MOONCAKE_CLUSTER_SECRET_FILE")
-    tensor_parallel_size: int = setting(1, only_one(_ONE_PROCESS), CLUSTER, "N", "only 1 so far",
+    tensor_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
+        "ranks that share each layer of an instance; more than 1: only with --dry-run so far",
         short="-tp")
-    pipeline_parallel_size: int = setting(1, only_one(_ONE_PROCESS), CLUSTER, "N", "only 1 so far",
-        short="-pp")
-    data_parallel_size: int = setting(1, only_one(_ONE_PROCESS), CLUSTER, "N", "only 1 so far",
+    decode_context_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
+        "ranks of those among which an instance's KV is dealt out", short="-dcp")
+    pipeline_parallel_size: int = setting(1, only_one(_WHOLE_LAYERS), CLUSTER, "N",
+        "only 1 so far", short="-pp")
+    data_parallel_size: int = setting(1, only_one(_WHOLE_LAYERS), CLUSTER, "N", "only 1 so far",
         short="-dp")
     host: str = owned(ApiConfig, "host", text, API, "HOST", "address of the API")
     port: int = owned(ApiConfig, "port", count(0, 65535), API, "PORT",
@@ -219,6 +222,8 @@ class ServeConfig:
         "json: one object a line")
     dry_run: bool = setting(False, truth, OTHER, "", switch=True,
         text="print the configuration and memory plan, check all that `serve` would, start nothing")
+    hardware: str | None = setting(None, text, OTHER, "H", "with --dry-run: fit the model on these "
+        "GPUs instead of this machine: a name in configs/hardware, or a JSON file of that form")
     check: bool = setting(False, truth, OTHER, "", switch=True,
         text="compare each kernel with its reference on this machine, start nothing")
     # fmt: on

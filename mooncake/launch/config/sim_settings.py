@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from mooncake.base import Shape
 from mooncake.launch.config.options import (
     OneOf,
     count,
@@ -28,6 +29,11 @@ TRACE_HELP = (
 )
 
 
+def _shape(_name: str, value: object) -> str:
+    """Read a shape, "tp8" or "tp8-dcp8"."""
+    return str(Shape.parse(str(value)))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replay:
     """Settings of all commands that replay a trace on a simulated cluster."""
@@ -39,6 +45,9 @@ class Replay:
     limit: int | None = setting(None, count(0), TRACE, "N", "only the first N requests")
     model: str = setting("llama3-70b", text, CLUSTER, "M", NAMES.format("models"))
     hardware: str = setting("a800x8", text, CLUSTER, "H", NAMES.format("hardware"))
+    shape: str | None = setting(None, _shape, CLUSTER, "tpN[-dcpN]",
+        "ranks of each instance, on one node: tp8 holds the KV on every rank, tp8-dcp8 deals it "
+        "out (default: all GPUs of as few nodes as hold the weights, KV dealt out)")
     slo_ttft_s: float = owned(SimulationConfig, "ttft_slo_s", positive, LIMITS, "S",
         "limit on the time to the first token")
     slo_tbt_ms: float = owned(SimulationConfig, "tbt_slo_s", positive, LIMITS, "MS",

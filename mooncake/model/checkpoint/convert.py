@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 
 from mooncake.base import ConfigError
 from mooncake.model.checkpoint.files import INDEX_NAME
-from mooncake.model.checkpoint.quant import (
+from mooncake.model.checkpoint.quant import quantize_fp8_block, quantize_int4_packed
+from mooncake.model.checkpoint.quant_format import (
     Fp8Block,
     QuantFormat,
+    is_quantized,
     parse_quantization,
-    quantize_fp8_block,
-    quantize_int4_packed,
 )
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
@@ -32,8 +32,6 @@ Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) of the source."""
 
 SHARD_BYTES = 4 * 2**30
-_LINEAR = "_proj.weight", "_proj_with_mqa.weight"
-"""How the names of linear layers end; the router (`mlp.gate`) and embeddings stay as they are."""
 
 QUANTIZATION_CONFIGS: dict[str, dict[str, Any]] = {
     "fp8": {
@@ -103,8 +101,7 @@ def quantized(
     name: str, weight: torch.Tensor, quantization: QuantFormat
 ) -> dict[str, torch.Tensor]:
     """Return what is stored for tensor `name`: itself, or its quantized parts by their names."""
-    module = name.removesuffix(".weight")
-    if not name.endswith(_LINEAR) or not quantization.quantizes(module):
+    if not is_quantized(quantization, name):
         return {name: weight}
     if isinstance(quantization, Fp8Block):
         values, scale_inv = quantize_fp8_block(weight, quantization.block)

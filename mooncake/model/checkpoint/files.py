@@ -18,6 +18,9 @@ from mooncake.model.checkpoint.safetensors_file import SafetensorsFile
 
 INDEX_NAME = "model.safetensors.index.json"
 
+_PICKLED = (".bin", ".pt", ".pth")
+_WEIGHTS = (".safetensors", *_PICKLED)
+
 Homes = dict[str, tuple[SafetensorsFile, str]]
 """Tensor name -> the file that holds it and its name there."""
 
@@ -41,6 +44,17 @@ class CheckpointFiles:
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such directory; give a local checkpoint directory")
         return cls(path, _read_json(path / "config.json"), _find_tensors(path))
+
+    @classmethod
+    def open_config(cls, path: Path) -> CheckpointFiles:
+        """Open a directory that may hold no more than `config.json`, which is enough for a plan.
+
+        Raises:
+            CheckpointError: there is no readable configuration, or weights that `open` refuses.
+        """
+        if any(file.suffix in _WEIGHTS for file in path.iterdir()):
+            return cls.open(path)
+        return cls(path, _read_json(path / "config.json"), {})
 
     def revision(self, cache_dir: Path | None = None, progress: Progress | None = None) -> str:
         """Return the name of these weights (see `revision.weights_revision`): two checkpoints with
@@ -75,7 +89,7 @@ def _find_tensors(path: Path) -> Homes:
             homes[name] = (file, name)
     if found:
         return homes
-    pickled = sorted(file.name for end in ("*.bin", "*.pt", "*.pth") for file in path.glob(end))
+    pickled = sorted(file.name for end in _PICKLED for file in path.glob(f"*{end}"))
     if pickled:
         raise CheckpointError(
             f"{path}: only pickled weights ({pickled[0]}), which can run code when they are read; "

@@ -15,14 +15,16 @@ import torch
 from mooncake.base import CheckpointError, ModelSpec
 from mooncake.model.checkpoint.files import CheckpointFiles, Homes
 from mooncake.model.checkpoint.quant import (
+    QuantizedWeight,
+    dequantize_fp8_block,
+    dequantize_int4_packed,
+)
+from mooncake.model.checkpoint.quant_format import (
     FP8_BLOCK,
     INT4_GROUP,
     Fp8Block,
     Int4Group,
     QuantFormat,
-    QuantizedWeight,
-    dequantize_fp8_block,
-    dequantize_int4_packed,
     fp8_scale_shape,
     parse_quantization,
 )

@@ -42,6 +42,7 @@ def rows_of(result: SimulationResult) -> list[tuple[str, str]]:
         for name, tokens in cache.by_tier.items()
     )
     return [
+        ("an instance", result.instance),
         ("TTFT mean / p50 / p90 / p99", f"{_four(ttft.mean, ttft.p50, ttft.p90, ttft.p99)} s"),
         ("TBT of all gaps", f"{_four(gaps.mean, gaps.p50, gaps.p90, gaps.p99)} ms"),
         ("TBT, slowest tenth a request", f"{_four(slow.mean, slow.p50, slow.p90, slow.p99)} ms"),

@@ -1,7 +1,8 @@
 """Step durations on hardware that is not at hand: a roofline over published figures.
 
-Pure; the figures come from `configs/`, each with its source. An
-instance is one model replica on as many nodes as its weights need.
+Pure; the figures come from `configs/`, each with its source. An instance is one model replica: the
+ranks of a `Shape` on one node; without one, all GPUs of as many nodes as its weights need. Several
+nodes share out the experts; each has the rest of the model and sequences of its own.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from mooncake.base import ConfigError, KvLayout
+from mooncake.base import ConfigError, KvLayout, Shape
 from mooncake.base.messages import CostSample, Role
 from mooncake.engine.plan import StepPlan
 
-KV_SHARE_MIN = 0.1
+KV_SHARE_MIN = 0.07
 """An instance takes as many nodes as leave this share of their HBM to the KVCache."""
 HBM_USABLE = 0.9
 RUNTIME_BYTES_PER_GPU = 4e9
 """Activations, communication buffers, graphs."""
+ACTIVATION_BYTES = 2
+"""Of a number in the tensors that ranks sum: bfloat16."""
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +42,9 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     name: str
     num_layers: int
+    hidden_size: int
+    num_kv_heads: int
+    """Ranks of tensor parallelism that share out the KV; MLA's latent is one head."""
     kv_bytes_per_token: int
     flops_per_token: float
     """All matrix products of one token, two operations a weight."""
@@ -46,6 +52,10 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Attention of one token to one other, all layers, as computed in prefill."""
     dense_bytes: float
     """Weights that every step reads."""
+    whole_bytes: float = 0.0
+    """The part of `dense_bytes` that every rank holds and reads whole."""
+    context_exchange_bytes: float = 0.0
+    """Of one token and layer, where the KV is dealt out: queries of all heads, their outputs."""
     precision: str
     """Which of the hardware's peaks its matrix products run at: "bf16" or "fp8"."""
     max_model_len: int
@@ -53,14 +63,17 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sources: dict[str, str] = {}
     """Figure -> where it comes from."""
 
-    @property
-    def weight_bytes(self) -> float:
-        return self.dense_bytes + (self.experts.bytes_total if self.experts else 0.0)
+    def expert_bytes_read(self, num_tokens: int) -> float:
+        """Return the bytes of routed experts that a step with `num_tokens` tokens reads."""
+        return self.experts.bytes_read(num_tokens) if self.experts is not None else 0.0
 
-    def bytes_read(self, num_tokens: int) -> float:
-        """Return the weight bytes a step with `num_tokens` tokens reads."""
-        routed = self.experts.bytes_read(num_tokens) if self.experts is not None else 0.0
-        return self.dense_bytes + routed
+
+class AllReduce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One way to sum a tensor over the GPUs of a node: seconds = latency + bytes / rate."""
+
+    latency_s: float
+    bytes_per_s: float
+    """Bytes of the tensor, not of the wires."""
 
 
 class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,8 +92,8 @@ class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     hbm_efficiency: float
     step_overhead_s: float
     """Launches, scheduling and sampling of one step."""
-    layer_sync_s: float
-    """Communication between GPUs, one layer of one step."""
+    all_reduce: list[AllReduce]
+    """Ways to sum over the GPUs of a node; the fastest for a size is taken."""
     dram_bytes_per_s: float
     """Between a node's pool and its GPUs."""
     link_bytes_per_s: float
@@ -92,38 +105,62 @@ class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class InstanceCost:
     """One instance of a model on hardware: implements `sim.runner.StepCost`."""
 
-    def __init__(self, model: ModelFigures, hardware: HardwareFigures) -> None:
+    def __init__(
+        self, model: ModelFigures, hardware: HardwareFigures, shape: Shape | None = None
+    ) -> None:
+        """`shape`: its ranks, on one node; None: all GPUs of as few nodes as hold the weights, the
+        KV shared out among those of each node.
+
+        Raises:
+            ConfigError: the model does not fit, or not in this shape.
+        """
         if model.precision not in hardware.flops:
             raise ConfigError(
                 f"{model.name} computes in {model.precision}, which {hardware.name} does not have"
             )
         self.model = model
         self.hardware = hardware
-        self.num_nodes = _num_nodes(model, hardware)
-        num_gpus = self.num_nodes * hardware.num_gpus
+        self.num_nodes = 1
+        if shape is None:
+            self.shape = _all_of_a_node(model, hardware)
+            self.num_nodes = _num_nodes(model, hardware, self.shape)
+        else:
+            self.shape = shape
+            _check(model, hardware, shape)
+        self.num_gpus = self.num_nodes * self.shape.tp
 
         def reached(precision: str) -> float:
-            return num_gpus * hardware.flops[precision] * hardware.flops_efficiency[precision]
+            peak = hardware.flops[precision] * hardware.flops_efficiency[precision]
+            return self.num_gpus * peak
 
-        self._hbm = num_gpus * hardware.hbm_bytes_per_s * hardware.hbm_efficiency
+        self._gpu_hbm = hardware.hbm_bytes_per_s * hardware.hbm_efficiency
         self._token_s = model.flops_per_token / reached(model.precision)
         # Attention runs in bf16 whatever the weights are.
         self._pair_s = model.flops_per_pair / reached("bf16")
-        self._context_s = model.kv_bytes_per_token / self._hbm
-        self._fixed_s = hardware.step_overhead_s + model.num_layers * hardware.layer_sync_s
+        holders = self.num_nodes * _kv_shares(model, self.shape)
+        self._context_s = model.kv_bytes_per_token / holders / self._gpu_hbm
         self._weights_s: dict[int, float] = {}
 
     @property
     def kv_tokens(self) -> int:
         """Number of tokens whose KV fits into HBM beside the weights."""
-        return int(_kv_bytes(self.model, self.hardware, self.num_nodes)) // (
-            self.model.kv_bytes_per_token
-        )
+        return _kv_tokens(self.model, self.hardware, self.num_nodes, self.shape)
+
+    @property
+    def node_share(self) -> float:
+        """How many nodes an instance takes; below 1: its part of one."""
+        return self.num_gpus / self.hardware.num_gpus
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Network bandwidth of the whole instance, bytes per second: all cards of all its nodes."""
-        return self.num_nodes * self.hardware.link_bytes_per_s
+        """Network bandwidth of the whole instance, bytes per second: the cards of all its GPUs."""
+        return self.node_share * self.hardware.link_bytes_per_s
+
+    @property
+    def described(self) -> str:
+        """What an instance is, for people."""
+        nodes = f" on each of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        return f"{self.shape}{nodes}, {self.kv_tokens:,} tokens of KV"
 
     def seconds(self, plan: StepPlan) -> float:
         """Return the duration of a step in seconds."""
@@ -141,11 +178,37 @@ class InstanceCost:
         """
         weights_s = self._weights_s.get(num_tokens)
         if weights_s is None:
-            weights_s = self.model.bytes_read(num_tokens) / self._hbm
+            weights_s = self._rank_bytes_read(num_tokens) / self._gpu_hbm
             self._weights_s[num_tokens] = weights_s
         products_s = max(num_tokens * self._token_s, weights_s)
         attention_s = max(num_pairs * self._pair_s, num_context * self._context_s)
-        return self._fixed_s + products_s + attention_s
+        sync_s = self._sync_s(num_tokens / self.num_nodes, num_context / self.num_nodes)
+        return self.hardware.step_overhead_s + sync_s + products_s + attention_s
+
+    def _rank_bytes_read(self, num_tokens: int) -> float:
+        """Return the weight bytes that each rank reads in a step."""
+        model, tp = self.model, self.shape.tp
+        cut = model.dense_bytes - model.whole_bytes
+        experts = model.expert_bytes_read(num_tokens) / self.num_gpus
+        return model.whole_bytes + cut / tp + experts
+
+    def _sync_s(self, num_tokens: float, num_context: float) -> float:
+        """Return the seconds that the ranks of a node talk in a step: two sums a layer. Where KV is
+        dealt out, also an exchange of queries and outputs, or of the context, whichever is less; a
+        gather is half of a sum.
+        """
+        if self.shape.tp == 1:
+            return 0.0
+        model = self.model
+        layer_s = 2 * self._all_reduce_s(num_tokens * model.hidden_size * ACTIVATION_BYTES)
+        if self.shape.dcp > 1:
+            context = num_context * model.kv_bytes_per_token / model.num_layers
+            exchanged = min(num_tokens * model.context_exchange_bytes, context)
+            layer_s += self._all_reduce_s(exchanged) / 2
+        return model.num_layers * layer_s
+
+    def _all_reduce_s(self, num_bytes: float) -> float:
+        return min(way.latency_s + num_bytes / way.bytes_per_s for way in self.hardware.all_reduce)
 
     def prefill_s(self, num_tokens: int, num_cached: int, chunk_tokens: int) -> float:
         """Return the seconds to compute a prompt's tokens from `num_cached` on, in chunks."""
@@ -210,15 +273,56 @@ def _grid(first: int, last: int) -> Sequence[int]:
     return [*values, last]
 
 
-def _kv_bytes(model: ModelFigures, hardware: HardwareFigures, num_nodes: int) -> float:
-    num_gpus = num_nodes * hardware.num_gpus
-    usable = num_gpus * (hardware.hbm_bytes * HBM_USABLE - RUNTIME_BYTES_PER_GPU)
-    return usable - model.weight_bytes
+def _kv_shares(model: ModelFigures, shape: Shape) -> int:
+    """Return among how many ranks a token's KV is shared out."""
+    return min(model.num_kv_heads, shape.tp) * shape.dcp
 
 
-def _num_nodes(model: ModelFigures, hardware: HardwareFigures) -> int:
+def _all_of_a_node(model: ModelFigures, hardware: HardwareFigures) -> Shape:
+    tp = hardware.num_gpus
+    return Shape(tp=tp, dcp=tp // min(model.num_kv_heads, tp))
+
+
+def _kv_tokens(model: ModelFigures, hardware: HardwareFigures, num_nodes: int, shape: Shape) -> int:
+    each = hardware.hbm_bytes * HBM_USABLE - RUNTIME_BYTES_PER_GPU
+    cut = (model.dense_bytes - model.whole_bytes) / shape.tp
+    experts = model.experts.bytes_total / (num_nodes * shape.tp) if model.experts else 0.0
+    left = each - model.whole_bytes - cut - experts
+    return int(left * num_nodes * _kv_shares(model, shape) / model.kv_bytes_per_token)
+
+
+def _check(model: ModelFigures, hardware: HardwareFigures, shape: Shape) -> None:
+    """Raise ConfigError unless an instance of this shape fits a node; says what would."""
+    if shape.tp > hardware.num_gpus:
+        raise ConfigError(
+            f"shape: {shape.tp} ranks lie on one node, and {hardware.name} has "
+            f"{hardware.num_gpus} GPUs"
+        )
+    if _kv_shares(model, shape) > shape.tp:
+        raise ConfigError(
+            f"shape: {shape}: the {model.num_kv_heads} KV heads of {model.name} are shared out "
+            f"among {min(model.num_kv_heads, shape.tp)} ranks already, so dcp can be at most "
+            f"{shape.tp // min(model.num_kv_heads, shape.tp)}"
+        )
+    if _kv_tokens(model, hardware, 1, shape) >= model.max_model_len:
+        return
+    node = _all_of_a_node(model, hardware)
+    if _kv_tokens(model, hardware, 1, node) >= model.max_model_len:
+        cure = f"{node} would"
+    else:
+        nodes = _num_nodes(model, hardware, node)
+        cure = f"no shape of one node does; leave --shape out for {nodes} nodes an instance"
+    raise ConfigError(
+        f"shape: {shape} on {hardware.name} leaves room for "
+        f"{max(0, _kv_tokens(model, hardware, 1, shape)):,} tokens of {model.name}'s KV, less than "
+        f"one sequence of {model.max_model_len:,}; {cure}"
+    )
+
+
+def _num_nodes(model: ModelFigures, hardware: HardwareFigures, shape: Shape) -> int:
     for num_nodes in range(1, 65):
         total = num_nodes * hardware.num_gpus * hardware.hbm_bytes
-        if _kv_bytes(model, hardware, num_nodes) >= KV_SHARE_MIN * total:
+        tokens = _kv_tokens(model, hardware, num_nodes, shape)
+        if tokens * model.kv_bytes_per_token >= KV_SHARE_MIN * total:
             return num_nodes
     raise ConfigError(f"{model.name} does not fit 64 nodes of {hardware.name}")

@@ -39,6 +39,16 @@ SMALL_CONFIG: dict[str, Any] = {
 }
 
 
+KIMI_K2 = {
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 384,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "vocab_size": 163840,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+"""Sizes of Kimi-K2-Instruct, as changes to the small settings."""
+
+
 def small_config(**changes: Any) -> dict[str, Any]:
     """Return a fresh copy of the settings with `changes`; a change to None takes the key out."""
     merged = {**SMALL_CONFIG, **changes}

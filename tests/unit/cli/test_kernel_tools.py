@@ -10,7 +10,7 @@ import torch
 from mooncake_kernels import checks, dispatch
 
 from mooncake.cli.main import run
-from mooncake.model.checkpoint.quant import Fp8Block
+from mooncake.model.checkpoint.quant_format import Fp8Block
 from mooncake.model.checkpoint.weights import Checkpoint
 
 

@@ -5,22 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mooncake.base import KvLayout
+from mooncake.base import KvLayout, Shape
+from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
+from mooncake.model.checkpoint.quant_format import parse_quantization
 from mooncake.model.memory import (
+    communication_bytes,
     count_parameters,
     weights_bytes,
     workspace_bytes,
 )
-from tests.support.model.specs import small_spec
+from tests.support.model.specs import KIMI_K2, small_spec
 from tests.support.model.tiny_models import CONFIGS, source_of, truth
-
-KIMI_K2 = {
-    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 384,
-    "n_shared_experts": 1, "num_experts_per_tok": 8, "vocab_size": 163840,
-    "max_position_embeddings": 131072,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
@@ -61,3 +56,55 @@ def test_workspace_grows_with_tokens_and_sequences() -> None:
     wider = workspace_bytes(spec, "float32", step_tokens=16, step_sequences=9)
     assert small < longer
     assert wider - small == 8 * spec.vocab_size * 2 * torch.float32.itemsize
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("fp8", 1029e9), ("int4", 594e9)])
+def test_kimi_k2_is_counted_as_it_is_stored(kind: str, stored: float) -> None:
+    """Published: 1,029 GB in FP8 and 594 GB in INT4. On one rank only routers and `kv_b_proj` are
+    wider than on disk.
+    """
+    spec = small_spec(**KIMI_K2)
+    kept = parse_quantization(QUANTIZATION_CONFIGS[kind])
+    assert weights_bytes(spec, "bfloat16", kept=kept) == pytest.approx(stored, rel=0.005)
+    assert weights_bytes(spec, "bfloat16") == pytest.approx(2.05e12, rel=0.005)
+
+
+def test_ranks_hold_parts_and_what_is_whole_on_each() -> None:
+    """Eight ranks of Kimi-K2 in INT4: 76.5 GB each."""
+    spec = small_spec(**KIMI_K2)
+    kept = parse_quantization(QUANTIZATION_CONFIGS["int4"])
+    whole, part = (
+        weights_bytes(spec, "bfloat16", num_ranks=number, kept=kept) for number in (1, 8)
+    )
+    assert part == pytest.approx(76.5e9, rel=0.005)
+    latent = 7168 * (1536 + 576) * 61 * 2
+    router = 60 * 384 * (7168 + 1) * 4
+    norms = (61 * (2 * 7168 + 1536 + 512) + 7168) * 2
+    assert 8 * part - whole == 7 * (latent + router + norms)
+
+
+def test_blocks_that_no_kernel_takes_are_widened() -> None:
+    spec = small_spec(moe_intermediate_size=64)
+    odd = {**QUANTIZATION_CONFIGS["fp8"], "weight_block_size": [64, 64]}
+    wide = weights_bytes(spec, "bfloat16")
+    assert weights_bytes(spec, "bfloat16", kept=parse_quantization(odd)) == wide
+
+
+def test_ranks_that_exchange_need_room_for_it() -> None:
+    def needed(shape: Shape) -> int:
+        return communication_bytes(
+            small_spec(), "bfloat16", shape, step_tokens=16, step_sequences=4, max_model_len=64
+        )
+
+    assert needed(Shape()) == 0
+    assert needed(Shape(tp=2)) == 16 * 32 * 6
+    assert needed(Shape(tp=2, dcp=2)) == 16 * 32 * 6 + 4 * 2 * (20 * 2 + 17 * 4) + 64 * 20 * 2
+
+
+def test_a_ranks_steps_are_narrower() -> None:
+    spec = small_spec(**KIMI_K2)
+    one, eight = (
+        workspace_bytes(spec, "bfloat16", step_tokens=4096, step_sequences=1, num_ranks=number)
+        for number in (1, 8)
+    )
+    assert eight < 0.8 * one

@@ -11,7 +11,8 @@ import pytest
 from mooncake.base import CheckpointError, ConfigError, Role
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
-from mooncake.launch.config.plan import LIBRARY_BYTES, ServePlan, check_memory, make_plan
+from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
+from mooncake.launch.config.rank_plan import HOST_LIBRARY_BYTES
 from mooncake.launch.host import machine_facts
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import Model
@@ -184,15 +185,16 @@ def test_limits_go_to_the_scheduler_in_seconds(model: Path) -> None:
 
 
 def test_weights_are_counted_as_they_will_be_held(model: Path) -> None:
-    half, full = plan_for(model).model, plan_for(model, dtype="float32").model
-    assert half.weight_bytes < full.weight_bytes < 2 * half.weight_bytes + 1
+    half, full = plan_for(model).rank, plan_for(model, dtype="float32").rank
+    assert half.weights < full.weights < 2 * half.weights + 1
     larger = plan_for(model, max_num_batched_tokens=4096)
-    assert larger.workspace_bytes > plan_for(model).workspace_bytes
+    assert larger.rank.activations > plan_for(model).rank.activations
 
 
 def test_memory_adds_up(model: Path) -> None:
     plan = plan_for(model, prefill=2, decode=3, kvstore=2, kvstore_dram_bytes="10MiB")
-    each = plan.model.weight_bytes + plan.kv_bytes + plan.workspace_bytes + LIBRARY_BYTES
+    kv = plan.engine.num_blocks * plan.layout.block_bytes
+    each = plan.rank.weights + kv + plan.rank.activations + HOST_LIBRARY_BYTES
     assert plan.total_bytes == 5 * each + 2 * 10 * 2**20
     assert plan.memory_rows()[-1][0] == "total"
     assert len(plan.memory_rows()) == 5

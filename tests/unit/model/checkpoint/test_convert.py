@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from mooncake.base import ConfigError
 from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS, convert_checkpoint
 from mooncake.model.checkpoint.presets import init_checkpoint
-from mooncake.model.checkpoint.quant import Fp8Block, Int4Group
+from mooncake.model.checkpoint.quant_format import Fp8Block, Int4Group
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.loading import load_model

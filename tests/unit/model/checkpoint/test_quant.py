@@ -10,14 +10,16 @@ import torch
 
 from mooncake.base import CheckpointError
 from mooncake.model.checkpoint.quant import (
-    Fp8Block,
-    Int4Group,
     dequantize_fp8_block,
     dequantize_int4_packed,
-    fp8_scale_shape,
-    parse_quantization,
     quantize_fp8_block,
     quantize_int4_packed,
+)
+from mooncake.model.checkpoint.quant_format import (
+    Fp8Block,
+    Int4Group,
+    fp8_scale_shape,
+    parse_quantization,
 )
 
 FP8_CONFIG: dict[str, Any] = {

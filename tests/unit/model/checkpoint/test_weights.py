@@ -20,10 +20,10 @@ from mooncake.model.checkpoint.presets import init_checkpoint
 from mooncake.model.checkpoint.quant import (
     dequantize_fp8_block,
     dequantize_int4_packed,
-    parse_quantization,
     quantize_fp8_block,
     quantize_int4_packed,
 )
+from mooncake.model.checkpoint.quant_format import parse_quantization
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
 

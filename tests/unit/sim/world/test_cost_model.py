@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mooncake.base import ConfigError, Role
+from mooncake.base import ConfigError, Role, Shape
 from mooncake.engine.plan import StepPlan, StepSlot
 from mooncake.scheduler.cost import StepCostModel
-from mooncake.sim.world.cost_model import InstanceCost, sim_layout
+from mooncake.sim.world.cost_model import AllReduce, InstanceCost, sim_layout
 from tests.support.sim.traces import hardware, model
 
 PAIRS = [
@@ -36,11 +36,82 @@ def test_k2_prefill_is_that_of_the_record() -> None:
     assert rate == pytest.approx(56_000, rel=0.2)
 
 
-def test_k2_int4_fits_one_node_of_h200_with_the_tokens_vllm_sees() -> None:
-    """vLLM: 715,072 tokens a rank without sharing, so 8 times that with DCP8."""
-    cost = InstanceCost(model("kimi-k2-thinking"), hardware("h200x8"))
+@pytest.mark.parametrize(("shape", "published"), [("tp8", 715_072), ("tp8-dcp8", 5_721_088)])
+def test_k2_int4_has_the_tokens_vllm_has_in_each_shape(shape: str, published: int) -> None:
+    """vLLM's K2-Thinking recipe on 8 x H200. Without DCP every rank holds the KV of all tokens."""
+    cost = InstanceCost(model("kimi-k2-thinking"), hardware("h200x8"), Shape.parse(shape))
     assert cost.num_nodes == 1
-    assert cost.kv_tokens == pytest.approx(8 * 715_072, rel=0.2)
+    assert cost.kv_tokens == pytest.approx(published, rel=0.1)
+
+
+def test_without_a_shape_an_instance_is_whole_nodes_and_says_so() -> None:
+    one = InstanceCost(model("kimi-k2-thinking"), hardware("h200x8"))
+    assert (str(one.shape), one.num_nodes, one.node_share) == ("tp8-dcp8", 1, 1)
+    assert one.described == f"tp8-dcp8, {one.kv_tokens:,} tokens of KV"
+    two = InstanceCost(model("kimi-k2-instruct"), hardware("h200x8"))
+    assert two.described.startswith("tp8-dcp8 on each of 2 nodes, ")
+    llama = InstanceCost(model(), hardware())
+    assert str(llama.shape) == "tp8", "its eight KV heads are shared out already"
+
+
+def test_a_part_of_a_node_has_a_part_of_its_links() -> None:
+    half = InstanceCost(model(), hardware(), Shape(tp=4))
+    whole = InstanceCost(model(), hardware(), Shape(tp=8))
+    assert (half.num_gpus, half.node_share) == (4, 0.5)
+    assert half.link_bytes_per_s == whole.link_bytes_per_s / 2
+    assert half.kv_tokens < whole.kv_tokens / 2
+    assert half.prefill_s(8192, 0, CHUNK) > 1.5 * whole.prefill_s(8192, 0, CHUNK)
+
+
+def test_dealt_out_contexts_are_read_faster_and_cost_an_exchange() -> None:
+    replicated, dealt = (
+        InstanceCost(model("kimi-k2-thinking"), hardware("h200x8"), Shape(tp=8, dcp=dcp))
+        for dcp in (1, 8)
+    )
+    assert dealt.step_s(1, 100, 100) > replicated.step_s(1, 100, 100)
+    long = 64, 64 * 10_240, 64 * 10_240
+    assert dealt.step_s(*long) < 0.8 * replicated.step_s(*long)
+    # Seven eighths of the context's bytes are no longer read by each rank.
+    rate = hardware("h200x8").hbm_bytes_per_s * hardware("h200x8").hbm_efficiency
+    extra = 1_000_000
+    for cost, share in ((replicated, 1), (dealt, 8)):
+        more = cost.step_s(64, 0, 10 * extra) - cost.step_s(64, 0, 9 * extra)
+        assert more == pytest.approx(extra * 70272 / rate / share, rel=1e-6)
+
+
+def test_sums_grow_with_what_is_summed_and_one_rank_needs_none() -> None:
+    figures = hardware("h200x8")
+    small, large = 1, 8192
+    cost = InstanceCost(model("kimi-k2-thinking"), figures, Shape(tp=8))
+    silent = InstanceCost(
+        model("kimi-k2-thinking"),
+        msgspec.structs.replace(
+            figures, all_reduce=[AllReduce(latency_s=0.0, bytes_per_s=float("inf"))]
+        ),
+        Shape(tp=8),
+    )
+    first, second = (cost.step_s(n, 0, 0) - silent.step_s(n, 0, 0) for n in (small, large))
+    assert first == pytest.approx(122 * (7e-6 + 7168 * 2 / 3.9e10))
+    assert second == pytest.approx(122 * (2.5e-5 + large * 7168 * 2 / 2.06e11))
+    tiny = msgspec.structs.replace(model(), dense_bytes=1e9)
+    alone = InstanceCost(tiny, hardware(), Shape())
+    assert alone.step_s(1, 0, 0) < hardware().step_overhead_s + 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("kimi-k2-thinking", "tp16", "16 ranks lie on one node, and h200x8 has 8 GPUs"),
+        ("kimi-k2-thinking", "tp4", "less than one sequence of 262,144; tp8-dcp8 would"),
+        ("kimi-k2-instruct", "tp8", "no shape of one node does; leave --shape out for 2 nodes"),
+        ("llama3-70b", "tp8-dcp2", "8 KV heads of llama3-70b .* so dcp can be at most 1"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_with_what_would(
+    name: str, shape: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        InstanceCost(model(name), hardware("h200x8"), Shape.parse(shape))
 
 
 def test_k2_fp8_needs_two_nodes() -> None:
@@ -88,7 +159,14 @@ def test_every_figure_has_its_source() -> None:
         wanted = {"kv_bytes_per_token", "flops_per_token", "flops_per_pair", "dense_bytes"}
         assert wanted <= set(model(name).sources)
     for name in {pair[1] for pair in PAIRS}:
-        wanted = {"flops", "flops_efficiency", "hbm_bytes", "hbm_bytes_per_s", "link_bytes_per_s"}
+        wanted = {
+            "flops",
+            "flops_efficiency",
+            "hbm_bytes",
+            "hbm_bytes_per_s",
+            "link_bytes_per_s",
+            "all_reduce",
+        }
         assert wanted <= set(hardware(name).sources)
 
 

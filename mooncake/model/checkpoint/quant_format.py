@@ -1,0 +1,133 @@
+"""What a checkpoint's `quantization_config` says of its two possible formats. Needs no torch, so a
+memory plan can count weights as they are stored.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mooncake.base import CheckpointError
+
+FP8_BLOCK = 128
+INT4_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Block:
+    """`quant_method: fp8` with `weight_block_size`: `weight` e4m3 and `weight_scale_inv`."""
+
+    block: tuple[int, int]
+    skipped: tuple[str, ...]
+    """Module names left as they were (`modules_to_not_convert`)."""
+
+    def quantizes(self, module: str) -> bool:
+        """Whether the weight of `module` is stored quantized."""
+        return not any(part in module for part in self.skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Group:
+    """compressed-tensors `pack-quantized`: `weight_packed`, `weight_scale`, `weight_shape`."""
+
+    group_size: int
+    ignored: tuple[str, ...]
+    """Module names, or `re:` and a pattern matched from the start of the name."""
+
+    def quantizes(self, module: str) -> bool:
+        """Whether the weight of the linear layer `module` is stored quantized."""
+        for rule in self.ignored:
+            if rule.startswith("re:"):
+                if re.match(rule[3:], module):
+                    return False
+            elif rule == module:
+                return False
+        return True
+
+
+QuantFormat = Fp8Block | Int4Group
+
+_LINEAR = "_proj.weight", "_proj_with_mqa.weight"
+"""How the names of linear layers end; the router (`mlp.gate`) and embeddings stay as they are."""
+
+
+def is_quantized(quantization: QuantFormat | None, name: str) -> bool:
+    """Whether a checkpoint of this format stores tensor `name` quantized."""
+    if quantization is None or not name.endswith(_LINEAR):
+        return False
+    return quantization.quantizes(name.removesuffix(".weight"))
+
+
+def parse_quantization(config: Mapping[str, Any] | None) -> QuantFormat | None:
+    """Read a checkpoint's `quantization_config` (None: not quantized).
+
+    Raises:
+        CheckpointError: a format, or an option of a format, that this engine cannot read exactly;
+            the message names it.
+    """
+    if not config:
+        return None
+    method = config.get("quant_method")
+    if method == "fp8":
+        return _parse_fp8(config)
+    if method in ("compressed-tensors", "compressed_tensors"):
+        return _parse_compressed(config)
+    raise _unsupported("quant_method", method, "'fp8' and 'compressed-tensors'")
+
+
+def _unsupported(key: str, value: object, wanted: str) -> CheckpointError:
+    return CheckpointError(
+        f"config.json: quantization_config.{key}={value!r} is not supported; this engine reads "
+        f"{wanted}"
+    )
+
+
+def _parse_fp8(config: Mapping[str, Any]) -> Fp8Block:
+    if config.get("fmt", "e4m3") != "e4m3":
+        raise _unsupported("fmt", config["fmt"], "'e4m3'")
+    block = config.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(_positive(n) for n in block):
+        raise _unsupported("weight_block_size", block, "two positive numbers, [128, 128] in K2")
+    if config.get("activation_scheme", "dynamic") != "dynamic":
+        raise _unsupported("activation_scheme", config["activation_scheme"], "'dynamic'")
+    skipped = config.get("modules_to_not_convert") or config.get("ignored_layers") or []
+    return Fp8Block((block[0], block[1]), tuple(str(name) for name in skipped))
+
+
+def _parse_compressed(config: Mapping[str, Any]) -> Int4Group:
+    if config.get("format") != "pack-quantized":
+        raise _unsupported("format", config.get("format"), "'pack-quantized'")
+    if config.get("kv_cache_scheme") is not None:
+        raise _unsupported("kv_cache_scheme", config["kv_cache_scheme"], "null")
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise _unsupported("config_groups", groups, "exactly one group")
+    ((name, group),) = groups.items()
+    where = f"config_groups.{name}"
+    if not isinstance(group, dict):
+        raise _unsupported(where, group, "one group with its settings")
+    if group.get("input_activations") is not None:
+        raise _unsupported(f"{where}.input_activations", group["input_activations"], "null")
+    weights = group.get("weights") or {}
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    for key, value in wanted.items():
+        if weights.get(key) != value:
+            raise _unsupported(f"{where}.weights.{key}", weights.get(key), repr(value))
+    if weights.get("actorder") not in (None, False):
+        raise _unsupported(f"{where}.weights.actorder", weights["actorder"], "null")
+    size = weights.get("group_size")
+    if not isinstance(size, int) or not _positive(size):
+        raise _unsupported(f"{where}.weights.group_size", size, "a positive number, 32 in K2")
+    return Int4Group(size, tuple(str(rule) for rule in config.get("ignore") or []))
+
+
+def _positive(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
+
+
+def fp8_scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+    """Return the shape of `weight_scale_inv` for a weight of `shape`: partial last blocks count."""
+    return math.ceil(shape[0] / block[0]), math.ceil(shape[1] / block[1])

@@ -1,0 +1,141 @@
+"""Which part of each tensor a rank holds under tensor parallelism: the one table that the memory
+plan and the loader agree on. Pure.
+
+Heads, expert and MLP columns, and the vocabulary are cut; norms, latent projections (`q_a_proj`,
+`kv_a_proj_with_mqa`) and the router are whole on every rank. The embedding is cut by hidden columns
+(gathering is exact where adding masked rows is a sum), a tied one is whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mooncake.base import ConfigError, ModelSpec
+from mooncake.base.parallel import TP_FLAG, divisors
+from mooncake.model.checkpoint.quant_format import Fp8Block, QuantFormat, is_quantized
+from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+
+INT4_WORD = 8
+"""Columns in one int32 word of packed INT4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor cut along `dim` (0: rows) into equal parts of whole units.
+
+    unit: rows or columns that stay together (those of one head); `what` names a unit.
+    """
+
+    dim: int
+    unit: int
+    what: str
+
+    def part(self, shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[int, int]:
+        """Return [first, stop) along `dim` of what `rank` holds."""
+        each = shape[self.dim] // num_ranks
+        return rank * each, (rank + 1) * each
+
+
+def cut_of(spec: ModelSpec, name: str, num_ranks: int) -> Cut | None:
+    """Return how tensor `name` is cut among `num_ranks` ranks; None: whole on each.
+
+    The embedding's columns and the vocabulary are cut only where they divide evenly.
+    """
+    if num_ranks == 1:
+        return None
+    last = name.rpartition(".weight")[0].rpartition(".")[2]
+    match last:
+        case "q_proj" | "q_b_proj":
+            return Cut(0, spec.qk_head_dim, "attention heads")
+        case "kv_b_proj":
+            return Cut(0, spec.qk_nope_head_dim + spec.v_head_dim, "attention heads")
+        case "o_proj":
+            return Cut(1, spec.v_head_dim, "attention heads")
+        case "gate_proj" | "up_proj":
+            return Cut(0, 1, _inner(name))
+        case "down_proj":
+            return Cut(1, 1, _inner(name))
+        case "embed_tokens":
+            whole = spec.tie_word_embeddings or spec.hidden_size % num_ranks
+            return None if whole else Cut(1, 1, "columns of the embedding")
+        case "lm_head":
+            return None if spec.vocab_size % num_ranks else Cut(0, 1, "words of the vocabulary")
+    return None
+
+
+def part_shape(shape: tuple[int, ...], cut: Cut | None, num_ranks: int) -> tuple[int, ...]:
+    """Return the shape of a rank's part of a tensor of `shape`."""
+    if cut is None:
+        return shape
+    return tuple(size // num_ranks if dim == cut.dim else size for dim, size in enumerate(shape))
+
+
+def check_cuts(spec: ModelSpec, quantization: QuantFormat | None, num_ranks: int) -> None:
+    """Check that every tensor can be cut among `num_ranks` ranks, quantized blocks kept whole.
+
+    Raises:
+        ConfigError: one cannot; names the number, and the sizes that would do.
+    """
+    problem = _problem(spec, quantization, num_ranks)
+    if problem is None:
+        return
+    able = [
+        number
+        for number in divisors(spec.num_attention_heads)
+        if _problem(spec, quantization, number) is None
+    ]
+    raise ConfigError(
+        f"{TP_FLAG}: {problem}; this model can be cut among {', '.join(map(str, able))} ranks"
+    )
+
+
+def _problem(spec: ModelSpec, quantization: QuantFormat | None, num_ranks: int) -> str | None:
+    if num_ranks == 1:
+        return None
+    for name, shape in _kinds(spec).items():
+        cut = cut_of(spec, name, num_ranks)
+        if cut is None:
+            continue
+        units = shape[cut.dim] // cut.unit
+        if units % num_ranks:
+            return f"{units} {cut.what} do not divide among {num_ranks} ranks"
+        block = _block(quantization, name, cut.dim)
+        each = shape[cut.dim] // num_ranks
+        if each % block:
+            return (
+                f"{name} would be cut into {'rows' if cut.dim == 0 else 'columns'} of {each} among "
+                f"{num_ranks} ranks, and its quantized blocks are {block} wide"
+            )
+    return None
+
+
+def _kinds(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return one tensor of each kind: layers and experts are alike."""
+    shapes = tensor_shapes(spec)
+    first, moe = "model.layers.0.", f"model.layers.{spec.first_k_dense_replace}."
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if not name.startswith("model.layers.")
+        or name.startswith(first)
+        or (name.startswith(moe) and (".experts." not in name or ".experts.0." in name))
+    }
+
+
+def _block(quantization: QuantFormat | None, name: str, dim: int) -> int:
+    """Return how many rows or columns of a stored tensor share one factor."""
+    if not is_quantized(quantization, name):
+        return 1
+    if isinstance(quantization, Fp8Block):
+        return quantization.block[dim]
+    assert quantization is not None
+    return 1 if dim == 0 else math.lcm(quantization.group_size, INT4_WORD)
+
+
+def _inner(name: str) -> str:
+    if ".experts." in name:
+        return "columns of an expert (moe_intermediate_size)"
+    if "shared_experts" in name:
+        return "columns of the shared experts"
+    return "columns of a dense layer (intermediate_size)"

@@ -1,0 +1,116 @@
+"""What each rank of an instance would hold, and what is said where that does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake.base import ConfigError
+from mooncake.cli import main as cli
+from mooncake.launch.config.config import resolve
+from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
+from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
+from tests.support.model.specs import KIMI_K2, small_config
+
+
+def write_k2(directory: Path, kind: str, **changes: Any) -> Path:
+    """Write a directory that holds Kimi-K2's config.json and nothing else."""
+    directory.mkdir()
+    config = small_config(**KIMI_K2, **changes)
+    config["quantization_config"] = QUANTIZATION_CONFIGS[kind]
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def plan_for(model: Path, **settings: Any) -> ServePlan:
+    return make_plan(resolve({"model": str(model), "dry_run": True, **settings}, None, {}), 8)
+
+
+@pytest.mark.parametrize(("dcp", "published"), [(1, 715_072), (8, 5_721_088)])
+def test_k2_int4_on_eight_h200_has_the_kv_that_vllm_has(
+    tmp_path: Path, dcp: int, published: int
+) -> None:
+    model = write_k2(tmp_path / "k2", "int4")
+    plan = plan_for(
+        model, tensor_parallel_size=8, decode_context_parallel_size=dcp, hardware="h200x8"
+    )
+    tokens = plan.rank.num_pages * dcp * plan.layout.block_tokens
+    assert tokens == plan.engine.num_blocks * plan.layout.block_tokens
+    assert tokens == pytest.approx(published, rel=0.12)
+    assert plan.rank.total <= 0.9 * 149.6e9
+    check_memory(plan, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("fp8", {"tensor_parallel_size": 8},
+         r"room for \d+ tokens of KV, and 131072 are wanted; this would: --tensor-parallel-size 8 "
+         r"--decode-context-parallel-size 8, or --max-model-len \d+, or INT4 weights as tp8"),
+        ("fp8", {"tensor_parallel_size": 8, "hardware": "h800x8"},
+         "0 tokens of KV, and 131072 are wanted; no shape of this model fits the 8 GPUs of a node"),
+        ("int4", {"tensor_parallel_size": 4}, "this would: --tensor-parallel-size 8$"),
+        ("int4", {"tensor_parallel_size": 8, "num_gpu_blocks_override": 100_000},
+         "and 6400000 are wanted"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_what_would(
+    tmp_path: Path, kind: str, settings: dict[str, Any], message: str
+) -> None:
+    model = write_k2(tmp_path / "k2", kind)
+    plan = plan_for(model, **{"hardware": "h200x8", **settings})
+    with pytest.raises(ConfigError, match=message):
+        check_memory(plan, None)
+
+
+def test_what_is_advised_fits(tmp_path: Path) -> None:
+    model = write_k2(tmp_path / "k2", "fp8")
+    wanted = {"tensor_parallel_size": 8, "hardware": "h200x8"}
+    check_memory(plan_for(model, decode_context_parallel_size=8, **wanted), None)
+    check_memory(plan_for(model, max_model_len=16_000, **wanted), None)
+
+
+def test_a_node_has_so_many_gpus(tmp_path: Path) -> None:
+    model = write_k2(tmp_path / "k2", "int4")
+    with pytest.raises(ConfigError, match="16 ranks of an engine lie on one node, which has 8"):
+        plan_for(model, tensor_parallel_size=16, hardware="h200x8")
+
+
+def test_several_ranks_are_planned_and_not_served_yet(tmp_path: Path) -> None:
+    model = write_k2(tmp_path / "k2", "int4")
+    assert plan_for(model, tensor_parallel_size=2).rank.shape.tp == 2
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ConfigError, match="tensor-parallel-size=2 is not supported yet"):
+        plan_for(model, tensor_parallel_size=2, dry_run=False)
+
+
+def test_ranks_on_cpus_share_cores_and_add_up(tmp_path: Path) -> None:
+    model = tmp_path / "small"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(small_config()))
+    one, two = (plan_for(model, tensor_parallel_size=number, device="cpu") for number in (1, 2))
+    assert two.engine_bytes == 2 * two.rank.total
+    assert (one.num_threads, two.num_threads) == (4, 2)
+    assert two.rank.weights < one.rank.weights < 2 * two.rank.weights
+    assert two.rank.kv == one.rank.kv, "replicated without --decode-context-parallel-size"
+    dealt = plan_for(model, tensor_parallel_size=2, decode_context_parallel_size=2, device="cpu")
+    assert dealt.rank.num_pages == -(-dealt.engine.num_blocks // 2)
+
+
+def test_the_command_prints_a_row_for_each_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    model = write_k2(tmp_path / "k2", "int4")
+    words = f"serve {model} --dry-run -tp 8 -dcp 8 --hardware h200x8"
+    assert cli.run(words.split()) == 0
+    table = capsys.readouterr().out.partition("memory of each rank of an engine of tp8-dcp8")[2]
+    assert "2 engines on 2 nodes" in table
+    assert [line.split()[0] for line in table.splitlines()[2:]] == list("01234567")
+    assert cli.run(f"serve {model} --dry-run -tp 4 --hardware h200x8".split()) == 2
+    shown = capsys.readouterr()
+    assert "memory of each rank" in shown.out
+    assert "this would: --tensor-parallel-size 8" in shown.err

@@ -1,0 +1,79 @@
+"""Every tensor is cut so that the ranks' parts are the whole, and only where it may be cut."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from mooncake.base import ConfigError
+from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
+from mooncake.model.checkpoint.quant_format import parse_quantization
+from mooncake.model.checkpoint.tensor_cuts import check_cuts, cut_of, part_shape
+from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from tests.support.model.specs import KIMI_K2, small_spec
+
+WIDE = {
+    "num_attention_heads": 8, "intermediate_size": 1024, "moe_intermediate_size": 512,
+    "v_head_dim": 128, "qk_nope_head_dim": 96, "qk_rope_head_dim": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_parts_of_all_ranks_are_the_whole(changes: dict[str, Any], num_ranks: int) -> None:
+    spec = small_spec(**WIDE, **changes)
+    check_cuts(spec, None, num_ranks)
+    cuts = set()
+    for name, shape in tensor_shapes(spec).items():
+        cut = cut_of(spec, name, num_ranks)
+        if cut is None:
+            continue
+        cuts.add(name.split(".")[-2])
+        parts = [cut.part(shape, rank, num_ranks) for rank in range(num_ranks)]
+        held = [row for first, stop in parts for row in range(first, stop)]
+        assert held == list(range(shape[cut.dim]))
+        assert math.prod(part_shape(shape, cut, num_ranks)) * num_ranks == math.prod(shape)
+        assert shape[cut.dim] // num_ranks % cut.unit == 0
+    wanted = {"kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"}
+    wanted |= {"q_proj"} if spec.q_lora_rank is None else {"q_b_proj"}
+    assert cuts == (wanted - {"embed_tokens", "lm_head"} if spec.tie_word_embeddings else wanted)
+
+
+def test_one_rank_holds_everything() -> None:
+    spec = small_spec()
+    assert all(cut_of(spec, name, 1) is None for name in tensor_shapes(spec))
+
+
+def test_a_vocabulary_that_does_not_divide_is_whole() -> None:
+    spec = small_spec(vocab_size=301)
+    assert cut_of(spec, "lm_head.weight", 2) is None
+    assert cut_of(spec, "model.embed_tokens.weight", 2) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_ranks", "message"),
+    [
+        ({}, 3, "2 attention heads do not divide among 3 ranks; .* among 1, 2 ranks"),
+        ({"num_attention_heads": 4, "intermediate_size": 50}, 4, "50 columns of a dense layer"),
+        ({"num_attention_heads": 4, "moe_intermediate_size": 18}, 4, "18 columns of an expert"),
+    ],
+)
+def test_what_does_not_divide_is_named(
+    changes: dict[str, Any], num_ranks: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_cuts(small_spec(**changes), None, num_ranks)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("fp8", 16), ("int4", 64)])
+def test_kimi_k2_is_cut_as_far_as_its_quantized_blocks_stay_whole(kind: str, most: int) -> None:
+    spec = small_spec(**KIMI_K2)
+    quantization = parse_quantization(QUANTIZATION_CONFIGS[kind])
+    for num_ranks in (1, 2, 4, 8, 16, 32, 64):
+        if num_ranks <= most:
+            check_cuts(spec, quantization, num_ranks)
+        else:
+            with pytest.raises(ConfigError, match="quantized blocks are 128 wide"):
+                check_cuts(spec, quantization, num_ranks)
