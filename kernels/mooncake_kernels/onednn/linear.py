@@ -2,6 +2,9 @@
 
 Repacking once at load instead of in every call makes decode-size products read their weights at
 memory speed (measured 1.4-1.6x over `functional.linear` at 1 to 16 rows).
+
+oneDNN builds a primitive for every new shape (1 ms on a CPU with AVX-512, 7 with AMX), so rows are
+padded to a ladder: the shapes are few and known, and can all be built before the first request.
 """
 
 from __future__ import annotations
@@ -9,6 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
+
+_SMALL_RUNGS = (1, 2, 4, 8, 16, 32, 64)
+_ROWS_FEW = 16
+"""Up to so many rows a product takes as long as reading its weight."""
+MOST_ROWS_OF_PIECE = 256
+"""Rows of an expert are multiplied at most so many at a time: no more shapes than that."""
 
 
 def _op(name: str) -> Any:
@@ -37,11 +47,48 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def rung(rows: int) -> int:
+    """Return the least number of rows on the ladder that is not below `rows`, at least 1.
+
+    Powers of two up to 64, then steps of 64, from 512 on steps of a quarter of the power below.
+    """
+    for small in _SMALL_RUNGS:
+        if rows <= small:
+            return small
+    step = max(64, 1 << max(0, (rows - 1).bit_length() - 3))
+    return -(-rows // step) * step
+
+
+def rungs(most_rows: int) -> list[int]:
+    """Return the ladder up to the rung of `most_rows`."""
+    made = [1]
+    while made[-1] < most_rows:
+        made.append(rung(made[-1] + 1))
+    return made
+
+
+def pieces(rows: int) -> list[int]:
+    """Return rungs, of `MOST_ROWS_OF_PIECE` at most, that together hold `rows` rows.
+
+    One more product costs a reading of the weight, a padded row its multiplication: many rows are
+    cut so that no more than an eighth of the last piece is padding, few are not.
+    """
+    made = []
+    while rows > 0:
+        whole = min(rung(rows), MOST_ROWS_OF_PIECE)
+        if whole > _ROWS_FEW and whole - rows > whole // 8:
+            whole = max(step for step in rungs(whole) if step <= rows)
+        made.append(whole)
+        rows -= whole
+    return made
+
+
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return `x @ weight.T + bias`; x: [rows, in] bfloat16."""
     assert _linear is not None
-    out: torch.Tensor = _linear(x, packed, bias, "none", [], "")
-    return out
+    rows = x.shape[0]
+    out: torch.Tensor = _linear(_padded(x), packed, bias, "none", [], "")
+    return out[:rows] if out.shape[0] != rows else out
 
 
 def linear_add(
@@ -49,5 +96,12 @@ def linear_add(
 ) -> torch.Tensor:
     """Return `x @ weight.T + bias + add`, rounded once; add: [rows, out] bfloat16."""
     assert _linear_binary is not None
-    out: torch.Tensor = _linear_binary(x, add, packed, bias, "add")
-    return out
+    rows = x.shape[0]
+    out: torch.Tensor = _linear_binary(_padded(x), _padded(add), packed, bias, "add")
+    return out[:rows] if out.shape[0] != rows else out
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    rows = x.shape[0]
+    missing = rung(rows) - rows
+    return functional.pad(x, (0, 0, 0, missing)) if missing and rows else x

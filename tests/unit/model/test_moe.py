@@ -141,3 +141,24 @@ def test_only_bfloat16_on_the_cpu_is_packed() -> None:
     assert not onednn.supported(torch.zeros(2, 2))
     assert not onednn.supported(torch.zeros(2, 2, dtype=torch.float16))
     assert not onednn.supported(torch.zeros(2, 2, dtype=torch.bfloat16, device="meta"))
+
+
+def test_the_ladder_is_short_and_wastes_little() -> None:
+    steps = onednn.rungs(2048)
+    assert steps[:8] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert len(steps) == 22
+    for rows in range(1, 2049):
+        step = onednn.rung(rows)
+        assert step == min(rung for rung in steps if rung >= rows)
+        assert rows <= 64 or step - rows < max(64, rows // 4)
+
+
+def test_rows_of_an_expert_are_cut_into_few_sizes() -> None:
+    sizes = set()
+    for rows in range(3000):
+        cut = onednn.pieces(rows)
+        sizes |= set(cut)
+        padding = sum(cut) - rows
+        assert 0 <= padding <= 7 + rows // 8
+        assert len(cut) <= -(-rows // onednn.MOST_ROWS_OF_PIECE) + 4
+    assert sizes == set(onednn.rungs(onednn.MOST_ROWS_OF_PIECE))

@@ -17,6 +17,7 @@ def test_only_what_is_missing_is_set() -> None:
 def test_threads_sleep_and_the_heap_is_kept() -> None:
     assert environment.COMPUTE["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment.COMPUTE["MALLOC_MMAP_MAX_"] == "0"
+    assert environment.COMPUTE["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert environment.QUIET["RAY_USAGE_STATS_ENABLED"] == "0"
     assert environment.QUIET["HF_HUB_OFFLINE"] == "1"
 
