@@ -1,10 +1,12 @@
-"""One of eight ranks' share of all 61 layers with random INT4 weights: the decode step as served,
-and a communicator that does nothing. The step is the engine's own captured one (`model.graphs`).
+"""One of eight ranks' share of all 61 layers with random INT4 weights, cut by the loader that
+serves: the decode step as served, and a group whose other ranks are silent. The step is the
+engine's own captured one (`model.graphs`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +20,13 @@ from benchmarks.gpu.work import Bench, Case, Work
 from mooncake.base import KvLayout, ModelSpec
 from mooncake.engine.plan import StepSlot
 from mooncake.model.backends import Backends
+from mooncake.model.checkpoint.tensor_cuts import Part, cut_of, part_shape
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import QuantizedWeight, load_model
+from mooncake.model.parallel.group import Traffic
 
 RANKS = 8
 KIMI_K2: dict[str, Any] = {
@@ -49,15 +53,30 @@ TINY = {
 }  # fmt: skip
 
 
-def rank_spec(tiny: bool) -> ModelSpec:
-    """Return the shape of one rank: heads, every MLP's width and the vocabulary by eight."""
-    config = {**KIMI_K2, **(TINY if tiny else {})}
-    for name in (
-        "num_attention_heads", "intermediate_size", "moe_intermediate_size", "vocab_size",
-    ):  # fmt: skip
-        config[name] //= RANKS
-    config["num_key_value_heads"] = config["num_attention_heads"]
-    return ModelSpec.from_config(config)
+def whole_spec(tiny: bool) -> ModelSpec:
+    """Return the shape of the whole model, of which the loader takes one rank's parts."""
+    return ModelSpec.from_config({**KIMI_K2, **(TINY if tiny else {})})
+
+
+class FirstRank:
+    """The first of eight ranks, whose others are silent: what they would send is its own again."""
+
+    rank = 0
+    size = RANKS
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`."""
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` as often as there are ranks."""
+        return x.repeat(1, RANKS)
+
+    def meet(self) -> None:
+        """Return."""
 
 
 class RandomRank:
@@ -71,24 +90,35 @@ class RandomRank:
     def check_names(self, expected: Iterable[str]) -> None:
         """All names are there."""
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> torch.Tensor:
         """Return random numbers that keep the size of activations; ones for norms."""
+        shape = held(shape, part)
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
         out = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         return out.normal_(std=shape[-1] ** -0.5, generator=self._generator)
 
-    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+    def quantized(
+        self, name: str, shape: tuple[int, ...], part: Part | None = None
+    ) -> QuantizedWeight | None:
         """Return the INT4 form of a routed expert's weight."""
         if ".mlp.experts." not in name:
             return None
-        rows, columns = shape
+        rows, columns = held(shape, part)
         words = torch.randint(
             -(2**31), 2**31, (rows, columns // 8), generator=self._generator,
             device=self._device, dtype=torch.int64,
         ).to(torch.int32)  # fmt: skip
         scales = torch.full((rows, columns // 32), columns**-0.5 / 5, device=self._device)
         return QuantizedWeight("int4", words, scales.bfloat16())
+
+
+def held(shape: tuple[int, ...], part: Part | None) -> tuple[int, ...]:
+    """Return the shape of a part."""
+    return tuple(
+        part.size if part is not None and dim == part.dim else size
+        for dim, size in enumerate(shape)
+    )
 
 
 @dataclass(frozen=True)
@@ -133,9 +163,11 @@ class Steps(EagerSteps):
 def _model(device: torch.device, tiny: bool) -> tuple[KimiK2, SharedContext]:
     """Return a rank and what its attention is switched by; 75 GB that two lines share."""
     backends = SharedContext(TRITON, TRITON)
-    source = RandomRank(rank_spec(tiny), device)
+    source = RandomRank(whole_spec(tiny), device)
     with torch.inference_mode():
-        model = load_model(source, dtype=torch.bfloat16, device=device, backends=backends)
+        model = load_model(
+            source, dtype=torch.bfloat16, device=device, backends=backends, group=FirstRank()
+        )
     return model, backends
 
 
@@ -185,11 +217,11 @@ def slice_step(bench: Bench, *, batch: int, context: int, dcp: bool) -> Work:
 
 
 def step_bytes(spec: ModelSpec, batch: int, context: int) -> int:
-    """Return the bytes a step reads: weights (experts as often as expected), and KV."""
+    """Return the bytes a rank's step reads: weights (experts as often as expected), and KV."""
     total = 0.0
     missed = 1 - spec.num_experts_per_tok / spec.n_routed_experts
     for name, shape in tensor_shapes(spec).items():
-        size = float(torch.Size(shape).numel())
+        size = float(math.prod(part_shape(shape, cut_of(spec, name, RANKS), RANKS)))
         if "embed_tokens" in name:
             continue
         if ".mlp.experts." in name:

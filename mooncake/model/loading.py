@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -13,14 +14,16 @@ from mooncake.base import CheckpointError, ModelSpec
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.quant import QuantizedWeight
 from mooncake.model.checkpoint.quant_format import FP8_BLOCK
+from mooncake.model.checkpoint.tensor_cuts import Part, cut_of
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.kimi_k2 import KimiK2, Layer
 from mooncake.model.layers.embedding import Embedding, Head
-from mooncake.model.layers.linear import Fp8Linear, GatedMlp, Linear, Product
+from mooncake.model.layers.linear import Fp8Linear, GatedMlp, Linear, Product, SummedProduct
 from mooncake.model.layers.mla import LATENT_NORM_EPS, Mla, MlaWeights
 from mooncake.model.layers.moe import Moe, MoeWeights
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
+from mooncake.model.parallel.group import Group, Solo
 from mooncake.model.placing import Placer
 
 
@@ -33,11 +36,17 @@ class WeightSource(Protocol):
     def check_names(self, expected: Iterable[str]) -> None:
         """Raise CheckpointError unless exactly these tensors are there."""
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor in a float dtype; CheckpointError if missing or of another shape."""
+    def tensor(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> torch.Tensor:
+        """Return a tensor of `shape`, or `part` of it, in a float dtype; CheckpointError if missing
+        or of another shape.
+        """
 
-    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
-        """Return the weight as stored if it is quantized in a form kernels take, else None."""
+    def quantized(
+        self, name: str, shape: tuple[int, ...], part: Part | None = None
+    ) -> QuantizedWeight | None:
+        """Return the weight, or `part` of it, as stored if it is quantized in a form kernels take,
+        else None.
+        """
 
 
 def load_model(
@@ -47,8 +56,10 @@ def load_model(
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
     backends: Backends | None = None,
+    group: Group | None = None,
 ) -> KimiK2:
-    """Return the model of `checkpoint` with weights as `dtype` on `device`.
+    """Return the model of `checkpoint` with weights as `dtype` on `device`; where a `group` shares
+    it, this rank's parts only (`tensor_cuts`), and no others are read.
 
     Packed layer by layer, the experts of one by several threads: beside the finished weights never
     more than one layer (or the head) is held. `progress(done, total)` counts tensors. Quantized
@@ -59,7 +70,18 @@ def load_model(
         CheckpointError: a tensor is missing, unknown or of the wrong shape.
     """
     with Placer(staged=device.type == "cuda") as placer:
-        return _Loader(checkpoint, dtype, device, progress, backends or Backends(), placer).model()
+        to = _Place(dtype, device, backends or Backends(), group or Solo())
+        return _Loader(checkpoint, to, progress, placer).model()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a model is made for."""
+
+    dtype: torch.dtype
+    device: torch.device
+    backends: Backends
+    group: Group
 
 
 class _Loader:
@@ -68,44 +90,59 @@ class _Loader:
     def __init__(
         self,
         source: WeightSource,
-        dtype: torch.dtype,
-        device: torch.device,
+        to: _Place,
         progress: Callable[[int, int], None] | None,
-        backends: Backends,
         placer: Placer,
     ) -> None:
         self._source = source
         self._placer = placer
         self._counting = threading.Lock()
         self._spec = source.spec
-        self._dtype = dtype
-        self._device = device
+        self._dtype = to.dtype
+        self._device = to.device
         self._progress = progress
-        self._backends = backends
+        self._backends = to.backends
+        self._group = to.group
         self._shapes = tensor_shapes(source.spec)
         self._done = 0
 
     def model(self) -> KimiK2:
         spec = self._spec
         self._source.check_names(self._shapes)
-        embedding = Embedding(self._read("model.embed_tokens.weight"))
+        table = "model.embed_tokens.weight"
+        embedding = Embedding(self._read(table), self._group if self._part(table) else None)
         rope = Rope(spec, self._device, self._backends)
         layers = [self._layer(number, rope) for number in range(spec.num_hidden_layers)]
         norm = self._norm("model.norm.weight", spec.rms_norm_eps)
         tied = spec.tie_word_embeddings
         weight = embedding.weight if tied else self._read("lm_head.weight")
-        head = Head(weight, tied=tied, multiply=self._backends.linear)
+        cut = not tied and self._part("lm_head.weight") is not None
+        head = Head(
+            weight,
+            tied=tied,
+            multiply=self._backends.linear,
+            group=self._group if cut else None,
+        )
         return KimiK2(spec, embedding, layers, norm, head, rope)
 
+    def _part(self, name: str) -> Part | None:
+        """Return what this rank holds of a tensor; None: all of it."""
+        shape, group = self._shapes[name], self._group
+        cut = cut_of(self._spec, name, group.size)
+        return None if cut is None else cut.part(shape, group.rank, group.size)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self._source.tensor(name, self._shapes[name], self._part(name))
+
     def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        tensor = self._source.tensor(name, self._shapes[name])
+        tensor = self._tensor(name)
         # A copy even where nothing changes: the source may hand out views of a mapped file.
         kept = tensor.to(device=self._device, dtype=dtype or self._dtype, copy=True)
         self._count()
         return kept
 
     def _read_into(self, name: str, out: torch.Tensor) -> None:
-        self._placer.copy(self._source.tensor(name, self._shapes[name]), out)
+        self._placer.copy(self._tensor(name), out)
         self._count()
 
     def _count(self) -> None:
@@ -118,7 +155,7 @@ class _Loader:
         """Return the weight as it is stored, if it may stay so."""
         if not self._backends.keeps_quantized:
             return None
-        return self._source.quantized(name, self._shapes[name])
+        return self._source.quantized(name, self._shapes[name], self._part(name))
 
     def _norm(self, name: str, eps: float) -> RmsNorm:
         return RmsNorm(self._read(name), eps, self._backends)
@@ -129,18 +166,17 @@ class _Loader:
         attention = self._attention(prefix + "self_attn.")
         return Layer(
             self._norm(prefix + "input_layernorm.weight", spec.rms_norm_eps),
-            Mla(spec, number, attention, rope, self._backends),
+            Mla(spec, number, attention, rope, self._backends, self._group.size),
             self._norm(prefix + "post_attention_layernorm.weight", spec.rms_norm_eps),
-            self._mlp(prefix + "mlp.") if dense else self._moe(prefix + "mlp."),
+            self._dense(prefix + "mlp.") if dense else self._moe(prefix + "mlp."),
         )
 
     def _attention(self, prefix: str) -> MlaWeights:
         spec = self._spec
         compressed = spec.q_lora_rank is not None
         query = prefix + ("q_a_proj" if compressed else "q_proj")
-        kv_b = self._read(prefix + "kv_b_proj.weight").view(
-            spec.num_attention_heads, -1, spec.kv_lora_rank
-        )
+        heads = spec.num_attention_heads // self._group.size
+        kv_b = self._read(prefix + "kv_b_proj.weight").view(heads, -1, spec.kv_lora_rank)
         return MlaWeights(
             query_kv_a=self._linear(query, prefix + "kv_a_proj_with_mqa"),
             query_norm=self._norm(prefix + "q_a_layernorm.weight", LATENT_NORM_EPS)
@@ -150,7 +186,7 @@ class _Loader:
             kv_norm=self._norm(prefix + "kv_a_layernorm.weight", LATENT_NORM_EPS),
             key_up=kv_b[:, : spec.qk_nope_head_dim].transpose(1, 2).contiguous(),
             value_up=kv_b[:, spec.qk_nope_head_dim :].contiguous(),
-            output=self._linear(prefix + "o_proj"),
+            output=self._summed(self._linear(prefix + "o_proj")),
         )
 
     def _linear(self, *names: str) -> Product:
@@ -191,7 +227,19 @@ class _Loader:
         )
 
     def _bias_or_none(self, name: str) -> torch.Tensor | None:
-        return self._read(name + ".bias") if name + ".bias" in self._shapes else None
+        if name + ".bias" not in self._shapes:
+            return None
+        bias = self._read(name + ".bias")
+        # Of a product that ranks sum, one of them adds it.
+        return torch.zeros_like(bias) if name.endswith("o_proj") and self._group.rank else bias
+
+    def _summed(self, product: Product) -> Product:
+        """Return a product whose input columns are cut as that of the whole input."""
+        return product if self._group.size == 1 else SummedProduct(product, self._group)
+
+    def _dense(self, prefix: str) -> GatedMlp:
+        mlp = self._mlp(prefix)
+        return mlp if self._group.size == 1 else GatedMlp(mlp.gate_up, self._summed(mlp.down))
 
     def _mlp(self, prefix: str) -> GatedMlp:
         gate_up = self._linear(prefix + "gate_proj", prefix + "up_proj")
@@ -207,11 +255,12 @@ class _Loader:
         else:
             op, experts = f"experts_{stored.kind}", self._stored_experts(prefix, stored.kind)
         shared = self._mlp(prefix + "shared_experts.") if spec.n_shared_experts else None
-        return Moe(spec, MoeWeights(router, bias, op, experts, shared), self._backends)
+        weights = MoeWeights(router, bias, op, experts, shared)
+        return Moe(spec, weights, self._backends, self._group)
 
     def _plain_experts(self, prefix: str) -> tuple[torch.Tensor, ...]:
         count, hidden = self._spec.n_routed_experts, self._spec.hidden_size
-        inner = self._spec.moe_intermediate_size
+        inner = self._spec.moe_intermediate_size // self._group.size
         gate_up = torch.empty(count, 2 * inner, hidden, dtype=self._dtype, device=self._device)
         down = torch.empty(count, hidden, inner, dtype=self._dtype, device=self._device)
         places = {
@@ -256,7 +305,7 @@ class _Loader:
         return *made["gate"], *made["down"]
 
     def _stored_expert(self, name: str, kind: str) -> QuantizedWeight:
-        weight = self._source.quantized(name, self._shapes[name])
+        weight = self._source.quantized(name, self._shapes[name], self._part(name))
         if weight is None or weight.kind != kind:
             raise CheckpointError(f"{name}: not stored as {kind}, as other experts are")
         return weight

@@ -21,6 +21,19 @@ INT4_WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Rows (dim 0) or columns (dim 1) [first, stop) of a tensor."""
+
+    dim: int
+    first: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.first
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
     """A tensor cut along `dim` (0: rows) into equal parts of whole units.
 
@@ -31,10 +44,10 @@ class Cut:
     unit: int
     what: str
 
-    def part(self, shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[int, int]:
-        """Return [first, stop) along `dim` of what `rank` holds."""
+    def part(self, shape: tuple[int, ...], rank: int, num_ranks: int) -> Part:
+        """Return what `rank` holds of a tensor of `shape`."""
         each = shape[self.dim] // num_ranks
-        return rank * each, (rank + 1) * each
+        return Part(self.dim, rank * each, (rank + 1) * each)
 
 
 def cut_of(spec: ModelSpec, name: str, num_ranks: int) -> Cut | None:

@@ -7,6 +7,7 @@ or shards with an index). Safetensors only; nothing is downloaded and no code in
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from mooncake.model.checkpoint.quant_format import (
     parse_quantization,
 )
 from mooncake.model.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
+from mooncake.model.checkpoint.tensor_cuts import INT4_WORD, Part
 
 SPEC_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -69,6 +71,9 @@ class Checkpoint:
             if not _ignored(name, self.spec.num_hidden_layers)
         )
         """Bytes of all tensors as stored, without the ignored ones: the whole of a progress bar."""
+        self.bytes_read = 0
+        """Bytes of what `tensor` and `quantized` gave out: of parts, only theirs."""
+        self._counting = threading.Lock()
 
     def revision(self, cache_dir: Path | None = None) -> str:
         """Return the name of the weights; see `CheckpointFiles.revision`."""
@@ -113,8 +118,8 @@ class Checkpoint:
         parts = [name + suffix for suffix in ("", *_PART_SUFFIXES) if name + suffix in self._homes]
         return sum(self._entry(part).num_bytes for part in parts)
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return tensor `name` of `shape` on the CPU.
+    def tensor(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> torch.Tensor:
+        """Return tensor `name` of `shape`, or `part` of it, on the CPU.
 
         An unquantized tensor keeps its stored dtype (bfloat16, float16 or float32) and is a view of
         the mapped file. A quantized weight is returned as a new tensor of the spec's dtype.
@@ -124,17 +129,20 @@ class Checkpoint:
                 belong to the checkpoint's quantization; names the tensor and the file.
         """
         if name not in self._homes and f"{name}_packed" in self._homes:
-            return self._int4(name, shape)
+            return self._int4(name, shape, part)
         entry = self._find(name, shape)
         if entry.dtype == "F8_E4M3":
-            return self._fp8(name, shape)
+            return self._fp8(name, shape, part)
         if f"{name}_scale_inv" in self._homes:
             raise self._error(name, f"it has a scale but is stored as {entry.dtype}, not F8_E4M3")
         self._check_dtype(name, _FLOATS)
-        return self.raw(name)
+        return self._read(name, part)
 
-    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
-        """Return the weight `name` of `shape` as it is stored, checked; views of the mapped file.
+    def quantized(
+        self, name: str, shape: tuple[int, ...], part: Part | None = None
+    ) -> QuantizedWeight | None:
+        """Return the weight `name` of `shape`, or `part` of it, as it is stored, checked; views of
+        the mapped file.
 
         None where it is not quantized, or in blocks, groups or widths the kernels do not take.
 
@@ -147,12 +155,13 @@ class Checkpoint:
             whole = shape[1] % INT4_GROUP == 0
             if not (whole and isinstance(scheme, Int4Group) and scheme.group_size == INT4_GROUP):
                 return None
-            return QuantizedWeight("int4", self.raw(f"{name}_packed"), self.raw(f"{name}_scale"))
+            return QuantizedWeight("int4", *self._int4_parts(name, part, scheme.group_size))
         if self._find(name, shape).dtype != "F8_E4M3":
             return None
-        if self._check_fp8(name, shape).block != (FP8_BLOCK, FP8_BLOCK):
+        blocks = self._check_fp8(name, shape)
+        if blocks.block != (FP8_BLOCK, FP8_BLOCK):
             return None
-        return QuantizedWeight("fp8", self.raw(name), self.raw(f"{name}_scale_inv"))
+        return QuantizedWeight("fp8", *self._fp8_parts(name, part, blocks))
 
     def raw(self, name: str) -> torch.Tensor:
         """Return the tensor stored under canonical `name` as it is, e.g. `….weight_packed`."""
@@ -160,11 +169,24 @@ class Checkpoint:
         file, stored_name = self._homes[name]
         return view_tensor(file, stored_name)
 
-    def _fp8(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        block = self._check_fp8(name, shape).block
-        return dequantize_fp8_block(
-            self.raw(name), self.raw(f"{name}_scale_inv"), block, self._dtype
-        )
+    def _read(self, name: str, part: Part | None) -> torch.Tensor:
+        """Return a stored tensor or a part of it, and count its bytes."""
+        whole = self.raw(name)
+        view = whole if part is None else whole.narrow(part.dim, part.first, part.size)
+        with self._counting:
+            self.bytes_read += view.numel() * view.element_size()
+        return view
+
+    def _fp8(self, name: str, shape: tuple[int, ...], part: Part | None) -> torch.Tensor:
+        scheme = self._check_fp8(name, shape)
+        return dequantize_fp8_block(*self._fp8_parts(name, part, scheme), scheme.block, self._dtype)
+
+    def _fp8_parts(
+        self, name: str, part: Part | None, scheme: Fp8Block
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (values, factors) of whole blocks."""
+        factors = part and self._scaled(name, part, scheme.block[part.dim])
+        return self._read(name, part), self._read(f"{name}_scale_inv", factors)
 
     def _check_fp8(self, name: str, shape: tuple[int, ...]) -> Fp8Block:
         if not isinstance(self.quantization, Fp8Block) or len(shape) != 2:
@@ -173,10 +195,32 @@ class Checkpoint:
         self._check_dtype(f"{name}_scale_inv", _FLOATS)
         return self.quantization
 
-    def _int4(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _int4(self, name: str, shape: tuple[int, ...], part: Part | None) -> torch.Tensor:
         group = self._check_int4(name, shape).group_size
-        packed, scale = self.raw(f"{name}_packed"), self.raw(f"{name}_scale")
-        return dequantize_int4_packed(packed, scale, (shape[0], shape[1]), group, self._dtype)
+        rows, columns = (
+            size if part is None or part.dim != dim else part.size for dim, size in enumerate(shape)
+        )
+        packed, scale = self._int4_parts(name, part, group)
+        return dequantize_int4_packed(packed, scale, (rows, columns), group, self._dtype)
+
+    def _int4_parts(
+        self, name: str, part: Part | None, group: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (words, factors) of whole words and groups."""
+        words = factors = part
+        if part is not None and part.dim == 1:
+            words = self._scaled(name, part, INT4_WORD)
+            factors = self._scaled(name, part, group)
+        return self._read(f"{name}_packed", words), self._read(f"{name}_scale", factors)
+
+    def _scaled(self, name: str, part: Part, block: int) -> Part:
+        """Return the part of a tensor that has one number for `block` of `part`'s."""
+        if part.first % block or part.stop % block:
+            raise CheckpointError(
+                f"{name}: a part from {part.first} to {part.stop} would cut quantized blocks of "
+                f"{block}"
+            )
+        return Part(part.dim, part.first // block, part.stop // block)
 
     def _check_int4(self, name: str, shape: tuple[int, ...]) -> Int4Group:
         if not isinstance(self.quantization, Int4Group) or len(shape) != 2:

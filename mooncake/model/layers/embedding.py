@@ -8,21 +8,24 @@ import torch
 from torch.nn import functional
 
 from mooncake.model.layers.linear import Linear
+from mooncake.model.parallel.group import Group, Solo
 
 
 class Embedding:
-    """Rows of a table; weight: [vocab, hidden]."""
+    """Rows of a table; weight: [vocab, hidden], or a rank's columns where a `group` has all."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, group: Group | None = None) -> None:
         self.weight = weight
+        self._group = group or Solo()
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return [rows, hidden] for `tokens` [rows] int64. IndexError: no such token."""
-        return functional.embedding(tokens, self.weight)
+        return self._group.gather(functional.embedding(tokens, self.weight))
 
 
 class Head:
-    """Logits over the vocabulary; weight: [vocab, hidden].
+    """Logits over the vocabulary; weight: [vocab, hidden], or a rank's words of it where a `group`
+    has all.
 
     A head tied to the embedding reads the embedding's own tensor: packing it would keep it twice.
     """
@@ -33,7 +36,9 @@ class Head:
         *,
         tied: bool,
         multiply: Callable[..., torch.Tensor] | None = None,
+        group: Group | None = None,
     ) -> None:
+        self._group = group or Solo()
         self._linear = None if tied else Linear(weight, multiply=multiply)
         self._tied_weight = weight if tied else None
         self._multiply = multiply or functional.linear
@@ -41,6 +46,6 @@ class Head:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [rows, vocab] float32 for `hidden` [rows, hidden]."""
         if self._linear is not None:
-            return self._linear(hidden).float()
+            return self._group.gather(self._linear(hidden)).float()
         assert self._tied_weight is not None
         return self._multiply(hidden, self._tied_weight).float()

@@ -11,6 +11,7 @@ from mooncake_kernels.reference.experts import gated
 from torch.nn import functional
 
 from mooncake.model.backends import Backends
+from mooncake.model.parallel.group import Group
 
 
 class Product(Protocol):
@@ -78,13 +79,32 @@ class Fp8Linear:
         return self(x).add_(to)
 
 
+class SummedProduct:
+    """A product of whose input each rank of a group has columns: the ranks' results are summed.
+
+    What is added is added once, after the sum.
+    """
+
+    def __init__(self, product: Product, group: Group) -> None:
+        self._product = product
+        self._group = group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [rows, out], the same on all ranks."""
+        return self._group.sum(self._product(x))
+
+    def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        """Return `to + self(x)`; to: [rows, out]."""
+        return self(x).add_(to)
+
+
 class GatedMlp:
     """`down(silu(gate x) * up x)`; gate_up makes [rows, 2 * inner], the gate first."""
 
     def __init__(self, gate_up: Product, down: Product) -> None:
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + mlp(x)`; x and to: [rows, hidden]."""
-        return self._down.add(gated(self._gate_up(x)), to)
+        return self.down.add(gated(self.gate_up(x)), to)

@@ -49,12 +49,19 @@ class Mla:
     """The attention of layer `layer`."""
 
     def __init__(
-        self, spec: ModelSpec, layer: int, weights: MlaWeights, rope: Rope, backends: Backends
+        self,
+        spec: ModelSpec,
+        layer: int,
+        weights: MlaWeights,
+        rope: Rope,
+        backends: Backends,
+        num_ranks: int = 1,
     ) -> None:
+        """`num_ranks`: among how many ranks the heads are shared out; `weights` has one's."""
         self._layer = layer
         self._w = weights
         self._rope = rope
-        self._heads = spec.num_attention_heads
+        self._heads = spec.num_attention_heads // num_ranks
         self._rank = spec.kv_lora_rank
         self._kv_width = spec.kv_width
         self._nope = spec.qk_nope_head_dim

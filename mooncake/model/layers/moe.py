@@ -10,6 +10,7 @@ from mooncake_kernels.reference.router import Routing
 from mooncake.base import ModelSpec
 from mooncake.model.backends import Backends
 from mooncake.model.layers.linear import GatedMlp
+from mooncake.model.parallel.group import Group, Solo
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,11 @@ class MoeWeights:
 class Moe:
     """`x + shared(h) + sum of the chosen experts of h`."""
 
-    def __init__(self, spec: ModelSpec, weights: MoeWeights, backends: Backends) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: MoeWeights, backends: Backends, group: Group | None = None
+    ) -> None:
+        """`group`: the ranks that each have columns of every expert; None: this one has all."""
+        self._group = group or Solo()
         self._routing = Routing(
             top_k=spec.num_experts_per_tok,
             num_groups=spec.n_group,
@@ -48,5 +53,9 @@ class Moe:
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + moe(x)`; x and to: [rows, hidden]."""
         experts, weights = self._route(x, self._router, self._router_bias, self._routing)
-        total: torch.Tensor = self._experts(x, experts, weights).add_(to)
-        return total if self._shared is None else self._shared.add(x, total)
+        total: torch.Tensor = self._experts(x, experts, weights)
+        if self._group.size == 1:
+            total.add_(to)
+        if self._shared is not None:
+            total = self._shared.add(x, total)
+        return total if self._group.size == 1 else self._group.sum(total).add_(to)

@@ -10,6 +10,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from mooncake.base import CheckpointError, KvLayout, ModelSpec
 from mooncake.engine.plan import StepSlot
+from mooncake.model.checkpoint.tensor_cuts import Part
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.inputs import PrefersAbsorbed, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
@@ -101,11 +102,14 @@ class DictSource:
         if wrong:
             raise CheckpointError(f"missing or unknown: {', '.join(sorted(wrong))}")
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> torch.Tensor:
         assert self.tensors[name].shape == shape
-        return self.tensors[name]
+        whole = self.tensors[name]
+        return whole if part is None else whole.narrow(part.dim, part.first, part.size)
 
-    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+    def quantized(
+        self, name: str, shape: tuple[int, ...], part: Part | None = None
+    ) -> QuantizedWeight | None:
         return None
 
 

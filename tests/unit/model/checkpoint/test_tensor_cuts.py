@@ -32,7 +32,7 @@ def test_the_parts_of_all_ranks_are_the_whole(changes: dict[str, Any], num_ranks
             continue
         cuts.add(name.split(".")[-2])
         parts = [cut.part(shape, rank, num_ranks) for rank in range(num_ranks)]
-        held = [row for first, stop in parts for row in range(first, stop)]
+        held = [row for part in parts for row in range(part.first, part.stop)]
         assert held == list(range(shape[cut.dim]))
         assert math.prod(part_shape(shape, cut, num_ranks)) * num_ranks == math.prod(shape)
         assert shape[cut.dim] // num_ranks % cut.unit == 0

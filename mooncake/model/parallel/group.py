@@ -1,0 +1,85 @@
+"""The port by which ranks exchange tensors, and the group of one.
+
+Every rank of a group calls the same operations in the same order with tensors of the same shapes.
+Contract: what `sum` returns is bit-equal on all ranks (added in the order of the ranks, in float32,
+rounded once), else replicated KV and routing would drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass
+class Traffic:
+    """What one rank gave to its group: calls, and bytes of the tensors it contributed."""
+
+    num_calls: int = 0
+    num_bytes: int = 0
+
+    def count(self, x: torch.Tensor) -> None:
+        """Count one call that contributes `x`."""
+        self.num_calls += 1
+        self.num_bytes += x.numel() * x.element_size()
+
+
+class Group(Protocol):
+    """The ranks that share one model, seen from one of them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' `x`, in its shape and dtype; `x` may be overwritten."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' `x` side by side along the last dimension, in the ranks' order."""
+
+    def meet(self) -> None:
+        """Return once all ranks have come here."""
+
+
+class GroupError(Exception):
+    """Another rank failed, or did not come in time: the instance has to end."""
+
+
+class Solo:
+    """A group of one rank: nothing is exchanged."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`."""
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`."""
+        return x
+
+    def meet(self) -> None:
+        """Return."""
+
+
+def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the ranks' parts: in their order, in float32, rounded once to their dtype.
+
+    The plain form of what every group returns.
+    """
+    total = parts[0].float() if parts[0].dtype != torch.float32 else parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)

@@ -1,0 +1,131 @@
+"""A group whose ranks are processes of one machine that map one memory.
+
+Nothing listens and nobody is looked for: the memory has no name, and a rank has its descriptor from
+the process that started it. A rank lays its part down, says so in a counter, and reads the parts of
+the others once their counters say so. Each rank has two places for parts and takes them in turn:
+who has come to one exchange has read all parts of the one before.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from mooncake.model.parallel.group import GroupError, Traffic, ordered_sum
+
+LINE_BYTES = 64
+"""Counters of two ranks never share a cache line."""
+PLACE_BYTES = 8 * 2**20
+"""Of one part; larger tensors go in pieces of rows."""
+_YIELDS = 2000
+"""How often a waiting rank gives up its core before it sleeps: about a millisecond."""
+_SLEEP_S = 50e-6
+
+
+def shared_bytes(size: int) -> int:
+    """Return the bytes of memory that a group of `size` ranks maps."""
+    return (size + 1) * LINE_BYTES + 2 * size * PLACE_BYTES
+
+
+class SharedGroup:
+    """One rank of a group over `memory`, of `shared_bytes(size)` bytes, zero at first.
+
+    Tensors lie on the CPU. One thread a rank may use it, `fail` any.
+    """
+
+    def __init__(self, rank: int, size: int, memory: mmap.mmap, timeout_s: float) -> None:
+        """`timeout_s`: how long the others may take to come to an exchange."""
+        self.rank = rank
+        self.size = size
+        self.traffic = Traffic()
+        self._timeout_s = timeout_s
+        self._num_exchanges = 0
+        self._fence = threading.Lock()
+        words = memoryview(memory)[: (size + 1) * LINE_BYTES].cast("q")
+        self._counters = words
+        self._step = LINE_BYTES // words.itemsize
+        self._failed = size * self._step
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        first = (size + 1) * LINE_BYTES
+        self._places = whole[first : first + 2 * size * PLACE_BYTES].view(2, size, PLACE_BYTES)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' `x`. GroupError: another rank failed, or did not come."""
+        pieces = [self._exchange(piece, ordered_sum) for piece in self._pieces(x)]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(x.shape)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' `x` side by side. GroupError: another rank failed, or did not come."""
+        pieces = [self._exchange(piece, _side_by_side) for piece in self._pieces(x)]
+        made = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return made.view(*x.shape[:-1], self.size * x.shape[-1])
+
+    def meet(self) -> None:
+        """Wait for all ranks. GroupError: another rank failed, or did not come."""
+        self._come()
+
+    def fail(self) -> None:
+        """Have every rank that waits, or comes later, raise; from any thread or process."""
+        self._counters[self._failed] = 1
+
+    def close(self) -> None:
+        """Let the memory go."""
+        del self._places
+        self._counters.release()
+
+    def _pieces(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield `x` as [rows, width] in pieces that fit a place."""
+        self.traffic.count(x)
+        rows = x.reshape(-1, x.shape[-1])
+        row_bytes = rows.shape[1] * rows.element_size()
+        if row_bytes > PLACE_BYTES:
+            raise ValueError(f"a row of {row_bytes} bytes does not fit {PLACE_BYTES}")
+        at_once = max(1, PLACE_BYTES // max(1, row_bytes))
+        for first in range(0, max(1, rows.shape[0]), at_once):
+            yield rows[first : first + at_once]
+
+    def _exchange(
+        self, x: torch.Tensor, make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    ) -> torch.Tensor:
+        places = self._places[(self._num_exchanges + 1) % 2]
+        num_bytes = x.numel() * x.element_size()
+        parts = [place[:num_bytes].view(x.dtype).view(x.shape) for place in places]
+        parts[self.rank].copy_(x)
+        self._come()
+        return make(parts)
+
+    def _come(self) -> None:
+        """Say that this rank's part lies there, and wait until all do."""
+        number = self._num_exchanges = self._num_exchanges + 1
+        counters, step = self._counters, self._step
+        # A lock of this process orders what it writes before from what it writes after.
+        with self._fence:
+            counters[self.rank * step] = number
+        deadline_s = 0.0
+        num_waits = 0
+        for other in range(self.size):
+            while counters[other * step] < number:
+                if counters[self._failed]:
+                    raise GroupError("another rank of this model failed")
+                num_waits += 1
+                if num_waits < _YIELDS:
+                    os.sched_yield()
+                    continue
+                now = time.monotonic()
+                deadline_s = deadline_s or now + self._timeout_s
+                if now > deadline_s:
+                    raise GroupError(
+                        f"rank {other} of this model did not answer for {self._timeout_s:.0f} s"
+                    )
+                time.sleep(_SLEEP_S)
+        with self._fence:
+            return
+
+
+def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts), dim=-1)

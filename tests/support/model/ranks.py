@@ -1,0 +1,66 @@
+"""One model on several ranks that are threads of this process, for comparing with one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from mooncake.engine.plan import StepSlot
+from mooncake.model.inputs import PrefersAbsorbed
+from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.loading import WeightSource, load_model
+from mooncake.model.parallel.threads import ThreadGroup
+from tests.support.model.tiny_models import CPU, forward, kv_for
+
+Made = TypeVar("Made")
+
+
+class ThreadRanks:
+    """The ranks of one model, each with KV pages of its own."""
+
+    def __init__(
+        self,
+        source: Callable[[int], WeightSource],
+        num_ranks: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`source`: what a rank reads its weights from."""
+        self.groups = ThreadGroup.make(num_ranks)
+        self.sources = [source(rank) for rank in range(num_ranks)]
+        self.models: list[KimiK2] = [
+            load_model(each, dtype=dtype, device=CPU, group=group)
+            for each, group in zip(self.sources, self.groups, strict=True)
+        ]
+        self.kv: list[KvTensors] = [kv_for(model.spec) for model in self.models]
+        self._threads = ThreadPoolExecutor(num_ranks)
+
+    def on_all(self, work: Callable[[int], Made]) -> list[Made]:
+        """Return what `work(rank)` returns on each, all running at once."""
+
+        def run(rank: int) -> Made:
+            try:
+                return work(rank)
+            except BaseException:
+                self.groups[rank].leave()
+                raise
+
+        return list(self._threads.map(run, range(len(self.groups))))
+
+    def forward(
+        self,
+        slots: Sequence[StepSlot],
+        *,
+        whole: bool = False,
+        rule: PrefersAbsorbed | None = None,
+    ) -> dict[int, torch.Tensor]:
+        """Return the logits of one step as `tiny_models.forward`; all ranks have the same bits."""
+        first, *others = self.on_all(
+            lambda rank: forward(self.models[rank], self.kv[rank], slots, whole=whole, rule=rule)
+        )
+        for other in others:
+            assert all(torch.equal(first[key], other[key]) for key in first)
+        return first

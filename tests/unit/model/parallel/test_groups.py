@@ -1,0 +1,133 @@
+"""What ranks exchange: sums of equal bits on all, gathers in order, errors instead of hangs."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+import torch
+
+from mooncake.model.parallel import shared_memory
+from mooncake.model.parallel.group import Group, GroupError, Solo, ordered_sum
+from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
+from mooncake.model.parallel.threads import ThreadGroup
+
+Made = TypeVar("Made")
+
+
+def over_memory(size: int, timeout_s: float = 60.0) -> Sequence[SharedGroup]:
+    memory = mmap.mmap(-1, shared_bytes(size))
+    return [SharedGroup(rank, size, memory, timeout_s) for rank in range(size)]
+
+
+def of_threads(size: int) -> Sequence[ThreadGroup]:
+    return ThreadGroup.make(size)
+
+
+Make = Callable[[int], Sequence[Group]]
+
+
+@pytest.fixture(params=[of_threads, over_memory])
+def make(request: pytest.FixtureRequest) -> Make:
+    made: Make = request.param
+    return made
+
+
+def on_all(groups: Sequence[Group], work: Callable[[Group], Made]) -> list[Made]:
+    with ThreadPoolExecutor(len(groups)) as threads:
+        return list(threads.map(work, groups))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_those_of_the_ranks_in_order(make: Make, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    rounds = [
+        [torch.randn(5, 7).mul(10.0**rank).to(dtype) for rank in range(size)] for _ in range(20)
+    ]
+    groups = make(size)
+    found = on_all(groups, lambda g: [g.sum(parts[g.rank].clone()) for parts in rounds])
+    for number, parts in enumerate(rounds):
+        total = torch.zeros(5, 7)
+        for part in parts:
+            total = total + part.float()
+        for sums in found:
+            assert sums[number].dtype == dtype
+            assert torch.equal(sums[number], total.to(dtype)), "in float32, rounded once"
+    assert [group.traffic.num_calls for group in groups] == [20] * size
+    assert groups[0].traffic.num_bytes == 20 * 35 * dtype.itemsize
+
+
+def test_a_sum_may_be_changed_by_its_rank_alone(make: Make) -> None:
+    def add(group: Group) -> list[float]:
+        found = group.sum(torch.ones(3))
+        found += group.rank
+        group.meet()
+        return found.tolist()
+
+    assert on_all(make(2), add) == [[2.0] * 3, [3.0] * 3]
+
+
+def test_gathered_parts_lie_in_the_ranks_order(make: Make) -> None:
+    made = on_all(make(3), lambda g: g.gather(torch.full((2, 2), float(g.rank))))
+    for found in made:
+        assert found.tolist() == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] * 2
+
+
+def test_no_rows_are_exchanged_too(make: Make) -> None:
+    made = on_all(make(2), lambda g: (g.sum(torch.ones(0, 4)), g.gather(torch.ones(0, 4))))
+    assert [(x.shape, y.shape) for x, y in made] == [((0, 4), (0, 8))] * 2
+
+
+def test_what_is_larger_than_a_place_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "PLACE_BYTES", 4 * 8 * 3)
+    x = torch.arange(80.0).view(10, 8)
+    groups = over_memory(2)
+    assert all(torch.equal(found, 2 * x) for found in on_all(groups, lambda g: g.sum(x.clone())))
+    gathered = on_all(groups, lambda g: g.gather(x))
+    assert all(torch.equal(found, torch.cat((x, x), dim=1)) for found in gathered)
+    with pytest.raises(ValueError, match="a row of 100 bytes does not fit"):
+        groups[0].sum(torch.ones(2, 25))
+
+
+def test_a_thread_that_fails_ends_the_others() -> None:
+    groups = ThreadGroup.make(2)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(groups[0].sum, torch.ones(1))
+        groups[1].leave()
+        with pytest.raises(GroupError, match="another rank of this model failed"):
+            waiting.result()
+    with pytest.raises(GroupError):
+        groups[1].gather(torch.ones(1))
+
+
+def test_a_process_that_fails_ends_the_others() -> None:
+    groups = over_memory(2)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(groups[0].sum, torch.ones(1))
+        groups[1].fail()
+        with pytest.raises(GroupError, match="another rank of this model failed"):
+            waiting.result()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    groups = over_memory(3, timeout_s=0.0)
+    with pytest.raises(GroupError, match="rank 1 of this model did not answer for 0 s"):
+        groups[0].sum(torch.ones(1))
+
+
+def test_alone_nothing_is_exchanged() -> None:
+    solo, x = Solo(), torch.ones(2)
+    solo.meet()
+    assert solo.sum(x) is x
+    assert solo.gather(x) is x
+    assert solo.traffic.num_calls == 0
+
+
+def test_the_plain_sum_leaves_its_parts() -> None:
+    parts = [torch.ones(2), torch.ones(2)]
+    assert ordered_sum(parts).tolist() == [2.0, 2.0]
+    assert parts[0].tolist() == [1.0, 1.0]

@@ -1,0 +1,144 @@
+"""A model cut among ranks gives the logits of one rank, reads its own parts, and sends what the
+formula says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mooncake.model.checkpoint.convert import convert_checkpoint
+from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.tensor_cuts import cut_of
+from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.weights import Checkpoint
+from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.loading import load_model
+from tests.support.model.ranks import ThreadRanks
+from tests.support.model.tiny_models import (
+    CONFIGS,
+    CPU,
+    forward,
+    kv_for,
+    ours,
+    random_tokens,
+    slot,
+    source_of,
+    truth,
+)
+
+MOST = 1e-4
+"""Of a log-probability in float32: sums of the ranks' products are rounded in another order."""
+
+
+def logprobs(logits: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits, dim=-1)
+
+
+def compare(one: KimiK2, ranks: ThreadRanks) -> None:
+    """Compare teacher-forced log-probabilities and KV of prompts cut into steps and mixed with
+    single tokens, in both forms of attention.
+    """
+    spec = one.spec
+    kv = kv_for(spec)
+    prompts = [random_tokens(length, seed=length, vocab_size=spec.vocab_size) for length in (37, 9)]
+    tables = [range(6), range(6, 12)]
+    for rule in (None, lambda new, context: True, lambda new, context: new == 1):
+        steps = [
+            [slot(0, 0, prompts[0][:20], tables[0]), slot(1, 0, prompts[1][:8], tables[1])],
+            [slot(0, 20, prompts[0][20:36], tables[0]), slot(1, 8, prompts[1][8:], tables[1])],
+            [slot(0, 36, prompts[0][36:], tables[0]), slot(1, 9, [7], tables[1])],
+        ]
+        for slots in steps:
+            expected = forward(one, kv, slots, whole=True, rule=rule)
+            found = ranks.forward(slots, whole=True, rule=rule)
+            for sequence, logits in expected.items():
+                distance = (logprobs(found[sequence]) - logprobs(logits)).abs().max()
+                assert distance <= MOST
+    for pages in ranks.kv:
+        assert torch.equal(pages.pages, ranks.kv[0].pages), "replicated KV, bit by bit"
+        torch.testing.assert_close(pages.pages, kv.pages, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_ranks_compute_what_one_rank_does(name: str, num_ranks: int) -> None:
+    # A vocabulary that two and four divide, so that the head is cut.
+    source = source_of(truth(name, vocab_size=212))
+    compare(ours(source), ThreadRanks(lambda _: source, num_ranks))
+
+
+def test_a_vocabulary_that_does_not_divide_is_held_whole() -> None:
+    source = source_of(truth("plain"))
+    assert source.spec.vocab_size % 2
+    compare(ours(source), ThreadRanks(lambda _: source, 2))
+
+
+WIDE = {
+    "moe_intermediate_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
+    "v_head_dim": 64, "qk_nope_head_dim": 96, "qk_rope_head_dim": 32, "q_lora_rank": 128,
+    "kv_lora_rank": 128, "hidden_size": 256, "num_hidden_layers": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_quantized_experts_are_cut_between_their_blocks(kind: str, tmp_path: Path) -> None:
+    plain = init_checkpoint("k2-nano", 5, tmp_path / "plain", overrides=WIDE)
+    path = convert_checkpoint(plain, tmp_path / kind, kind)
+    one = load_model(Checkpoint.open(path), dtype=torch.float32, device=CPU)
+    compare(one, ThreadRanks(lambda _: Checkpoint.open(path), 2))
+
+
+@pytest.mark.parametrize("kind", [None, "fp8", "int4"])
+def test_each_rank_reads_its_own_parts_of_the_files(kind: str | None, tmp_path: Path) -> None:
+    """All ranks together read each cut tensor once, and each the whole ones."""
+    path = init_checkpoint("k2-nano", 5, tmp_path / "plain", overrides=WIDE)
+    if kind is not None:
+        path = convert_checkpoint(path, tmp_path / kind, kind)
+    files = Checkpoint.open(path)
+    spec = files.spec
+    cut = whole = 0
+    for name in tensor_shapes(spec):
+        stored = files.stored_bytes(name) - (16 if f"{name}_shape" in stored_names(files) else 0)
+        if cut_of(spec, name, 2) is None:
+            whole += stored
+        else:
+            cut += stored
+    ranks = ThreadRanks(lambda _: Checkpoint.open(path), 2)
+    for source in ranks.sources:
+        assert isinstance(source, Checkpoint)
+        assert source.bytes_read == whole + cut // 2
+    assert cut > 8 * whole
+
+
+def stored_names(files: Checkpoint) -> set[str]:
+    return set(files._homes)
+
+
+def test_ranks_send_what_the_formula_says() -> None:
+    """A gathered embedding, two sums a layer, and a gathered head of each row that is read."""
+    source = source_of(truth("plain", vocab_size=212))
+    ranks = ThreadRanks(lambda _: source, 2)
+    spec, rows = source.spec, 5
+    ranks.forward([slot(0, 0, random_tokens(rows, seed=1), range(4))])
+    each = 4
+    sums = 2 * (spec.num_hidden_layers - 1) * rows * spec.hidden_size + 2 * spec.hidden_size
+    gathers = rows * spec.hidden_size // 2 + spec.vocab_size // 2
+    for group in ranks.groups:
+        assert group.traffic.num_bytes == each * (sums + gathers)
+        assert group.traffic.num_calls == 2 * spec.num_hidden_layers + 2
+
+
+def test_one_rank_exchanges_nothing_and_keeps_its_fused_sums() -> None:
+    source = source_of(truth("plain"))
+    from mooncake.model.parallel.group import Solo
+
+    solo = Solo()
+    model = load_model(source, dtype=torch.float32, device=CPU, group=solo)
+    slots = [slot(0, 0, random_tokens(9, seed=1), range(4))]
+    whole: dict[int, Any] = forward(model, kv_for(source.spec), slots)
+    assert torch.equal(whole[0], forward(ours(source), kv_for(source.spec), slots)[0])
+    assert solo.traffic.num_calls == 0
