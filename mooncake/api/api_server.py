@@ -14,9 +14,12 @@ import msgspec
 from mooncake import __version__
 from mooncake.api.backend import Backend, EventSource, EventStream
 from mooncake.api.config import ApiConfig
+from mooncake.api.constrained.checker import SchemaChecker, SchemaToCheck
+from mooncake.api.constrained.constraints import Constraint
 from mooncake.api.errors import shorten
 from mooncake.api.generation.beam_search import BeamStream
 from mooncake.api.generation.generation import Call, Choice, TextOptions
+from mooncake.api.generation.review import Review
 from mooncake.api.generation.sampling import check_sequences, choice_seed, request_priority
 from mooncake.api.model import ServedModel
 from mooncake.api.schema.fields import GenerationFields, SharedFields
@@ -79,6 +82,7 @@ class ApiServer:
         """Whether the model reasons by itself: its template knows of think blocks."""
         self._ids = ids or SystemIds()
         self._wall_s = wall_s
+        self._checker = SchemaChecker()
         self._calls: set[Call] = set()
         self._call_ended = asyncio.Event()
 
@@ -146,14 +150,27 @@ class ApiServer:
         """Return a fresh random id."""
         return self._ids.hex(16)
 
+    def review(self, constraint: Constraint) -> Review | None:
+        """Return what checks answers under `constraint`; None = there is nothing to check. Slow:
+        call it in a thread.
+        """
+        if constraint.answer is None and not constraint.tools:
+            return None
+        self._checker.warm_up()
+        answer = None if constraint.answer is None else SchemaToCheck.of(constraint.answer)
+        tools = {name: SchemaToCheck.of(schema) for name, schema in constraint.tools.items()}
+        return Review(self._checker, answer, tools)
+
     def new_call(
         self,
         call_id: str,
         prompts: Sequence[tuple[list[int], SamplingParams]],
         fields: GenerationFields,
         options: TextOptions,
+        review: Review | None = None,
     ) -> Call:
         """Return the call of these prompts, not yet started: `n` sequences for each prompt.
+        `review` checks finished answers.
 
         Two calls may carry the same id of a client's choice, here or at another gateway. So the
         ids that the cluster sees end in the gateway's name and a random part.
@@ -200,7 +217,7 @@ class ApiServer:
             stream = BeamStream(self.backend, requests, n, width, penalty)
         else:
             stream = EventStream(self.backend, requests)
-        return Call(stream, call_id, requests, choices, n, num_kept=fields.n or 1)
+        return Call(stream, call_id, requests, choices, n, num_kept=fields.n or 1, review=review)
 
     @contextlib.contextmanager
     def running(self, call: Call) -> Iterator[None]:
@@ -231,3 +248,7 @@ class ApiServer:
         """End all running calls with `error`."""
         for call in list(self._calls):
             call.fail(error)
+
+    def close(self) -> None:
+        """End what helps the calls: the process that checks answers. No call runs any more."""
+        self._checker.close()

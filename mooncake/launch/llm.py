@@ -139,6 +139,7 @@ class AsyncLLM:
         await self._api_server.calls_ended(END_S)
         self._gateway_process.backend.stop()
         await asyncio.to_thread(self._workers.stop)
+        self._api_server.close()
         self._gateway_process.channel.close()
 
     async def __aenter__(self) -> AsyncLLM:

@@ -9,8 +9,9 @@ import asyncio
 import msgspec
 
 from mooncake.api.api_server import ApiServer
-from mooncake.api.constrained.constraints import Thinking, chat_grammar
+from mooncake.api.constrained.constraints import Thinking, chat_constraint
 from mooncake.api.generation.generation import Call
+from mooncake.api.generation.review import Review
 from mooncake.api.generation.sampling import (
     Wanted,
     check_chars,
@@ -36,24 +37,27 @@ async def new_chat_call(api_server: ApiServer, body: ChatRequest, name: str) -> 
     if calls and not api_server.tool_markers:
         raise InvalidRequest("tools: this model has no tool-call format we know", param="tools")
     # A long conversation or a large schema takes seconds, in which no stream may stutter.
-    prompt = await asyncio.to_thread(_prompt, api_server, body, calls=calls)
+    tokens, sampling, review = await asyncio.to_thread(_prompt, api_server, body, calls=calls)
     markers = api_server.think_markers | (api_server.tool_markers if calls else {})
     max_calls = 1 if body.parallel_tool_calls is False else None
     options = text_options(body, markers=markers, max_calls=max_calls)
-    return api_server.new_call(name, [prompt], body, options)
+    return api_server.new_call(name, [(tokens, sampling)], body, options, review)
 
 
 def _prompt(
     api_server: ApiServer, body: ChatRequest, *, calls: bool
-) -> tuple[list[int], SamplingParams]:
-    """Return the conversation's tokens and the sampling of the answer. Runs in a thread."""
+) -> tuple[list[int], SamplingParams, Review | None]:
+    """Return the conversation's tokens, and the sampling and the review of the answer. Runs in a
+    thread.
+    """
     wanted = _wanted(body)
     sampling = sampling_params(body, wanted, api_server.model, api_server.config)
     tokens = fit_prompt(chat_prompt(api_server, body), body, sampling, api_server.model)
     sampling = fit_output(len(tokens), sampling, wanted, api_server.model)
     ids, thinking = _marker_ids(api_server) if calls else {}, _thinking(api_server, body, tokens)
-    grammar = chat_grammar(body, api_server.model, ids, thinking)
-    return tokens, msgspec.structs.replace(sampling, grammar=grammar)
+    constraint = chat_constraint(body, api_server.model, ids, thinking)
+    sampling = msgspec.structs.replace(sampling, grammar=constraint.grammar)
+    return tokens, sampling, api_server.review(constraint)
 
 
 def chat_prompt(api_server: ApiServer, body: ChatRequest) -> list[int]:

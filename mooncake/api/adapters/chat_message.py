@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from mooncake.api.generation.generation import Delta
+from mooncake.api.generation.delta import Delta
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.replies import ChatText, FunctionText, ToolCallReply
 from mooncake.api.text.message_parser import ToolCallDelta

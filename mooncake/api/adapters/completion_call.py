@@ -7,8 +7,9 @@ import asyncio
 import msgspec
 
 from mooncake.api.api_server import ApiServer
-from mooncake.api.constrained.constraints import answer_form, form_grammar
+from mooncake.api.constrained.constraints import answer_form, form_constraint
 from mooncake.api.generation.generation import Call
+from mooncake.api.generation.review import Review
 from mooncake.api.generation.sampling import (
     Wanted,
     check_chars,
@@ -20,7 +21,7 @@ from mooncake.api.generation.sampling import (
     text_options,
 )
 from mooncake.api.schema.completion import DEFAULT_MAX_TOKENS, CompletionRequest
-from mooncake.base import InvalidRequest, SamplingParams
+from mooncake.base import Grammar, InvalidRequest, SamplingParams
 
 
 async def new_completion_call(
@@ -35,10 +36,10 @@ async def new_completion_call(
     wanted = _wanted(body)
     asked = body.prompts
     check_sequences(len(asked), body, api_server.config)
+    # Checking a large schema takes milliseconds, in which no stream may stutter.
+    grammar, review = await asyncio.to_thread(_form, api_server, body)
     shared = msgspec.structs.replace(
-        sampling_params(body, wanted, api_server.model, api_server.config),
-        # Checking a large schema takes milliseconds, in which no stream may stutter.
-        grammar=await asyncio.to_thread(lambda: form_grammar(answer_form(body), api_server.model)),
+        sampling_params(body, wanted, api_server.model, api_server.config), grammar=grammar
     )
     if not asked:
         raise InvalidRequest("prompt: must not be empty", param="prompt")
@@ -62,7 +63,13 @@ async def new_completion_call(
             texts.append(prompt)
         else:
             texts.append(api_server.model.tokenizer.decode(fitted))
-    return api_server.new_call(name, prompts, body, text_options(body)), texts
+    return api_server.new_call(name, prompts, body, text_options(body), review), texts
+
+
+def _form(api_server: ApiServer, body: CompletionRequest) -> tuple[Grammar | None, Review | None]:
+    """Return the grammar and the review of the answers. Runs in a thread."""
+    constraint = form_constraint(answer_form(body), api_server.model)
+    return constraint.grammar, api_server.review(constraint)
 
 
 def _wanted(body: CompletionRequest) -> Wanted:

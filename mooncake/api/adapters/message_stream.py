@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import UNSET
 from pydantic_core import from_json
 
-from mooncake.api.generation.generation import Delta
+from mooncake.api.generation.delta import Delta
 from mooncake.api.http.response import event
 from mooncake.api.schema.message_replies import (
     AnswerBlock,
@@ -48,6 +49,7 @@ class MessageStream:
                 events += self._close()
                 events.append(self._start(piece))
             events += self._extend(piece)
+        self.reply.schema_errors = delta.schema_errors or UNSET
         return events
 
     def finish(
@@ -60,7 +62,11 @@ class MessageStream:
         if isinstance(stop_reason, str) and reply.stop_reason == "end_turn":
             reply.stop_reason, reply.stop_sequence = "stop_sequence", stop_reason
         reply.usage = usage
-        end = BlockDelta(stop_reason=reply.stop_reason, stop_sequence=reply.stop_sequence)
+        end = BlockDelta(
+            stop_reason=reply.stop_reason,
+            stop_sequence=reply.stop_sequence,
+            schema_errors=reply.schema_errors,
+        )
         events.append(_event("message_delta", delta=end, usage=usage))
         events.append(_event("message_stop"))
         return events

@@ -63,7 +63,8 @@ def _output_fields(body: PromptFields) -> dict[str, Any]:
         return {}
     fields: dict[str, Any] = {"reasoning_effort": asked.effort}
     if asked.format is not None:
-        json_schema = {"name": "output", "schema": asked.format.schema_}
+        # This API follows a schema as a whole, or refuses it.
+        json_schema = {"name": "output", "schema": asked.format.schema_, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
     return fields
 

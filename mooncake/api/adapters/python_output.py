@@ -10,7 +10,8 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from mooncake.api.adapters.python_request import PythonRequest
-from mooncake.api.generation.generation import Call, Delta
+from mooncake.api.generation.delta import Delta
+from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.schema.replies import ChatText, Logprob
 from mooncake.api.text.message_parser import join_piece
@@ -69,6 +70,9 @@ class CompletionOutput:
     """"stop", "length" or, in a chat with tools, "tool_calls"; None while it goes on."""
     stop_reason: int | str | None
     """The stop string or stop token id that ended it; None at the model's own end of text."""
+    schema_errors: tuple[dict[str, Any], ...] = ()
+    """Where the finished answer is not valid against a schema that its grammar does not follow as a
+    whole, as the HTTP API has it."""
     message: Message | None = None
     """The whole message of a chat, as the HTTP API has it: with reasoning and tool calls."""
 
@@ -131,6 +135,7 @@ class OutputBuilder:
                 join_piece(whole.pieces, piece)
             whole.tokens += delta.tokens
             whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+            whole.schema_errors = delta.schema_errors
             if self._request.wants_logprobs:
                 self._logprobs[delta.index] += self._speller.by_id(delta.tokens, delta.logprobs)
             if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
@@ -163,5 +168,6 @@ class OutputBuilder:
             logprobs=logprobs if self._request.wants_logprobs else None,
             finish_reason=whole.finish_reason,
             stop_reason=whole.stop_reason,
+            schema_errors=tuple(map(msgspec.to_builtins, whole.schema_errors)),
             message=None if message is None else msgspec.to_builtins(message),
         )

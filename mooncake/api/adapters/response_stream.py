@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mooncake.api.generation.generation import Delta
+from msgspec import UNSET
+
+from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.http.response import event
 from mooncake.api.schema.replies import ChatLogprob, encode
@@ -58,6 +60,7 @@ class ResponseStream:
                 events += self._close("completed")
                 events += self._start(piece)
             events += self._extend(piece)
+        self.reply.schema_errors = delta.schema_errors or UNSET
         return events
 
     def finish(self, finish_reason: str | None, usage: ResponseUsage) -> list[bytes]:

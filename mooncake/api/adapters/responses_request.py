@@ -139,4 +139,5 @@ def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
         return {"type": form.type}
     if form.schema_ is None:
         raise InvalidRequest("text: format.schema is missing", param="text")
-    return {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}
+    given = {"name": form.name, "schema": form.schema_, "strict": form.strict}
+    return {"type": form.type, "json_schema": given}

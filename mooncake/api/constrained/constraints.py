@@ -14,9 +14,9 @@ import msgspec
 from mooncake.api.constrained.grammar import (
     ToolRule,
     choice_rule,
-    json_rule,
     lark_text,
     regex_rule,
+    schema_rule,
     tool_rules,
 )
 from mooncake.api.model import ServedModel
@@ -35,6 +35,19 @@ class Form(msgspec.Struct, frozen=True):
     rule: str = ""
     grammar: str = ""
     param: str = ""
+    schema: Any = None
+    """The schema of which the rule follows only a part; None = the rule is exact."""
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """The grammar of an answer, and the schemas that it does not follow as a whole: what is made
+    under them is checked when it is finished."""
+
+    grammar: Grammar | None = None
+    answer: Any = None
+    """The schema of the answer's text; None = nothing to check."""
+    tools: dict[str, Any] = {}
+    """Name of a tool -> the schema of its arguments."""
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -77,23 +90,36 @@ def answer_form(fields: GenerationFields) -> Form | None:
         return Form(regex_rule(value, param), param=param)
     if kind == "choice":
         return Form(choice_rule(value, param), param=param)
-    return Form(json_rule(_parsed(value, param), param), param=param)
+    schema = _parsed(value, param)
+    made = schema_rule(schema, param, strict=not _may_weaken(fields, param))
+    return Form(made.text, param=param, schema=None if made.whole else schema)
 
 
-def form_grammar(form: Form | None, model: ServedModel) -> Grammar | None:
-    """Return the grammar of an answer without reasoning: `form` holds from the first token on."""
+def _may_weaken(fields: GenerationFields, param: str) -> bool:
+    """Return whether a schema that no grammar can follow is checked afterwards instead of refused:
+    OpenAI's `response_format` without `strict: true`. vLLM's fields are always exact.
+    """
+    asked = fields.response_format
+    if param != "response_format" or asked is None or asked.json_schema is None:
+        return False
+    return asked.json_schema.strict is not True
+
+
+def form_constraint(form: Form | None, model: ServedModel) -> Constraint:
+    """Return the constraint of an answer without reasoning: `form` holds from the first token."""
     if form is None:
-        return None
-    return Grammar(text=_text(form), end_ids=_ends(model))
+        return Constraint()
+    return Constraint(Grammar(text=_text(form), end_ids=_ends(model)), form.schema)
 
 
-def chat_grammar(
+def chat_constraint(
     body: ChatRequest,
     model: ServedModel,
     ids: Mapping[Marker, int],
     thinking: Thinking,
-) -> Grammar | None:
-    """Return the grammar of a chat answer; `ids` are the tool markers, empty without tools to call.
+) -> Constraint:
+    """Return the constraint of a chat answer; `ids` are the tool markers, empty without tools to
+    call.
 
     Raises:
         InvalidRequest: what was asked for contradicts itself or cannot be followed.
@@ -101,28 +127,34 @@ def chat_grammar(
     form = answer_form(body)
     if not ids:
         if form is None:
-            return None
-        return _held(_text(form), model, thinking, [])
+            return Constraint()
+        return Constraint(_held(_text(form), model, thinking, []), form.schema)
     tools = chosen_tools(body)
     forced = body.tool_choice not in (None, "auto")
     if form is not None and form.grammar:
         raise InvalidRequest(f"{form.param}: not together with tools", param=form.param)
-    rules = tool_rules(tools, ids, many=body.parallel_tool_calls is not False, opened=not forced)
+    many = body.parallel_tool_calls is not False
+    rules, weakened = tool_rules(tools, ids, many=many, opened=not forced)
+    to_check = {tool.name: tool.schema for tool in weakened}
     triggers = [ids[Marker.SECTION_BEGIN]]
     if not forced:
         triggers.append(ids[Marker.CALL_BEGIN])
     if forced or form is not None:
         start = "start: calls"
+        answer = None
         if not forced and form is not None:
             start = f"start: calls | answer\nanswer: {form.rule}"
-        return _held("\n".join([start, *rules]), model, thinking, triggers)
-    return Grammar(
+            answer = form.schema
+        held = _held("\n".join([start, *rules]), model, thinking, triggers)
+        return Constraint(held, answer, to_check)
+    grammar = Grammar(
         text="\n".join(["start: calls", *rules]),
         end_ids=_ends(model),
         free=True,
         optional=True,
         triggers=triggers,
     )
+    return Constraint(grammar, tools=to_check)
 
 
 def chosen_tools(body: ChatRequest) -> list[ToolRule]:
@@ -143,24 +175,19 @@ def chosen_tools(body: ChatRequest) -> list[ToolRule]:
             raise InvalidRequest(
                 f"tool_choice: no tool is named {wanted[:100]!r}", param="tool_choice"
             )
-    return [ToolRule(tool.function.name, _arguments_schema(tool)) for tool in tools]
+    return [
+        ToolRule(tool.function.name, _arguments_schema(tool), tool.function.strict)
+        for tool in tools
+    ]
 
 
 def _arguments_schema(tool: Tool) -> Any:
-    """Return the schema of a call's arguments: an object; with `strict: false` any object."""
+    """Return the schema of a call's arguments, which are an object."""
     function = tool.function
-    if function.strict is False:
-        return _ANY_OBJECT
     if function.parameters is None:
-        return _NO_ARGUMENTS
-    return (
-        function.parameters
-        if "type" in function.parameters
-        else {
-            **function.parameters,
-            **_ANY_OBJECT,
-        }
-    )
+        return _ANY_OBJECT if function.strict is False else _NO_ARGUMENTS
+    given = function.parameters
+    return given if "type" in given else {**given, **_ANY_OBJECT}
 
 
 def _held(text: str, model: ServedModel, thinking: Thinking, triggers: Sequence[int]) -> Grammar:

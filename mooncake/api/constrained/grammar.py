@@ -1,8 +1,9 @@
 """Composes the grammars of constrained answers: JSON schemas, choices, tool calls. Pure.
 
 Everything a client wrote is compiled once here, without the vocabulary. What cannot be followed
-exactly is a 400 that names it, and never a wrong answer. llguidance was chosen because it refuses
-schema keywords that it does not follow.
+exactly is a 400 that names it; where the client did not ask for exactness, a weaker schema is
+followed, and the rule says so. llguidance was chosen because it refuses schema keywords that it
+does not follow.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mooncake.api.constrained.schema_graph import (
     PLAIN_VALUES,
     check_schema,
 )
+from mooncake.api.constrained.weakened import weaker_schemas
 from mooncake.api.text.message_parser import Marker
 from mooncake.base import InvalidRequest
 from mooncake.base.deep_stack import run_deep
@@ -72,6 +74,20 @@ class ToolRule(msgspec.Struct, frozen=True):
 
     name: str
     schema: Any
+    strict: bool | None = None
+    """True: the whole schema is followed, or the tool refused. None: as much of it as a grammar
+    can follow. False: so too, and arguments may be any object if nothing of it can be followed.
+    """
+
+
+class SchemaRule(msgspec.Struct, frozen=True):
+    """The Lark expression for JSON that is valid against a schema, or against a weaker one."""
+
+    text: str
+    num_parts: int
+    """Objects and lists in the schema."""
+    whole: bool = True
+    """False: not all of the schema is followed."""
 
 
 def json_rule(schema: Any, param: str) -> str:
@@ -80,21 +96,57 @@ def json_rule(schema: Any, param: str) -> str:
     Raises:
         InvalidRequest: part of the schema cannot be followed; names it, and in `param` the field.
     """
-    rule, _ = _measured_rule(schema, param)
-    return rule
+    return schema_rule(schema, param, strict=True).text
 
 
-def _measured_rule(schema: Any, param: str) -> tuple[str, int]:
-    """Return the rule of `json_rule` and the number of objects and lists in the schema."""
+def schema_rule(schema: Any, param: str, *, strict: bool) -> SchemaRule:
+    """Return the rule for JSON that is valid against `schema`. If not `strict`, keywords that no
+    grammar can follow are left out.
+
+    Raises:
+        InvalidRequest: the schema cannot be followed: part of it if `strict`, else its whole,
+            because it is wrong, met by no value, or too large; names it, and in `param` the field.
+    """
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param}: a JSON schema is an object", param=param)
+    try:
+        return _exact_rule(schema, param)
+    except InvalidRequest as error:
+        refusal = error
+    if strict or _NO_VALUE in refusal.message:
+        raise refusal
+    weaker = weaker_schemas(schema, _can_follow)
+    try:
+        for weak in weaker:
+            try:
+                return msgspec.structs.replace(_exact_rule(weak, param), whole=False)
+            except InvalidRequest as error:
+                refusal = error
+    except ValueError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from error
+    raise refusal
+
+
+def _exact_rule(schema: dict[str, Any], param: str) -> SchemaRule:
     num_parts = check_schema(schema, param)
     options = {"whitespace_pattern": _WHITESPACE}
     rule = f"%json {json.dumps(_cleaned(schema) | {'x-guidance': options})}"
     _check(f"start: answer\nanswer: {rule}", param)
-    return rule, num_parts
+    return SchemaRule(rule, num_parts)
+
+
+_NO_VALUE = "Unsatisfiable"
+"""The library's word for a schema that no value meets; a weaker one would only hide it."""
+
+
+def _can_follow(pattern: str) -> bool:
+    """Return whether the library can follow a text with this pattern."""
+    if len(pattern) > MAX_OWN_CHARS:
+        return False
+    text = f"start: a\na: %json {json.dumps({'type': 'string', 'pattern': pattern})}"
+    return not run_deep(lambda: _fault(text))
 
 
 def regex_rule(pattern: str, param: str) -> str:
@@ -191,8 +243,9 @@ def _with_clean_schemas(text: str, param: str) -> tuple[str, str]:
 
 def tool_rules(
     tools: Sequence[ToolRule], ids: Mapping[Marker, int], *, many: bool, opened: bool
-) -> list[str]:
-    """Return Lark rules in which `calls` is a whole tool section of Kimi-K2.
+) -> tuple[list[str], list[ToolRule]]:
+    """Return Lark rules in which `calls` is a whole tool section of Kimi-K2, and the tools whose
+    schemas they do not follow as a whole.
 
     `many`: more than one call may be made. `opened`: the section may also begin with a call, for
     models that leave out the section's own marker.
@@ -202,6 +255,7 @@ def tool_rules(
             are too large.
     """
     num_parts = 0
+    weakened: list[ToolRule] = []
     token = {marker: f"<[{token_id}]>" for marker, token_id in ids.items()}
     names = " | ".join(f"tool_{number}" for number in range(len(tools)))
     begin = token[Marker.SECTION_BEGIN] + ("?" if opened else "")
@@ -210,20 +264,34 @@ def tool_rules(
         f"call: {token[Marker.CALL_BEGIN]} ({names}) {token[Marker.CALL_END]}",
     ]
     for number, tool in enumerate(tools):
-        schema, more = _measured_rule(tool.schema, f"tools: {tool.name}: parameters")
-        num_parts += more
-        if num_parts > MAX_PARTS:
-            raise InvalidRequest(
-                f"tools: their parameters have more than {MAX_PARTS} objects and lists together",
-                param="tools",
-            )
+        rule = _tool_rule(tool, MAX_PARTS - num_parts)
+        num_parts += rule.num_parts
+        if not rule.whole:
+            weakened.append(tool)
         name = json.dumps(f"functions.{tool.name}:", ensure_ascii=False)
         rules += [
             f"tool_{number}: NAME_{number} {token[Marker.ARGUMENT_BEGIN]} arguments_{number}",
             f"NAME_{number}: {name} {_INDEX}",
-            f"arguments_{number}: {schema}",
+            f"arguments_{number}: {rule.text}",
         ]
-    return rules
+    return rules, weakened
+
+
+def _tool_rule(tool: ToolRule, max_parts: int) -> SchemaRule:
+    """Return the rule of a tool's arguments, which may have so many objects and lists."""
+    param = f"tools: {tool.name}: parameters"
+    try:
+        rule = schema_rule(tool.schema, param, strict=tool.strict is True)
+        if rule.num_parts > max_parts:
+            raise InvalidRequest(
+                f"tools: their parameters have more than {MAX_PARTS} objects and lists together",
+                param="tools",
+            )
+    except InvalidRequest:
+        if tool.strict is not False:
+            raise
+        return SchemaRule(json_rule({"type": "object"}, param), 0, whole=False)
+    return rule
 
 
 def _cleaned(schema: Any) -> Any:
@@ -237,6 +305,8 @@ def _cleaned(schema: Any) -> Any:
     for key, value in schema.items():
         if key == "x-guidance" or (key == "format" and str(value) not in _CHECKED_FORMATS):
             continue
+        if key == "uniqueItems" and value is False:
+            continue  # says nothing
         if key in _NAMES_OF_SCHEMAS and isinstance(value, str):
             continue
         if key in PLAIN_VALUES:

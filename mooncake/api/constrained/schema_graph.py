@@ -94,7 +94,7 @@ class _Graph:
         for which, part in self._parts.items():
             reference = part.get("$ref") if isinstance(part, dict) else None
             if isinstance(reference, str):
-                target = id(_follow(reference, self._root))
+                target = id(follow_reference(reference, self._root))
                 if target not in self._parts:
                     raise self._refusal(
                         f"there is no {reference[:100]!r} in the schema; references look like "
@@ -127,7 +127,7 @@ class _Graph:
 
     def _num_patterns(self, which: int, known: dict[int, int]) -> int:
         """Return the most patterns and formats that a text valid against this part must match."""
-        part = self._parts[which]
+        part = self._parts.get(which)  # None: `true` and `false` are schemas too
         if which not in known and isinstance(part, dict):
             known[which] = 0  # what a loop of references comes back to counts once
             count = sum(isinstance(part.get(key), str) for key in ("pattern", "format"))
@@ -193,7 +193,7 @@ def _inner(part: _Part, is_map: bool) -> Iterator[tuple[_Part, bool]]:
             yield value, keywords and key in MAPS_OF_SCHEMAS
 
 
-def _follow(reference: str, root: dict[str, Any]) -> Any:
+def follow_reference(reference: str, root: dict[str, Any]) -> Any:
     """Return the target of a local reference (a JSON pointer); None where there is none."""
     if reference == "#":
         return root

@@ -13,12 +13,13 @@ import msgspec
 
 from mooncake.api.backend import EventSource
 from mooncake.api.errors import failure_error
+from mooncake.api.generation.delta import Delta
+from mooncake.api.generation.review import Review
 from mooncake.api.text.message_parser import (
     Marker,
     MessageParser,
     Piece,
     TextDelta,
-    ToolCallDelta,
     reasoning_is_open,
 )
 from mooncake.api.text.stream import Detokenizer, StopMatcher
@@ -46,45 +47,6 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that cut the text into reasoning, content and tool calls; none = plain text."""
     max_calls: int | None = None
     """Further tool calls are dropped."""
-
-
-class Delta(msgspec.Struct, kw_only=True):
-    """What was added to one choice since its last `Delta`."""
-
-    index: int
-    pieces: list[Piece]
-    """Text, reasoning and tool calls in the model's order."""
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
-    """As long as `tokens` when asked for, else empty."""
-    runs: list[int | None]
-    """For each of `logprobs` the number of the run of text that its token belongs to
-    (`TextDelta.run`); None = reasoning, part of a call, a marker or the end."""
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    finish_reason: str | None = None
-    """"stop", "length" or "tool_calls" with the last one."""
-    stop_reason: int | str | None = None
-    """The stop string or stop token id that ended it; None at the model's own end of text."""
-
-    @property
-    def text(self) -> str:
-        """All text without reasoning and tool calls."""
-        return self._joined(is_reasoning=False)
-
-    @property
-    def reasoning(self) -> str:
-        return self._joined(is_reasoning=True)
-
-    @property
-    def tool_calls(self) -> list[ToolCallDelta]:
-        return [piece for piece in self.pieces if isinstance(piece, ToolCallDelta)]
-
-    def _joined(self, *, is_reasoning: bool) -> str:
-        return "".join(
-            piece.text
-            for piece in self.pieces
-            if isinstance(piece, TextDelta) and piece.is_reasoning is is_reasoning
-        )
 
 
 class Choice:
@@ -265,9 +227,10 @@ class Call:
         num_per_prompt: int,
         *,
         num_kept: int | None = None,
+        review: Review | None = None,
     ) -> None:
         """`stream`: the events of `requests`. `num_kept`: how many choices of each prompt `finish`
-        returns, the most likely ones; None = all.
+        returns, the most likely ones; None = all. `review` checks finished answers.
         """
         self.call_id = call_id
         self.requests = requests
@@ -280,6 +243,7 @@ class Call:
             request.request_id: choice for request, choice in zip(requests, choices, strict=True)
         }
         self._stream = stream
+        self._review = review
 
     @property
     def chooses(self) -> bool:
@@ -311,7 +275,10 @@ class Call:
         events = await self._stream.batch()
         if not events:
             return None
-        return [choice.take() for choice in self._feed(events)]
+        deltas = [choice.take() for choice in self._feed(events)]
+        if self._review is not None:
+            await self._review.add(deltas)
+        return deltas
 
     async def finish(self) -> list[Delta]:
         """Run to the end and return one `Delta` with the whole of each choice, in order."""
@@ -320,6 +287,8 @@ class Call:
         deltas = [choice.take() for choice in self.choices]
         if self.chooses:
             deltas = self._most_likely(deltas)
+        if self._review is not None:
+            await self._review.add(deltas)
         return deltas
 
     def _most_likely(self, deltas: list[Delta]) -> list[Delta]:

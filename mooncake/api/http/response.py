@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ANTHROPIC_PATH, anthropic_error, error_headers, error_reply
-from mooncake.api.generation.generation import Call, Delta
+from mooncake.api.generation.delta import Delta
+from mooncake.api.generation.generation import Call
 from mooncake.base import InternalError, MooncakeError
 
 _log = logging.getLogger(__name__)

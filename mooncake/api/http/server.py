@@ -143,3 +143,4 @@ async def serve(
         if not running.done():
             running.cancel()
         listener.close()
+        api_server.close()

@@ -11,7 +11,8 @@ from mooncake.api.adapters.chat_call import new_chat_call
 from mooncake.api.adapters.chat_message import MessageWriter
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ErrorReply
-from mooncake.api.generation.generation import Call, Delta
+from mooncake.api.generation.delta import Delta
+from mooncake.api.generation.generation import Call
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import DONE, CallResponse, call_id, event
 from mooncake.api.routes.openai_renderer import OpenAiRenderer, call_usage
@@ -71,6 +72,7 @@ class ChatRenderer(OpenAiRenderer[ChatRequest]):
                     finish_reason=delta.finish_reason,
                     stop_reason=delta.stop_reason,
                     token_ids=delta.tokens if body.return_token_ids else UNSET,
+                    schema_errors=delta.schema_errors or UNSET,
                 )
                 for delta in deltas
             ],
@@ -103,6 +105,7 @@ class ChatRenderer(OpenAiRenderer[ChatRequest]):
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason if ended else UNSET,
             token_ids=delta.tokens if self._body.return_token_ids else UNSET,
+            schema_errors=delta.schema_errors or UNSET,
         )
         return [event(encode(self._chunk(call, [choice])))]
 

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from mooncake.api.adapters.completion_call import new_completion_call
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ErrorReply
-from mooncake.api.generation.generation import Call, Delta
+from mooncake.api.generation.delta import Delta
+from mooncake.api.generation.generation import Call
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import DONE, CallResponse, call_id, event
 from mooncake.api.routes.openai_renderer import OpenAiRenderer, call_usage
@@ -96,6 +97,7 @@ class CompletionRenderer(OpenAiRenderer[CompletionRequest]):
             prompt_token_ids=prompt_tokens.tolist()
             if first and self._body.return_token_ids
             else UNSET,
+            schema_errors=delta.schema_errors or UNSET,
         )
         if self._body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
             choice.prompt_logprobs = self._speller.by_id(prompt_tokens, delta.prompt_logprobs)

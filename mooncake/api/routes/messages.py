@@ -16,7 +16,8 @@ from mooncake.api.adapters.messages_request import PARAMS, messages_chat
 from mooncake.api.adapters.translation import named_as
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import AnthropicError, anthropic_error
-from mooncake.api.generation.generation import Call, Delta
+from mooncake.api.generation.delta import Delta
+from mooncake.api.generation.generation import Call
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import CallResponse, call_id, event, json_response
 from mooncake.api.schema.message_replies import MessageReply, MessageUsage, TokenCount

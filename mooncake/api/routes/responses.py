@@ -17,7 +17,8 @@ from mooncake.api.adapters.responses_request import PARAMS, responses_chat
 from mooncake.api.adapters.translation import named_as
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ErrorReply
-from mooncake.api.generation.generation import Call, Delta
+from mooncake.api.generation.delta import Delta
+from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import CallResponse, call_id
@@ -116,7 +117,7 @@ def response_reply(body: ResponsesRequest, name: str, sampling: SamplingParams) 
     )
 
 
-_NO_TOOL = {"description": None, "parameters": None, "strict": True}
+_NO_TOOL = {"description": None, "parameters": None, "strict": None}
 
 
 def response_usage(call: Call) -> ResponseUsage:

@@ -85,7 +85,8 @@ class FunctionSpec(JsonObject):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """False = arguments may be any object; else they must be valid against `parameters`."""
+    """True: parameters that no grammar can follow as a whole are refused. Else what can be followed
+    is, and finished arguments are checked against the whole (`schema_errors`)."""
 
 
 class Tool(OfFunction):

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from mooncake.api.schema.replies import SchemaError
+
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     """Text for the user."""
@@ -53,6 +55,7 @@ class MessageReply(msgspec.Struct, kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    schema_errors: list[SchemaError] | UnsetType = UNSET
 
 
 class BlockDelta(msgspec.Struct):
@@ -66,6 +69,7 @@ class BlockDelta(msgspec.Struct):
     partial_json: str | UnsetType = UNSET
     stop_reason: str | UnsetType | None = UNSET
     stop_sequence: str | UnsetType | None = UNSET
+    schema_errors: list[SchemaError] | UnsetType = UNSET
 
 
 class MessageEvent(msgspec.Struct, kw_only=True):

@@ -98,6 +98,19 @@ class ToolCallReply(msgspec.Struct):
     index: int | UnsetType = UNSET
 
 
+class SchemaError(msgspec.Struct):
+    """Where an answer is not valid, or not known to be valid, against a schema that no grammar can
+    follow as a whole."""
+
+    path: str
+    """JSON pointer into the answer or the call's arguments; "" = the whole."""
+    keyword: str | None
+    """The keyword of the schema that is not met; null = it could not be checked."""
+    message: str
+    tool_call_id: str | UnsetType = UNSET
+    """The call whose arguments it is about; else it is about the text."""
+
+
 class ChatText(msgspec.Struct):
     """A message, or what a chunk adds to it."""
 
@@ -117,6 +130,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    schema_errors: list[SchemaError] | UnsetType = UNSET
 
 
 class ChatReply(msgspec.Struct):
@@ -142,6 +156,7 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    schema_errors: list[SchemaError] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -166,6 +181,7 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    schema_errors: list[SchemaError] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from mooncake.api.schema.replies import ChatLogprob
+from mooncake.api.schema.replies import ChatLogprob, SchemaError
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -108,6 +108,7 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     truncation: str
     usage: ResponseUsage | None = None
     user: Any = None
+    schema_errors: list[SchemaError] | UnsetType = UNSET
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):

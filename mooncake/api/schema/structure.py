@@ -18,7 +18,8 @@ class JsonSchemaFormat(JsonObject):
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
-    """Accepted; the schema is always enforced."""
+    """True: a schema that no grammar can follow as a whole is refused. Else what can be followed
+    is, and the finished answer is checked against the whole (`schema_errors`)."""
 
 
 class ResponseFormat(JsonObject):

@@ -53,7 +53,8 @@ def encode(text: str) -> list[int]:
 def calls_grammar(*, forced: bool = False, many: bool = True) -> Grammar:
     tools = [ToolRule("get", SCHEMA), ToolRule("get_all", {"type": "object"})]
     ids = marker_ids()
-    text = "\n".join(["start: calls", *tool_rules(tools, ids, many=many, opened=not forced)])
+    rules, _ = tool_rules(tools, ids, many=many, opened=not forced)
+    text = "\n".join(["start: calls", *rules])
     triggers = [special(SECTION)] if forced else [special(SECTION), special(CALL)]
     return Grammar(
         text=text, end_ids=[special(END)], free=not forced, optional=not forced, triggers=triggers

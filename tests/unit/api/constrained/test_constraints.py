@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from mooncake.api.constrained.constraints import Thinking, answer_form, chat_grammar, form_grammar
+from mooncake.api.constrained.constraints import (
+    Constraint,
+    Thinking,
+    answer_form,
+    chat_constraint,
+    form_constraint,
+)
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.base import Grammar, InvalidRequest
@@ -37,9 +43,13 @@ def tool(name: str = "go", parameters: Any = INT, **extra: Any) -> dict[str, Any
 
 
 def chat(thinking: Thinking | None = None, **fields: Any) -> Grammar | None:
+    return constraint(thinking, **fields).grammar
+
+
+def constraint(thinking: Thinking | None = None, **fields: Any) -> Constraint:
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
     calls = bool(body.tools) and body.tool_choice != "none"
-    return chat_grammar(body, MODEL, marker_ids() if calls else {}, thinking or Thinking())
+    return chat_constraint(body, MODEL, marker_ids() if calls else {}, thinking or Thinking())
 
 
 def fits(grammar: Grammar | None, text: str) -> bool:
@@ -55,7 +65,7 @@ def test_nothing_asked_is_no_grammar() -> None:
     assert chat() is None
     assert chat(response_format={"type": "text"}) is None
     assert chat(tools=[tool()], tool_choice="none") is None
-    assert form_grammar(answer_form(CompletionRequest(prompt="x")), MODEL) is None
+    assert form_constraint(answer_form(CompletionRequest(prompt="x")), MODEL) == Constraint()
 
 
 @pytest.mark.parametrize(
@@ -82,9 +92,13 @@ def test_nothing_asked_is_no_grammar() -> None:
 )
 def test_every_way_to_ask(asked: dict[str, Any], good: str, bad: str) -> None:
     completion = CompletionRequest.model_validate({"prompt": "x", **asked})
-    for grammar in (chat(**asked), form_grammar(answer_form(completion), MODEL)):
+    for grammar in (chat(**asked), form_constraint(answer_form(completion), MODEL).grammar):
         assert fits(grammar, good + END)
         assert not fits(grammar, bad)
+
+
+def response_format(schema: Any, **extra: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema, **extra}}
 
 
 @pytest.mark.parametrize(
@@ -103,12 +117,94 @@ def test_every_way_to_ask(asked: dict[str, Any], good: str, bad: str) -> None:
 )
 def test_what_cannot_be_followed_is_refused_by_name(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match="response_format: ") as refused:
-        chat(response_format={"type": "json_schema", "json_schema": {"schema": asked}})
+        chat(response_format=response_format(asked, strict=True))
     assert message in refused.value.message
     assert "at 2(" not in refused.value.message
+    parameters = {"type": "object", "properties": {"x": asked}}
     with pytest.raises(InvalidRequest, match="tools: go: parameters: ") as refused:
-        chat(tools=[tool(parameters={"type": "object", "properties": {"x": asked}})])
+        chat(tools=[tool(parameters=parameters, strict=True)])
     assert refused.value.param == "tools: go: parameters"
+
+
+WEAKENED: list[tuple[dict[str, Any], str, str]] = [
+    ({"type": "array", "uniqueItems": True, "maxItems": 2}, "[1,1]", "[1,1,1"),
+    ({"not": {"type": "string"}, "enum": ["a", 1]}, '"a"', '"b'),
+    ({"type": "string", "if": {}, "then": {"minLength": 3}}, '"a"', "1"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1", '"'),
+    ({"type": "string", "pattern": "(?=a)b", "maxLength": 2}, '"zz"', '"zzz"'),
+    ({"type": "object", "properties": {"a": {"$ref": "https://a.b/c"}}}, '{"a":1}', "["),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}, "type": "null"}, "null", "1"),
+    (
+        {
+            "type": "object",
+            "patternProperties": {"^a": {"type": "null"}, "b$": {"type": "null"}},
+            "properties": {"n": {"type": "integer"}},
+            "additionalProperties": False,
+        },
+        '{"n":1,"ab":5}',
+        '{"n":null',
+    ),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}, "required": ["a"]}, '{"a":1}', "{}"),
+    ({"type": "array", "contains": {"type": "null"}, "minContains": 2}, "[1]", "{"),
+    ({"type": "object", "propertyNames": {"maxLength": 1}, "maxProperties": 1}, '{"ab":1}', "["),
+    ({"allOf": [{"type": "string", "pattern": f"[{letter}]"} for letter in "abcdef"]}, '"x"', "1"),
+    ({"$schema": "https://example.com/mine", "type": "null"}, "null", "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), WEAKENED, ids=lambda value: str(value)[:40])
+def test_a_format_that_is_not_strict_follows_what_can_be_followed(
+    schema: dict[str, Any], good: str, bad: str
+) -> None:
+    completion = {"prompt": "x", "response_format": response_format(schema)}
+    form = answer_form(CompletionRequest.model_validate(completion))
+    for asked in ({}, {"strict": False}):
+        made = constraint(response_format=response_format(schema, **asked))
+        assert made == form_constraint(form, MODEL)
+        assert made.answer == schema
+        assert fits(made.grammar, good + END)
+        assert not fits(made.grammar, bad + END)
+    for exact in (
+        {"response_format": response_format(schema, strict=True)},
+        {"guided_json": schema},
+        {"structured_outputs": {"json": schema}},
+    ):
+        with pytest.raises(InvalidRequest):
+            chat(**exact)
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_what_a_grammar_follows_is_not_checked_again(strict: bool | None) -> None:
+    made = constraint(
+        response_format=response_format({**INT, "uniqueItems": False}, strict=strict),
+        tools=[tool(strict=strict)],
+    )
+    assert made.answer is None
+    assert made.tools == {}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"uniqueItems": True, "type": "frob"}, "frob"),
+        ({"not": {}, "$ref": "#/nowhere"}, "/nowhere"),
+        ({"not": {}, "required": "a"}, "required"),
+        ({"not": {}, "minLength": -1}, "minLength"),
+        ({"uniqueItems": True, "allOf": 5}, "allOf"),
+    ],
+)
+def test_a_wrong_schema_is_refused_for_what_is_wrong(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        chat(response_format=response_format(schema))
+    assert message in refused.value.message
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
+    schema: dict[str, Any] = {"uniqueItems": True}
+    for _ in range(150):
+        schema = {"items": schema}
+    with pytest.raises(InvalidRequest, match="nested"):
+        chat(response_format=response_format(schema))
 
 
 @pytest.mark.parametrize(
@@ -178,8 +274,28 @@ class TestTools:
         assert not fits(grammar, once + CALL)
         assert fits(chat(tools=[tool()]), once + CALL)
 
-    def test_not_strict_means_any_object(self) -> None:
-        grammar = chat(tools=[tool(strict=False)])
+    @pytest.mark.parametrize("strict", [{}, {"strict": False}, {"strict": None}])
+    def test_without_strict_only_what_can_be_followed_is(self, strict: dict[str, Any]) -> None:
+        names = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+        schema = {"type": "object", "properties": {"names": names}, "required": ["names"]}
+        made = constraint(tools=[tool(parameters=schema, **strict), tool("other", **strict)])
+        assert made.tools == {"go": schema}
+        assert fits(made.grammar, SECTION + call('{"names":["a","a"]}'))
+        for wrong in ('{"names":[1', "{}" + CALL_END, "["):
+            assert not fits(made.grammar, SECTION + CALL + "functions.go:0" + ARGUMENT + wrong)
+        assert not fits(made.grammar, SECTION + call('{"a":"1"}', "other"))
+
+    def test_strict_false_takes_schemas_of_which_nothing_can_be_followed(self) -> None:
+        wrong = {"type": "object", "properties": {"a": {"type": "frob"}}}
+        made = constraint(tools=[tool(parameters=wrong, strict=False)])
+        assert made.tools == {"go": wrong}
+        assert fits(made.grammar, SECTION + call('{"a":[]}'))
+        assert not fits(made.grammar, SECTION + call("[]"))
+        with pytest.raises(InvalidRequest, match="frob"):
+            chat(tools=[tool(parameters=wrong)])
+
+    def test_strict_false_without_parameters_is_any_object(self) -> None:
+        grammar = chat(tools=[tool(parameters=None, strict=False)])
         assert fits(grammar, SECTION + call('{"zzz":[]}'))
         assert not fits(grammar, SECTION + call("[]"))
 

@@ -105,10 +105,13 @@ def test_the_schemas_of_all_tools_share_the_limit() -> None:
     ids = {marker: number for number, marker in enumerate(Marker)}
     names = {f"a{number}": {"type": "string"} for number in range(498)}
     tools = [ToolRule(f"t{number}", {"properties": names}) for number in range(21)]
-    assert tool_rules(tools[:20], ids, many=True, opened=False)
+    assert tool_rules(tools[:20], ids, many=True, opened=False)[1] == []
     with pytest.raises(InvalidRequest, match="together") as refused:
         tool_rules(tools, ids, many=True, opened=False)
     assert refused.value.param == "tools"
+    tools[-1] = ToolRule("t20", {"properties": names}, strict=False)
+    _, weakened = tool_rules(tools, ids, many=True, opened=False)
+    assert weakened == tools[-1:], "the last one is not followed, and so it is checked"
 
 
 @pytest.mark.parametrize(
@@ -240,3 +243,9 @@ def test_alternatives_of_many_patterns_are_not_intersections() -> None:
     assert json_rule({"type": "object", "properties": {"a": all_of(3)}}, "x")
     plain = {"type": "object", "properties": {"pattern": all_of(3), "format": all_of(3)}}
     assert json_rule(plain, "x")
+
+
+@pytest.mark.parametrize("name", ["allOf", "anyOf", "oneOf"])
+def test_members_may_be_booleans(name: str) -> None:
+    assert json_rule({"type": "string", name: [True, False][: 1 if name == "allOf" else 2]}, "x")
+    assert check_schema({name: [False, 5, {"pattern": "a"}]}, "x") == 3

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from mooncake.api.backend import EventStream
-from mooncake.api.generation.generation import Call, Choice, Delta, TextOptions
+from mooncake.api.generation.delta import Delta
+from mooncake.api.generation.generation import Call, Choice, TextOptions
 from mooncake.api.text.message_parser import TOOL_MARKERS, find_markers
 from mooncake.base import (
     Failure,

@@ -1,0 +1,156 @@
+"""Weaker schemas, for grammars that cannot follow the whole one: each admits every value that is
+valid against the original. Pure.
+
+A keyword that restricts values may be left out where its schema restricts the value. Where a schema
+that is *not* met counts (`not`, `if`), the keyword around it goes as a whole. An answer made under
+a weaker schema is checked against the original when it is finished (`generation.review`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mooncake.api.constrained.schema_graph import (
+    MAPS_OF_SCHEMAS,
+    MAX_NESTING,
+    PLAIN_VALUES,
+    follow_reference,
+)
+
+NOT_FOLLOWED = frozenset(
+    {
+        "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies",
+        "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not",
+        "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+    }
+)  # fmt: skip
+"""The keywords of JSON Schema that the grammar library does not follow."""
+MAX_TRIED_PATTERNS = 100
+"""In a schema with more patterns than these, all are left out when one cannot be followed."""
+
+_HOLDERS = frozenset({"additionalItems", "additionalProperties", "items"})
+_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+_MOVED = NOT_FOLLOWED | {"oneOf", "patternProperties"}
+"""What is not where it was in the weaker schema, so that references into it are left out."""
+_OFFICIAL = ("http://json-schema.org/", "https://json-schema.org/")
+
+
+def weaker_schemas(schema: Any, can_follow: Callable[[str], bool]) -> Iterator[Any]:
+    """Yield weaker and weaker schemas in place of `schema`: without the keywords that no grammar
+    can follow, without the patterns that `can_follow` refuses, without patterns and formats.
+
+    Raises:
+        ValueError: it is nested too deep.
+    """
+    yield _Weakening(schema, lambda _pattern: True, patterns_meet=True).schema(schema, 0)
+    patterns = _patterns(schema)
+    known = {
+        pattern: can_follow(pattern)
+        for pattern in (patterns if len(patterns) <= MAX_TRIED_PATTERNS else ())
+    }
+    yield _Weakening(schema, lambda text: known.get(text, False)).schema(schema, 0)
+    yield _Weakening(schema, lambda _text: False, formats=False).schema(schema, 0)
+
+
+class _Weakening:
+    """One way to weaken a schema."""
+
+    def __init__(
+        self,
+        root: Any,
+        keeps: Callable[[str], bool],
+        *,
+        formats: bool = True,
+        patterns_meet: bool = False,
+    ) -> None:
+        """`keeps`: whether a pattern stays; `patterns_meet`: whether several patterns for the names
+        of one object stay, which the library takes only when no name can match two.
+        """
+        self._root = root
+        self._keeps = keeps
+        self._formats = formats
+        self._patterns_meet = patterns_meet
+
+    def schema(self, part: Any, depth: int) -> Any:
+        """Return what is left of one schema. Values that are no schema are left as they are: what
+        is wrong with them, the library says.
+        """
+        if not isinstance(part, dict):
+            return part
+        if depth > MAX_NESTING:
+            raise ValueError(f"the schema is nested more than {MAX_NESTING} deep; use $defs")
+        weak = {
+            key: self._value(key, value, depth + 1)
+            for key, value in part.items()
+            if self._stays(key, value)
+        }
+        others = part.get("patternProperties")
+        if isinstance(others, dict) and "patternProperties" not in weak:
+            # It would now restrict the properties whose names match a pattern.
+            weak.pop("additionalProperties", None)
+        members = weak.pop("oneOf", None)
+        if members is not None:
+            # Of weaker members, more than one may be met.
+            if "anyOf" not in weak:
+                weak["anyOf"] = members
+            elif isinstance(more := weak.get("allOf", []), list):
+                weak["allOf"] = [*more, {"anyOf": members}]
+        return weak
+
+    def _stays(self, key: str, value: Any) -> bool:
+        if key == "$ref":
+            return not isinstance(value, str) or self._resolves(value)
+        if key == "$schema":
+            return not isinstance(value, str) or value.startswith(_OFFICIAL)
+        if key == "pattern":
+            return not isinstance(value, str) or self._keeps(value)
+        if key == "format":
+            return self._formats
+        if key == "patternProperties" and isinstance(value, dict):
+            return (self._patterns_meet or len(value) == 1) and all(map(self._keeps, value))
+        return key not in NOT_FOLLOWED
+
+    def _value(self, key: str, value: Any, depth: int) -> Any:
+        if key in PLAIN_VALUES:
+            return value
+        if key in MAPS_OF_SCHEMAS and isinstance(value, dict):
+            return {name: self.schema(part, depth) for name, part in value.items()}
+        if isinstance(value, list) and (key in _LISTS or key == "items"):
+            return [self.schema(part, depth) for part in value]
+        return self.schema(value, depth) if key in _HOLDERS else value
+
+    def _resolves(self, reference: str) -> bool:
+        """Return whether a reference stays: not one to another document, to what is left out here,
+        or one that only leads back to itself. One that leads nowhere is the library's to refuse.
+        """
+        seen: set[str] = set()
+        while reference not in seen:
+            seen.add(reference)
+            if not (reference == "#" or reference.startswith("#/")):
+                return False
+            if any(step in _MOVED for step in reference.split("/")):
+                return False
+            target = follow_reference(reference, self._root)
+            following = target.get("$ref") if isinstance(target, dict) else None
+            if not isinstance(following, str):
+                return True
+            reference = following
+        return False
+
+
+def _patterns(schema: Any) -> dict[str, None]:
+    """Return all texts in `schema` that may be patterns, in order; depth was checked before."""
+    found: dict[str, None] = {}
+    rest = [schema]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, list):
+            rest += part
+        elif isinstance(part, dict):
+            rest += part.values()
+            if isinstance(pattern := part.get("pattern"), str):
+                found[pattern] = None
+            if isinstance(names := part.get("patternProperties"), dict):
+                found |= dict.fromkeys(names)
+    return found

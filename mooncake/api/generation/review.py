@@ -1,0 +1,92 @@
+"""Checks the finished answers of one call against the schemas that its grammar does not follow as a
+whole. One object a call; what fails is told to the client beside the answer, which stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+from mooncake.api.constrained.checker import Fault, SchemaChecker, SchemaToCheck
+from mooncake.api.generation.delta import Delta
+from mooncake.api.schema.replies import SchemaError
+from mooncake.api.text.message_parser import TextDelta, ToolCallDelta
+
+_COMPLETE = ("stop", "tool_calls")
+"""Of an answer that was cut off, clients know that it is not whole."""
+MAX_ERRORS = 20
+"""Of one answer."""
+
+
+class Review:
+    """Owns the text of the answers while they grow."""
+
+    def __init__(
+        self,
+        checker: SchemaChecker,
+        answer: SchemaToCheck | None,
+        tools: Mapping[str, SchemaToCheck],
+    ) -> None:
+        """`answer`: the schema of an answer's text, None = any; `tools`: those of arguments."""
+        self._checker = checker
+        self._answer = answer
+        self._tools = tools
+        self._choices: dict[int, _Choice] = {}
+
+    async def add(self, deltas: Iterable[Delta]) -> None:
+        """Take what was added to the answers, and put into each `Delta` that ends one the errors
+        of the whole.
+        """
+        ending: list[Delta] = []
+        for delta in deltas:
+            self._choices.setdefault(delta.index, _Choice()).add(delta)
+            if delta.finish_reason in _COMPLETE:
+                ending.append(delta)
+        found = await asyncio.gather(*(self._errors(delta.index) for delta in ending))
+        for delta, errors in zip(ending, found, strict=True):
+            delta.schema_errors = errors
+
+    async def _errors(self, index: int) -> list[SchemaError]:
+        choice = self._choices.pop(index)
+        errors: list[SchemaError] = []
+        for call in choice.calls.values():
+            schema = self._tools.get(call.name)
+            if schema is not None:
+                faults = await self._checker.check(schema, "".join(call.arguments))
+                errors += [_error(fault, call.call_id) for fault in faults]
+            if len(errors) >= MAX_ERRORS:
+                return errors[:MAX_ERRORS]
+        if self._answer is not None and not choice.calls:
+            errors += map(_error, await self._checker.check(self._answer, "".join(choice.text)))
+        return errors
+
+
+class _ToolCall:
+    def __init__(self, call_id: str, name: str) -> None:
+        self.call_id = call_id
+        self.name = name
+        self.arguments: list[str] = []
+
+
+class _Choice:
+    """The text and the calls of one answer so far."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.calls: dict[int, _ToolCall] = {}
+
+    def add(self, delta: Delta) -> None:
+        for piece in delta.pieces:
+            if isinstance(piece, ToolCallDelta):
+                if piece.call_id is not None and piece.name is not None:
+                    self.calls[piece.index] = _ToolCall(piece.call_id, piece.name)
+                self.calls[piece.index].arguments.append(piece.arguments)
+            elif isinstance(piece, TextDelta) and not piece.is_reasoning:
+                self.text.append(piece.text)
+
+
+def _error(fault: Fault, call_id: str | None = None) -> SchemaError:
+    error = SchemaError(path=fault.path, keyword=fault.keyword, message=fault.message)
+    if call_id is not None:
+        error.tool_call_id = call_id
+    return error
