@@ -5,6 +5,7 @@ from __future__ import annotations
 from mooncake.base.messages import (
     AbortTask,
     BlockEvents,
+    BlocksPushed,
     DecodeTask,
     DoubtPeers,
     Drain,
@@ -54,7 +55,7 @@ AnyMessage = (
     WorkerHello | LoadReport | BlockEvents | StepOutputs | Welcome | PeerLost | Drain
     | PrefillTask | Reserved | DecodeTask | KVReady | PushEnded | AbortTask | PutGranted
     | PinGranted | PutStart | PutEnd | PinBlocks | Unpin | DoubtPeers | WhoAreYou
-    | PeersHeard
+    | PeersHeard | BlocksPushed
     | Replicate | Prefetch | GatewayNews | FindBlocks | RemoveBlocks | SetPins | AskPool
     | BlocksFound | BlocksRemoved | PinsSet | PoolState
     | FindReplicas | ReplicasFound | FindHomes | HomesFound | TakeOver | TakenOver

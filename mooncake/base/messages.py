@@ -354,6 +354,20 @@ class KVReady(Message, frozen=True, tag="kv_ready"):
     """
     sources: list[BlockSource] = []
     """The places of the blocks when they were not pushed."""
+    checksums: list[int] = []
+    """xxh3-64 of each pushed block, in the order of `Reserved.indexes`; none: do not compare."""
+
+
+class BlocksPushed(Message, frozen=True, tag="blocks_pushed"):
+    """Some blocks have arrived whole: compare them now, so that few are left when `KVReady` comes,
+    which names these once more.
+    """
+
+    request_id: str
+    attempt: int
+    indexes: list[int]
+    checksums: list[int]
+    """xxh3-64 of each."""
 
 
 class PushEnded(Message, frozen=True, tag="push_ended"):

@@ -1,6 +1,8 @@
 """One request on a decode worker: plain state, changed only by `decode.worker`.
 
-WAITING ──► RESERVED ──► RUNNING ──► gone        KV pushed by a prefill worker
+WAITING ──► RESERVED ──► COMPARING ──► RUNNING ──► gone      KV pushed by a prefill worker
+   │           │             │ (with checksums)
+   │           │             └──► GATHERING                  (what was pushed is not what was sent)
    │           └───────► ABORTED ──► gone        (pages rest until prefill has stopped writing)
    └──────► GATHERING ─► RUNNING ──► gone        whole request here, or KV left in the pool
 """
@@ -11,6 +13,7 @@ from enum import Enum
 
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.messages import BlockSource, DecodeTask
+from mooncake.decode.comparison import Comparison
 from mooncake.instance.job_table import Job
 
 
@@ -19,6 +22,7 @@ class Stage(Enum):
 
     WAITING = "waiting"
     RESERVED = "reserved"
+    COMPARING = "comparing"
     ABORTED = "aborted"
     GATHERING = "gathering"
     RUNNING = "running"
@@ -38,6 +42,7 @@ class DecodeJob(Job[DecodeTask]):
         """Held for the KV to come: blocks of this worker's cache first, then reserved pages."""
         self.num_matched = 0
         """The number of leading `pages` that came from this worker's cache."""
+        self.comparison = Comparison()
         self.asked_s = 0.0
         """When prefill was last told of the reserved pages."""
         self.num_blocks_put = 0

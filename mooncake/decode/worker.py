@@ -9,11 +9,13 @@ queue turns the task away). Pages that a prefill worker may be writing to are no
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 
 import msgspec
 
 from mooncake.base.messages import (
     AbortTask,
+    BlocksPushed,
     ChainHead,
     DecodeTask,
     FinishInfo,
@@ -52,6 +54,8 @@ class DecodeWorker:
         match event:
             case DecodeTask():
                 self._on_task(event, now)
+            case BlocksPushed():
+                self._on_blocks_pushed(event)
             case KVReady():
                 self._on_kv_ready(event, now)
             case PushEnded():
@@ -214,8 +218,50 @@ class DecodeWorker:
             if job.stage is Stage.RESERVED:
                 self._gather(job, now)
             return
-        for key, page in zip(job.keys, job.pages, strict=False):
+        job.stage = Stage.COMPARING
+        self._compare(job, range(job.num_matched, len(job.pages)), message.checksums)
+        self._join(job, now)
+
+    # ------------------------------------------------------------ comparing what was pushed
+
+    def _on_blocks_pushed(self, message: BlocksPushed) -> None:
+        job = self._jobs.find(message.request_id, message.attempt)
+        if job is not None and job.stage is Stage.RESERVED:
+            own = range(job.num_matched, len(job.pages))
+            if all(index in own for index in message.indexes):
+                self._compare(job, message.indexes, message.checksums)
+
+    def _compare(self, job: DecodeJob, indexes: Iterable[int], checksums: list[int]) -> None:
+        """Hash blocks that prefill pushed, if it told what it sent."""
+        if not self.instance.checksums.can_hash:
+            return
+        asked = job.comparison.ask(list(indexes), checksums)
+        if not asked:
+            return
+
+        def hashed(found: list[int], at: float) -> None:
+            job.comparison.found(asked, found)
+            self._join(job, at)
+
+        self.instance.checksums.start([job.pages[index] for index in asked], hashed)
+
+    def _join(self, job: DecodeJob, now: float) -> None:
+        """Run a request whose KV has come, once all of it has been compared. From the first block
+        that is not what was sent, compute it here.
+        """
+        if job.stage is not Stage.COMPARING or job.comparison.open:
+            return
+        wrong = job.comparison.wrong
+        self.instance.count("blocks_pushed_compared", job.comparison.num_compared)
+        self.instance.count("blocks_pushed_corrupt", len(wrong))
+        num_right = min(wrong, default=len(job.pages))
+        for key, page in zip(job.keys, job.pages[:num_right], strict=False):
             self.instance.pool.publish(key, page)
+        if wrong:
+            self._unreserve(job)
+            job.local = True
+            self._gather(job, now)
+            return
         job.num_blocks_put = job.first_own = job.num_counted = len(job.keys)
         self._run(job, job.num_tokens, now)
 
@@ -316,6 +362,9 @@ class DecodeWorker:
             case Stage.RESERVED:
                 job.stage = Stage.ABORTED
                 self._aborted[job.request_id, job.attempt] = job
+            case Stage.COMPARING:
+                job.stage = Stage.ABORTED
+                self._unreserve(job)
             case Stage.GATHERING:
                 assert job.reuse is not None
                 job.reuse.cancel(now)

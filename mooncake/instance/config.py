@@ -16,6 +16,9 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A prefix that has not come from the pool by then is recomputed."""
     verify_fetches: bool = True
     """Compare fetched blocks with the checksums that pool nodes give."""
+    push_checksums: bool = False
+    """Prefill hashes the blocks that it pushes; decode compares them before it goes on with them.
+    """
     push_timeout_s: float = 30.0
     """A push to decode or pool that takes longer has failed."""
     hold_s: float = 10.0

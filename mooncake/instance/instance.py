@@ -36,6 +36,7 @@ from mooncake.base.request import Failure, FinishReason
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import SequenceOutput
+from mooncake.instance.checksums import BlockChecksums, HashDone, Hasher
 from mooncake.instance.config import InstanceConfig
 from mooncake.instance.fetch import Fetcher
 from mooncake.instance.kept_settings import KeptSettings, TaskT
@@ -59,6 +60,8 @@ class InstancePorts(msgspec.Struct, frozen=True):
     pages: Region
     """The engine's pages, `[layers, pages, block_tokens, width]`."""
     gateway_address: str
+    hasher: Hasher | None = None
+    """Of blocks in `pages`."""
 
 
 class Instance:
@@ -95,6 +98,7 @@ class Instance:
         self.fetcher = Fetcher(
             self._reader, self._blocks, config.fetch_timeout_s, self._count_fetch
         )
+        self.checksums = BlockChecksums(ports.hasher)
         self.write_through = WriteThrough(self._writer, config.push_timeout_s)
         self.quarantine = Quarantine(self.pool, config.quarantine_s)
         self.draining = False
@@ -128,6 +132,8 @@ class Instance:
             case TransferDone():
                 if not self._reader.on_transfer_done(event, now):
                     self.mover.on_done(event, now)
+            case HashDone():
+                self.checksums.on_done(event, now)
             case PutGranted():
                 self._writer.on_granted(event, now)
             case PinGranted():

@@ -15,18 +15,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from mooncake.base.kv_layout import BlockPlaces
+from mooncake.instance.checksums import BlockChecksums
 from mooncake.instance.mover import SliceMover
 from mooncake.instance.pages import PagePool
 from mooncake.transfer.engine import TransferDone
 
 Progress = Callable[["Destination", list[int], float], None]
-"""(destination, indexes of the blocks that have become whole there, now); on failure with none."""
+"""(destination, indexes of the blocks that have become whole there, or whose checksums have become
+known, now); on failure with none."""
 
 
 class Destination:
     """A place that some blocks of a sequence are pushed to, and how far they are."""
 
-    def __init__(self, places: BlockPlaces, offsets: dict[int, int], progress: Progress) -> None:
+    def __init__(
+        self,
+        places: BlockPlaces,
+        offsets: dict[int, int],
+        progress: Progress,
+        checksums: BlockChecksums | None,
+    ) -> None:
         self.places = places
         self.error: str | None = None
         self.offsets = offsets
@@ -35,11 +43,18 @@ class Destination:
         self.in_flight_of: dict[int, int] = {}
         self.sent_layers: dict[int, int] = {}
         self.whole: set[int] = set()
+        self.hashing = checksums
+        self.checksums: dict[int, int] = {}
+        """Of the blocks that are final, by index, where they are wanted."""
 
     @property
     def complete(self) -> bool:
-        """Whether every block that the destination asked for is whole there."""
-        return self.error is None and len(self.whole) == len(self.offsets)
+        """Whether every block that the destination asked for is whole there, and hashed where
+        checksums are wanted.
+        """
+        num_blocks = len(self.offsets)
+        is_hashed = self.hashing is None or len(self.checksums) == num_blocks
+        return self.error is None and len(self.whole) == num_blocks and is_hashed
 
 
 class Push:
@@ -83,15 +98,21 @@ class Push:
             self._send(destination, moved, now)
 
     def add_destination(
-        self, places: BlockPlaces, indexes: list[int], progress: Progress, now: float
+        self,
+        places: BlockPlaces,
+        indexes: list[int],
+        progress: Progress,
+        now: float,
+        checksums: BlockChecksums | None = None,
     ) -> Destination:
         """Push the blocks at `indexes` to `places` (in the same order), at once as far as they are
-        final. Raises ValueError when the push is closed.
+        final. With `checksums`, each is hashed while it is on its way. Raises ValueError when the
+        push is closed.
         """
         if self._closed:
             raise ValueError("a closed push takes no more destinations")
         offsets = dict(zip(indexes, places.offsets, strict=True))
-        destination = Destination(places, offsets, progress)
+        destination = Destination(places, offsets, progress, checksums)
         self._destinations.append(destination)
         self._send(destination, [index for index in indexes if index in self._pages], now)
         return destination
@@ -135,6 +156,21 @@ class Push:
         deadline_s = now + self._timeout_s
         batch_id = self._mover.move(destination.places, slices, deadline_s, ended)
         destination.batches.add(batch_id)
+        self._hash(destination, moved)
+
+    def _hash(self, destination: Destination, moved: list[int]) -> None:
+        """Hash those blocks of which the last layer has just been sent."""
+        num_layers = self._mover.layout.num_layers
+        final = [index for index in moved if destination.sent_layers[index] == num_layers]
+        if destination.hashing is None or not final:
+            return
+
+        def hashed(checksums: list[int], at: float) -> None:
+            destination.checksums.update(zip(final, checksums, strict=True))
+            if not self._closed:
+                destination.progress(destination, final, at)
+
+        destination.hashing.start([self._pages[index] for index in final], hashed)
 
     def _on_batch_done(
         self, destination: Destination, moved: list[int], done: TransferDone, now: float

@@ -13,6 +13,7 @@ import msgspec
 from mooncake.base.messages import (
     AbortTask,
     BlockSource,
+    BlocksPushed,
     ChainHead,
     FinishInfo,
     KVReady,
@@ -172,11 +173,31 @@ class PrefillWorker:
         if job.decode is not None:
             return
 
-        def progress(_destination: Destination, _whole: list[int], at: float) -> None:
+        def progress(destination: Destination, some: list[int], at: float) -> None:
+            self._report_pushed(job, destination, some)
             self._settle(job, at)
 
-        job.decode = job.push.add_destination(message.places, message.indexes, progress, now)
+        instance = self.instance
+        wanted = instance.config.push_checksums and instance.checksums.can_hash
+        job.decode = job.push.add_destination(
+            message.places, message.indexes, progress, now, instance.checksums if wanted else None
+        )
         self._settle(job, now)
+
+    def _report_pushed(self, job: PrefillJob, destination: Destination, some: list[int]) -> None:
+        """Tell decode of those blocks that are whole there, with their checksums, unless this ends
+        the push: then `KVReady` tells of all.
+        """
+        checksums = destination.checksums
+        known = [index for index in some if index in destination.whole and index in checksums]
+        if known and not destination.complete:
+            pushed = BlocksPushed(
+                request_id=job.request_id,
+                attempt=job.attempt,
+                indexes=known,
+                checksums=[checksums[index] for index in known],
+            )
+            self.instance.send(job.task.decode, pushed)
 
     # ------------------------------------------------------------ from engine to decode
 
@@ -293,6 +314,7 @@ class PrefillWorker:
     def _hand_over(self, job: PrefillJob, *, pushed: bool, sources: list[BlockSource]) -> None:
         """Tell decode to go on: its pages are filled (`pushed`), or the pool's are."""
         assert job.token is not None
+        known = job.decode.checksums if pushed and job.decode is not None else {}
         self.instance.send(
             job.task.decode,
             KVReady(
@@ -303,6 +325,7 @@ class PrefillWorker:
                 num_cached_tokens=job.num_cached_tokens,
                 pushed=pushed,
                 sources=sources,
+                checksums=[known[index] for index in sorted(known)],
             ),
         )
         job.handed_over = True

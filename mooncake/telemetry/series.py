@@ -228,6 +228,24 @@ _NAMED_COUNTS = (
         "Fetches of blocks that failed (each counts as a miss).",
     ),
     (False, "blocks_put", "blocks_put", "KV blocks written through to a pool node."),
+    (
+        False,
+        "blocks_fetched_corrupt",
+        "blocks_fetched_corrupt",
+        "KV blocks that came from a pool node otherwise than their checksums say.",
+    ),
+    (
+        False,
+        "blocks_pushed_compared",
+        "blocks_pushed_compared",
+        "KV blocks that decode has compared with the checksums of what prefill sent.",
+    ),
+    (
+        False,
+        "blocks_pushed_corrupt",
+        "blocks_pushed_corrupt",
+        "KV blocks among them that were not what was sent; they were computed anew.",
+    ),
     (True, "blocks_evicted", "pool_blocks_evicted", "KV blocks that a pool node evicted."),
 )
 """(counted by a pool node and not by an engine, name of the counter there, series, help text)."""

@@ -17,7 +17,12 @@ from rich.console import Console
 from mooncake.base import MooncakeError, Role, SystemIds
 from mooncake.launch.cluster import ray_cluster, report
 from mooncake.launch.cluster.gateway_process import GatewayProcess
-from mooncake.launch.cluster.workers import admin_settings, cluster_workers, rdma_settings
+from mooncake.launch.cluster.workers import (
+    admin_settings,
+    cluster_workers,
+    instance_settings,
+    rdma_settings,
+)
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
@@ -186,6 +191,7 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts, secret: str) 
         rdma=rdma_settings(config),
         model=str(plan.model.path),
         engine=plan.engine,
+        instance=instance_settings(config, plan.options.device),
         kvstore=plan.kvstore,
         num_threads=plan.num_threads,
         options=msgspec.structs.replace(

@@ -9,6 +9,7 @@ import os
 import msgspec
 
 from mooncake.base import Role
+from mooncake.instance import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.plan import ServePlan
@@ -18,6 +19,7 @@ from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.model.options import ModelOptions
 from mooncake.transfer.factory import choose_protocols
+from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.rdma.backend import RdmaSettings
 
 
@@ -54,6 +56,7 @@ def cluster_workers(
             weights_revision=plan.model.revision,
             layout=plan.layout,
             engine=plan.engine,
+            instance=instance_settings(config, plan.options.device),
             kvstore=_own_pool(plan, f"{role.value}-{index}"),
             num_threads=plan.num_threads,
             self_profile=config.self_profile,
@@ -94,6 +97,13 @@ def admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None:
     port = config.admin_port + index if config.admin_port else 0
     digests = [hashlib.sha256(token.encode()).digest() for token in config.admin_token]
     return AdminSettings(host=config.admin_host, port=port, token_digests=digests)
+
+
+def instance_settings(config: ServeConfig, device: str) -> InstanceConfig:
+    """Return how an engine on `device` works in its cluster."""
+    usual = device == "cpu" and not ListenAddress(config.bind_host).is_loopback
+    wanted = {"auto": usual, "on": True, "off": False}
+    return InstanceConfig(push_checksums=wanted[config.push_checksums])
 
 
 def rdma_settings(config: ServeConfig) -> RdmaSettings:

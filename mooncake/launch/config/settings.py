@@ -126,6 +126,9 @@ class ServeConfig:
     transfer_protection: str = setting("auto", OneOf("auto", *PROTECTIONS), CLUSTER, "KIND",
         "of KV on sockets: from nothing, from changes (mac), or from readers, too; auto: mac, none "
         "where workers listen on loopback. RDMA cannot encrypt")
+    push_checksums: str = setting("auto", OneOf("auto", "on", "off"), CLUSTER, "WHEN",
+        "decode compares KV that prefill pushes with checksums before it goes on; auto: where "
+        "workers listen beyond loopback and KV is in host memory")
     rdma_device: tuple[str, ...] = owned(RdmaSettings, "devices", texts, CLUSTER, "NAME",
         "NIC such as mlx5_0, may be repeated (default: all)", repeat=True)
     rdma_near: tuple[tuple[str, tuple[str, ...]], ...] = setting((), nearby, CLUSTER,

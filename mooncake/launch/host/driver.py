@@ -20,6 +20,7 @@ import msgspec
 
 from mooncake.base import Clock, Machine, MonotonicClock, MooncakeError, PeerLost, WorkerRef
 from mooncake.engine.ports import PolledRunner
+from mooncake.instance.checksums import PolledHasher
 from mooncake.kvstore.storage.disk import PolledDisks
 from mooncake.rpc.channel import PolledChannel
 from mooncake.transfer.engine import PolledTransfer
@@ -54,6 +55,7 @@ class Driver:
         transfer: PolledTransfer | None = None,
         runner: PolledRunner | None = None,
         disks: PolledDisks | None = None,
+        hasher: PolledHasher | None = None,
         clock: Clock | None = None,
         own: WorkerRef | None = None,
     ) -> None:
@@ -64,9 +66,8 @@ class Driver:
         self._sources: list[tuple[int, Callable[[], Sequence[msgspec.Struct]]]] = [
             (channel.fileno(), channel.receive)
         ]
-        self._sources += [
-            (port.fileno(), port.poll) for port in (transfer, runner, disks) if port is not None
-        ]
+        ports = (transfer, runner, disks, hasher)
+        self._sources += [(port.fileno(), port.poll) for port in ports if port is not None]
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
         self._stopping = False

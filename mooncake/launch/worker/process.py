@@ -36,6 +36,7 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.ports import PolledRunner
 from mooncake.instance import Instance, InstanceConfig
+from mooncake.instance.checksums import PolledHasher
 from mooncake.instance.instance import InstancePorts
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.node.node import KvNode
@@ -44,6 +45,7 @@ from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin, begin_drain
 from mooncake.launch.pool_node.disks import open_disks
+from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.launch.worker.profile import profile, shapes_for
 from mooncake.model.options import ModelOptions
 from mooncake.prefill import PrefillWorker
@@ -140,6 +142,7 @@ class WorkerPorts:
     clock: Clock
     runner: PolledRunner | None = None
     disks: PolledDisks | None = None
+    hasher: PolledHasher | None = None
 
 
 class Worker:
@@ -166,6 +169,7 @@ class Worker:
             transfer=ports.transfer,
             runner=ports.runner,
             disks=ports.disks,
+            hasher=ports.hasher,
             clock=ports.clock,
             own=ref,
         )
@@ -222,6 +226,8 @@ class Worker:
             ports.runner.close()
         if ports.disks is not None:
             ports.disks.close()  # its threads read and write the memory that goes below
+        if ports.hasher is not None:
+            ports.hasher.close()  # so do they
         ports.channel.close()
         ports.transfer.unregister(self._region)
         ports.transfer.close()
@@ -314,15 +320,18 @@ def _build_engine(
         max_batched_tokens=config.max_batched_tokens,
         profile=samples,
     )
+    hasher = None
+    if settings.instance.push_checksums:
+        hasher = PageHasher(region, layout, config.num_blocks)
     instance = Instance(
         settings.instance,
         layout,
         Engine(config, layout.fingerprint, runner),
         hello,
-        InstancePorts(ports.channel, ports.transfer, region, settings.gateway_address),
+        InstancePorts(ports.channel, ports.transfer, region, settings.gateway_address, hasher),
     )
     machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)
-    ports = dataclasses.replace(ports, runner=runner)
+    ports = dataclasses.replace(ports, runner=runner, hasher=hasher)
     return Worker(machine, hello.worker, ports, region, pages)
 
 

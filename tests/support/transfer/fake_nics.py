@@ -44,6 +44,8 @@ class FakeFabric:
         """What was copied, and the numbers of the pairs that were closed, in order of time."""
         self.fails: Callable[[FakeNic, WorkRequest], Outcome | None] = lambda nic, request: None
         """Says how a request fails; None = it does not."""
+        self.alters: Callable[[WorkRequest], bool] = lambda request: False
+        """Whether a byte of a request arrives as another, and nobody is told."""
         self._held: list[tuple[FakePair, WorkRequest]] | None = None
         self._numbers = itertools.count(1)
 
@@ -132,6 +134,8 @@ class FakePair:
             if request.is_write:
                 source, target = target, source
             ctypes.memmove(target, source, request.num_bytes)
+            if self._fabric.alters(request):
+                ctypes.c_ubyte.from_address(target).value ^= 0x10
             copied = Copied(request, self.nic.address.name, self.peer)
             self._fabric.copied.append(copied)
             self._fabric.order.append(copied)

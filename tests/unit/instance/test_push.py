@@ -4,8 +4,11 @@ its pages as long.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from mooncake.instance.checksums import BlockChecksums, HashDone
 from mooncake.instance.push import Destination, Push
 from tests.support.engine.engine_pair import LAYOUT, EnginePair
 
@@ -123,3 +126,59 @@ def test_a_dead_peer_fails_the_destination() -> None:
     push.advance([0], LAYOUT.num_layers, engine_pair.heap.now())
     engine_pair.run()
     assert log.errors == ["the peer does not answer"]
+
+
+class SlowHasher:
+    """Hashes when it is told to: the checksum of a page is 100 more than its number."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def start(self, pages: Sequence[int]) -> int:
+        self.asked.append(list(pages))
+        return len(self.asked) - 1
+
+    def done(self, op_id: int) -> HashDone:
+        return HashDone(op_id, [100 + page for page in self.asked[op_id]])
+
+
+def test_blocks_are_hashed_once_when_their_last_layer_goes_and_complete_when_that_is_done() -> None:
+    engine_pair, log, plain = EnginePair(), Log(), Log()
+    push, pages = open_push(engine_pair, 3)
+    hasher = SlowHasher()
+    checksums = BlockChecksums(hasher)
+    now = engine_pair.heap.now()
+    places = engine_pair.places([0, 1])
+    destination = push.add_destination(places, [0, 2], log, now, checksums)
+    other = push.add_destination(engine_pair.places([2, 3, 4]), [0, 1, 2], plain, now)
+    push.advance([0], 1, now)
+    assert not hasher.asked, "not final yet"
+    push.advance([0, 1], LAYOUT.num_layers, now)
+    assert hasher.asked == [[pages[0]]], "only what this destination takes"
+    push.advance([0, 1, 2], LAYOUT.num_layers, now)
+    assert hasher.asked == [[pages[0]], [pages[2]]]
+    engine_pair.run()
+    assert other.complete
+    assert not destination.complete
+    checksums.on_done(hasher.done(1), now)
+    assert destination.checksums == {2: 100 + pages[2]}
+    assert not destination.complete
+    checksums.on_done(hasher.done(0), now)
+    assert destination.complete
+    assert destination.checksums == {0: 100 + pages[0], 2: 100 + pages[2]}
+    assert sorted(log.whole) == [0, 0, 2, 2], "told when it was whole, and when it was hashed"
+
+
+def test_a_closed_push_hears_no_more_of_its_hashes() -> None:
+    engine_pair, log = EnginePair(), Log()
+    push, _ = open_push(engine_pair, 1)
+    hasher = SlowHasher()
+    checksums = BlockChecksums(hasher)
+    now = engine_pair.heap.now()
+    push.add_destination(engine_pair.places([0]), [0], log, now, checksums)
+    push.advance([0], LAYOUT.num_layers, now)
+    push.close(now)
+    engine_pair.run()
+    told = list(log.whole)
+    checksums.on_done(hasher.done(0), now)
+    assert log.whole == told

@@ -63,6 +63,7 @@ EXAMPLES: list[AnyMessage] = [
         named={"logit_bias": SettingName(b"digest", 160), "bad_words": SettingName(b"other", 9)},
         settings=LargeSettings(logit_bias={5: -1.0}),
     ),
+    m.BlocksPushed(request_id="r1", attempt=1, indexes=[0, 7], checksums=[2**64 - 1, 0]),
     m.KVReady(request_id="r1", attempt=1, prefill=WORKER, token=3, num_cached_tokens=64),
     m.PushEnded(request_id="r1", attempt=1, prefill=WORKER),
     m.AbortTask(request_id="r1", attempt=1),

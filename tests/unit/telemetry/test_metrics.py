@@ -145,6 +145,9 @@ def busy() -> Metrics:
     accept(metrics, "waiting", 4.0)
     report(metrics, 4.0, preemptions=1, blocks_fetched=7, blocks_put=9, fetches_failed=1, steps=9)
     metrics.record(WorkerJoined(worker_id="kv0", at_s=0.0, role=Role.KVSTORE, num_blocks=100))
+    report(
+        metrics, 4.0, blocks_fetched_corrupt=1, blocks_pushed_compared=5, blocks_pushed_corrupt=2
+    )
     report(metrics, 4.0, Role.KVSTORE, blocks_evicted=2, blocks_put=9)
     metrics.record(WorkerLeft(worker_id="p0", at_s=5.0, role=Role.PREFILL, reason="died"))
     return metrics

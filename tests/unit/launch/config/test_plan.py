@@ -269,3 +269,21 @@ def test_a_cluster_is_ready_with_what_it_was_planned_with(model: Path) -> None:
     assert needs_prefill(headless=True)
     assert not needs_prefill(headless=True, prefill=0)
     assert needs_prefill(headless=True, prefill=0, decode=0), "all of them join"
+
+
+def test_pushes_carry_checksums_between_hosts_and_from_host_memory(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 2)
+
+    def wanted(**settings: Any) -> bool:
+        config = resolve({"model": str(model), "prefill": 1, "decode": 1, **settings}, None, {})
+        workers = cluster_workers(config, make_plan(config, 8), "tcp://g:1", "secret", "host")
+        [found] = {each.instance.push_checksums for each in workers}
+        return found
+
+    assert not wanted(device="cpu")
+    assert wanted(device="cpu", bind_host="10.0.0.7")
+    assert not wanted(device="cuda", bind_host="10.0.0.7"), "reading a GPU's memory is dear"
+    assert wanted(device="cuda", push_checksums="on")
+    assert not wanted(device="cpu", bind_host="10.0.0.7", push_checksums="off")

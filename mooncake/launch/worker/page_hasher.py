@@ -1,0 +1,100 @@
+"""Hashes blocks in an engine's pages, in a few threads beside the machine's: see `Hasher`.
+
+Owns its threads. The machine decides which pages, and holds them meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.base import KvLayout, TransferError
+from mooncake.instance.checksums import HashDone
+from mooncake.kvstore.client.block_memory import BlockMemory
+from mooncake.kvstore.storage.block_record import checksum_of
+from mooncake.transfer.engine import Region
+from mooncake.transfer.regions import HostRegion
+
+_log = logging.getLogger(__name__)
+NUM_THREADS = 2
+
+
+class PageHasher:
+    """The `PolledHasher` of one engine."""
+
+    def __init__(self, region: Region, layout: KvLayout, num_pages: int) -> None:
+        """Hash pages in `region`, which is `[layers, num_pages, block_tokens, width]`."""
+        self._blocks = BlockMemory.strided(region, layout, num_pages * layout.slice_bytes)
+        self._slice_bytes = layout.slice_bytes
+        self._pages: npt.NDArray[np.uint8] | None = None
+        if isinstance(region, HostRegion):
+            shape = (layout.num_layers, num_pages, layout.slice_bytes)
+            self._pages = np.frombuffer(region.buffer, np.uint8).reshape(shape)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "page-hash")
+        self._lock = threading.Lock()
+        self._events: deque[HashDone] = deque()
+        self._last_op = 0
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def start(self, pages: Sequence[int]) -> int:
+        self._last_op += 1
+        shares = [list(pages[first::NUM_THREADS]) for first in range(NUM_THREADS)]
+        found = [0] * len(pages)
+        left = [len(shares)]
+        for first, share in enumerate(shares):
+            self._threads.submit(self._hash, self._last_op, first, share, found, left)
+        return self._last_op
+
+    def _hash(
+        self, op_id: int, first: int, share: list[int], found: list[int], left: list[int]
+    ) -> None:
+        """Hash one thread's share of an operation; the last one reports it."""
+        try:
+            found[first::NUM_THREADS] = [self.checksum(page) for page in share]
+        except TransferError as error:  # of a device; 0 is no checksum that a peer would agree with
+            _log.warning("pages cannot be hashed: %s", error.message)
+        with self._lock:
+            left[0] -= 1
+            if left[0] == 0 and self._wake_fd >= 0:
+                self._events.append(HashDone(op_id, found))
+                if len(self._events) == 1:
+                    os.eventfd_write(self._wake_fd, 1)
+
+    def checksum(self, page: int) -> int:
+        """Return the xxh3-64 of the block in a page. Raises TransferError when a device fails."""
+        if self._pages is None:
+            return self._blocks.checksum(page * self._slice_bytes)
+        # One copy and one hash, both without the interpreter lock: slice by slice, which is too
+        # short for that, the machine's thread would wait for it for milliseconds.
+        return checksum_of(np.ascontiguousarray(self._pages[:, page]).data.cast("B"))
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when an operation ended."""
+        return self._wake_fd
+
+    def poll(self) -> Sequence[HashDone]:
+        with self._lock:
+            if not self._events:
+                return []
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def close(self) -> None:
+        """End what runs and forget what waits. The machine must be driven no more."""
+        self._threads.shutdown(cancel_futures=True)
+        self._pages = None
+        with self._lock:
+            fd, self._wake_fd = self._wake_fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,83 @@
+"""Blocks hashed in threads have the checksums of the plain way, one block after the other."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+
+import pytest
+
+from mooncake.base import KvLayout
+from mooncake.instance.checksums import HashDone
+from mooncake.kvstore.client.block_memory import BlockMemory
+from mooncake.launch.worker.page_hasher import PageHasher
+from mooncake.transfer.device import write_now
+from mooncake.transfer.engine import Region
+from mooncake.transfer.regions import DeviceRegion, Gates, RegionTable
+from tests.support.transfer.fake_device import FakeDeviceMemory
+
+LAYOUT = KvLayout(num_layers=3, block_tokens=4, kv_width=9, dtype="float16", fingerprint="a")
+NUM_PAGES = 16
+WAIT_MS = 20_000
+
+
+@pytest.fixture(params=["host", "device"])
+def region(request: pytest.FixtureRequest) -> Region:
+    num_bytes = NUM_PAGES * LAYOUT.block_bytes
+    table = RegionTable(Gates())
+    if request.param == "host":
+        host = table.allocate(num_bytes, "pages")
+        host.buffer[:] = os.urandom(num_bytes)
+        return host
+    memory = FakeDeviceMemory(num_bytes)
+    memory.is_strict = False
+    write_now(memory, [(0, num_bytes)], memoryview(bytearray(os.urandom(num_bytes))))
+    return DeviceRegion(1, "pages", memory)
+
+
+@pytest.fixture
+def hasher(region: Region) -> Iterator[PageHasher]:
+    made = PageHasher(region, LAYOUT, NUM_PAGES)
+    yield made
+    made.close()
+
+
+def ended(hasher: PageHasher, count: int) -> dict[int, list[int]]:
+    """Wait for so many operations."""
+    found: dict[int, list[int]] = {}
+    poller = select.poll()
+    poller.register(hasher.fileno(), select.POLLIN)
+    while len(found) < count:
+        assert poller.poll(WAIT_MS), "no operation ended"
+        for event in hasher.poll():
+            assert isinstance(event, HashDone)
+            found[event.op_id] = event.checksums
+    assert not poller.poll(0)
+    return found
+
+
+def test_checksums_are_those_of_the_plain_way_in_the_order_asked_for(
+    region: Region, hasher: PageHasher
+) -> None:
+    plain = BlockMemory.strided(region, LAYOUT, NUM_PAGES * LAYOUT.slice_bytes)
+    wanted = [[5], [], list(range(NUM_PAGES)), [15, 0, 7], [3, 3]]
+    numbers = [hasher.start(pages) for pages in wanted]
+    found = ended(hasher, len(wanted))
+    for number, pages in zip(numbers, wanted, strict=True):
+        assert found[number] == [plain.checksum(page * LAYOUT.slice_bytes) for page in pages]
+    assert len(set(found[numbers[2]])) == NUM_PAGES
+
+
+def test_a_hasher_that_is_closed_has_ended_its_threads(region: Region) -> None:
+    hasher = PageHasher(region, LAYOUT, NUM_PAGES)
+    for _ in range(100):
+        hasher.start(range(NUM_PAGES))
+    hasher.close()
+    hasher.close()
+    assert not [name for name in os.listdir("/proc/self/task") if _thread_name(name) == "page-hash"]
+
+
+def _thread_name(task: str) -> str:
+    with open(f"/proc/self/task/{task}/comm") as file:
+        return file.read().strip()[:9]
