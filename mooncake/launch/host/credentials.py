@@ -148,8 +148,8 @@ def secret_file(address: str) -> Path:
     return private_dir() / f"{address.replace('/', '_')}.secret"
 
 
-def read_secret(path: Path) -> str:
-    """Return the secret in a file, without space around it.
+def read_secret(path: Path, named: str = "cluster-secret-file") -> str:
+    """Return the secret in a file that the flag `named` gives, without space around it.
 
     Raises:
         ConfigError: it cannot be read, or is empty.
@@ -157,9 +157,9 @@ def read_secret(path: Path) -> str:
     try:
         found = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cluster-secret-file: cannot read {path}: {error}") from error
+        raise ConfigError(f"{named}: cannot read {path}: {error}") from error
     if not found:
-        raise ConfigError(f"cluster-secret-file: {path} is empty")
+        raise ConfigError(f"{named}: {path} is empty")
     return found
 
 

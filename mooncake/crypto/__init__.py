@@ -1,0 +1,1 @@
+"""Keys that operators give, keys that follow from them, and encryption of what lies on disks."""

@@ -1,0 +1,109 @@
+"""Keys that an operator gives: how they are written, and how other keys follow from them.
+
+Pure: where keys are read is launch's. Nothing here prints a key.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+import msgspec
+
+from mooncake.base.errors import ConfigError
+
+KEY_BYTES = 32
+ID_BYTES = 8
+
+HOW = "32 random bytes in hexadecimal or base64 (`openssl rand -hex 32` makes a key)"
+
+
+def derive(key: bytes, purpose: str, context: bytes = b"") -> bytes:
+    """Return the KEY_BYTES for one purpose and context; `key` cannot be computed from them.
+
+    HKDF's expand step with SHA-256 (RFC 5869): `key` is uniformly random, so needs no extract step.
+    """
+    return hmac.digest(key, purpose.encode() + b"\0" + context + b"\x01", hashlib.sha256)
+
+
+class KeySource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a process finds keys. This value travels to the process; the keys do not."""
+
+    name: str
+    """As in flags: "weights-key"."""
+    file: str | None = None
+    command: str | None = None
+    """Prints the keys; not run by a shell."""
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that may hold the keys where neither of the others is given."""
+        return f"MOONCAKE_{self.name.upper().replace('-', '_')}"
+
+    @property
+    def cure(self) -> str:
+        """What an operator can give, for errors."""
+        return f"--{self.name}-file, --{self.name}-command or {self.variable}"
+
+
+class Key:
+    """One key that an operator gave."""
+
+    __slots__ = ("_secret", "id")
+
+    def __init__(self, secret: bytes) -> None:
+        """`secret`: KEY_BYTES that are random."""
+        self._secret = secret
+        self.id = self.derive("mooncake key id 1")[:ID_BYTES]
+        """Tells keys apart; says nothing of the key."""
+
+    def __repr__(self) -> str:
+        return f"Key(id={self.id.hex()})"
+
+    def derive(self, purpose: str, context: bytes = b"") -> bytes:
+        """Return the key for `purpose`; see `derive`."""
+        return derive(self._secret, purpose, context)
+
+
+class KeyRing:
+    """Keys of one purpose: the first encrypts, all decrypt, so that keys can be changed."""
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        """`keys`: at least one, the one to encrypt with first."""
+        self.first = keys[0]
+        self._by_id = {key.id: key for key in keys}
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> KeyRing:
+        """Return the keys in `text`, which stand apart by white space.
+
+        Raises:
+            ConfigError: there is none, or something is no key; names `where`, repeats nothing.
+        """
+        words = text.split()
+        if not words:
+            raise ConfigError(f"{where} holds no key; give {HOW}")
+        keys = [_read(word) for word in words]
+        found = [key for key in keys if key is not None]
+        if len(found) < len(keys):
+            number = keys.index(None) + 1
+            raise ConfigError(f"{where}: word {number} is no key; give {HOW}")
+        return cls(found)
+
+    def get(self, key_id: bytes) -> Key | None:
+        """Return the key of this id, if it is here."""
+        return self._by_id.get(key_id)
+
+
+def _read(word: str) -> Key | None:
+    try:
+        secret = (
+            bytes.fromhex(word)
+            if len(word) == 2 * KEY_BYTES
+            else base64.b64decode(word, validate=True)
+        )
+    except ValueError:
+        return None
+    return Key(secret) if len(secret) == KEY_BYTES else None
