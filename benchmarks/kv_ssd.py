@@ -2,8 +2,9 @@
 `python -m benchmarks kv-ssd --directory /mnt/nvme0 --size 4GiB`.
 
 Plain I/O uses the same direct mode, the same number of threads and requests as large, and neither
-hashes nor names what it moves. Rounds of both alternate, so that a disk's moods hit both alike.
-Prints the median of each and their ratio, and what hashing alone costs.
+hashes nor names what it moves. "Encrypted" is the tier with `--ssd-encryption`. Rounds of all
+alternate, so that a disk's moods hit all alike. Prints the median of each and their ratio, and what
+hashing and decrypting alone cost.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import numpy as np
 
 from benchmarks.support.bars import bars, write_page
 from mooncake.base import KvLayout, format_bytes, parse_bytes
+from mooncake.crypto.aead import TAG_BYTES, seal_into, unseal_into
+from mooncake.crypto.keys import KEY_BYTES, Key, KeyRing
 from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.storage.block_record import checksum_of
 from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, Outcome
@@ -40,7 +43,14 @@ SMALL_BLOCK = KvLayout(
 class Tier:
     """Blocks between an arena and the real adapter."""
 
-    def __init__(self, directory: Path, layout: KvLayout, num_blocks: int, threads: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        layout: KvLayout,
+        num_blocks: int,
+        threads: int,
+        keys: KeyRing | None = None,
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.memory = memoryview(mmap.mmap(-1, num_blocks * layout.block_bytes))
@@ -52,7 +62,7 @@ class Tier:
         ]
         size = 2 * len(self.memory) + (2 << 30)
         config = SsdConfig(directory=str(directory), num_bytes=size)
-        self.disks = FileDisks([config], layout, num_threads=threads)
+        self.disks = FileDisks([config], layout, num_threads=threads, keys=keys)
         self.disks.attach(SimRegion(1, len(self.memory), self.memory))
         self._wait(1)
 
@@ -126,6 +136,8 @@ def compare(
     num_blocks = max(1, num_bytes // layout.block_bytes)
     directory.mkdir()
     tier = Tier(directory / "tier", layout, num_blocks, args.threads)
+    keys = KeyRing([Key(os.urandom(KEY_BYTES))])
+    sealed = Tier(directory / "sealed", layout, num_blocks, args.threads, keys)
     plain = Plain(directory / "plain", tier.memory, args.threads)
     per_op = max(1, (16 << 20) // layout.block_bytes)
     request = per_op * layout.block_bytes
@@ -137,6 +149,8 @@ def compare(
         "tier write+hash": lambda: tier.move(tier.disks.write, bare),
         "plain read": lambda: plain.move(os.preadv, request),
         "tier read": lambda: tier.move(tier.disks.read, hashed),
+        "encrypted write": lambda: sealed.move(sealed.disks.write, hashed),
+        "encrypted read": lambda: sealed.move(sealed.disks.read, hashed),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(args.rounds + 1):
@@ -151,20 +165,32 @@ def compare(
         for start in range(0, total, size):
             checksum_of(tier.memory[start : start + size])
 
+    stored = bytearray(size + TAG_BYTES)
+    salt = seal_into(bytes(KEY_BYTES), tier.memory[:size], memoryview(stored))
+
+    def decrypt_all() -> None:
+        for start in range(0, total, size):
+            out = sealed.memory[start : start + size]
+            unseal_into(bytes(KEY_BYTES), salt, stored, out)
+
     hashing = gigabytes_per_s(total, hash_all)
+    decrypting = gigabytes_per_s(total, decrypt_all)
     sizes = f"{size / 2**20:.2f} MiB, {request / 2**20:.1f} MiB a request, {total / 2**30:.1f} GiB"
     lines = [f"blocks of {sizes}, {args.threads} threads, direct={tier.disks.is_direct}"]
-    for kind in ("write", "write+hash", "read"):
-        base = f"plain {kind.split('+')[0]}"
-        ours, theirs = medians[f"tier {kind}"], medians[base]
-        ratio = statistics.median(
-            a / b for a, b in zip(rates[f"tier {kind}"], rates[base], strict=True)
-        )
-        lines.append(
-            f"  {kind:10}  tier {ours:6.2f} GB/s   plain {theirs:6.2f} GB/s   ratio {ratio:.2f}"
-        )
-    lines.append(f"  xxh3-64 alone, one thread: {hashing:.1f} GB/s")
+    for way, base in (
+        ("tier write", "plain write"), ("tier write+hash", "plain write"),
+        ("tier read", "plain read"), ("encrypted write", "plain write"),
+        ("encrypted read", "plain read"), ("encrypted write", "tier write"),
+        ("encrypted read", "tier read"),
+    ):  # fmt: skip
+        ratio = statistics.median(a / b for a, b in zip(rates[way], rates[base], strict=True))
+        ours, theirs = medians[way], medians[base]
+        lines.append(f"  {way:15} {ours:6.2f} GB/s   {base:11} {theirs:6.2f} GB/s   {ratio:.2f}x")
+    lines.append(
+        f"  one thread, in memory: xxh3-64 {hashing:.1f} GB/s, decrypting {decrypting:.1f}"
+    )
     tier.disks.close()
+    sealed.disks.close()
     plain.close()
     (directory / "plain").unlink()
     return "\n".join(lines), medians

@@ -1,5 +1,5 @@
-"""`mooncake model init` and `convert`: write checkpoints with a progress bar. The work is
-`model.checkpoint`'s.
+"""`mooncake model …` writes checkpoints: random, quantized, encrypted. The work is
+`model.checkpoint`'s; here is its progress bar.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from mooncake.base import format_bytes
 from mooncake.cli.command import Command
-from mooncake.launch.config.options import count, setting, text
+from mooncake.crypto.keys import HOW, KeyRing
+from mooncake.launch.config.options import count, same_as, setting, text
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host.key_source import key_source, needed_keys
 
 OUT = "output"
+KEY = "key"
 NEW = "a directory that is not there yet"
 
 
@@ -39,6 +43,50 @@ class Convert:
         "fp8 (blocks of 128 x 128, as K2-Instruct) or int4 (groups of 32, as K2-Thinking)",
         required=True)
     out: str = setting("", text, OUT, "DIR", NEW, required=True)
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightsKey:
+    """Settings of all commands that take the key of encrypted weights."""
+
+    weights_key_file: str | None = same_as(ServeConfig, "weights_key_file", KEY)
+    weights_key_command: str | None = same_as(ServeConfig, "weights_key_command", KEY)
+
+    def keys(self) -> KeyRing:
+        """Return the keys; ConfigError where there are none."""
+        source = key_source("weights-key", self.weights_key_file, self.weights_key_command)
+        return needed_keys(source, f"it takes {HOW}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encrypt(WeightsKey):
+    """Settings of `mooncake model encrypt`."""
+
+    # fmt: off
+    model: str = setting("", text, OUT, "DIR", "a checkpoint", positional=True, required=True)
+    out: str = setting("", text, OUT, "DIR", NEW, required=True)
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decrypt(WeightsKey):
+    """Settings of `mooncake model decrypt`."""
+
+    # fmt: off
+    model: str = setting("", text, OUT, "DIR", "a checkpoint whose weights are encrypted",
+        positional=True, required=True)
+    out: str = setting("", text, OUT, "DIR", NEW, required=True)
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rekey(WeightsKey):
+    """Settings of `mooncake model rekey`."""
+
+    # fmt: off
+    model: str = setting("", text, OUT, "DIR", "a checkpoint whose weights are encrypted",
+        positional=True, required=True)
     # fmt: on
 
 
@@ -73,6 +121,58 @@ def convert(wanted: Convert) -> int:
             Path(wanted.model), Path(wanted.out), wanted.to, progress=show
         ),
     )
+
+
+def encrypt(wanted: Encrypt) -> int:
+    """Write a copy of a checkpoint with encrypted weights.
+
+    Raises:
+        ConfigError: there is no key, the source is encrypted already, or `out` holds something.
+        CheckpointError: the source cannot be read.
+    """
+    from mooncake.model.checkpoint.encrypt import encrypt_checkpoint
+
+    keys = wanted.keys()
+    return _write(
+        "encrypting",
+        wanted.out,
+        lambda show: encrypt_checkpoint(Path(wanted.model), Path(wanted.out), keys, progress=show),
+    )
+
+
+def decrypt(wanted: Decrypt) -> int:
+    """Write a copy of a checkpoint with plain weights.
+
+    Raises:
+        ConfigError: there is no key, it is not the right one, or `out` holds something.
+        CheckpointError: the source cannot be read, or was altered.
+    """
+    from mooncake.model.checkpoint.encrypt import decrypt_checkpoint
+
+    keys = wanted.keys()
+    return _write(
+        "decrypting",
+        wanted.out,
+        lambda show: decrypt_checkpoint(Path(wanted.model), Path(wanted.out), keys, progress=show),
+    )
+
+
+def rekey(wanted: Rekey) -> int:
+    """Have the first key open what another key of those given opens now.
+
+    Raises:
+        ConfigError: there is no key, or none of them opens the weights.
+        CheckpointError: they are not encrypted, or were altered.
+    """
+    from mooncake.model.checkpoint.encrypt import rekey_checkpoint
+
+    keys = wanted.keys()
+    rekey_checkpoint(Path(wanted.model), keys)
+    Console(stderr=True).print(
+        f"the key with id {keys.first.id.hex()} opens {wanted.model} now, and no other",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip
+    return 0
 
 
 def _write(what: str, out: str, write: Callable[[Callable[[int, int], None]], Path]) -> int:
@@ -115,5 +215,27 @@ COMMANDS = (
         words="model convert", summary="write a quantized copy", settings=Convert, run=convert,
         examples="mooncake model convert checkpoints/k2-small --to fp8 --out checkpoints/k2-fp8\n"
         "mooncake model convert checkpoints/k2-small --to int4 --out checkpoints/k2-int4",
+    ),
+    Command(
+        words="model encrypt", summary="write a copy with encrypted weights", settings=Encrypt,
+        run=encrypt,
+        examples="openssl rand -hex 32 > weights.key\n"
+        "mooncake model encrypt checkpoints/k2 --weights-key-file weights.key --out k2-encrypted\n"
+        "mooncake serve k2-encrypted --weights-key-file weights.key",
+        notes="Configuration, tokenizer and templates stay plain: gateways need them, and then no "
+        "key.",
+    ),
+    Command(
+        words="model decrypt", summary="write a copy with plain weights", settings=Decrypt,
+        run=decrypt,
+        examples="mooncake model decrypt k2-encrypted --weights-key-file weights.key --out k2",
+    ),
+    Command(
+        words="model rekey", summary="change the key of encrypted weights", settings=Rekey,
+        run=rekey,
+        examples="mooncake model rekey k2-encrypted --weights-key-file weights.key",
+        notes="The file holds the new key on its first line and the old one on the next. Weights "
+        "are\nnot written again: who has the old key and the old encryption.json can read them "
+        "as before.\nWhere others may have both, decrypt and encrypt instead.",
     ),
 )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from mooncake_kernels.dispatch import TRITON, kernel
 
 from mooncake.base import CheckpointError, ConfigError, KvLayout
+from mooncake.crypto.keys import KeyRing
 from mooncake.engine.config import EngineConfig
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
@@ -37,14 +38,21 @@ from mooncake.transfer.device import DeviceMemory
 class ModelSource:
     """A checkpoint on disk and, once loaded, the model in memory."""
 
-    def __init__(self, path: Path, dtype: str, options: ModelOptions | None = None) -> None:
-        """Open the checkpoint; reads headers only.
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        options: ModelOptions | None = None,
+        keys: KeyRing | None = None,
+    ) -> None:
+        """Open the checkpoint, with `keys` where it is encrypted; reads headers only.
 
         Raises:
-            ConfigError: the options ask for what this machine does not have.
+            ConfigError: the options ask for what this machine does not have, or these are not the
+                checkpoint's keys.
             CheckpointError: it cannot be read, or `dtype` is not one that can be computed in.
         """
-        self._checkpoint = Checkpoint.open(path)
+        self._checkpoint = Checkpoint.open(path, keys)
         if dtype not in SPEC_DTYPES:
             raise CheckpointError(f"dtype {dtype!r} is none of {', '.join(SPEC_DTYPES)}")
         self._dtype = SPEC_DTYPES[dtype]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from mooncake.crypto.keys import KeySource
+
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "triton")
 MOE_BACKENDS = ("auto", "reference", "onednn", "triton")
@@ -26,5 +28,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """On a GPU: as many KV pages as fit, instead of the number in the engine's settings."""
     cache_dir: str | None = None
     """Where digests of weight files are kept, so that each is hashed once; None: nowhere."""
+    weights_key: KeySource = KeySource(name="weights-key")
+    """Where the process that loads encrypted weights finds their key."""
     graphs: bool = True
     """On a GPU: decode steps are captured once and replayed."""

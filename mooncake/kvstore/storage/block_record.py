@@ -24,12 +24,17 @@ MAX_SEQUENCE_NO = 2**63
 """No disk lives to see it; a higher one is damage, and must not be counted on from."""
 
 _BLOCK_MAGIC = b"MCKVBLK1"
-_FILE_MAGIC = b"MCKVSEG2"
+_FILE_MAGICS = {b"MCKVSEG2": False, b"MCKVSEC2": True}
+"""Of files of plain and of encrypted slots."""
 _BLOCK = struct.Struct(f"<8s{KEY_BYTES}sQQQI")
 """magic, key, checksum, bytes, sequence number, bytes of the tenant's name"""
 _FILE = struct.Struct("<8sQQI")
 """magic, bytes of a block, slots, bytes of the fingerprint"""
 _DIGEST = struct.Struct("<Q")
+
+
+MAX_HEADER_BYTES = _BLOCK.size + MAX_TENANT_BYTES + _DIGEST.size
+"""Of a block's header page; the rest of the page is zero."""
 
 
 class BlockHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -51,6 +56,7 @@ class FileHeader(msgspec.Struct, frozen=True, array_like=True):
     """Of the KV layout: model, weights, dtype, shape."""
     block_bytes: int
     num_slots: int
+    is_encrypted: bool = False
 
 
 def checksum_of(data: memoryview | bytes) -> int:
@@ -94,13 +100,15 @@ def unpack_block_header(page: memoryview) -> BlockHeader | None:
 def pack_file_header(header: FileHeader) -> bytes:
     """Return the page a file begins with."""
     fingerprint = header.fingerprint.encode()
-    fields = _FILE.pack(_FILE_MAGIC, header.block_bytes, header.num_slots, len(fingerprint))
+    [magic] = [magic for magic, kind in _FILE_MAGICS.items() if kind is header.is_encrypted]
+    fields = _FILE.pack(magic, header.block_bytes, header.num_slots, len(fingerprint))
     return _sealed(fields + fingerprint)
 
 
 def unpack_file_header(page: bytes | memoryview) -> FileHeader | None:
     """Return what a page says, or None when it is not the header of a file."""
-    if bytes(page[:8]) != _FILE_MAGIC:
+    is_encrypted = _FILE_MAGICS.get(bytes(page[:8]))
+    if is_encrypted is None:
         return None
     _, block_bytes, num_slots, name_bytes = _FILE.unpack_from(page)
     end = _FILE.size + name_bytes
@@ -110,7 +118,7 @@ def unpack_file_header(page: bytes | memoryview) -> FileHeader | None:
         fingerprint = str(page[_FILE.size : end], "utf-8")
     except UnicodeDecodeError:
         return None
-    return FileHeader(fingerprint, block_bytes, num_slots)
+    return FileHeader(fingerprint, block_bytes, num_slots, is_encrypted)
 
 
 def _sealed(fields: bytes) -> bytes:

@@ -2,7 +2,8 @@
 where, and this moves the bytes and verifies them.
 
 A directory holds segment files of many slots, preallocated as they are first needed and written
-with direct I/O where the file system allows. A directory is locked by its process.
+with direct I/O where the file system allows. A directory is locked by its process. With keys, what
+lies in slots is encrypted (`record_cipher`), by the threads that move it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from mooncake.base import ConfigError, KvLayout, format_bytes
+from mooncake.crypto.keys import KeyRing
 from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.storage.block_record import (
     BLANK_PAGE,
@@ -34,6 +36,7 @@ from mooncake.kvstore.storage.block_record import (
     unpack_block_header,
 )
 from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, DiskScanned, FoundBlock, Outcome
+from mooncake.kvstore.storage.record_cipher import EXTRA_BYTES, OtherKey, RecordCipher, Sealed
 from mooncake.kvstore.storage.segment_files import SegmentFiles
 from mooncake.transfer.engine import Region
 
@@ -46,6 +49,7 @@ SCAN_PAGES = 256
 _log = logging.getLogger(__name__)
 
 Ended = tuple[list[Outcome], list[int]]
+NOTHING = (None, None)
 
 
 class FileDisks:
@@ -58,8 +62,13 @@ class FileDisks:
         *,
         num_threads: int = 4,
         direct: bool = True,
+        keys: KeyRing | None = None,
     ) -> None:
-        """Lock and open the directories. Raises ConfigError when one cannot be used."""
+        """Lock and open the directories. Raises ConfigError when one cannot be used.
+
+        keys: blocks are encrypted with the first, and decrypted with any; None: they are plain.
+        """
+        cipher = None if keys is None else RecordCipher(keys, layout.fingerprint)
         self._layout = layout
         self._lock = threading.Lock()
         self._events: deque[DiskDone | DiskScanned] = deque()
@@ -71,7 +80,7 @@ class FileDisks:
         try:
             for number, config in enumerate(configs):
                 threads = _Threads(num_threads, f"kv-disk{number}")
-                self._disks.append(_FileDisk(config, layout, threads, direct=direct))
+                self._disks.append(_FileDisk(config, layout, threads, cipher, direct=direct))
         except BaseException:
             self.close()
             raise
@@ -233,11 +242,22 @@ class _FileDisk:
     """One directory: blocks to and from its segment files."""
 
     def __init__(
-        self, config: SsdConfig, layout: KvLayout, threads: _Threads, *, direct: bool
+        self,
+        config: SsdConfig,
+        layout: KvLayout,
+        threads: _Threads,
+        cipher: RecordCipher | None,
+        *,
+        direct: bool,
     ) -> None:
         self.threads = threads
+        self._cipher = cipher
         self._block_bytes = layout.block_bytes
         self._padded_bytes = aligned(layout.block_bytes)
+        self._place_bytes = (
+            self._padded_bytes if cipher is None else self._padded_bytes + PAGE_BYTES
+        )
+        """What a block takes of a thread's own memory: encryption needs EXTRA_BYTES behind it."""
         self._run_blocks = max(1, min(MAX_RUN_BLOCKS, MAX_RUN_BYTES // layout.block_bytes))
         self._lock_fd = _lock_directory(Path(config.directory))
         self._sequence_lock = threading.Lock()
@@ -247,7 +267,11 @@ class _FileDisk:
         self._local = threading.local()
         try:
             self.files = SegmentFiles(
-                Path(config.directory), layout, config.num_bytes, direct=direct
+                Path(config.directory),
+                layout,
+                config.num_bytes,
+                direct=direct,
+                encrypted=cipher is not None,
             )
         except BaseException:
             os.close(self._lock_fd)
@@ -260,10 +284,13 @@ class _FileDisk:
             )
 
     def attach(self, arena: memoryview) -> None:
-        """Move blocks straight between this arena and the files if both are page-aligned."""
+        """Move blocks straight between this arena and the files if both are page-aligned, and hold
+        the same bytes.
+        """
         self._arena = arena
         address = np.frombuffer(arena, np.uint8).__array_interface__["data"][0]
-        self._straight = address % PAGE_BYTES == 0 and self._block_bytes % PAGE_BYTES == 0
+        is_aligned = address % PAGE_BYTES == 0 and self._block_bytes % PAGE_BYTES == 0
+        self._straight = is_aligned and self._cipher is None
 
     def close(self) -> None:
         """Wait for the threads, close the files, and unlock the directory."""
@@ -280,9 +307,13 @@ class _FileDisk:
         """Read the header of every slot of every file."""
         newest: dict[bytes, tuple[int, int, BlockHeader]] = {}
         outdated: list[DiskBlock] = []
-        num_dropped = self.files.num_foreign
+        num_dropped, num_closed = self.files.num_foreign, 0
         for slot, page in self._existing_headers():
-            header = unpack_block_header(page) if page is not None else None
+            try:
+                header, _ = self._unpack(page) if page is not None else NOTHING
+            except OtherKey:
+                num_dropped, num_closed = num_dropped + 1, num_closed + 1
+                continue
             if header is None or header.num_bytes != self._block_bytes:
                 num_dropped += page is None or bytes(page) != BLANK_PAGE
                 continue
@@ -297,7 +328,22 @@ class _FileDisk:
         order = sorted(newest.values(), key=lambda one: one[:2])
         self._sequence_no = order[-1][0] if order else 0
         found = [FoundBlock(h.key, slot, h.tenant, h.checksum) for _, slot, h in order]
+        self._tell_unusable(num_closed)
         return DiskScanned(disk=number, found=found, num_dropped=num_dropped)
+
+    def _tell_unusable(self, num_closed: int) -> None:
+        """Say what an operator may not have meant. It costs only what is computed anew."""
+        if num_closed:
+            _log.warning(
+                "%s: %d blocks are encrypted with a key that is not here: they are not used, and "
+                "overwritten in time", self.files.directory, num_closed,
+            )  # fmt: skip
+        if self.files.num_of_other_kind:
+            kind = "encrypted" if self._cipher is None else "not encrypted"
+            _log.warning(
+                "%s: files deleted because they were %s: %d",
+                self.files.directory, kind, self.files.num_of_other_kind,
+            )  # fmt: skip
 
     def _existing_headers(self) -> Iterator[tuple[int, memoryview | None]]:
         """Yield (slot, its header) of every file; None: it cannot be read."""
@@ -379,6 +425,7 @@ class _FileDisk:
         """Write the blocks, then their headers, without which no scan finds them."""
         first, last = blocks[0].slot, self._next_sequence_no(len(blocks))
         headers, checksums = self._headers(len(blocks)), []
+        vectors, of_blocks = self._outward(blocks)
         for index, block in enumerate(blocks):
             checksum = block.checksum
             if checksum is None:
@@ -386,57 +433,99 @@ class _FileDisk:
             checksums.append(checksum)
             number = last - len(blocks) + 1 + index
             header = BlockHeader(block.key, checksum, self._block_bytes, number, block.tenant)
-            pack_block_header(headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)], header)
+            page = headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)]
+            pack_block_header(page, header)
+            if self._cipher is not None:
+                self._cipher.seal_header(page, of_blocks[index])
         self.files.make_room(first)
-        self.files.blocks(os.pwritev, first, self._vectors(blocks, outward=True))
+        self.files.blocks(os.pwritev, first, vectors)
         self.files.headers(os.pwritev, first, headers)
         return list(checksums)
 
     def _read_run(self, blocks: list[DiskBlock]) -> list[int | None]:
-        """Read a run of neighbours, with their headers if a checksum is not known."""
+        """Read a run of neighbours, with their headers if something in them is not known."""
         first, headers = blocks[0].slot, self._headers(len(blocks))
-        if any(block.checksum is None for block in blocks):
+        if self._cipher is not None or any(block.checksum is None for block in blocks):
             self.files.headers(os.preadv, first, headers)
-        vectors = self._vectors(blocks)
+        places = self._places(blocks)
+        vectors = places if self._straight else [place[: self._padded_bytes] for place in places]
         self.files.blocks(os.preadv, first, vectors)
-        if not self._straight:
-            for block, vector in zip(blocks, vectors, strict=True):
-                self._data(block)[:] = vector[: self._block_bytes]
         return [
-            self._verified(block, headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)])
-            for index, block in enumerate(blocks)
+            self._received(block, place, headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)])
+            for index, (block, place) in enumerate(zip(blocks, places, strict=True))
         ]
 
-    def _vectors(self, blocks: list[DiskBlock], *, outward: bool = False) -> list[memoryview]:
-        """Return the memory that blocks go from and come to: their own, or copies of whole pages
-        (filled where they go `outward`).
+    def _places(self, blocks: list[DiskBlock]) -> list[memoryview]:
+        """Return the memory that files are read to and written from: the blocks' own, or, where
+        that will not do, this thread's.
         """
         if self._straight:
             return [self._data(block) for block in blocks]
-        step, bounce = self._padded_bytes, self._bounce()
-        places = [bounce[step * index : step * (index + 1)] for index in range(len(blocks))]
-        for block, place in zip(blocks, places, strict=True) if outward else ():
-            place[: self._block_bytes] = self._data(block)
-        return places
+        step, bounce = self._place_bytes, self._bounce()
+        return [bounce[step * index : step * (index + 1)] for index in range(len(blocks))]
 
-    def _verified(self, block: DiskBlock, page: memoryview) -> int | None:
-        """Return the checksum of a block that was read, or None when it is not that block."""
-        checksum = block.checksum
-        if checksum is None:
-            header = unpack_block_header(page)
-            if header is None or (header.key, header.num_bytes) != (block.key, self._block_bytes):
-                return None
-            checksum = header.checksum
-        return checksum if checksum_of(self._data(block)) == checksum else None
+    def _outward(self, blocks: list[DiskBlock]) -> tuple[list[memoryview], list[bytes]]:
+        """Return what is to be written of the blocks, whole pages each, and, where they are
+        encrypted, what their headers must hold.
+        """
+        places = self._places(blocks)
+        if self._straight:
+            return places, []
+        of_blocks: list[bytes] = []
+        for block, place in zip(blocks, places, strict=True):
+            if self._cipher is None:
+                place[: self._block_bytes] = self._data(block)
+                continue
+            out = place[: self._block_bytes + EXTRA_BYTES]
+            of_blocks.append(self._cipher.seal(block.tenant, self._data(block), out))
+        return [place[: self._padded_bytes] for place in places], of_blocks
+
+    def _received(self, block: DiskBlock, place: memoryview, page: memoryview) -> int | None:
+        """Bring a block that was read to its own memory; return its checksum, or None when it is
+        not that block.
+        """
+        checksum, data = block.checksum, self._data(block)
+        if self._cipher is None and not self._straight:
+            data[:] = place[: self._block_bytes]
+        if self._cipher is None and checksum is not None:
+            return checksum if checksum_of(data) == checksum else None
+        try:
+            header, sealed = self._unpack(page)
+        except OtherKey:
+            return None
+        if header is None or (header.key, header.num_bytes) != (block.key, self._block_bytes):
+            return None
+        if self._cipher is None:
+            return header.checksum if checksum_of(data) == header.checksum else None
+        if checksum not in (None, header.checksum) or sealed is None:
+            return None
+        # The tag says that these bytes were written with this header: no need to hash them again.
+        place = place[: self._block_bytes + EXTRA_BYTES]
+        is_whole = self._cipher.open(sealed, header.tenant, place, data)
+        return header.checksum if is_whole else None
+
+    def _unpack(self, page: memoryview) -> tuple[BlockHeader | None, Sealed | None]:
+        """Return what a header says, and what opens its block where it is encrypted.
+
+        Raises:
+            OtherKey: it cannot be known.
+        """
+        if self._cipher is None:
+            return unpack_block_header(page), None
+        opened = self._cipher.open_header(page)
+        if opened is None:
+            return NOTHING
+        plain, sealed = opened
+        return unpack_block_header(memoryview(plain)), sealed
 
     def _data(self, block: DiskBlock) -> memoryview:
         return self._arena[block.offset : block.offset + self._block_bytes]
 
     def _bounce(self) -> memoryview:
-        """Return this thread's aligned memory for a run of blocks that are not aligned."""
+        """Return this thread's aligned memory for a run of blocks that do not go straight."""
         memory: memoryview | None = getattr(self._local, "memory", None)
         if memory is None:
-            memory = memoryview(mmap.mmap(-1, self._run_blocks * self._padded_bytes))
+            memory = memoryview(mmap.mmap(-1, self._run_blocks * self._place_bytes))
             self._local.memory = memory
         return memory
 

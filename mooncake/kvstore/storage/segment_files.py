@@ -36,13 +36,22 @@ class SegmentFiles:
     those blocks here.
     """
 
-    def __init__(self, directory: Path, layout: KvLayout, num_bytes: int, *, direct: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        layout: KvLayout,
+        num_bytes: int,
+        *,
+        direct: bool,
+        encrypted: bool = False,
+    ) -> None:
+        """`encrypted`: what is in the slots; files that say otherwise are of no use."""
         self.directory = directory
         self._padded_bytes = aligned(layout.block_bytes)
         self.slot_bytes = PAGE_BYTES + self._padded_bytes
         """What a slot takes of the disk."""
         per_file = max(1, (min(SEGMENT_BYTES, num_bytes) - PAGE_BYTES) // self.slot_bytes)
-        self._header = FileHeader(layout.fingerprint, layout.block_bytes, per_file)
+        self._header = FileHeader(layout.fingerprint, layout.block_bytes, per_file, encrypted)
         self._file_bytes = PAGE_BYTES + per_file * self.slot_bytes
         self.num_slots = num_bytes // self._file_bytes * per_file
         self._lock = threading.Lock()
@@ -50,6 +59,9 @@ class SegmentFiles:
         self._direct = direct
         self.num_foreign = 0
         """Files found that hold something else, or nothing that can be read, and were deleted."""
+        self.num_of_other_kind = 0
+        """Of these, files that are encrypted where ours are plain, or plain where ours are
+        encrypted."""
         try:
             self._open_existing()
         except OSError as error:
@@ -140,12 +152,15 @@ class SegmentFiles:
             number = path.stem.removeprefix("segment-")
             in_limit = number.isdigit() and int(number) < self.num_slots // self._header.num_slots
             fd = self._open(path)
-            if in_limit and self._read_header(fd) == self._header:
+            header = self._read_header(fd)
+            if in_limit and header == self._header:
                 self._fds[int(number)] = fd
                 continue
             os.close(fd)
             path.unlink()
             self.num_foreign += 1
+            if header is not None and header.is_encrypted is not self._header.is_encrypted:
+                self.num_of_other_kind += 1
 
     def _read_header(self, fd: int) -> FileHeader | None:
         if os.fstat(fd).st_size != self._file_bytes:

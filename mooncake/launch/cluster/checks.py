@@ -33,4 +33,4 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
     if config.ray_address is None:  # else workers may run on other machines
         for worker in cluster_workers(config, plan, "", "", machine_facts.host_name()):
             if worker.role is Role.KVSTORE:
-                check_disks(worker.kvstore)
+                check_disks(worker.kvstore, worker.ssd_key)

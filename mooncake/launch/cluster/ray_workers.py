@@ -22,6 +22,7 @@ from mooncake.launch.cluster.workers import (
     cluster_workers,
     instance_settings,
     rdma_settings,
+    ssd_key,
 )
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.settings import ServeConfig
@@ -193,10 +194,12 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts, secret: str) 
         engine=plan.engine,
         instance=instance_settings(config, plan.options.device),
         kvstore=plan.kvstore,
+        ssd_key=ssd_key(config),
         num_threads=plan.num_threads,
         options=msgspec.structs.replace(
             template.options, device=plan.options.device, measure_pages=plan.options.measure_pages,
             gpu_memory_utilization=plan.options.gpu_memory_utilization,
+            weights_key=plan.options.weights_key,
         ),
         self_profile=config.self_profile,
         log_level=config.log_level,

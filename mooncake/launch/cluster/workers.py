@@ -9,12 +9,14 @@ import os
 import msgspec
 
 from mooncake.base import Role
+from mooncake.crypto.keys import KeySource
 from mooncake.instance import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
+from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.model.options import ModelOptions
@@ -58,6 +60,7 @@ def cluster_workers(
             engine=plan.engine,
             instance=instance_settings(config, plan.options.device),
             kvstore=_own_pool(plan, f"{role.value}-{index}"),
+            ssd_key=ssd_key(config),
             num_threads=plan.num_threads,
             self_profile=config.self_profile,
             log_level=config.log_level,
@@ -104,6 +107,13 @@ def instance_settings(config: ServeConfig, device: str) -> InstanceConfig:
     usual = device == "cpu" and not ListenAddress(config.bind_host).is_loopback
     wanted = {"auto": usual, "on": True, "off": False}
     return InstanceConfig(push_checksums=wanted[config.push_checksums])
+
+
+def ssd_key(config: ServeConfig) -> KeySource | None:
+    """Return where a pool node finds the keys of its blocks on SSD; None: they are plain."""
+    if not config.ssd_encryption:
+        return None
+    return key_source("ssd-key", config.ssd_key_file, config.ssd_key_command)
 
 
 def rdma_settings(config: ServeConfig) -> RdmaSettings:

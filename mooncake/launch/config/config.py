@@ -164,6 +164,11 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
         if left in written and right in written:
             raise ConfigError(f"{flag(left)} and {flag(right)} exclude each other: {why}")
 
+    for name in ("ssd_key_file", "ssd_key_command"):
+        if name in written and not config.ssd_encryption:
+            raise ConfigError(f"{flag(name)}: is for --ssd-encryption; add it")
+    if config.ssd_encryption and not config.ssd:
+        raise ConfigError("ssd-encryption: there are no disks; add --ssd DIR:SIZE")
     both("kv_cache_memory_bytes", "num_gpu_blocks_override", "both say how many KV pages there are")
     if config.hardware is not None and not config.dry_run:
         raise ConfigError("hardware: only a plan is made for other machines: add --dry-run")

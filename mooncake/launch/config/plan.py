@@ -19,6 +19,7 @@ from mooncake.base import (
     format_bytes,
 )
 from mooncake.base.parallel import TP_FLAG
+from mooncake.crypto.keys import KeySource
 from mooncake.engine.config import EngineConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.launch.config.options import values_of
@@ -26,6 +27,7 @@ from mooncake.launch.config.rank_plan import GpuNode, RankMemory, RankNeeds, ran
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.config.shipped import figures
 from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host.key_source import key_source, read_keys
 from mooncake.model.checkpoint.files import CheckpointFiles
 from mooncake.model.checkpoint.quant_format import QuantFormat, parse_quantization
 from mooncake.model.checkpoint.revision import PIECE_BYTES
@@ -109,11 +111,12 @@ class ServePlan:
 
 def read_model(config: ServeConfig) -> ModelPlan:
     """Read the headers of the checkpoint that `config` names and, unless this is a dry run, the
-    revision of its weights, for which files are hashed that were not hashed here before.
+    revision of its weights, for which files are hashed that were not hashed here before. Gateways
+    and pool nodes that join need no key of encrypted weights.
 
     Raises:
         CheckpointError: there is no checkpoint, or not one that can be served.
-        ConfigError: `max_model_len` is longer than the model can do.
+        ConfigError: `max_model_len` is longer than the model can do, or a key is missing or wrong.
     """
     path, max_model_len = config.model, config.max_model_len
     directory = Path(path)
@@ -123,8 +126,9 @@ def read_model(config: ServeConfig) -> ModelPlan:
             f"{path} {what}; give the directory of a checkpoint "
             "(nothing is downloaded; `mooncake model init` writes a small one)"
         )
+    keys = read_keys(_weights_key(config))
     read = CheckpointFiles.open_config if config.dry_run else CheckpointFiles.open
-    files = read(directory)
+    files = read(directory, keys, may_stay_closed=config.role in ("gateway", "kvstore"))
     spec = ModelSpec.from_config(files.config)
     longest = spec.max_position_embeddings
     if max_model_len is not None and max_model_len > longest:
@@ -145,6 +149,10 @@ def read_model(config: ServeConfig) -> ModelPlan:
         ),
         revision="" if config.dry_run else files.revision(environment.cache_dir(), _log_hashing),
     )
+
+
+def _weights_key(config: ServeConfig) -> KeySource:
+    return key_source("weights-key", config.weights_key_file, config.weights_key_command)
 
 
 def _log_hashing(done: int, whole: int) -> None:
@@ -282,6 +290,7 @@ def _options(config: ServeConfig, shape: Shape, gpu_node: GpuNode | None) -> Mod
         measure_pages=device == "cuda" and sized is None,
         graphs=not config.enforce_eager,
         cache_dir=str(environment.cache_dir()),
+        weights_key=_weights_key(config),
         **values_of(config, ModelOptions),
     )
 

@@ -75,6 +75,11 @@ class ServeConfig:
         "memory for KV pages of each engine (default: 1GiB)")
     kv_cache_dtype: str = setting("auto", OneOf("auto", *KV_DTYPES), MODEL, "TYPE",
         "of KV pages; auto: the dtype")
+    weights_key_file: str | None = setting(None, text, MODEL, "FILE",
+        "with the key of encrypted weights (or the key itself: env MOONCAKE_WEIGHTS_KEY)",
+        env="MOONCAKE_WEIGHTS_KEY_FILE")
+    weights_key_command: str | None = setting(None, text, MODEL, "COMMAND",
+        "that prints it, e.g. a client of a key service; no shell runs it")
     device: str = setting("auto", OneOf(*DEVICES), MODEL, "NAME",
         "auto: a CUDA GPU where there is one")
     gpu_memory_utilization: float = owned(ModelOptions, "gpu_memory_utilization", share, MODEL,
@@ -96,6 +101,13 @@ class ServeConfig:
         "a block asked for so often goes down to SSD; 1: every one")
     ssd_write_at: float = owned(KvStoreConfig, "ssd_write_at", part, POOL, "SHARE",
         "of DRAM in use above which blocks go down; 0: at once")
+    ssd_encryption: bool = setting(False, truth, POOL, "",
+        "blocks on SSD are encrypted; needs a key", switch=True)
+    ssd_key_file: str | None = setting(None, text, POOL, "FILE",
+        "with the key of --ssd-encryption (or the key itself: env MOONCAKE_SSD_KEY)",
+        env="MOONCAKE_SSD_KEY_FILE")
+    ssd_key_command: str | None = setting(None, text, POOL, "COMMAND",
+        "that prints it; no shell runs it")
     admin_host: str = setting("127.0.0.1", text, POOL, "HOST", "address of --admin-port")
     admin_port: int | None = setting(None, count(0, 65535), POOL, "PORT",
         "health, metrics, stats and drain of a kvstore worker over HTTP; 0: any free one; the "

@@ -10,24 +10,43 @@ import os
 from pathlib import Path
 
 from mooncake.base import ConfigError, KvLayout, format_bytes
+from mooncake.crypto.keys import HOW, KeyRing, KeySource
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.kvstore.storage.disk_files import FileDisks
+from mooncake.launch.host.key_source import needed_keys
 
 
-def open_disks(config: KvStoreConfig, layout: KvLayout) -> FileDisks:
+def open_disks(
+    config: KvStoreConfig, layout: KvLayout, key_source: KeySource | None = None
+) -> FileDisks:
     """Open the directories of `config.ssd`. Without any, the result still hashes blocks.
 
+    key_source: of the keys that blocks are encrypted with; None: they are plain.
+
     Raises:
-        ConfigError: a directory cannot be used: it is missing, not writable, too small, or in use.
+        ConfigError: a directory cannot be used: it is missing, not writable, too small, or in use;
+            or there is no key.
     """
     check_disks(config, make=True)
-    return FileDisks(config.ssd, layout, num_threads=config.ssd_threads)
+    keys = _keys(config, key_source)
+    return FileDisks(config.ssd, layout, num_threads=config.ssd_threads, keys=keys)
 
 
-def check_disks(config: KvStoreConfig, *, make: bool = False) -> None:
-    """Raise ConfigError where a directory of `config.ssd` cannot be used; `make` those missing."""
+def check_disks(
+    config: KvStoreConfig, key_source: KeySource | None = None, *, make: bool = False
+) -> None:
+    """Raise ConfigError where a directory of `config.ssd` cannot be used, or the key of its blocks
+    is missing; `make` directories that are not there.
+    """
     for disk in config.ssd:
         _check(disk, make=make)
+    _keys(config, key_source)
+
+
+def _keys(config: KvStoreConfig, key_source: KeySource | None) -> KeyRing | None:
+    if key_source is None or not config.ssd:
+        return None
+    return needed_keys(key_source, f"--ssd-encryption takes {HOW}")
 
 
 def _check(disk: SsdConfig, *, make: bool) -> None:

@@ -29,6 +29,7 @@ from mooncake.engine.sequence import SequenceOutput
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.host import machine_facts
+from mooncake.launch.host.key_source import read_keys
 from mooncake.launch.worker.profile import Shape, profile
 from mooncake.model.opening import ModelSource
 
@@ -44,7 +45,8 @@ class DirectEngine:
         Raises:
             MooncakeError: the model cannot be loaded, or not run as the plan has it.
         """
-        source = ModelSource(plan.model.path, plan.model.dtype, plan.options)
+        keys = read_keys(plan.options.weights_key)
+        source = ModelSource(plan.model.path, plan.model.dtype, plan.options, keys)
         source.load(progress)
         config = replace(plan.engine, num_blocks=source.num_pages(plan.layout, plan.engine))
         in_host = 1 if source.owns_pages else config.num_blocks

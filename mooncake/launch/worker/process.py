@@ -31,6 +31,7 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
+from mooncake.crypto.keys import KeySource
 from mooncake.decode import DecodeWorker
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
@@ -43,6 +44,7 @@ from mooncake.kvstore.node.node import KvNode
 from mooncake.kvstore.storage.disk import PolledDisks
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.driver import Driver
+from mooncake.launch.host.key_source import read_keys
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin, begin_drain
 from mooncake.launch.pool_node.disks import open_disks
 from mooncake.launch.worker.page_hasher import PageHasher
@@ -119,6 +121,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     layout: KvLayout
     engine: EngineConfig
     kvstore: KvStoreConfig
+    ssd_key: KeySource | None = None
+    """Where the keys are that blocks on SSD are encrypted with; None: they are plain."""
     instance: InstanceConfig = InstanceConfig()
     num_threads: int
     self_profile: bool
@@ -272,7 +276,7 @@ def build(
 
 
 def _build_pool(settings: WorkerSettings, hello: WorkerHello, ports: WorkerPorts) -> Worker:
-    disks = open_disks(settings.kvstore, settings.layout)
+    disks = open_disks(settings.kvstore, settings.layout, settings.ssd_key)
     try:
         node = KvNode(
             settings.kvstore, hello, settings.layout, ports.channel, ports.transfer,
@@ -433,8 +437,10 @@ def open_model(path: str, dtype: str, options: ModelOptions | None = None) -> Mo
 
     Raises:
         CheckpointError: it cannot be read.
-        ConfigError: the options ask for what this machine does not have.
+        ConfigError: the options ask for what this machine does not have, or the key of encrypted
+            weights is not here.
     """
     from mooncake.model.opening import ModelSource
 
-    return ModelSource(Path(path), dtype, options)
+    options = options or ModelOptions()
+    return ModelSource(Path(path), dtype, options, read_keys(options.weights_key))

@@ -7,7 +7,6 @@ as K2-Thinking (routed experts only). Owns nothing once it returns. Held in memo
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from mooncake.model.checkpoint.quant_format import (
 )
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
-from mooncake.model.checkpoint.whole_directory import whole_directory
+from mooncake.model.checkpoint.whole_directory import copy_beside, whole_directory
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) of the source."""
@@ -111,10 +110,7 @@ def quantized(
 
 
 def _copy_beside(source: Path, staging: Path, quantization: Mapping[str, Any]) -> None:
-    for file in sorted(source.iterdir()):
-        weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name == INDEX_NAME
-        if file.is_file() and not weights and not file.name.startswith("."):
-            shutil.copyfile(file, staging / file.name)
+    copy_beside(source, staging, skip=(INDEX_NAME,))
     config = json.loads((source / "config.json").read_bytes())
     config["quantization_config"] = dict(quantization)
     (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

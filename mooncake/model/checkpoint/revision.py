@@ -11,13 +11,13 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
-from mooncake.model.checkpoint.safetensors_file import SafetensorsFile
+from mooncake.model.checkpoint.file_bytes import FileBytes
 
 CACHE_NAME = "file-digests.json"
 MAX_CACHED = 4096
@@ -32,17 +32,24 @@ Progress = Callable[[int, int], None]
 logger = logging.getLogger(__name__)
 
 
-def weights_revision(
-    config: bytes,
-    files: Sequence[SafetensorsFile],
-    cache_dir: Path | None = None,
-    progress: Progress | None = None,
-) -> str:
-    """Return 16 hex digits of SHA-256 over `config` (the bytes of config.json) and all `files`.
+def weights_revision(config: bytes, digests: Mapping[str, str]) -> str:
+    """Return 16 hex digits of SHA-256 over `config` (the bytes of config.json) and all files:
+    `digests` by name. How the files are stored, encrypted or not, does not count.
+    """
+    whole = hashlib.sha256(config)
+    for name in sorted(digests):
+        whole.update(f"\n{name} {digests[name]}".encode())
+    return whole.hexdigest()[:16]
 
-    A file counts with its name and the SHA-256 of its pieces' SHA-256. Digests of files that have
-    not changed since they were last hashed come from `cache_dir`; without one, nothing is kept.
-    A cache that cannot be read or written costs time and nothing else.
+
+def file_digests(
+    files: Sequence[FileBytes], cache_dir: Path | None = None, progress: Progress | None = None
+) -> dict[str, str]:
+    """Return the digest of each file by its name: the SHA-256 of its pieces' SHA-256.
+
+    Digests of files that have not changed since they were last hashed come from `cache_dir`;
+    without one, nothing is kept. A cache that cannot be read or written costs time and nothing
+    else.
     """
     cache = _Cache(cache_dir)
     unknown = [file for file in files if cache.get(file.path) is None]
@@ -50,24 +57,23 @@ def weights_revision(
         for file, digest in zip(unknown, _hash_files(unknown, progress), strict=True):
             cache.put(file.path, digest)
         cache.save()
-    whole = hashlib.sha256(config)
-    for file in sorted(files, key=lambda file: file.path.name):
-        whole.update(f"\n{file.path.name} {cache.get(file.path)}".encode())
-    return whole.hexdigest()[:16]
+    return {file.path.name: str(cache.get(file.path)) for file in files}
 
 
-def _hash_files(files: Sequence[SafetensorsFile], progress: Progress | None) -> list[str]:
+def pieces_of(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, int]]:
+    """Return where the pieces of a file begin and end."""
+    starts = range(0, num_bytes, piece_bytes)
+    return [(begin, min(begin + piece_bytes, num_bytes)) for begin in starts]
+
+
+def _hash_files(files: Sequence[FileBytes], progress: Progress | None) -> list[str]:
     """Return the digest of each file; pieces of all files are hashed by several threads."""
-    pieces = [
-        (file, begin, min(begin + PIECE_BYTES, file.num_bytes))
-        for file in files
-        for begin in range(0, file.num_bytes, PIECE_BYTES)
-    ]
+    pieces = [(file, *ends) for file in files for ends in pieces_of(file.num_bytes)]
     digests = {file.path: hashlib.sha256() for file in files}
     total, done = sum(file.num_bytes for file in files), 0
     # hashlib releases the interpreter for pieces of this size.
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
-        hashed = threads.map(lambda piece: hashlib.sha256(piece[0].bytes_at(*piece[1:])), pieces)
+        hashed = threads.map(lambda piece: hashlib.sha256(piece[0].read(*piece[1:])), pieces)
         for (file, begin, end), piece in zip(pieces, hashed, strict=True):
             digests[file.path].update(piece.digest())
             done += end - begin

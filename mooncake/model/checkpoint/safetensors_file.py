@@ -1,4 +1,4 @@
-"""One `.safetensors` file, memory mapped. Owns the mapping; knows no models, no tensors.
+"""The header of one `.safetensors` file. Knows no models, no tensors.
 
 The format (huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header
 (name -> dtype, shape, data_offsets), then the bytes of the tensors. Everything in the header is
@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mooncake.base import CheckpointError
+from mooncake.model.checkpoint.file_bytes import FileBytes
 
 MAX_HEADER_BYTES = 100 * 2**20
 """As in the reference implementation: a longer header is an attack or garbage."""
@@ -45,52 +43,31 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """The header and the mapped bytes of one file."""
+    """The header of one file, and its bytes."""
 
-    def __init__(self, path: Path) -> None:
-        """Open `path` and check its header.
+    def __init__(self, content: FileBytes) -> None:
+        """Check the header of the file that holds `content`.
 
         Raises:
-            CheckpointError: the file is missing, is not safetensors, or ends early; names the file
-                and, where there is one, the tensor.
+            CheckpointError: it is not safetensors, or ends early; names the file and, where there
+                is one, the tensor.
         """
-        self.path = path
-        self._mapping: mmap.mmap | None = None
-        try:
-            with path.open("rb") as file:
-                self.num_bytes = os.fstat(file.fileno()).st_size
-                self.header = _read_header(path, file.read(8), file)
-                if self.num_bytes > 0:
-                    self._mapping = mmap.mmap(
-                        file.fileno(),
-                        0,
-                        flags=mmap.MAP_PRIVATE,
-                        prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                    )
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
-        self.tensors = _entries(path, self.header, self.num_bytes)
-
-    @property
-    def mapping(self) -> mmap.mmap | None:
-        """The file's bytes (private: writing to them changes no file); None when it is empty."""
-        return self._mapping
-
-    def bytes_at(self, begin: int, end: int) -> bytes:
-        """Return bytes [begin, end) of the file."""
-        return b"" if self._mapping is None else self._mapping[begin:end]
+        self.content = content
+        self.path = content.path
+        header = _read_header(content)
+        self.tensors = _entries(self.path, header, content.num_bytes)
 
 
-def _read_header(path: Path, prefix: bytes, file: Any) -> bytes:
-    if len(prefix) < 8:
+def _read_header(content: FileBytes) -> bytes:
+    path, file_bytes = content.path, content.num_bytes
+    if file_bytes < 8:
         raise CheckpointError(f"{path}: not a safetensors file (shorter than its length field)")
-    length = int.from_bytes(prefix, "little")
+    length = int.from_bytes(content.read(0, 8), "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path}: not a safetensors file (header of {length} bytes)")
-    header = file.read(length)
-    if len(header) < length:
+    if 8 + length > file_bytes:
         raise CheckpointError(f"{path}: truncated within its header")
-    return bytes(header)
+    return bytes(content.read(8, 8 + length))
 
 
 def _entries(path: Path, header: bytes, file_bytes: int) -> dict[str, StoredTensor]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from mooncake.base import CheckpointError, ModelSpec
+from mooncake.crypto.keys import KeyRing
 from mooncake.model.checkpoint.files import CheckpointFiles, Homes
 from mooncake.model.checkpoint.quant import (
     QuantizedWeight,
@@ -80,14 +81,16 @@ class Checkpoint:
         return self._files.revision(cache_dir)
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
-        """Open the directory `path`; reads headers only.
+    def open(cls, path: Path, keys: KeyRing | None = None) -> Checkpoint:
+        """Open the directory `path`, whose weights are encrypted if there are `keys`; reads headers
+        only.
 
         Raises:
             CheckpointError: there is no readable checkpoint; the message names the file and, where
                 there is one, the tensor or the configuration key.
+            ConfigError: these are not its keys.
         """
-        return cls(CheckpointFiles.open(path))
+        return cls(CheckpointFiles.open(path, keys))
 
     def names(self) -> list[str]:
         """Return the canonical names, sorted."""
@@ -121,8 +124,8 @@ class Checkpoint:
     def tensor(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> torch.Tensor:
         """Return tensor `name` of `shape`, or `part` of it, on the CPU.
 
-        An unquantized tensor keeps its stored dtype (bfloat16, float16 or float32) and is a view of
-        the mapped file. A quantized weight is returned as a new tensor of the spec's dtype.
+        An unquantized tensor keeps its stored dtype (bfloat16, float16 or float32) and may be a
+        view of the mapped file. A quantized weight is returned as a new tensor of the spec's dtype.
 
         Raises:
             CheckpointError: the tensor is missing, has another shape, or a dtype that does not
@@ -141,8 +144,8 @@ class Checkpoint:
     def quantized(
         self, name: str, shape: tuple[int, ...], part: Part | None = None
     ) -> QuantizedWeight | None:
-        """Return the weight `name` of `shape`, or `part` of it, as it is stored, checked; views of
-        the mapped file.
+        """Return the weight `name` of `shape`, or `part` of it, as it is stored, checked; see
+        `view_tensor`.
 
         None where it is not quantized, or in blocks, groups or widths the kernels do not take.
 
@@ -171,8 +174,12 @@ class Checkpoint:
 
     def _read(self, name: str, part: Part | None) -> torch.Tensor:
         """Return a stored tensor or a part of it, and count its bytes."""
-        whole = self.raw(name)
-        view = whole if part is None else whole.narrow(part.dim, part.first, part.size)
+        if part is not None and part.dim == 0:  # rows lie together: no other byte is looked at
+            self._entry(name)
+            view = view_tensor(*self._homes[name], rows=(part.first, part.stop))
+        else:
+            whole = self.raw(name)
+            view = whole if part is None else whole.narrow(part.dim, part.first, part.size)
         with self._counting:
             self.bytes_read += view.numel() * view.element_size()
         return view
@@ -268,23 +275,29 @@ class Checkpoint:
         return CheckpointError(f"{name} in {file.path}: {problem}")
 
 
-def view_tensor(file: SafetensorsFile, name: str) -> torch.Tensor:
-    """Return tensor `name` as stored, a view of the file where its alignment allows."""
+def view_tensor(
+    file: SafetensorsFile, name: str, rows: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """Return tensor `name` as stored, or its rows [first, stop): a view of a plain file where its
+    alignment allows, else in memory of its own.
+    """
     entry = file.tensors[name]
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise CheckpointError(f"{name} in {file.path}: dtype {entry.dtype} is not supported")
-    if entry.num_bytes == 0 or file.mapping is None:
-        return torch.empty(entry.shape, dtype=dtype)
-    flat = torch.frombuffer(
-        file.mapping,
-        dtype=dtype,
-        count=entry.num_bytes // dtype.itemsize,
-        offset=entry.begin,
-    )
-    if entry.begin % dtype.itemsize:  # legal in the format, slow or wrong in kernels
+    shape, begin, end = entry.shape, entry.begin, entry.end
+    if rows is not None:
+        first, stop = rows
+        assert 0 <= first <= stop <= shape[0], "rows that the tensor does not have"
+        row_bytes = entry.num_bytes // max(1, shape[0])
+        begin, end = begin + first * row_bytes, begin + stop * row_bytes
+        shape = (stop - first, *shape[1:])
+    if begin == end:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(file.content.read(begin, end), dtype=dtype)
+    if flat.data_ptr() % dtype.itemsize:  # legal in the format, slow or wrong in kernels
         flat = flat.clone()
-    return flat.view(entry.shape)
+    return flat.view(shape)
 
 
 def _canonical(homes: Homes) -> Homes:

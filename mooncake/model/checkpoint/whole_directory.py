@@ -1,4 +1,6 @@
-"""A directory that appears whole or not at all: written beside its place, then renamed."""
+"""A directory that appears whole or not at all: written beside its place, then renamed. What stands
+beside the weights of a checkpoint goes with them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,22 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from mooncake.base import ConfigError
+
+BESIDE = {"", ".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt"}
+"""How files beside the weights end: configuration, tokenizer, templates, licenses. What ends
+otherwise may be weights in another format, and is never copied."""
+
+
+def copy_beside(source: Path, out: Path, skip: Collection[str] = ()) -> None:
+    """Copy the files that stand beside the weights of a checkpoint, but for those in `skip`."""
+    for file in sorted(source.iterdir()):
+        is_beside = file.suffix in BESIDE and file.name not in skip
+        if file.is_file() and is_beside and not file.name.startswith("."):
+            shutil.copyfile(file, out / file.name)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import CheckpointError, ConfigError, Role
+from mooncake.crypto.keys import KeyRing
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
@@ -16,6 +17,7 @@ from mooncake.launch.config.rank_plan import HOST_LIBRARY_BYTES
 from mooncake.launch.host import machine_facts
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import Model
+from mooncake.model.checkpoint.encrypt import encrypt_checkpoint
 from mooncake.model.options import ModelOptions
 from tests.support.model.checkpoints import write_config_only
 
@@ -236,12 +238,16 @@ def test_configs_that_cannot_be_served(
         plan_for(write_config_only(tmp_path / "odd", **changes))
 
 
+def write_one_tensor(model: Path) -> None:
+    header = b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
 def test_a_dry_run_hashes_no_weights_and_a_start_hashes_them_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    header = b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
-    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    write_one_tensor(model)
     assert plan_for(model, dry_run=True).model.revision == ""
     assert not (tmp_path / "mooncake").exists()
     revision = plan_for(model).model.revision
@@ -287,3 +293,51 @@ def test_pushes_carry_checksums_between_hosts_and_from_host_memory(
     assert not wanted(device="cuda", bind_host="10.0.0.7"), "reading a GPU's memory is dear"
     assert wanted(device="cuda", push_checksums="on")
     assert not wanted(device="cpu", bind_host="10.0.0.7", push_checksums="off")
+
+
+class TestEncryptedWeights:
+    @pytest.fixture
+    def model(self, model: Path) -> Path:
+        write_one_tensor(model)
+        return model
+
+    @pytest.fixture
+    def key(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.delenv("MOONCAKE_WEIGHTS_KEY", raising=False)
+        (tmp_path / "key").write_text("ab" * 32)
+        return tmp_path / "key"
+
+    @pytest.fixture
+    def sealed(self, model: Path, key: Path) -> Path:
+        keys = KeyRing.parse(key.read_text(), "key")
+        return encrypt_checkpoint(model, model.parent / "sealed", keys)
+
+    def test_blocks_of_both_are_the_same(self, model: Path, sealed: Path, key: Path) -> None:
+        plan = plan_for(sealed, weights_key_file=str(key))
+        assert plan.layout == plan_for(model).layout
+        assert plan.options.weights_key.file == str(key)
+
+    def test_a_key_that_is_missing_or_wrong_shows_at_once(
+        self, model: Path, sealed: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(CheckpointError, match="sealed: its weights are encrypted"):
+            plan_for(sealed)
+        with pytest.raises(CheckpointError, match="small: its weights are not encrypted, though"):
+            plan_for(model, weights_key_file=str(key))
+        key.write_text("cd" * 32)
+        with pytest.raises(ConfigError, match=r"weights-key: .*sealed was encrypted with another"):
+            plan_for(sealed, weights_key_file=str(key))
+        monkeypatch.setenv("MOONCAKE_WEIGHTS_KEY", "ab" * 32)
+        plan_for(sealed)
+
+    @pytest.mark.parametrize("role", ["gateway", "kvstore"])
+    def test_gateways_and_pool_nodes_that_join_need_no_key(
+        self, model: Path, sealed: Path, role: str
+    ) -> None:
+        plan = plan_for(sealed, role=role, join="h:1")
+        assert plan.layout == plan_for(model).layout
+
+    @pytest.mark.parametrize("role", ["prefill", "decode"])
+    def test_workers_that_join_do(self, sealed: Path, role: str) -> None:
+        with pytest.raises(CheckpointError, match="are encrypted; give the key"):
+            plan_for(sealed, role=role, join="h:1")

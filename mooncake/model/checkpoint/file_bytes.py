@@ -1,0 +1,55 @@
+"""The bytes of one weights file, mapped: read at random, by any number of threads at once."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Protocol
+
+from mooncake.base import CheckpointError
+
+
+class FileBytes(Protocol):
+    """The bytes of one weights file, however they are stored."""
+
+    path: Path
+    num_bytes: int
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Return bytes [begin, end), which lie within the file, as memory that may be written to:
+        that changes no file.
+
+        Raises:
+            CheckpointError: they are not what was stored.
+        """
+
+
+class PlainBytes:
+    """The bytes of a file as it is. `read` returns views and copies nothing."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError when the file cannot be read."""
+        self.path = path
+        self._view = memoryview(mapped(path, private=True) or b"")
+        self.num_bytes = len(self._view)
+
+    def read(self, begin: int, end: int) -> memoryview:
+        return self._view[begin:end]
+
+
+def mapped(path: Path, *, private: bool = False) -> mmap.mmap | None:
+    """Return the mapped file at `path`; None: it is empty.
+
+    private: the memory may be written to, and the file stays as it is.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    access = mmap.ACCESS_COPY if private else mmap.ACCESS_READ
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, 2) == 0:
+                return None
+            return mmap.mmap(file.fileno(), 0, access=access)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
