@@ -104,6 +104,8 @@ class WorkerHello(Message, frozen=True, tag="hello"):
     max_batched_tokens: int = 0
     profile: list[CostSample] = []
     """Steps measured at start; the Conductor fits its cost models to them."""
+    health_url: str = ""
+    """Where probes ask its process; empty for a thread of the gateway's process."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -69,16 +69,18 @@ def gateway_table(gateways: list[dict[str, Any]]) -> Table:
 
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:
-    """Return one row a worker: its name and place, its state, its load."""
+    """Return one row a worker: its name and place, its state, its load, its health port."""
     table = Table(box=None, pad_edge=False)
     for name in ("worker", "role", "pid", "host", "state", "running", "waiting", "free blocks"):
         table.add_column(name)
+    table.add_column("health", overflow="fold")
     for worker in workers:
         load = worker.get("load") or {}
         table.add_row(
             *(str(worker.get(name, "")) for name in ("id", "role", "pid", "host", "state")),
             *(str(load.get(name, 0)) for name in ("num_running", "num_waiting")),
             f"{load.get('num_free_blocks', 0)} of {load.get('num_total_blocks', 0)}",
+            str(worker.get("health_url", "")).removeprefix("http://"),
         )
     return table
 

@@ -80,7 +80,7 @@ class Engine:
         self._next_arrival = 0
         self._cost: CostSample | None = None
         self._ticked_s = 0.0
-        self._stalled_s = 0.0
+        self.stalled_s = 0.0
         """For how long steps have been in flight without progress."""
 
     # ------------------------------------------------------------ sequences in and out
@@ -177,17 +177,17 @@ class Engine:
 
     def on_progress(self) -> None:
         """Record that a step in flight has come further."""
-        self._stalled_s = 0.0
+        self.stalled_s = 0.0
 
     @property
     def hung(self) -> bool:
         """Whether steps have been in flight for too long without progress."""
-        return self._stalled_s > self.config.step_timeout_s
+        return self.stalled_s > self.config.step_timeout_s
 
     def _check_progress(self, now: float) -> None:
         passed_s, self._ticked_s = now - self._ticked_s, now
         if self._in_flight:
-            self._stalled_s += min(passed_s, _MAX_TICK_S)
+            self.stalled_s += min(passed_s, _MAX_TICK_S)
         if self.hung:
             limit_s = self.config.step_timeout_s
             raise EngineHung(f"step {min(self._in_flight)} made no progress for {limit_s} s")

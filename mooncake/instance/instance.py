@@ -293,6 +293,11 @@ class Instance:
         }
         return msgspec.structs.replace(load, counters=counters, draining=self.draining)
 
+    @property
+    def joined(self) -> bool:
+        """Whether a gateway knows this worker: until then nothing is asked of it."""
+        return self._membership.welcomed
+
     def block_checksums(self, keys: list[BlockKey]) -> list[int]:
         """Return the xxh3-64 of each leading block of `keys` that is cached here, for comparing
         workers.

@@ -20,8 +20,9 @@ from mooncake.base import messages, pool_messages
 from mooncake.base.any_message import AnyMessage
 from mooncake.cli.registry import EXIT_CODES, CommandDoc, FlagDoc, describe
 from mooncake.kvstore.node.counters import COUNTERS
-from mooncake.launch.pool_node import link_metrics
+from mooncake.launch.host import link_metrics
 from mooncake.launch.pool_node import metrics as pool_metrics
+from mooncake.launch.worker import metrics as worker_metrics
 from mooncake.telemetry.series import RequestSeries, WorkerSeries
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 
@@ -108,12 +109,22 @@ def metrics() -> list[str]:
         "their own with `_bucket`, `_sum` and `_count` at the end.", "",
         "## A gateway: `GET /metrics` of the API", "",
         *table(["series", "kind", "labels", "meaning"], map(_series, registry._collector_to_names)),
-        "", "## A pool node: `GET /metrics` of `--admin-port`", "",
+        "", "## A worker: `GET /metrics` of `--health-port`", "",
+        "Also of a pool node's `--admin-port`. Besides these there are the `process_` series that "
+        "Prometheus' own client has for memory, CPU time and descriptors.", "",
     ]  # fmt: skip
     tenants = {name: text for name, (text, _) in pool_metrics.TENANT_GAUGES.items()}
     links = {name: text for name, (text, _) in link_metrics.COUNTS.items()}
     slices = {"slice_seconds": "time from posting a slice to its arrival"}
+    health, stuck = worker_metrics.HEALTH.items()
+    engines = {name: text for name, (text, _) in worker_metrics.GAUGES.items()}
+    counts = {worker_metrics.COUNTS: "counters that an engine's worker keeps"}
+    whose = worker_metrics.LABELS
     rows = [
+        *_of_node("", "gauge", [*whose, "probe"], dict([health])),
+        *_of_node("", "gauge", whose, dict([stuck])),
+        *_of_node("worker_", "gauge", whose, engines),
+        *_of_node("worker_", "counter", [*whose, "name"], counts),
         *_of_node("pool_", "gauge", ["worker"], pool_metrics.GAUGES),
         *_of_node("pool_", "gauge", ["worker", "tenant", "tier"], tenants),
         *_of_node("pool_", "counter", ["worker"], COUNTERS),

@@ -112,6 +112,11 @@ class KvNode:
         return self.blocks.quiet
 
     @property
+    def draining(self) -> bool:
+        """It was told to drain and takes nothing new."""
+        return self.blocks.migration.begun
+
+    @property
     def drained(self) -> bool:
         """The process may be ended; see `NodeBlocks.drained`."""
         return self.blocks.drained

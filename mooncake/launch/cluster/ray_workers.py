@@ -20,6 +20,7 @@ from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import (
     admin_settings,
     cluster_workers,
+    health_settings,
     instance_settings,
     rdma_settings,
     ssd_key,
@@ -204,5 +205,6 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts, secret: str) 
         self_profile=config.self_profile,
         log_level=config.log_level,
         log_format=config.log_format,
+        health=health_settings(config),
         admin=admin_settings(config) if config.role == "kvstore" else None,
     )  # fmt: skip

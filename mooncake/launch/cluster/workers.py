@@ -8,7 +8,7 @@ import os
 
 import msgspec
 
-from mooncake.base import Role
+from mooncake.base import ConfigError, Role
 from mooncake.crypto.keys import KeySource
 from mooncake.instance import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
@@ -16,6 +16,7 @@ from mooncake.launch.config.options import values_of
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
+from mooncake.launch.host.health import HealthSettings
 from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.process import WorkerSettings
@@ -41,6 +42,7 @@ def cluster_workers(
     node = config.node_id or host
     num_nodes = max(1, plan.num_kvstores)
     gpus = itertools.cycle(range(max(1, machine_facts.num_gpus())))
+    places = itertools.count(1 if config.headless else 0)
     return [
         WorkerSettings(
             role=role,
@@ -66,6 +68,7 @@ def cluster_workers(
             log_level=config.log_level,
             log_format=config.log_format,
             options=_on_gpu(plan.options, 0 if role is Role.KVSTORE else next(gpus)),
+            health=health_settings(config, next(places)),
             admin=admin_settings(config, index) if role is Role.KVSTORE else None,
         )
         for role, number in counts.items()
@@ -91,6 +94,20 @@ def _own_pool(plan: ServePlan, worker_id: str) -> KvStoreConfig:
         for disk in plan.kvstore.ssd
     ]
     return msgspec.structs.replace(plan.kvstore, ssd=ssd)
+
+
+def health_settings(config: ServeConfig, place: int = 0) -> HealthSettings:
+    """Return the health port of the process at `place` among those that this one starts.
+
+    Raises:
+        ConfigError: there is no port of that number.
+    """
+    port = config.health_port + place if config.health_port else 0
+    if port > 65535:
+        raise ConfigError(
+            f"health-port: worker {place + 1} would take {port}; give a smaller one, or 0"
+        )
+    return HealthSettings(host=config.health_host, port=port)
 
 
 def admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None:

@@ -33,6 +33,7 @@ REFUSED = {
     "enable-auto-tool-choice": "tool_choice=auto always works; leave the flag out",
     "reasoning-parser": "reasoning is always told from answers; leave the flag out",
     "chat-template": "the chat template of the checkpoint decides",
+    "seed": "requests have seeds of their own (`seed`); without one each draws its own",
     "swap-space": "preempted sequences are kept in the pool: --kvstore-dram-bytes",
 }
 """Flags that people bring from vLLM, each with what to do here instead."""
@@ -175,6 +176,8 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
     if config.colocated:
         for name in ("prefill", "decode", "role", "join", "ray_address", "headless"):
             both("colocated", name, "colocated is one process with one engine")
+        for name in ("health_host", "health_port"):
+            both("colocated", name, "the API answers /health and /metrics for the one process")
     _check_roles(config, written)
     if config.joins_by_ray and config.role != "gateway":
         return
@@ -218,6 +221,11 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
 
 def _check_gateway(written: Mapping[str, object]) -> None:
     """Refuse what is not for one gateway to decide: all of a cluster place requests alike."""
+    for name in ("health_host", "health_port"):
+        if name in written:
+            raise ConfigError(
+                f"{flag(name)}: a gateway answers /health and /metrics on --port; leave it out"
+            )
     for name, (option, _) in options.options_of(ServeConfig).items():
         if option.group == LIMITS and name in written:
             raise ConfigError(

@@ -156,6 +156,11 @@ class ServeConfig:
         "the same for InfiniBand")
     bind_host: str = setting("127.0.0.1", text, CLUSTER, "HOST",
         "address workers listen on for each other")
+    health_host: str = setting("127.0.0.1", text, CLUSTER, "HOST", "address of --health-port")
+    health_port: int = setting(0, count(0, 65535), CLUSTER, "PORT",
+        "/health and /metrics of each worker's process (with --headless also of this one, which "
+        "takes the first); the second worker takes the next; 0: any free ones, which "
+        "`mooncake status` names")
     cluster_secret: str | None = setting(None, text, CLUSTER, "TEXT", "shared by all processes of "
         "the cluster (default: drawn at start; who joins on the same machine finds it)",
         env="MOONCAKE_CLUSTER_SECRET", secret=True)
@@ -220,7 +225,6 @@ class ServeConfig:
         "CPU threads of each engine (default: a fair share)")
     self_profile: bool = setting(True, truth, ENGINE, "",
         "time a few steps at start, for placement", switch=True)
-    seed: int = setting(0, count(0), ENGINE, "N", "of random choices in placement")
     policy: str = owned(SchedulerConfig, "policy", OneOf(*POLICIES), LIMITS, "NAME", "of placement")
     slo_ttft_s: float | None = owned(SchedulerConfig, "ttft_slo_s", positive, LIMITS, "S",
         "answer 429 when the first token would take longer (default: no limit)")

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -83,6 +83,10 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __repr__(self) -> str:
         """Return the place of the pool alone: one of the settings is a secret."""
         return f"PoolSessionConfig(gateway_address={self.gateway_address!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """Return the same for rich, which would go through all fields."""
+        return [("gateway_address", self.gateway_address)]
 
 
 def locate(url: str, cluster_secret: str) -> PoolSessionConfig:

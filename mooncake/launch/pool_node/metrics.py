@@ -1,18 +1,15 @@
-"""Renders a pool node's state as Prometheus text and as JSON."""
+"""A pool node's state as Prometheus families and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mooncake.base.pool_messages import DrainProgress, PoolState, TenantUse
 from mooncake.kvstore.node.counters import COUNTERS
-from mooncake.launch.pool_node.link_metrics import LinkFamilies
-from mooncake.transfer.link_stats import LinkSnapshot
 
 GAUGES = {
     "dram_blocks": "blocks that DRAM has room for",
@@ -94,7 +91,7 @@ def fate(drain: DrainProgress) -> str:
     return "blocks " + ", ".join(f"{kind}: {number}" for kind, number in kinds.items())
 
 
-class _Node:
+class NodeFamilies:
     """A Prometheus collector for one state."""
 
     def __init__(self, state: PoolState) -> None:
@@ -119,11 +116,3 @@ class _Node:
             counter = CounterMetricFamily(f"mooncake_pool_{name}", text, labels=names)
             counter.add_metric(values, self._state.load.counters.get(name, 0.0))
             yield counter
-
-
-def render(state: PoolState, links: Sequence[LinkSnapshot]) -> bytes:
-    """Return a node's state and its transfer links in Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(_Node(state))
-    registry.register(LinkFamilies(state.store.worker_id, links))
-    return generate_latest(registry)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from mooncake.base import MonotonicClock, MooncakeError, Role, SystemIds
+from mooncake.launch.host.health import Health, Watchdog
 from mooncake.launch.worker.process import (
     Model,
     Progress,
@@ -23,6 +24,7 @@ from mooncake.launch.worker.process import (
     no_progress,
 )
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
+from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.local.backend import InprocFabric
 
@@ -56,6 +58,8 @@ class LocalCluster:
         self._progress = progress
         self._workers: dict[str, Worker] = {}
         self._threads: dict[str, threading.Thread] = {}
+        self._healths: dict[str, Health] = {}
+        self._watchdog: Watchdog | None = None
         self._num_boots = 0
         self._lock = threading.Lock()
         self._ending: set[str] = set()
@@ -65,6 +69,10 @@ class LocalCluster:
     def worker_ids(self) -> list[str]:
         """The ids of the running workers, in the order in which they were started."""
         return list(self._workers)
+
+    def vitals(self) -> list[Vitals]:
+        """Return how each worker is, those that failed too; from any thread."""
+        return [health.vitals() for health in list(self._healths.values())]
 
     def start(self, settings: Sequence[WorkerSettings]) -> None:
         """Build the workers one after the other, then start a thread for each.
@@ -83,11 +91,19 @@ class LocalCluster:
             raise
         for each, worker in built:
             self._workers[each.worker_id] = worker
+            self._healths[each.worker_id] = health = Health(each.engine.step_timeout_s)
+            worker.tell(health)
             thread = threading.Thread(
                 target=self._drive, args=(each, worker), name=each.worker_id, daemon=True
             )
             self._threads[each.worker_id] = thread
             thread.start()
+        if self._watchdog is None:
+            self._watchdog = Watchdog(self.vitals, self._on_stuck)
+
+    def _on_stuck(self, why: str) -> None:
+        """A thread cannot be ended: whoever asks for the process' health has to end it."""
+        _log.critical("a worker is not live: %s; this process is to be started again", why)
 
     def _build(self, settings: WorkerSettings) -> Worker:
         self._num_boots += 1
@@ -121,8 +137,11 @@ class LocalCluster:
                     self._workers[settings.worker_id] = successor
                 worker.close()
                 worker = successor
+                worker.tell(self._healths[settings.worker_id])
                 worker.driver.run()
-        except Exception:  # the driver has logged it
+        except Exception as error:  # the driver has logged it
+            told = error.message if isinstance(error, MooncakeError) else type(error).__name__
+            self._healths[settings.worker_id].fail(f"{settings.worker_id} failed: {told}")
             self._lost(settings.worker_id)
 
     def call(self, worker_id: str, work: Callable[[Any, float], Any]) -> Any:
@@ -145,6 +164,9 @@ class LocalCluster:
 
     def stop(self) -> None:
         """End all workers and free what they hold."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
         self._end(self.worker_ids)
 
     def _end(self, worker_ids: Sequence[str]) -> None:
@@ -156,6 +178,7 @@ class LocalCluster:
             thread = self._threads.pop(worker_id)
             thread.join(END_S)
             worker = self._workers.pop(worker_id)
+            self._healths.pop(worker_id)
             if thread.is_alive():
                 raise MooncakeError(f"{worker_id} did not stop within {END_S:.0f} s")
             worker.close()

@@ -11,11 +11,12 @@ import gc
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+from prometheus_client.registry import Collector
 
 from mooncake.base import (
     CheckpointError,
@@ -31,6 +32,7 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
+from mooncake.base.pool_messages import PoolState
 from mooncake.crypto.keys import KeySource
 from mooncake.decode import DecodeWorker
 from mooncake.engine.config import EngineConfig
@@ -44,9 +46,14 @@ from mooncake.kvstore.node.node import KvNode
 from mooncake.kvstore.storage.disk import PolledDisks
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.driver import Driver
+from mooncake.launch.host.health import Facts, Health, HealthSettings
 from mooncake.launch.host.key_source import read_keys
-from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin, begin_drain
+from mooncake.launch.host.link_metrics import LinkFamilies
+from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from mooncake.launch.pool_node.disks import open_disks
+from mooncake.launch.pool_node.metrics import NodeFamilies
+from mooncake.launch.worker.health_port import HealthPort
+from mooncake.launch.worker.metrics import EngineFamilies, EngineFigures
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.launch.worker.profile import profile, shapes_for
 from mooncake.model.options import ModelOptions
@@ -60,6 +67,9 @@ from mooncake.transfer.rdma.backend import RdmaSettings
 from mooncake.transfer.tcp.backend import TcpSettings
 
 _log = logging.getLogger(__name__)
+
+FIGURES_S = 2.0
+"""A driver that does not answer within this time is left out of the metrics."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much is done, of how much); of 0: it is not counted."""
@@ -129,12 +139,18 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     log_format: str
     options: ModelOptions
+    health: HealthSettings = HealthSettings()
+    """Of a worker with a process of its own."""
     admin: AdminSettings | None = None
     """Of a pool node: its HTTP API server."""
 
     def __repr__(self) -> str:
         """Return the worker's name alone: one of the settings is a secret."""
         return f"WorkerSettings(worker_id={self.worker_id!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """Return the same for rich, which would go through all fields."""
+        return [("worker_id", self.worker_id)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +163,23 @@ class WorkerPorts:
     runner: PolledRunner | None = None
     disks: PolledDisks | None = None
     hasher: PolledHasher | None = None
+
+
+def _facts(machine: Machine) -> Facts:
+    """Return what probes must know of a worker's machine."""
+    if isinstance(machine, PrefillWorker | DecodeWorker):
+        return Facts(joined=machine.instance.joined, draining=machine.instance.draining)
+    assert isinstance(machine, KvNode)
+    return Facts(joined=machine.joined, draining=machine.draining)
+
+
+def _figures(machine: Machine) -> EngineFigures | PoolState:
+    """Return what a worker's machine says of itself, for its metrics."""
+    if isinstance(machine, PrefillWorker | DecodeWorker):
+        engine = machine.instance.engine
+        return EngineFigures(machine.instance.load(), engine.stalled_s)
+    assert isinstance(machine, KvNode)
+    return machine.state()
 
 
 class Worker:
@@ -191,14 +224,37 @@ class Worker:
         """Where operators ask a pool node; empty when it has no API server."""
         return self._admin.url if self._admin is not None else ""
 
-    def open_admin(self, settings: AdminSettings, secret: str, about: dict[str, Any]) -> None:
-        """Open a pool node's HTTP API server. Raises ConfigError when its address cannot be
-        bound.
+    def open_admin(
+        self, settings: AdminSettings, secret: str, about: dict[str, Any], port: HealthPort
+    ) -> None:
+        """Open a pool node's HTTP API server, which also answers what the health port does.
+
+        Raises:
+            ConfigError: its address cannot be bound.
         """
-        drain = partial(begin_drain, self.driver)
-        self._admin = PoolAdmin(
-            settings, secret, self.driver, about, drain, self._ports.transfer.links
-        )
+        self._admin = PoolAdmin(settings, secret, self.driver, about, port.health, port.metrics)
+
+    def tell(self, health: Health) -> None:
+        """Have `health` ask this worker from now on how it is."""
+        health.watch(lambda: self.driver.call(lambda machine, _: _facts(machine)))
+
+    def families(self) -> list[Collector]:
+        """Return its figures as Prometheus families; none when its driver does not answer, or has
+        ended. From any thread.
+        """
+        asked = self.driver.call(lambda machine, _: _figures(machine))
+        try:
+            figures = asked.result(FIGURES_S)
+        except (CancelledError, TimeoutError):
+            return []
+        worker_id = self.ref.worker_id
+        own: Collector
+        if isinstance(figures, PoolState):
+            own = NodeFamilies(figures)
+        else:
+            role = Role.PREFILL if isinstance(self.machine, PrefillWorker) else Role.DECODE
+            own = EngineFamilies(worker_id, role, figures)
+        return [own, LinkFamilies(worker_id, self._ports.transfer.links())]
 
     def leave(self, limit_s: float) -> None:
         """End the driver; a pool node may first finish what is open and save what is worth it, for
@@ -247,8 +303,10 @@ def build(
     model: Model | None = None,
     progress: Progress = no_progress,
     ids: IdSource | None = None,
+    health_url: str = "",
 ) -> Worker:
     """Return the worker that `settings` describe, over the given ports. Engines need `model`.
+    `health_url`: of the port of its process.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -266,6 +324,7 @@ def build(
         block_tokens=settings.layout.block_tokens,
         num_blocks=0,
         block_bytes=settings.layout.block_bytes,
+        health_url=health_url,
     )
     ports = WorkerPorts(channel=channel, transfer=transfer, clock=MonotonicClock())
     if settings.role is Role.KVSTORE:
@@ -340,7 +399,11 @@ def _build_engine(
 
 
 def _open(
-    settings: WorkerSettings, model: Model | None, progress: Progress, advertise_host: str | None
+    settings: WorkerSettings,
+    model: Model | None,
+    progress: Progress,
+    advertise_host: str | None,
+    health_url: str,
 ) -> Worker:
     """Return the worker over sockets of its own; a worker that cannot be built leaves none."""
     with contextlib.ExitStack() as opened:
@@ -361,7 +424,9 @@ def _open(
             MonotonicClock(),
         )
         opened.callback(transfer.close)
-        worker = build(settings, channel, transfer, model=model, progress=progress)
+        worker = build(
+            settings, channel, transfer, model=model, progress=progress, health_url=health_url
+        )
         opened.pop_all()
         return worker
 
@@ -377,21 +442,39 @@ def run(
 
     A worker that was told to change its role ends, and a new one begins over the same weights.
     `advertise_host` is what peers connect to where `bind_host` is a wildcard; `started` is given
-    each worker before it is driven.
+    each worker before it is driven. When a machine fails, the health port stays open and says so
+    until the process has ended.
 
     Raises:
         MooncakeError: it cannot start.
         Exception: its machine failed.
     """
-    model: Model | None = None
-    if settings.role is not Role.KVSTORE:
-        settings = _on_one_gpu(settings)
-        progress("importing the tensor library", 0, 0)
-        model = open_model(settings.model, settings.dtype, settings.options)
-    role: Role | None = settings.role
-    while role is not None:
-        settings = msgspec.structs.replace(settings, role=role)
-        role = _be(settings, _open(settings, model, progress, advertise_host), started)
+    port = HealthPort(
+        settings.health,
+        settings.worker_id,
+        settings.role,
+        limit_s=settings.engine.step_timeout_s,
+        own_host=advertise_host or settings.bind_host,
+    )
+
+    def show(what: str, done: int, whole: int) -> None:
+        port.health.starting(what, done, whole)
+        progress(what, done, whole)
+
+    try:
+        model: Model | None = None
+        if settings.role is not Role.KVSTORE:
+            settings = _on_one_gpu(settings)
+            show("importing the tensor library", 0, 0)
+            model = open_model(settings.model, settings.dtype, settings.options)
+        role: Role | None = settings.role
+        while role is not None:
+            settings = msgspec.structs.replace(settings, role=role)
+            worker = _open(settings, model, show, advertise_host, port.url)
+            role = _be(settings, worker, started, port)
+    finally:
+        if not port.health.failed:
+            port.close()
 
 
 def _on_one_gpu(settings: WorkerSettings) -> WorkerSettings:
@@ -404,7 +487,9 @@ def _on_one_gpu(settings: WorkerSettings) -> WorkerSettings:
     return msgspec.structs.replace(settings, options=options)
 
 
-def _be(settings: WorkerSettings, worker: Worker, started: Callable[[Worker], None]) -> Role | None:
+def _be(
+    settings: WorkerSettings, worker: Worker, started: Callable[[Worker], None], port: HealthPort
+) -> Role | None:
     """Drive a worker to its end; return the role to come back in, if it was told one."""
     # What was made so far lives as long as the worker: full collections need not walk it again.
     gc.unfreeze()
@@ -412,9 +497,11 @@ def _be(settings: WorkerSettings, worker: Worker, started: Callable[[Worker], No
     gc.freeze()
     try:
         if settings.admin is not None:
-            worker.open_admin(settings.admin, settings.cluster_secret, _about(settings))
+            worker.open_admin(settings.admin, settings.cluster_secret, _about(settings), port)
+        _log.info("health at %s", port.url)
         started(worker)
-        worker.driver.run()
+        with port.of(worker, settings.role):
+            worker.driver.run()
         worker.say_goodbye(settings.gateway_address)
         return worker.next_role
     finally:

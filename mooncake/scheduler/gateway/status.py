@@ -23,6 +23,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since its last message."""
     cost_error_ratio: float | None
     """Mean relative error of its cost model; None before the first measured step."""
+    health_url: str = ""
+    """Where probes ask its process; empty when it has no port of its own."""
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +95,7 @@ def worker_status(member: Member, view: InstanceView, now: float) -> WorkerStatu
         load=view.load,
         silent_s=round(now - member.last_heard_s, 3),
         cost_error_ratio=view.cost.error_ratio,
+        health_url=hello.health_url,
     )
 
 

@@ -16,19 +16,17 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import ConfigError, MooncakeError, Tier, WorkerLoad, WorkerRef
+from mooncake.base import ConfigError, Drain, MooncakeError, Tier, WorkerLoad, WorkerRef
 from mooncake.base.pool_messages import PoolState, TenantUse
 from mooncake.kvstore.node.counters import COUNTERS
 from mooncake.launch.host.credentials import sign_request
+from mooncake.launch.host.health import Facts, Health
+from mooncake.launch.host.http_server import MAX_BODY_BYTES, MAX_CONNECTIONS
 from mooncake.launch.pool_client.http_client import Client
 from mooncake.launch.pool_client.session import locate
 from mooncake.launch.pool_node import metrics as pool_metrics
-from mooncake.launch.pool_node.admin import (
-    MAX_BODY_BYTES,
-    MAX_CONNECTIONS,
-    AdminSettings,
-    PoolAdmin,
-)
+from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
+from mooncake.launch.worker.metrics import render
 
 SECRET = "the cluster secret"
 
@@ -51,6 +49,10 @@ class Node:
 
     def state(self) -> PoolState:
         return self.shown
+
+    def handle(self, event: Any, now: float) -> None:
+        assert isinstance(event, Drain)
+        self.drained += 1
 
 
 class Driver:
@@ -76,12 +78,15 @@ def driver() -> Driver:
 
 @pytest.fixture
 def api_server(driver: Driver) -> Iterator[PoolAdmin]:
-    def drain() -> None:
-        driver.node.drained += 1
+    health = Health(60.0)
+    health.watch(lambda: driver.call(lambda node, _: Facts(node.joined, node.shown.draining)))
+
+    def metrics() -> bytes:
+        return render([pool_metrics.NodeFamilies(driver.node.shown)])
 
     settings = AdminSettings(token_digests=[sha256(key).digest() for key in (b"another", b"key")])
     about = {"node_id": "n"}
-    opened = PoolAdmin(settings, SECRET, driver, about, drain, list)  # type: ignore[arg-type]
+    opened = PoolAdmin(settings, SECRET, driver, about, health, metrics)  # type: ignore[arg-type]
     yield opened
     opened.close()
 
@@ -103,20 +108,23 @@ def test_health_and_metrics_need_no_credential(api_server: PoolAdmin, driver: Dr
         asker=NODE, ticket=0, store=NODE, load=STATE.load, layout_fingerprint="f", block_bytes=1,
         draining=True,
     )  # fmt: skip
-    assert ask(api_server, "/health") == (503, {"status": "draining"})
+    draining = {"status": "draining", "reason": "it takes nothing new"}
+    assert ask(api_server, "/health") == (503, draining)
+    assert ask(api_server, "/health/ready") == (503, draining)
+    assert ask(api_server, "/health/live") == (200, draining)
 
 
 def test_a_node_that_no_pool_knows_yet_is_not_well(api_server: PoolAdmin, driver: Driver) -> None:
     driver.node.joined = False
-    assert ask(api_server, "/health") == (503, {"status": "joining"})
+    joining = {"status": "joining", "reason": "no gateway knows it yet"}
+    assert ask(api_server, "/health") == (503, joining)
+    assert ask(api_server, "/health/startup") == (200, joining)
 
 
-@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/pool/stats"])
-def test_a_node_that_has_ended_is_not_well(
-    api_server: PoolAdmin, driver: Driver, path: str
-) -> None:
+def test_a_node_that_has_ended_is_not_well(api_server: PoolAdmin, driver: Driver) -> None:
     driver.ended = True
-    status, body = ask(api_server, path, Authorization="Bearer key")
+    assert ask(api_server, "/health")[0] == 503
+    status, body = ask(api_server, "/v1/pool/stats", Authorization="Bearer key")
     assert (status, body["error"]["message"]) == (503, "the node does not answer")
 
 
@@ -229,7 +237,7 @@ def test_a_long_or_odd_body_is_not_read(api_server: PoolAdmin, driver: Driver) -
 def test_a_taken_port_is_an_error_that_names_it(api_server: PoolAdmin, driver: Driver) -> None:
     port = urllib.parse.urlsplit(api_server.url).port or 0
     with pytest.raises(ConfigError, match=f"admin-port: cannot listen on 127.0.0.1:{port}"):
-        PoolAdmin(AdminSettings(port=port), SECRET, driver, {}, lambda: None, list)  # type: ignore[arg-type]
+        PoolAdmin(AdminSettings(port=port), SECRET, driver, {}, Health(1.0), bytes)  # type: ignore[arg-type]
 
 
 def test_every_figure_and_counter_has_a_series(api_server: PoolAdmin) -> None:

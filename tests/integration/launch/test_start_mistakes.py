@@ -74,6 +74,13 @@ MISTAKES = [
     ("serve good --kv-cache-memory-bytes 1KiB", "room for 0 pages, one sequence of 256 tokens"),
     ("serve good --num-gpu-blocks-override 1", "room for 1 pages, one sequence of 256 tokens"),
     ("serve good --max-num-seqs 4096", "max_batched_tokens: 2048 is less than max_num_seqs"),
+    ("serve good --colocated --health-port 9000", "the API answers /health and /metrics"),
+    (
+        "serve --role gateway --join h:1 --health-port 9000",
+        "answers /health and /metrics on --port",
+    ),
+    ("serve good --health-port 65534", "health-port: worker 3 would take 65536"),
+    ("serve good --seed 1", "seed is not a setting of this server: requests have seeds"),
     ("serve good --dtype float64", "dtype: 'float64' is not one of auto, bfloat16"),
     ("serve good --policy best", "policy: 'best' is not one of kvcache-centric"),
     ("serve good --port 99999", "port: must be at least 0 and at most 65535"),

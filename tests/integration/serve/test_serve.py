@@ -96,6 +96,16 @@ def test_nothing_listens_beyond_this_machine(server: ServerProcess) -> None:
     assert addresses <= loopback
 
 
+def test_each_worker_says_on_a_port_of_its_own_how_it_is(server: ServerProcess) -> None:
+    workers = server.get("/v1/cluster/status")["workers"]
+    urls = {worker["id"]: worker["health_url"] for worker in workers}
+    assert set(urls) == WORKERS
+    assert len(set(urls.values())) == len(urls), "system-given ports of one machine"
+    for worker_id, url in urls.items():
+        assert httpx.get(f"{url}/health/ready", timeout=60).json() == {"status": "ok"}
+        assert f'worker="{worker_id}"' in httpx.get(f"{url}/metrics", timeout=60).text
+
+
 def test_other_users_find_no_socket_and_no_secret(server: ServerProcess) -> None:
     address = server.wait_for(r"--join (\S+)").group(1)
     with Descendants(server.process.pid) as descendants:

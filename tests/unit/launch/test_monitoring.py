@@ -13,7 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake.base import FinishReason, Role, WorkerLoad, WorkerRef
 from mooncake.base.pool_messages import PoolState
-from mooncake.launch.pool_node import metrics as pool_metrics
+from mooncake.launch.host.link_metrics import LinkFamilies
+from mooncake.launch.pool_node.metrics import NodeFamilies
+from mooncake.launch.worker.metrics import EngineFamilies, EngineFigures, HealthFamilies, render
 from mooncake.telemetry.events import (
     Accepted,
     Finished,
@@ -23,6 +25,7 @@ from mooncake.telemetry.events import (
     WorkerLeft,
     WorkerReported,
 )
+from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.metrics import Metrics
 from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkSnapshot
 
@@ -65,8 +68,8 @@ def gateway_text() -> str:
     return metrics.render().decode()
 
 
-def pool_text() -> str:
-    """Return /metrics of a pool node with a link."""
+def worker_text() -> str:
+    """Return /metrics of a worker with a link; it is an engine's and a pool node's in one."""
     node = WorkerRef("kv-0", "e", "tcp://h:1")
     state = PoolState(
         asker=node, ticket=0, store=node, load=WorkerLoad(), layout_fingerprint="f", block_bytes=1,
@@ -75,14 +78,19 @@ def pool_text() -> str:
         protocol="tcp", nic="", peer="p", num_bytes=1, num_slices=1, busy_s=1, num_retries=0,
         num_failures=0, latency_s=1, latency_buckets=[0] * (len(LATENCY_BOUNDS_S) + 1),
     )  # fmt: skip
-    return pool_metrics.render(state, [link]).decode()
+    figures = EngineFigures(WorkerLoad(counters={"preemptions": 1}), 0.0)
+    families = (
+        HealthFamilies("w", Role.DECODE, Vitals()), EngineFamilies("w", Role.DECODE, figures),
+        NodeFamilies(state), LinkFamilies("w", [link]),
+    )  # fmt: skip
+    return render(families).decode()
 
 
 @pytest.fixture(scope="module")
 def series() -> dict[str, set[str]]:
     """Return the labels of every sample there is, by its full name."""
     found = dict(OF_PROMETHEUS)
-    for text in (gateway_text(), pool_text()):
+    for text in (gateway_text(), worker_text()):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 found.setdefault(sample.name, set()).update(sample.labels)

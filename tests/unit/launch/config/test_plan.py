@@ -15,6 +15,7 @@ from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.rank_plan import HOST_LIBRARY_BYTES
 from mooncake.launch.host import machine_facts
+from mooncake.launch.host.health import Health
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import Model
 from mooncake.model.checkpoint.encrypt import encrypt_checkpoint
@@ -91,6 +92,18 @@ def test_an_engines_process_sees_its_own_gpu_before_torch_looks(
         opened.append((options.device, os.environ["CUDA_VISIBLE_DEVICES"]))
         raise CheckpointError("far enough")
 
+    class NoPort:
+        health = Health(1.0)
+
+        url = ""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            """Open nothing."""
+
+        def close(self) -> None:
+            """Close nothing."""
+
+    monkeypatch.setattr(process, "HealthPort", NoPort)
     monkeypatch.setattr(process, "open_model", open_model)
     for each in workers:
         if each.role is not Role.KVSTORE:

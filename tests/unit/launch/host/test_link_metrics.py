@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mooncake.launch.pool_node.link_metrics import LinkFamilies
+from mooncake.launch.host.link_metrics import LinkFamilies
 from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkStats
 
 

@@ -1,0 +1,179 @@
+"""How a worker of this process is, asked from any thread; the port on which probes hear it; the
+watchdog that ends a process whose loop no longer turns.
+
+Owns no worker: it asks the loop that drives one, and knows when no answer comes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from http import HTTPStatus
+
+import msgspec
+
+from mooncake.base import Clock, MonotonicClock
+from mooncake.launch.host.http_server import PROMETHEUS, Answer, HttpServer, Route, document
+from mooncake.telemetry.health import Probe, Status, Vitals, judge
+
+ANSWER_S = 0.5
+"""Who asks waits so long for a loop that is busy, then answers from what it last said."""
+LOOK_S = 1.0
+"""Time between two looks of a watchdog. The time between two looks counts as no more than twice
+this: a process that was stopped meanwhile is not stuck."""
+
+PROBE_PATHS = {
+    "/health": Probe.READY,
+    "/health/startup": Probe.STARTUP,
+    "/health/ready": Probe.READY,
+    "/health/live": Probe.LIVE,
+}
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a loop says of itself when it is asked."""
+
+    joined: bool
+    draining: bool
+
+
+class HealthSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the health port of a process listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free one."""
+
+
+class Health:
+    """How one worker is. All methods may be called from any thread."""
+
+    def __init__(self, limit_s: float, clock: Clock | None = None) -> None:
+        """`limit_s`: a loop that has not turned for so long is taken for stuck."""
+        self._limit_s = limit_s
+        self._clock = clock or MonotonicClock()
+        self._lock = threading.Lock()
+        self._starting = ("starting", 0, 0)
+        self._failure = ""
+        self._facts = Facts(joined=False, draining=False)
+        self._ask: Callable[[], Future[Facts]] | None = None
+        self._asked: Future[Facts] | None = None
+        """The question that has no answer yet."""
+        self._looked_s = 0.0
+        self._stuck_s = 0.0
+
+    def starting(self, what: str, num_done: int = 0, num_whole: int = 0) -> None:
+        """Say what the start is doing now; of 0 it is not counted."""
+        with self._lock:
+            self._ask, self._asked = None, None
+            self._starting = (what, num_done, num_whole)
+
+    def watch(self, ask: Callable[[], Future[Facts]]) -> None:
+        """Take it for started. `ask` has the loop say how it is; a loop that has ended cancels."""
+        with self._lock:
+            self._starting = ("", 0, 0)
+            self._facts = Facts(joined=False, draining=False)
+            self._ask, self._asked = ask, None
+            self._looked_s, self._stuck_s = self._clock.now(), 0.0
+
+    def fail(self, why: str) -> None:
+        """Say that it cannot go on: the process is about to end, or should be."""
+        with self._lock:
+            self._failure = why
+
+    @property
+    def failed(self) -> bool:
+        """Whether it cannot go on."""
+        return bool(self._failure)
+
+    def vitals(self) -> Vitals:
+        """Return how it is now; waits for an answer for at most `ANSWER_S`."""
+        with self._lock:
+            if self._ask is not None and not self._failure:
+                self._look(self._ask)
+            what, num_done, num_whole = self._starting
+            return Vitals(
+                starting=what,
+                num_done=num_done,
+                num_whole=num_whole,
+                joined=self._facts.joined,
+                draining=self._facts.draining,
+                stuck_s=self._stuck_s,
+                limit_s=self._limit_s,
+                failure=self._failure,
+            )
+
+    def _look(self, ask: Callable[[], Future[Facts]]) -> None:
+        now = self._clock.now()
+        passed_s, self._looked_s = now - self._looked_s, now
+        waiting_s = 0.0
+        if self._asked is None:
+            self._asked, waiting_s, passed_s = ask(), ANSWER_S, 0.0
+        try:
+            self._facts = self._asked.result(waiting_s)
+        except CancelledError:  # the loop has ended in good order
+            self._facts = Facts(joined=False, draining=True)
+        except TimeoutError:
+            self._stuck_s += min(passed_s, 2 * LOOK_S)
+            return
+        self._asked, self._stuck_s = None, 0.0
+
+
+class Watchdog:
+    """A thread that looks at `parts` every `LOOK_S` and calls `stuck(why)` when the loop of one has
+    not turned for its limit. Without it time counts only while somebody asks.
+    """
+
+    def __init__(self, parts: Callable[[], Sequence[Vitals]], stuck: Callable[[str], None]) -> None:
+        self._parts = parts
+        self._stuck = stuck
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        told = False
+        while not self._closed.wait(LOOK_S):
+            stuck = [part.reason for part in self._parts() if part.status is Status.STUCK]
+            if stuck and not told:
+                self._stuck(stuck[0])
+            told = bool(stuck)
+
+
+def probe_routes(parts: Callable[[], Sequence[Vitals]]) -> dict[str, Route]:
+    """Return the routes that answer probes; a process is as well as the worst of its `parts`."""
+
+    def route(probe: Probe) -> Route:
+        def act(_: object) -> Answer:
+            ok, verdict = judge(probe, parts())
+            status = HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE
+            return document(status, msgspec.to_builtins(verdict))
+
+        return Route("GET", act)
+
+    return {path: route(probe) for path, probe in PROBE_PATHS.items()}
+
+
+def metrics_route(metrics: Callable[[], bytes]) -> dict[str, Route]:
+    """Return the route of Prometheus' text."""
+    return {"/metrics": Route("GET", lambda _: Answer(HTTPStatus.OK, PROMETHEUS, metrics()))}
+
+
+def open_health_port(
+    settings: HealthSettings,
+    parts: Callable[[], Sequence[Vitals]],
+    metrics: Callable[[], bytes],
+) -> HttpServer:
+    """Open the health port of a process: probes and metrics, nothing else, no credential.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    routes = probe_routes(parts) | metrics_route(metrics)
+    return HttpServer(settings.host, settings.port, routes, "health-port")

@@ -1,0 +1,194 @@
+"""A small HTTP server of a worker's process: a table of routes, a bounded number of connections.
+
+Owns a listening socket and threads. Standard library only, so that workers carry no web framework.
+What is answered is the routes' business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from mooncake.base import ConfigError
+
+IDLE_S = 10.0
+"""Time after which an idle connection is closed."""
+MAX_BODY_BYTES = 65_536
+MAX_CONNECTIONS = 64
+"""Each with a thread. Of more the oldest are told to end; twice as many are refused."""
+
+JSON = "application/json"
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a route sees of a request."""
+
+    method: str
+    path: str
+    """Without the query."""
+    authorization: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a route answers."""
+
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How one path is answered: to which method, by what."""
+
+    method: str
+    act: Callable[[Request], Answer]
+
+
+class HttpServer:
+    """Answers `routes` on one port until `close`."""
+
+    def __init__(self, host: str, port: int, routes: Mapping[str, Route], flag: str) -> None:
+        """Start to listen; port 0 is any free one. `flag` is the setting that names the port.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._routes = routes
+        try:
+            self._server = _Server(host, port, _handler(self._answer))
+        except OSError as error:
+            raise ConfigError(
+                f"{flag}: cannot listen on {host}:{port} ({error.strerror}); "
+                f"stop what uses it or take another with --{flag}"
+            ) from error
+        self.host, self.port = str(self._server.server_address[0]), self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name=flag, args=(0.1,), daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return url_of(self.host, self.port)
+
+    def close(self) -> None:
+        """Stop listening and answering."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def _answer(self, request: Request) -> Answer:
+        route = self._routes.get(request.path)
+        if route is None:
+            return error(HTTPStatus.NOT_FOUND, f"no such path; there are {', '.join(self._routes)}")
+        if request.method != route.method:
+            return error(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.path} takes {route.method}")
+        return route.act(request)
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL of a server at `host`, a name or an address of either kind."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def document(status: HTTPStatus, content: dict[str, Any]) -> Answer:
+    """Return an answer in JSON."""
+    return Answer(status, JSON, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def error(status: HTTPStatus, message: str, **headers: str) -> Answer:
+    """Return the answer that says what went wrong."""
+    body = {"error": {"message": message, "code": status.value}}
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return dataclasses.replace(document(status, body), headers=named)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._open: dict[Any, None] = {}
+        """Connections, oldest first."""
+        self._lock = threading.Lock()
+        super().__init__((host, port), handler)
+
+    def server_bind(self) -> None:
+        """Bind, and look up no name of this machine, as the standard library's server does."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; strangers who hold connections do not keep probes out."""
+        with self._lock:
+            self._open[request] = None
+            excess = len(self._open) - MAX_CONNECTIONS
+            oldest = list(self._open)[:excess] if excess > 0 else []
+        for connection in oldest:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        if excess <= MAX_CONNECTIONS:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection, in the thread that answered it."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors of clients that went away."""
+
+
+def _handler(answer: Callable[[Request], Answer]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_S
+        protocol_version = "HTTP/1.1"
+        server_version = "mooncake"
+        sys_version = ""
+
+        def do_GET(self) -> None:
+            self._reply("GET")
+
+        def do_POST(self) -> None:
+            self._reply("POST")
+
+        def _reply(self, method: str) -> None:
+            length = self.headers.get("Content-Length", "0")
+            is_plain = length.isascii() and length.isdigit() and len(length) < 10
+            if "Transfer-Encoding" in self.headers or not is_plain or int(length) > MAX_BODY_BYTES:
+                self.close_connection = True  # where the body ends is not known
+            else:
+                self.rfile.read(int(length))
+            path = self.path.partition("?")[0]
+            given = self.headers.get("Authorization", "")
+            reply = answer(Request(method, path, given))
+            self.send_response(reply.status)
+            self.send_header("Content-Type", reply.content_type)
+            self.send_header("Content-Length", str(len(reply.body)))
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(reply.body)
+
+        def log_message(self, *_: Any) -> None:
+            """Log nothing: probes and scrapers would fill the log."""
+
+    return Handler

@@ -1,0 +1,107 @@
+"""A worker's own series in Prometheus' text: how it is, its load, its transfer links, its process.
+
+Reads the worker between two events of its driver. The series of a gateway about its workers are
+`telemetry.series`; these have names of their own, so that no sum counts anything twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mooncake.base import Role, WorkerLoad
+from mooncake.telemetry.health import Probe, Vitals, passes
+
+LABELS = ["worker", "role"]
+HEALTH = {
+    "health": "1: the process passes the probe",
+    "loop_stuck_seconds": "time for which its loop has not turned; over --step-timeout it ends",
+}
+"""Name of a gauge of every process -> its help text; `health` has the label `probe` too."""
+
+
+class EngineFigures(msgspec.Struct, frozen=True):
+    """What an engine's worker says of itself."""
+
+    load: WorkerLoad
+    step_stalled_s: float
+    """For how long its steps have made no progress."""
+
+
+GAUGES: dict[str, tuple[str, Callable[[EngineFigures], float]]] = {
+    "requests_running": ("sequences in its batch", lambda f: f.load.num_running),
+    "requests_waiting": ("sequences that wait for it", lambda f: f.load.num_waiting),
+    "queued_tokens": (
+        "prompt tokens accepted, not yet computed",
+        lambda f: f.load.num_queued_tokens,
+    ),
+    "context_tokens": (
+        "tokens in the KV of running sequences",
+        lambda f: f.load.num_context_tokens,
+    ),
+    "blocks": ("its KV blocks", lambda f: f.load.num_total_blocks),
+    "blocks_free": ("of those, free, cached ones included", lambda f: f.load.num_free_blocks),
+    "blocks_cached": ("free blocks with reusable content", lambda f: f.load.num_cached_blocks),
+    "draining": ("1: takes nothing new", lambda f: int(f.load.draining)),
+    "step_stalled_seconds": (
+        "time for which its steps have made no progress; over --step-timeout it ends",
+        lambda f: f.step_stalled_s,
+    ),
+}
+"""Name of a figure of an engine's worker -> its help text, and how its value is read."""
+COUNTS = "events"
+"""The family of the counters that a worker keeps, one series for each `name`."""
+
+
+class HealthFamilies(Collector):
+    """A Prometheus collector of what probes are told about one worker."""
+
+    def __init__(self, worker: str, role: Role, vitals: Vitals) -> None:
+        self._values = [worker, role.value]
+        self._vitals = vitals
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families."""
+        health = GaugeMetricFamily("mooncake_health", HEALTH["health"], labels=[*LABELS, "probe"])
+        for probe in Probe:
+            health.add_metric([*self._values, probe.value], passes(probe, self._vitals))
+        yield health
+        stuck = GaugeMetricFamily(
+            "mooncake_loop_stuck_seconds", HEALTH["loop_stuck_seconds"], labels=LABELS
+        )
+        stuck.add_metric(self._values, self._vitals.stuck_s)
+        yield stuck
+
+
+class EngineFamilies(Collector):
+    """A Prometheus collector of the figures of an engine's worker."""
+
+    def __init__(self, worker: str, role: Role, figures: EngineFigures) -> None:
+        self._values = [worker, role.value]
+        self._figures = figures
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families of its load and of its counters."""
+        for name, (text, value_of) in GAUGES.items():
+            gauge = GaugeMetricFamily(f"mooncake_worker_{name}", text, labels=LABELS)
+            gauge.add_metric(self._values, value_of(self._figures))
+            yield gauge
+        counter = CounterMetricFamily(
+            f"mooncake_worker_{COUNTS}", "counters that a worker keeps", labels=[*LABELS, "name"]
+        )
+        for name, value in self._figures.load.counters.items():
+            counter.add_metric([*self._values, name], value)
+        yield counter
+
+
+def render(families: Iterable[Collector]) -> bytes:
+    """Return the families, and those of this process, in Prometheus' text format."""
+    registry = CollectorRegistry()
+    for each in families:
+        registry.register(each)
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
