@@ -35,7 +35,8 @@ class MessageStream:
         self.reply = reply
         self._open: AnswerBlock | None = None
         self._open_call = -1
-        self._arguments = ""
+        self._parts: list[str] = []
+        """The text, or the arguments, of the open block."""
 
     def begin(self) -> list[bytes]:
         """Return the events before the first token."""
@@ -83,7 +84,7 @@ class MessageStream:
             assert piece.call_id is not None
             assert piece.name is not None
             block = ToolUseBlock(piece.call_id, piece.name)
-            self._open_call, self._arguments = piece.index, ""
+            self._open_call = piece.index
         else:
             block = ThinkingBlock() if piece.is_reasoning else TextBlock()
         self._open = block
@@ -95,14 +96,13 @@ class MessageStream:
         if isinstance(piece, ToolCallDelta):
             if not piece.arguments:
                 return []
-            self._arguments += piece.arguments
+            self._parts.append(piece.arguments)
             delta = BlockDelta("input_json_delta", partial_json=piece.arguments)
         elif isinstance(block, ThinkingBlock):
-            block.thinking += piece.text
+            self._parts.append(piece.text)
             delta = BlockDelta("thinking_delta", thinking=piece.text)
         else:
-            assert isinstance(block, TextBlock)
-            block.text += piece.text
+            self._parts.append(piece.text)
             delta = BlockDelta("text_delta", text=piece.text)
         return [self._block_event("content_block_delta", delta=delta)]
 
@@ -111,10 +111,15 @@ class MessageStream:
         block, self._open = self._open, None
         if block is None:
             return []
+        text = "".join(self._parts)
+        self._parts.clear()
         events: list[bytes] = []
         if isinstance(block, ToolUseBlock):
-            block.input = arguments_so_far(self._arguments)
-        elif isinstance(block, ThinkingBlock):
+            block.input = arguments_so_far(text)
+        elif isinstance(block, TextBlock):
+            block.text = text
+        else:
+            block.thinking = text
             block.signature = self.reply.id
             signed = BlockDelta("signature_delta", signature=block.signature)
             events.append(self._block_event("content_block_delta", delta=signed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
@@ -14,7 +15,7 @@ from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.schema.replies import ChatText, Logprob
-from mooncake.api.text.message_parser import join_piece
+from mooncake.api.text.message_parser import Piece, join_pieces
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -55,12 +56,13 @@ class Prefix(Sequence[T]):
         return repr(tuple(self))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CompletionOutput:
-    """One answer, or what there is of it so far."""
+    """One answer, or what there is of it so far. Text and message are put together when they are
+    looked at first: a stream of outputs does not copy the whole answer with every token.
+    """
 
     index: int
-    text: str
     token_ids: Sequence[int]
     """A tuple when the answer is finished, else a view that does not change."""
     logprobs: Logprobs | None
@@ -70,11 +72,43 @@ class CompletionOutput:
     """"stop", "length" or, in a chat with tools, "tool_calls"; None while it goes on."""
     stop_reason: int | str | None
     """The stop string or stop token id that ended it; None at the model's own end of text."""
-    schema_errors: tuple[dict[str, Any], ...] = ()
+    schema_errors: tuple[dict[str, Any], ...]
     """Where the finished answer is not valid against a schema that its grammar does not follow as a
     whole, as the HTTP API has it."""
-    message: Message | None = None
-    """The whole message of a chat, as the HTTP API has it: with reasoning and tool calls."""
+    _pieces: Sequence[Piece]
+    _write: Callable[[Delta], ChatText] | None
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The answer without reasoning and tool calls."""
+        return self._whole.text
+
+    @functools.cached_property
+    def message(self) -> Message | None:
+        """The whole message of a chat, as the HTTP API has it: with reasoning and tool calls."""
+        if self._write is None:
+            return None
+        message: Message = msgspec.to_builtins(self._write(self._whole))
+        return message
+
+    @functools.cached_property
+    def _whole(self) -> Delta:
+        pieces = join_pieces(self._pieces)
+        return Delta(index=self.index, pieces=pieces, tokens=[], logprobs=[], runs=[])
+
+    def _shown(self) -> dict[str, Any]:
+        names = [field.name for field in dataclasses.fields(self) if field.name[0] != "_"]
+        return {name: getattr(self, name) for name in (*names, "text", "message")}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CompletionOutput) and self._shown() == other._shown()
+
+    def __hash__(self) -> int:
+        return hash((self.index, self.token_ids, self.text))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self._shown().items())
+        return f"CompletionOutput({shown})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,28 +154,25 @@ class OutputBuilder:
         self._message = message
         self._prompt_tokens = tuple(call.requests[0].prompt_tokens)
         self._prompt_logprobs: Logprobs | None = None
-        self._wholes = [
-            Delta(index=at, pieces=[], tokens=[], logprobs=[], runs=[])
-            for at in range(request.num_answers)
+        self._pieces: list[list[Piece]] = [[] for _ in range(request.num_answers)]
+        self._tokens: list[list[int]] = [[] for _ in self._pieces]
+        self._logprobs: list[list[dict[int, Logprob] | None]] = [[] for _ in self._pieces]
+        self._answers = [
+            self._answer(Delta(index=index, pieces=[], tokens=[], logprobs=[], runs=[]))
+            for index in range(request.num_answers)
         ]
-        self._logprobs: list[list[dict[int, Logprob] | None]] = [[] for _ in self._wholes]
-        self._answers = [self._answer(whole) for whole in self._wholes]
 
     def add(self, deltas: Sequence[Delta]) -> None:
         """Take what was added to the answers."""
         for delta in deltas:
-            whole = self._wholes[delta.index]
-            for piece in delta.pieces:
-                join_piece(whole.pieces, piece)
-            whole.tokens += delta.tokens
-            whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
-            whole.schema_errors = delta.schema_errors
+            self._pieces[delta.index] += delta.pieces
+            self._tokens[delta.index] += delta.tokens
             if self._request.wants_logprobs:
                 self._logprobs[delta.index] += self._speller.by_id(delta.tokens, delta.logprobs)
             if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
                 spelled = self._speller.by_id(self._prompt_tokens, delta.prompt_logprobs)
                 self._prompt_logprobs = tuple(spelled)
-            self._answers[delta.index] = self._answer(whole)
+            self._answers[delta.index] = self._answer(delta)
 
     def output(self) -> RequestOutput:
         """Return all there is so far."""
@@ -155,19 +186,19 @@ class OutputBuilder:
             num_cached_tokens=self.call.num_cached_tokens,
         )
 
-    def _answer(self, whole: Delta) -> CompletionOutput:
-        message = None if self._message is None else self._message(whole)
-        tokens: Sequence[int] = Prefix(whole.tokens)
-        logprobs: Logprobs = Prefix(self._logprobs[whole.index])
-        if whole.finish_reason is not None:
+    def _answer(self, last: Delta) -> CompletionOutput:
+        """Return what there is of an answer after its `last` delta."""
+        tokens: Sequence[int] = Prefix(self._tokens[last.index])
+        logprobs: Logprobs = Prefix(self._logprobs[last.index])
+        if last.finish_reason is not None:
             tokens, logprobs = tuple(tokens), tuple(logprobs)
         return CompletionOutput(
-            index=whole.index,
-            text=whole.text,
+            index=last.index,
             token_ids=tokens,
             logprobs=logprobs if self._request.wants_logprobs else None,
-            finish_reason=whole.finish_reason,
-            stop_reason=whole.stop_reason,
-            schema_errors=tuple(map(msgspec.to_builtins, whole.schema_errors)),
-            message=None if message is None else msgspec.to_builtins(message),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            schema_errors=tuple(map(msgspec.to_builtins, last.schema_errors)),
+            _pieces=Prefix(self._pieces[last.index]),
+            _write=self._message,
         )

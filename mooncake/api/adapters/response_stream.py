@@ -39,6 +39,8 @@ class ResponseStream:
         self._num_events = 0
         self._open: Item | None = None
         self._open_call = -1
+        self._parts: list[str] = []
+        """The text, or the arguments, of the open item."""
         self._logprobs: list[tuple[int | None, ChatLogprob]] = []
         self._run = 0
 
@@ -130,14 +132,13 @@ class ResponseStream:
             assert isinstance(item, CallItem)
             if not piece.arguments:
                 return []
-            item.arguments += piece.arguments
+            self._parts.append(piece.arguments)
             kind = "response.function_call_arguments.delta"
             return [self._item_event(kind, item, delta=piece.arguments)]
+        self._parts.append(piece.text)
         if isinstance(item, ReasoningItem):
-            item.content[0].text += piece.text
             return [self._text_event("response.reasoning_text.delta", item, delta=piece.text)]
         assert isinstance(item, MessageItem)
-        item.content[0].text += piece.text
         kind = "response.output_text.delta"
         logprobs = self._take_logprobs(item)
         return [self._text_event(kind, item, delta=piece.text, logprobs=logprobs)]
@@ -148,16 +149,20 @@ class ResponseStream:
         if item is None:
             return []
         item.status = status
+        text = "".join(self._parts)
+        self._parts.clear()
         events: list[bytes] = []
         if isinstance(item, CallItem):
+            item.arguments = text
             kind = "response.function_call_arguments.done"
             events.append(self._item_event(kind, item, arguments=item.arguments))
         elif isinstance(item, ReasoningItem):
-            text = item.content[0].text
+            item.content[0].text = text
             events.append(self._text_event("response.reasoning_text.done", item, text=text))
         else:
             self._take_logprobs(item)
             part = item.content[0]
+            part.text = text
             kind = "response.output_text.done"
             events.append(self._text_event(kind, item, text=part.text, logprobs=part.logprobs))
         if not isinstance(item, CallItem):

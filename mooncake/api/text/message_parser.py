@@ -12,7 +12,7 @@ the cut does not depend on how tokens were grouped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
 import msgspec
@@ -60,17 +60,71 @@ class TextDelta(msgspec.Struct, kw_only=True):
 Piece = TextDelta | ToolCallDelta
 
 
-def join_piece(pieces: list[Piece], piece: Piece) -> None:
-    """Add `piece` to the last of `pieces` where it continues that one, else append it."""
-    last = pieces[-1] if pieces else None
-    if isinstance(piece, ToolCallDelta):
-        if isinstance(last, ToolCallDelta) and last.index == piece.index:
-            last.arguments += piece.arguments
-            return
-    elif isinstance(last, TextDelta) and last.is_reasoning is piece.is_reasoning:
-        last.text += piece.text
-        return
-    pieces.append(piece)
+def join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return an answer's pieces joined where one continues another; copies each text once."""
+    joiner = _Joiner()
+    for piece in pieces:
+        if isinstance(piece, TextDelta):
+            joiner.add_text(piece.text, is_reasoning=piece.is_reasoning, run=piece.run)
+        else:
+            if piece.call_id is not None:
+                joiner.begin_call(piece.index, piece.call_id, piece.name)
+            joiner.add_arguments(piece.index, piece.arguments)
+    return joiner.take()
+
+
+class _Joiner:
+    """Pieces that grow at their end. The last one grows in parts, so that a token costs the same
+    however long the answer is.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._parts: list[str] = []
+        """The text, or the arguments, of the last piece, once something was added to it."""
+
+    def add_text(self, text: str, *, is_reasoning: bool, run: int) -> None:
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, TextDelta) and last.is_reasoning is is_reasoning:
+            self._grow(last.text, text)
+        else:
+            self._begin(TextDelta(text=text, is_reasoning=is_reasoning, run=run))
+
+    def begin_call(self, index: int, call_id: str, name: str | None) -> None:
+        self._begin(ToolCallDelta(index=index, call_id=call_id, name=name))
+
+    def add_arguments(self, index: int, text: str) -> None:
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, ToolCallDelta) and last.index == index:
+            self._grow(last.arguments, text)
+        else:
+            self._begin(ToolCallDelta(index=index, arguments=text))
+
+    def take(self) -> list[Piece]:
+        """Return the pieces since the last call."""
+        if self._parts:
+            self._end()
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _begin(self, piece: Piece) -> None:
+        if self._parts:
+            self._end()
+        self._pieces.append(piece)
+
+    def _grow(self, before: str, text: str) -> None:
+        if not self._parts:
+            self._parts.append(before)
+        self._parts.append(text)
+
+    def _end(self) -> None:
+        text = "".join(self._parts)
+        self._parts.clear()
+        last = self._pieces[-1]
+        if isinstance(last, TextDelta):
+            last.text = text
+        else:
+            last.arguments = text
 
 
 class _State(Enum):
@@ -107,7 +161,7 @@ class MessageParser:
         self._id_text = ""
         self._call_ids: set[str] = set()
         self._arguments_seen = False
-        self._pieces: list[Piece] = []
+        self._joiner = _Joiner()
         self._run = 0
         self._run_has_text = False
 
@@ -161,8 +215,7 @@ class MessageParser:
 
     def take(self) -> list[Piece]:
         """Return what is new since the last call; neighbours differ in kind or in their call."""
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        return self._joiner.take()
 
     def _begin_call(self) -> None:
         call_id = self._id_text.strip()
@@ -177,7 +230,7 @@ class MessageParser:
         if self._kept:
             index = self.num_calls - 1
             self._end_run()
-            self._pieces.append(ToolCallDelta(index=index, call_id=call_id, name=name))
+            self._joiner.begin_call(index, call_id, name)
 
     def _end_call(self) -> None:
         if self._state is _State.ARGUMENTS and not self._arguments_seen:
@@ -188,18 +241,14 @@ class MessageParser:
             return
         self._arguments_seen = True
         if self._kept:
-            join_piece(self._pieces, ToolCallDelta(index=self.num_calls - 1, arguments=text))
+            self._joiner.add_arguments(self.num_calls - 1, text)
 
     def _add_text(self, text: str, *, is_reasoning: bool) -> None:
         if is_reasoning:
             self._end_run()
         else:
             self._run_has_text = True
-        last = self._pieces[-1] if self._pieces else None
-        if isinstance(last, TextDelta) and last.is_reasoning is is_reasoning:
-            last.text += text  # as `join_piece`, without a piece for every token
-        else:
-            self._pieces.append(TextDelta(text=text, is_reasoning=is_reasoning, run=self._run))
+        self._joiner.add_text(text, is_reasoning=is_reasoning, run=self._run)
 
     def _end_run(self) -> None:
         self._run += self._run_has_text
