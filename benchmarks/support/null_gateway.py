@@ -49,7 +49,7 @@ async def _serve(model: str, *, split: bool) -> None:
         print(msgspec.json.encode(opened).decode(), flush=True)
 
     api_server = asyncio.create_task(
-        front.serve(config, served, listen(config), asyncio.Event(), tell)
+        front.serve(config, served, listen(config), asyncio.Event(), tell, list)
     )
     while not front.knows([worker.worker_id for worker in workers]):
         if api_server.done():

@@ -37,6 +37,7 @@ from mooncake.base import (
     Unavailable,
     pack_tokens,
 )
+from mooncake.telemetry.health import Probe, Vitals, judge
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +59,11 @@ class ApiServer:
         ids: IdSource | None = None,
         wall_s: Callable[[], float] = time.time,
         recent: Callable[[], Any] | None = None,
+        vitals: Callable[[], Sequence[Vitals]] | None = None,
     ) -> None:
-        """`recent` returns a summary of the last requests (`telemetry.recent`) for the web page."""
+        """`recent` returns a summary of the last requests (`telemetry.recent`) for the web page;
+        `vitals` how the workers of this process are, if it has any.
+        """
         self.backend = backend
         self.model = model
         self.config = config
@@ -67,6 +71,7 @@ class ApiServer:
         self.fingerprint = f"mooncake-{__version__}"
         self.draining = False
         self.recent = recent or dict
+        self._vitals = vitals or list
         self.num_listeners = 0
         """How many clients follow the feed of cluster events."""
         self._stopping = asyncio.Event()
@@ -97,6 +102,14 @@ class ApiServer:
             return self._shutting_down()
         workers = " and ".join(f"no {role} worker" for role in self.backend.missing)
         return Unavailable(f"not ready: {workers or 'no worker'} takes requests")
+
+    async def failing(self, probe: Probe) -> MooncakeError | None:
+        """Return why this process fails `probe`; None when it passes."""
+        if probe is Probe.READY:
+            return None if self.ready else self.not_ready
+        vitals = await asyncio.to_thread(self._vitals)  # it may wait for a loop that is busy
+        passes, verdict = judge(probe, vitals)
+        return None if passes else Unavailable(f"{verdict.status}: {verdict.reason}")
 
     def drain(self) -> None:
         """Refuse new calls from now on, and end the feeds of cluster events."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -56,6 +56,7 @@ from mooncake.base import (
     SystemIds,
 )
 from mooncake.telemetry.events import Recorder, Recorders
+from mooncake.telemetry.health import Vitals
 
 _log = logging.getLogger(__name__)
 
@@ -96,16 +97,17 @@ def create_app(
     clock: Clock | None = None,
     recorder: Recorder | None = None,
     recent: Callable[[], Any] | None = None,
+    vitals: Callable[[], Sequence[Vitals]] | None = None,
 ) -> FastAPI:
     """Return the ASGI application.
 
-    Its `state.api_server` is the `ApiServer` (which explains `recent`), its `state.keyring` the
-    `Keyring`. `recorder` gets an event, timed by `clock`, for every request that a key's limit
-    refuses.
+    Its `state.api_server` is the `ApiServer` (which explains `recent` and `vitals`), its
+    `state.keyring` the `Keyring`. `recorder` gets an event, timed by `clock`, for every request
+    that a key's limit refuses.
     """
     clock = clock or MonotonicClock()
     ids = ids or SystemIds()
-    api_server = ApiServer(backend, model, config, ids=ids, recent=recent)
+    api_server = ApiServer(backend, model, config, ids=ids, recent=recent, vitals=vitals)
     app = _App(
         title="Mooncake",
         version=__version__,

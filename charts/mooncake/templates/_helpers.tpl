@@ -74,6 +74,20 @@ env:
     valueFrom: {secretKeyRef: {name: {{ include "mooncake.secret" .root }}, key: ray-token}}
 {{- end -}}
 
+{{/* The three probes of a role's container: (dict "root" $ "role" "head" "values" .Values.head); a gateway
+     answers them on its API's port, the others on their health port. */}}
+{{- define "mooncake.probes" -}}
+{{- $port := ternary "http" "health" (eq .role "gateway") }}
+{{- $scheme := ternary "HTTPS" "HTTP" (not (empty (.values.tlsSecret | default ""))) }}
+{{- range $kind, $path := dict "startup" "startup" "liveness" "live" "readiness" "ready" }}
+{{ $kind }}Probe:
+  httpGet: {path: /health/{{ $path }}, port: {{ $port }}, scheme: {{ $scheme }}}
+  {{- range $name, $value := index $.values.probes $kind }}
+  {{ $name }}: {{ $value }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* What all pods share. */}}
 {{- define "mooncake.pod" -}}
 {{- with .root.Values.imagePullSecrets }}

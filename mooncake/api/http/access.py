@@ -22,7 +22,12 @@ from mooncake.api.http.response import ErrorResponse
 from mooncake.base import Clock, IdSource, MooncakeError, Unauthorized
 from mooncake.telemetry.events import Recorder, Refused
 
-OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset(
+    {
+        "/", "/health", "/health/startup", "/health/ready", "/health/live", "/ping", "/metrics",
+        "/version", "/docs", "/openapi.json",
+    }
+)  # fmt: skip
 """Paths that need no key: probes and scrapers have none, and the web page asks its user for one."""
 
 PAGE_PATH = "/page/"

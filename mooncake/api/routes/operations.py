@@ -11,6 +11,7 @@ from mooncake import __version__
 from mooncake.api.api_server import ApiServer
 from mooncake.api.http.response import ErrorResponse, json_response
 from mooncake.api.schema.replies import encode
+from mooncake.telemetry.health import Probe
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {
     503: {
@@ -24,10 +25,29 @@ def operation_routes(api_server: ApiServer) -> APIRouter:
     """Return the operators' routes over `api_server`."""
     router = APIRouter()
 
+    async def answer(probe: Probe) -> Response:
+        failing = await api_server.failing(probe)
+        return Response() if failing is None else ErrorResponse(failing)
+
     @router.get("/health", response_class=Response, responses=_NOT_READY)
     async def health() -> Response:
         """200 without a body when a request would be served now, else 503 and what is missing."""
-        return Response() if api_server.ready else ErrorResponse(api_server.not_ready)
+        return await answer(Probe.READY)
+
+    @router.get("/health/ready", response_class=Response, responses=_NOT_READY)
+    async def ready() -> Response:
+        """The same as `/health`."""
+        return await answer(Probe.READY)
+
+    @router.get("/health/startup", response_class=Response, responses=_NOT_READY)
+    async def startup() -> Response:
+        """200 once this process, and the workers that it starts, have started; else 503."""
+        return await answer(Probe.STARTUP)
+
+    @router.get("/health/live", response_class=Response, responses=_NOT_READY)
+    async def live() -> Response:
+        """200 as long as this process can go on; 503 when it is to be started again."""
+        return await answer(Probe.LIVE)
 
     @router.get("/ping", response_class=Response)
     async def ping() -> Response:

@@ -16,6 +16,7 @@ from mooncake.launch.host import machine_facts
 from mooncake.launch.worker.local import LocalCluster
 from mooncake.launch.worker.process import open_model
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
+from mooncake.telemetry.health import Vitals
 
 
 class ColocatedWorkers:
@@ -27,11 +28,16 @@ class ColocatedWorkers:
         self._network = InprocNetwork()
         self.gateway_channel = InprocChannel(self._network, GATEWAY_ID)
         self._cluster: LocalCluster | None = None
-        self._starting = True
+        self._starting: Vitals | None = Vitals(starting="starting", joined=False)
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
         plan = self._plan
-        show("engine", "importing the tensor library", 0, 0)
+
+        def progress(what: str, done: int, whole: int) -> None:
+            self._starting = Vitals(starting=what, num_done=done, num_whole=whole, joined=False)
+            show("engine", what, done, whole)
+
+        progress("importing the tensor library", 0, 0)
         model = open_model(str(plan.model.path), plan.model.dtype, plan.options)
         settings = cluster_workers(
             self._config,
@@ -44,10 +50,10 @@ class ColocatedWorkers:
             self._network,
             model,
             lost=gateway_process.worker_lost,
-            progress=lambda what, done, whole: show("engine", what, done, whole),
+            progress=progress,
         )
         self._cluster.start(settings)
-        self._starting = False
+        self._starting = None
         return [
             report.WorkerRow(
                 each.worker_id, each.role, os.getpid(), each.node_id,
@@ -57,11 +63,17 @@ class ColocatedWorkers:
         ]  # fmt: skip
 
     def stop(self) -> None:
-        if self._cluster is not None and not self._starting:
+        if self._cluster is not None and self._starting is None:
             self._cluster.stop()
 
     def are_gone(self) -> bool:
         return False  # they end with us
+
+    def vitals(self) -> list[Vitals]:
+        starting = self._starting
+        if starting is not None or self._cluster is None:
+            return [starting or Vitals(starting="starting", joined=False)]
+        return self._cluster.vitals()
 
     @property
     def join_address(self) -> str | None:

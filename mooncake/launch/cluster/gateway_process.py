@@ -24,6 +24,7 @@ from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.gateway.status import ClusterStatus
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.telemetry.events import Recorders, WorkerJoined
+from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.metrics import Metrics
 from mooncake.telemetry.recent import Recent
 
@@ -92,8 +93,11 @@ class GatewayProcess:
         listener: socket.socket,
         stop: asyncio.Event,
         ready: Callable[[str, int], None],
+        vitals: Callable[[], Sequence[Vitals]],
     ) -> None:
-        """Serve HTTP on `listener` until `stop`, then drain. `ready` is told the address."""
+        """Serve HTTP on `listener` until `stop`, then drain. `ready` is told the address; `vitals`
+        says how the workers that this process starts are.
+        """
         api_server = dataclasses.replace(api_config(config), gateway_id=self.gateway_id)
         self._app = create_app(
             self.backend,
@@ -102,6 +106,7 @@ class GatewayProcess:
             clock=self._clock,
             recorder=self._recorders,
             recent=lambda: self._recent.status(self._clock.now()),
+            vitals=vitals,
         )
         with self._driven():
             following = self._follow_keys(config)

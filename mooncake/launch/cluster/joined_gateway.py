@@ -15,6 +15,7 @@ from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.telemetry.health import Vitals
 
 MAX_ALONE = 30
 """Looks in a row that find no worker and no other gateway."""
@@ -80,6 +81,9 @@ class JoinedCluster:
         others = any(gateway.state == "up" for gateway in status.gateways[1:])
         self._num_alone = 0 if status.workers or others else self._num_alone + 1
         return self._num_alone >= MAX_ALONE
+
+    def vitals(self) -> list[Vitals]:
+        return []  # it starts no worker
 
     @property
     def join_address(self) -> str | None:

@@ -30,6 +30,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import secret_file, write_private
 from mooncake.launch.worker.process import WorkerSettings
+from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import choose_protocols
 
 
@@ -119,6 +120,14 @@ class RayWorkers:
 
     def are_gone(self) -> bool:
         return False  # they end with us
+
+    def vitals(self) -> list[Vitals]:
+        if not self._started.done():
+            return [Vitals(starting="the workers start")]
+        looked_after = self._stopping.is_set() or (
+            self._thread is not None and self._thread.is_alive()
+        )
+        return [Vitals(failure="" if looked_after else "nobody looks after the workers any more")]
 
     @property
     def join_address(self) -> str | None:

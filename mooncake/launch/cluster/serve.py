@@ -26,9 +26,12 @@ from mooncake.base import IdSource, Role, SystemIds, Unavailable
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start
 from mooncake.launch.cluster.gateway_process import GatewayProcess, listen
+from mooncake.launch.cluster.headless import HeadlessPort
+from mooncake.launch.cluster.workers import health_settings
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
+from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.log import configure_logging
 
 _log = logging.getLogger(__name__)
@@ -53,6 +56,9 @@ class Workers(Protocol):
 
     def are_gone(self) -> bool:
         """Whether the cluster has ended without us. Asked every `WATCH_S`, in the loop's thread."""
+
+    def vitals(self) -> list[Vitals]:
+        """Return how what this process starts is, for its probes; from any thread."""
 
     @property
     def join_address(self) -> str | None:
@@ -212,11 +218,22 @@ class _Serving:
 
     async def _open_api_server(self) -> None:
         if self._api_server is None:
-            await self._gateway_process.attend(self._stop)
+            with contextlib.closing(self._headless_port()):
+                await self._gateway_process.attend(self._stop)
         else:
             await self._gateway_process.serve(
-                self._config, *self._api_server, self._stop, self._on_open
+                self._config, *self._api_server, self._stop, self._on_open, self._workers.vitals
             )
+
+    def _headless_port(self) -> HeadlessPort:
+        return HeadlessPort(
+            health_settings(self._config),
+            self._gateway_process.gateway_id,
+            self._config.step_timeout,
+            is_stopping=self._stop.is_set,
+            workers=self._workers.vitals,
+            series=self._gateway_process.backend.metrics,
+        )
 
     async def _until_stopped(self, starting: asyncio.Future[list[report.WorkerRow]]) -> None:
         """Wait for the workers, tell that they serve, wait for the signal."""

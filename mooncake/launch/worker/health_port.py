@@ -84,7 +84,7 @@ class HealthPort:
     def metrics(self) -> bytes:
         """Return the process' series in Prometheus' text format."""
         worker, vitals = self._worker, self.health.vitals()
-        own = HealthFamilies(self._worker_id, self._role, vitals)
+        own = HealthFamilies(self._worker_id, self._role, [vitals])
         if worker is None or vitals.stuck_s:  # nobody would answer
             return render([own])
         return render([own, *worker.families()])

@@ -6,7 +6,7 @@ Reads the worker between two events of its driver. The series of a gateway about
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mooncake.base import Role, WorkerLoad
-from mooncake.telemetry.health import Probe, Vitals, passes
+from mooncake.telemetry.health import Probe, Vitals, judge
 
 LABELS = ["worker", "role"]
 HEALTH = {
@@ -58,22 +58,23 @@ COUNTS = "events"
 
 
 class HealthFamilies(Collector):
-    """A Prometheus collector of what probes are told about one worker."""
+    """A Prometheus collector of what probes are told about one process."""
 
-    def __init__(self, worker: str, role: Role, vitals: Vitals) -> None:
+    def __init__(self, worker: str, role: Role, parts: Sequence[Vitals]) -> None:
+        """A process is as well as the worst of its `parts`."""
         self._values = [worker, role.value]
-        self._vitals = vitals
+        self._parts = parts
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families."""
         health = GaugeMetricFamily("mooncake_health", HEALTH["health"], labels=[*LABELS, "probe"])
         for probe in Probe:
-            health.add_metric([*self._values, probe.value], passes(probe, self._vitals))
+            health.add_metric([*self._values, probe.value], judge(probe, self._parts)[0])
         yield health
         stuck = GaugeMetricFamily(
             "mooncake_loop_stuck_seconds", HEALTH["loop_stuck_seconds"], labels=LABELS
         )
-        stuck.add_metric(self._values, self._vitals.stuck_s)
+        stuck.add_metric(self._values, max((part.stuck_s for part in self._parts), default=0.0))
         yield stuck
 
 

@@ -46,7 +46,8 @@ GENERATING = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
     "/v1/messages/count_tokens", "/tokenize", "/detokenize",
 )  # fmt: skip
-PLAIN = ("/v1/models", "/v1/models/{name}", "/health", "/version", "/v1/cluster/status")
+PROBES = ("/health", "/health/startup", "/health/ready", "/health/live")
+PLAIN = ("/v1/models", "/v1/models/{name}", *PROBES, "/version", "/v1/cluster/status")
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import pytest
 from mooncake.api.config import ApiConfig
 from mooncake.api.http.server import bind
 from mooncake.base import ConfigError, Failure, FinalEvent, FinishReason, GenerateRequest
+from mooncake.telemetry.health import Probe
 from tests.support.api.server import ScriptedBackend, answer, live_api_server, refusal, says
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
@@ -184,7 +185,8 @@ def test_keys_open_all_but_probes() -> None:
         config = ApiConfig(port=0, api_keys=("first", "zweiter-schlüssel"))
         backend = ScriptedBackend(says("hello"))
         async with live_api_server(backend, config=config) as url, httpx.AsyncClient() as client:
-            for path in ("/health", "/ping", "/metrics", "/version", "/openapi.json"):
+            probes = (f"/health/{probe.value}" for probe in Probe)
+            for path in (*probes, "/health", "/ping", "/metrics", "/version", "/openapi.json"):
                 assert (await client.get(url + path)).status_code == 200, path
             for path in ("/v1/models", "/v1/cluster/status", "/nowhere"):
                 reply = await client.get(url + path)

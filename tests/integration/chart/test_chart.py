@@ -24,6 +24,7 @@ from mooncake.cli.main import make_parser
 from mooncake.launch.config import options
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host.health import PROBE_PATHS
 from tests.support import kube_api
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 
@@ -58,6 +59,9 @@ def test_the_values_keep_their_schema_and_all_are_in_it() -> None:
     [
         ("monitoring.interval", "often"),
         ("monitoring.alerts", True),
+        ("decode.probes.startup.failureTreshold", 3),
+        ("head.probes.liveness", {"periodSeconds": 0}),
+        ("kvstore.probes", {}),
         ("kvstore.drainSeconds", 0),
         ("securityContext", []),
         ("gateway.replica", 3),
@@ -178,20 +182,40 @@ def test_probes_ask_what_the_program_answers_and_there_is_time_to_drain() -> Non
 
     app = create_app(ScriptedBackend(says("x")), tiny_model(), ApiConfig())
     routes = set(app.openapi()["paths"])
-    document, container = pods(rendered(*SETTINGS))["gateway"]
-    paths = {
-        kind: container[f"{kind}Probe"]["httpGet"]["path"]
-        for kind in ("startup", "liveness", "readiness")
-    }
-    assert paths == {"startup": "/ping", "liveness": "/ping", "readiness": "/health"}
-    assert set(paths.values()) <= routes
-    config = served(container)
-    assert container["ports"] == [{"name": "http", "containerPort": config.port}]
+    found = pods(rendered(*SETTINGS))
+    kinds = {"startup": "startup", "liveness": "live", "readiness": "ready"}
+    for role, (_, container) in found.items():
+        config, port = served(container), "http" if role == "gateway" else "health"
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        assert ports[port] == (config.port if role == "gateway" else config.health_port)
+        assert role == "gateway" or config.health_host == "10.1.2.3"
+        for kind, path in kinds.items():
+            probe = container[f"{kind}Probe"]
+            asked = {"path": f"/health/{path}", "port": port, "scheme": "HTTP"}
+            assert probe.pop("httpGet") == asked
+            assert probe == values()[role]["probes"][kind]
+            assert asked["path"] in (routes if role == "gateway" else PROBE_PATHS)
+        begun_s = limit_s(container["startupProbe"])
+        assert begun_s >= 1800, "large models take long to load"
+        assert limit_s(container["livenessProbe"]) >= RESTART_S
+    document, container = found["gateway"]
     grace_s = document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace_s > config.shutdown_timeout
-    _, kvstore = pods(rendered(*SETTINGS))["kvstore"]
-    assert kvstore["readinessProbe"]["httpGet"]["path"] == "/health"
-    assert kvstore["ports"] == [{"name": "admin", "containerPort": served(kvstore).admin_port}]
+    assert grace_s > served(container).shutdown_timeout
+    kvstore = found["kvstore"][1]
+    ports = {each["name"]: each["containerPort"] for each in kvstore["ports"]}
+    assert ports["admin"] == served(kvstore).admin_port
+    changed = "decode.probes.startup.failureThreshold=9"
+    container = pods(rendered(*SETTINGS, changed))["decode"][1]
+    assert container["startupProbe"]["failureThreshold"] == 9
+
+
+RESTART_S = 30
+"""The longest pause before a worker that died while it was starting is started again in its pod."""
+
+
+def limit_s(probe: dict[str, Any]) -> int:
+    """Return for how many seconds a probe may fail."""
+    return int(probe["periodSeconds"] * probe["failureThreshold"])
 
 
 @needs_helm
@@ -257,7 +281,7 @@ def test_what_operators_of_prometheus_and_grafana_get() -> None:
         selected = json.dumps(monitor["spec"]["selector"]["matchLabels"])
         assert (endpoint["port"], selected) in ports
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
-    assert len(monitors) == 2
+    assert len(monitors) == len(pods(documents)) == 5
     [rule] = [d for d in documents if d["kind"] == "PrometheusRule"]
     assert rule["spec"] == yaml.safe_load((CHART / "monitoring" / "alerts.yaml").read_text())
     [board] = [d for d in documents if d["kind"] == "ConfigMap"]

@@ -54,6 +54,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     checkpoint = nano_checkpoint(tmp_path_factory.mktemp("model"))
     with ServerProcess(str(checkpoint), *SMALL, "--headless", "--decode", "2") as head:
         yield Cluster(head)
+        own = head.wait_for(r"gateway mooncake\S+ health at (http://\S+)").group(1)
+        for probe in ("startup", "ready", "live"):
+            assert httpx.get(f"{own}/health/{probe}", timeout=60).json() == {"status": "ok"}
+        series = httpx.get(f"{own}/metrics", timeout=60).text
+        assert 'mooncake_health{probe="live",role="gateway",worker="gateway"} 1.0' in series
+        assert "mooncake:workers_up" in series
         code, left = head.stop(signal.SIGTERM)
         assert (code, left) == (0, []), head.output
         assert "Traceback" not in head.output

@@ -80,7 +80,7 @@ def worker_text() -> str:
     )  # fmt: skip
     figures = EngineFigures(WorkerLoad(counters={"preemptions": 1}), 0.0)
     families = (
-        HealthFamilies("w", Role.DECODE, Vitals()), EngineFamilies("w", Role.DECODE, figures),
+        HealthFamilies("w", Role.DECODE, [Vitals()]), EngineFamilies("w", Role.DECODE, figures),
         NodeFamilies(state), LinkFamilies("w", [link]),
     )  # fmt: skip
     return render(families).decode()
