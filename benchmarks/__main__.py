@@ -20,6 +20,7 @@ from benchmarks import (
     serve,
     sim_vs_real,
     transfer,
+    weights,
 )
 
 BENCHMARKS = {
@@ -38,6 +39,7 @@ BENCHMARKS = {
     "kv-index": kv_index.main,
     "kv-ssd": kv_ssd.main,
     "sim-vs-real": sim_vs_real.main,
+    "weights": weights.main,
 }
 
 

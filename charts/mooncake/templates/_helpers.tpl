@@ -72,6 +72,12 @@ env:
     value: token
   - name: RAY_AUTH_TOKEN
     valueFrom: {secretKeyRef: {name: {{ include "mooncake.secret" .root }}, key: ray-token}}
+{{- /* What encrypts disks: only those who read them have it. */}}
+{{- $keys := dict "head" "weights-key" "prefill" "weights-key" "decode" "weights-key" "kvstore" "ssd-key" }}
+{{- with get $keys .role }}
+  - name: MOONCAKE_{{ . | replace "-" "_" | upper }}
+    valueFrom: {secretKeyRef: {name: {{ include "mooncake.secret" $.root }}, key: {{ . }}, optional: true}}
+{{- end }}
 {{- end -}}
 
 {{/* The three probes of a role's container: (dict "root" $ "role" "head" "values" .Values.head); a gateway

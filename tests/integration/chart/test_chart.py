@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from mooncake.cli.main import make_parser
+from mooncake.crypto.keys import KeySource
 from mooncake.launch.config import options
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
@@ -173,6 +174,24 @@ def test_what_is_mounted_named_and_selected_is_there() -> None:
     selectors = [service["spec"]["selector"] for service in services]
     assert len({json.dumps(each) for each in selectors}) == len(selectors) == 5
     assert not [d for d in rendered(*SETTINGS) if d["kind"] == "Secret"]
+
+
+@needs_helm
+def test_keys_of_disks_are_with_those_who_read_them() -> None:
+    found = {}
+    for role, (_, container) in pods(rendered(*SETTINGS)).items():
+        sources = {
+            variable["name"]: variable["valueFrom"]["secretKeyRef"]
+            for variable in container["env"]
+            if variable["name"].endswith("_KEY")
+        }
+        assert all(source["optional"] for source in sources.values())
+        found[role] = {name: source["key"] for name, source in sources.items()}
+    weights = {KeySource(name="weights-key").variable: "weights-key"}
+    disks = {KeySource(name="ssd-key").variable: "ssd-key"}
+    assert found == {
+        "head": weights, "prefill": weights, "decode": weights, "kvstore": disks, "gateway": {}
+    }  # fmt: skip
 
 
 @needs_helm

@@ -13,7 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mooncake.base import KvLayout
+from mooncake.crypto.keys import Key, KeyRing
 from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, DiskScanned, Outcome
 from mooncake.kvstore.storage.disk_files import FileDisks
@@ -23,6 +26,7 @@ LAYOUT = KvLayout(num_layers=4, block_tokens=64, kv_width=256, dtype="float32", 
 NUM_SLOTS = 48
 NUM_BYTES = 4096 + NUM_SLOTS * (4096 + LAYOUT.block_bytes)
 NUM_KILLS = 12
+KINDS = {"plain": None, "encrypted": KeyRing([Key(bytes(32))])}
 
 
 def content(number: int) -> bytes:
@@ -32,10 +36,10 @@ def content(number: int) -> bytes:
 class Store:
     """The adapter over one directory, with an arena of a few blocks."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keys: KeyRing | None = None) -> None:
         self.memory = memoryview(mmap.mmap(-1, 4 * LAYOUT.block_bytes))
         config = SsdConfig(directory=str(path), num_bytes=NUM_BYTES)
-        self.disks = FileDisks([config], LAYOUT, num_threads=2)
+        self.disks = FileDisks([config], LAYOUT, num_threads=2, keys=keys)
         self.disks.attach(SimRegion(1, len(self.memory), self.memory))
         [scanned] = self.wait(1)
         assert isinstance(scanned, DiskScanned)
@@ -52,9 +56,9 @@ class Store:
         return self.memory[number * LAYOUT.block_bytes : (number + 1) * LAYOUT.block_bytes]
 
 
-def write_for_ever(path: Path, seed: int) -> None:
+def write_for_ever(path: Path, seed: int, kind: str) -> None:
     """Overwrite random slots with other blocks, and say when it has begun."""
-    store, chance = Store(path), random.Random(seed)
+    store, chance = Store(path, KINDS[kind]), random.Random(seed)
     print("begun", flush=True)
     while True:
         slots = chance.sample(range(NUM_SLOTS), 4)
@@ -67,9 +71,9 @@ def write_for_ever(path: Path, seed: int) -> None:
         store.wait(4)
 
 
-def check(path: Path) -> tuple[int, int]:
+def check(path: Path, kind: str) -> tuple[int, int]:
     """Read everything that is found; return (whole blocks, blocks known to be torn)."""
-    store = Store(path)
+    store = Store(path, KINDS[kind])
     torn = 0
     for found in store.scanned.found:
         store.disks.read(0, [DiskBlock(found.key, found.slot, 0)])
@@ -84,13 +88,14 @@ def check(path: Path) -> tuple[int, int]:
     return len(store.scanned.found) - torn, torn + store.scanned.num_dropped
 
 
-def test_no_crash_makes_a_wrong_block(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_crash_makes_a_wrong_block(tmp_path: Path, kind: str) -> None:
     chance = random.Random(11)
     num_whole = 0
     for number in range(NUM_KILLS):
         module = "tests.integration.pool.test_disk_crashes"
         writer = subprocess.Popen(
-            [sys.executable, "-m", module, str(tmp_path), str(number)],
+            [sys.executable, "-m", module, str(tmp_path), str(number), kind],
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )  # fmt: skip
@@ -101,7 +106,7 @@ def test_no_crash_makes_a_wrong_block(tmp_path: Path) -> None:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         writer.stdout.close()
-        whole, torn = check(tmp_path)
+        whole, torn = check(tmp_path, kind)
         num_whole += whole
         assert whole + torn <= NUM_SLOTS
         assert torn <= 4 * (number + 1), "more was torn than was ever being written"
@@ -112,7 +117,7 @@ def test_a_directory_is_one_process_own(tmp_path: Path) -> None:
     store = Store(tmp_path)
     module = "tests.integration.pool.test_disk_crashes"
     other = subprocess.run(
-        [sys.executable, "-m", module, str(tmp_path), "0"],
+        [sys.executable, "-m", module, str(tmp_path), "0", "plain"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -123,4 +128,4 @@ def test_a_directory_is_one_process_own(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_for_ever(Path(sys.argv[1]), int(sys.argv[2]))
+    write_for_ever(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
