@@ -26,7 +26,7 @@ from mooncake.transfer.net.directory import PeerDirectory, PeerUnreachable
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop
-from mooncake.transfer.regions import RegionTable
+from mooncake.transfer.regions import RangeRefused, RegionTable
 from mooncake.transfer.staging import wire
 from mooncake.transfer.staging.arena import Arena, StagingLimits
 from mooncake.transfer.staging.direct import Carrier, DirectMoves, settle_all
@@ -307,6 +307,10 @@ class StagingEngine:
         if inner.error is not None or transfer.flow.job.stopped:
             self._leave(transfer, inner.error)
         elif not transfer.is_write:
+            window = transfer.window
+            if window is not None and window.checksum not in (0, self._checksum(transfer)):
+                self._leave(transfer, f"{transfer.flow.job.peer.engine_id}: {wire.ALTERED}")
+                return
             if peer is not None and transfer.ticket is not None:
                 peer.drop(transfer.ticket)
                 transfer.ticket = None
@@ -316,9 +320,26 @@ class StagingEngine:
                 self._leave(transfer, None)
         elif peer is not None and transfer.ticket is not None:
             transfer.step = Step.LANDING
-            peer.land(transfer.ticket)
+            remote = transfer.load.remote
+            compares = remote is not None and peer.facts(remote).checksums
+            peer.land(transfer.ticket, self._checksum(transfer) if compares else 0)
         else:
             self._leave(transfer, None)
+
+    def _checksum(self, transfer: SliceTransfer) -> int:
+        """Return the xxh3-64 of the bytes at our end, which lie in the order of the window's; 0
+        when they cannot be read any more.
+        """
+        pieces = transfer.load.slice
+        if transfer.slot is not None:
+            return wire.checksum_of([self._arena.view(transfer.slot, pieces.num_bytes)])
+        try:
+            views, _ = self._table.views(
+                (op.local_region, op.local_offset, op.num_bytes) for op in pieces.pieces
+            )
+        except RangeRefused:
+            return 0
+        return wire.checksum_of(views)
 
     def _copy(self, transfer: SliceTransfer) -> None:
         """Copy between our device and the slot, whichever way the batch goes."""

@@ -17,6 +17,7 @@ from mooncake.transfer.device import HOST
 from mooncake.transfer.net.handshake import AcceptingSide, Credentials, PeerIdentity
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.net.listener import Listener, tcp_listener
+from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.session import OwnerStream
 from mooncake.transfer.regions import DeviceRegion, RangeRefused, RegionTable
 from mooncake.transfer.staging import wire
@@ -66,6 +67,8 @@ class StagingOwner:
         self.table = table
         self.arena = arena
         self.loop = loop
+        self.compares = credentials.protection is not Protection.NONE
+        """Whether what passes through windows is compared: protocols may not protect it."""
         self.windows = FairSlots(arena.limits.num_windows)
         self.num_copying = 0
         sock = tcp_listener(bind_host)
@@ -143,7 +146,7 @@ class StagingSession:
         elif isinstance(ask, wire.Open):
             self._open(ask)
         elif isinstance(ask, wire.Land):
-            self._land(ask.ticket)
+            self._land(ask)
         elif isinstance(ask, wire.Drop):
             self._drop(ask.ticket)
         else:
@@ -157,7 +160,9 @@ class StagingSession:
         window_bytes = self._owner.arena.limits.slot_bytes
         if region is None:
             return wire.RegionFacts(region_id, HOST, [], window_bytes)
-        return wire.RegionFacts(region_id, region.device, sorted(region.protocols), window_bytes)
+        return wire.RegionFacts(
+            region_id, region.device, sorted(region.protocols), window_bytes, self._owner.compares
+        )
 
     # ------------------------------------------------------------ windows
 
@@ -236,7 +241,14 @@ class StagingSession:
         window.state = State.GRANTED
         arena = self._owner.arena
         offset = arena.offset(window.slot, is_window=True)
-        self._send(wire.Granted(window.ticket, arena.region.region_id, offset))
+        checksum = 0 if window.is_write or not self._owner.compares else self._checksum(window)
+        self._send(wire.Granted(window.ticket, arena.region.region_id, offset, checksum))
+
+    def _checksum(self, window: Window) -> int:
+        assert window.slot is not None
+        return wire.checksum_of(
+            [self._owner.arena.view(window.slot, window.num_bytes, is_window=True)]
+        )
 
     def _filled(self, window: Window, error: str | None) -> None:
         """Grant a window into which the device's bytes were copied, unless that failed."""
@@ -247,11 +259,14 @@ class StagingSession:
         if error is not None:
             self._send(wire.Refused(window.ticket, error))
 
-    def _land(self, ticket: int) -> None:
-        window = self._windows.get(ticket)
+    def _land(self, ask: wire.Land) -> None:
+        window = self._windows.get(ask.ticket)
         if window is None or not window.is_write or window.state is not State.GRANTED:
             raise ProtocolError("a client lands what it does not have")
-        self._copy(window, self._landed)
+        if ask.checksum and ask.checksum != self._checksum(window):
+            self._landed(window, wire.ALTERED)
+        else:
+            self._copy(window, self._landed)
 
     def _landed(self, window: Window, error: str | None) -> None:
         self._free(window)

@@ -163,12 +163,14 @@ class StagingPeer:
         if request is not None:
             self._refuse({ticket: request}, "it is not connected any more")
 
-    def land(self, ticket: int) -> None:
-        """Tell the owner that a granted window is full; the answer goes to the request for it."""
+    def land(self, ticket: int, checksum: int) -> None:
+        """Tell the owner that a granted window is full of bytes with this checksum (0: not to be
+        compared); the answer goes to the request for it.
+        """
         request = self._requests.get(ticket)
         if request is not None:  # else the session broke, and that was the answer
             request.acts = True
-            self._send(wire.Land(ticket))
+            self._send(wire.Land(ticket, checksum))
 
     def drop(self, ticket: int) -> None:
         """Give a window back; no answer comes."""

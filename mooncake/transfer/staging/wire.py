@@ -8,12 +8,24 @@ comes this way.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
+import xxhash
 
 from mooncake.base.errors import ProtocolError
 from mooncake.transfer.net.codec import Codec
 
 MAX_RANGES = 1024
+ALTERED = "bytes were altered between window and peer"
+
+
+def checksum_of(pieces: Iterable[memoryview]) -> int:
+    """Return the xxh3-64 of some bytes, never 0."""
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.intdigest() or 1
 
 
 class AskRegion(msgspec.Struct, frozen=True, tag="region", array_like=True):
@@ -31,6 +43,8 @@ class RegionFacts(msgspec.Struct, frozen=True, tag="facts", array_like=True):
     protocols: list[str]
     """Protocols whose hardware reaches the device by itself."""
     window_bytes: int
+    checksums: bool = False
+    """Whether `Land` and `Granted` carry the checksums of what passes through windows."""
 
 
 class Open(msgspec.Struct, frozen=True, tag="open", array_like=True):
@@ -50,12 +64,16 @@ class Granted(msgspec.Struct, frozen=True, tag="granted", array_like=True):
     ticket: int
     region_id: int
     offset: int
+    checksum: int = 0
+    """To read: xxh3-64 of the bytes in the window; 0: not to be compared."""
 
 
 class Land(msgspec.Struct, frozen=True, tag="land", array_like=True):
     """The client has filled the window; the owner copies it to the device."""
 
     ticket: int
+    checksum: int = 0
+    """xxh3-64 of the bytes that the client has sent; 0: not to be compared."""
 
 
 class Settle(msgspec.Struct, frozen=True, tag="settle", array_like=True):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from unittest import mock
 
+import msgspec
 import pytest
 
 from mooncake.base.errors import TransferError
 from mooncake.transfer.engine import Op, TransferOp
+from mooncake.transfer.local import copying
 from mooncake.transfer.local.backend import InprocFabric
+from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.regions import AnyRegion
 from mooncake.transfer.staging.arena import StagingLimits
 from mooncake.transfer.staging.reference import move_whole
@@ -80,6 +84,46 @@ def test_bytes_are_those_of_the_plain_way(
         lambda: all(side.held() == (0, 0, 0) for side in (us, owner) if side.staging_engine.in_use)
     )
     copies.close()
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+@pytest.mark.parametrize("places", [("device", "device"), ("host", "device")], ids="-".join)
+@pytest.mark.parametrize("protocol", ["inproc", "shm"])
+def test_bytes_that_change_on_their_way_to_or_from_a_window_are_found(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, protocol: str, places: tuple[str, str], op: Op
+) -> None:
+    mac = Protection.MAC
+    us = opened("us", (protocol,), protection=mac)
+    owner = opened("owner", (protocol,), protection=mac)
+    ours, theirs = region(us, places[0], 1), region(owner, places[1], 2)
+    ops = scattered(ours, theirs, 3)
+    assert move(us.transfer, op, owner.transfer.segment, ops).error is None
+    source, target = (theirs, ours) if op is Op.READ else (ours, theirs)
+    for one in ops:
+        here, there = (one.local_offset, one.remote_offset)[:: 1 if op is Op.READ else -1]
+        size = one.num_bytes
+        assert content(target)[here : here + size] == content(source)[there : there + size]
+    copy = copying.copy_part
+
+    def spoiling(part: copying.CopyPart, gate: threading.Lock) -> None:
+        def spoil() -> None:
+            part.pairs[-1][0][-1] ^= 1
+
+        confirm = part.guard.confirm
+        guard = mock.Mock(wraps=part.guard)
+        guard.confirm = lambda: (spoil(), confirm())[1]
+        copy(msgspec.structs.replace(part, guard=guard), gate)
+
+    monkeypatch.setattr(copying, "copy_part", spoiling)
+    before = content(target)
+    error = move(us.transfer, op, owner.transfer.segment, ops).error
+    assert error is not None
+    assert "altered between window and peer" in error
+    if op is Op.WRITE:
+        assert content(target) == before, "the device never saw them"
+    until(
+        lambda: all(side.held() == (0, 0, 0) for side in (us, owner) if side.staging_engine.in_use)
+    )
 
 
 def test_a_batch_may_mix_host_and_devices(opened: Open) -> None:

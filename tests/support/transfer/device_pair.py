@@ -10,6 +10,7 @@ from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.local.backend import InprocFabric
+from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.regions import AnyRegion, DeviceRegion
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.staging.arena import StagingLimits
@@ -32,8 +33,11 @@ class Side:
         protocols: Sequence[str],
         limits: StagingLimits = LIMITS,
         clock: Clock | None = None,
+        protection: Protection | None = None,
     ) -> None:
-        config = TransferConfig(secret="s", host="h", protocols=protocols, staging=limits)
+        config = TransferConfig(
+            secret="s", host="h", protocols=protocols, staging=limits, protection=protection
+        )
         self.transfer: RoutedTransfer = open_transfer(
             config, name, clock or MonotonicClock(), fabric=fabric
         )
