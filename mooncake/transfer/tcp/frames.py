@@ -81,6 +81,7 @@ class Incoming:
         self._views = list(views)
         self._sealed: deque[tuple[memoryview, memoryview, int]] = deque()
         """Chunks not checked yet: place, that of the tag, and `num_left` when both have come."""
+        self._step_views = _MAX_IOVECS
         self.num_left = sum(lengths)
         if seals.num_tag_bytes:
             self._expect_tags(lengths, seals.num_tag_bytes)
@@ -89,6 +90,9 @@ class Incoming:
         places = list(cuts(lengths, CHUNK_BYTES))
         tags = memoryview(bytearray(tag_bytes * len(places)))
         self.num_left += len(tags)
+        # No more than a chunk at a time, so that it is checked while it is in the core's cache.
+        num_chunks = max(1, CHUNK_BYTES * len(places) // self.num_left)
+        self._step_views = min(_MAX_IOVECS, 2 * num_chunks)
         pieces, self._views = self._views, []
         if not pieces:
             return
@@ -108,7 +112,7 @@ class Incoming:
         if len(self._views) == 1:
             count = sock.recv_into(self._views[0])
         else:
-            count = sock.recvmsg_into(self._views[:_MAX_IOVECS])[0]
+            count = sock.recvmsg_into(self._views[: self._step_views])[0]
         wire.advance(self._views, count)
         self.num_left -= count
         while self._sealed and self.num_left <= self._sealed[0][2]:
