@@ -363,6 +363,8 @@ class Supervisor:
         self._entries: list[_Entry] = []
         self._poll = select.poll()
         self._stopping = threading.Event()
+        self._have_started = False
+        """All workers were ready once: from now on one that refuses to start costs only itself."""
 
     def start(
         self,
@@ -395,6 +397,7 @@ class Supervisor:
                     state = entry.state
                     what = "ready" if state.ready else state.what
                     show(entry.settings.worker_id, what, state.done, state.whole)
+        self._have_started = True
         return {e.settings.worker_id: e.state.pid for e in self._entries if e.state is not None}
 
     def give_up(self) -> None:
@@ -469,10 +472,11 @@ class Supervisor:
             self._tell_lost(entry)
         else:
             self._tell_lost(entry)
-            if entry.state is None or not entry.state.ready:
-                raise MooncakeError(f"{worker_id}: {refusal or 'it stopped by itself'}")
+            why = refusal or "it stopped by itself"
+            if not self._have_started and (entry.state is None or not entry.state.ready):
+                raise MooncakeError(f"{worker_id}: {why}")
             entry.early_deaths += 1
-            _log.error("%s cannot start again: %s", worker_id, refusal)
+            _log.error("%s cannot start again, and is tried later: %s", worker_id, why)
         entry.state = None
         entry.retry_at_s = time.monotonic() + min(30.0, 0.1 * 4**entry.early_deaths)
 

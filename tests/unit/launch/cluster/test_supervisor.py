@@ -1,0 +1,47 @@
+"""What the supervisor does about a worker that refuses to start: Ray itself is not needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mooncake.base import MooncakeError
+from mooncake.launch.cluster import ray_cluster
+from mooncake.launch.cluster.ray_cluster import State, Supervisor
+from tests.support.serve.plain_settings import worker_settings
+
+REFUSAL = "health-port: cannot listen on 127.0.0.1:9000"
+
+
+@pytest.fixture
+def entry(monkeypatch: pytest.MonkeyPatch) -> ray_cluster._Entry:
+    """A worker whose Ray call has ended with a refusal."""
+    monkeypatch.setattr(ray_cluster.ray, "get", lambda call: REFUSAL)
+    monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    unused: Any = None
+    return ray_cluster._Entry(worker_settings(), unused, unused)
+
+
+def test_a_refusal_at_the_start_ends_the_start(entry: ray_cluster._Entry) -> None:
+    supervisor = Supervisor(lambda _: None)
+    with pytest.raises(MooncakeError, match=f"decode-0: {REFUSAL}"):
+        supervisor._on_end(entry)
+
+
+def test_a_refusal_to_start_again_costs_one_worker_and_is_tried_ever_more_seldom(
+    entry: ray_cluster._Entry,
+) -> None:
+    lost: list[str] = []
+    supervisor = Supervisor(lost.append)
+    supervisor._have_started = True
+    pauses = []
+    for _ in range(5):
+        entry.state = State(1, "boot", "loading weights", 0, 0, ready=False)
+        entry.retry_at_s = None
+        supervisor._on_end(entry)
+        assert entry.retry_at_s is not None
+        pauses.append(round(entry.retry_at_s - 100.0, 1))
+    assert lost == ["decode-0"], "told once, until it is there again"
+    assert pauses == [0.4, 1.6, 6.4, 25.6, 30.0]
