@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-slow test-all test-browser test-rdma helm api-cases soak soak-pool check fmt bench public-names docs clean
+.PHONY: help install serve test test-slow test-all test-browser test-rdma helm api-cases fuzz soak soak-pool check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-browser  the web page in a headless chromium (Debian's, installed by apt where it is missing)"
 	@echo "make test-rdma  transfer over real verbs, on a virtual machine with two Soft-RoCE devices"
 	@echo "make api-cases 2,000 schemathesis cases of the OpenAPI document against a live k2-nano (CASES=2000)"
+	@echo "make fuzz      mutated inputs for every parser of foreign bytes (SECONDS=60 for each, SEED=0, ARGS='--target http')"
 	@echo "make soak      random faults on simulated clusters (SEEDS=1000 FIRST=0)"
 	@echo "make soak-pool a pool node killed in mid-put and mid-get (KILLS=200)"
 	@echo "make docs      the reference pages of docs/, made from the code"
@@ -59,7 +60,7 @@ check: $(STAMP)
 # What a person runs after a change: minutes. EXAMPLES=all gives properties their full rounds. What waits for
 # sockets and processes runs alone; the rest shares the cores.
 EXAMPLES ?= few
-PURE_TESTS := tests/unit tests/kernels tests/sim tests/property
+PURE_TESTS := tests/unit tests/kernels tests/sim tests/property tests/fuzz
 test: check helm
 	@for folder in $(PURE_TESTS); do echo "== $$folder" && MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) \
 	  $(BIN)/pytest -q -m "not slow" -n auto --maxprocesses 4 --dist loadfile $$folder || exit 1; done
@@ -95,6 +96,12 @@ test-rdma: $(STAMP)
 CASES ?= 2000
 api-cases: $(STAMP)
 	API_CASES=$(CASES) $(BIN)/pytest -q --timeout 3600 tests/integration/api/test_openapi_cases.py
+
+# A quarter of an hour as it stands; by hand make fuzz SECONDS=3600 SEED=7. Findings lie in build/fuzz.
+SECONDS ?= 60
+SEED ?= 0
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 # Faults on simulated clusters, one seed after another: make soak SEEDS=10000 FIRST=0
 SEEDS ?= 1000

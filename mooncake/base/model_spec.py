@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -18,52 +18,58 @@ from mooncake.base.errors import CheckpointError
 
 SUPPORTED_MODEL_TYPES = ("kimi_k2", "deepseek_v3")
 
+MAX_SIZE = 2**31 - 1
+Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
+Factor = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+"""Bounds of what a `config.json` says: with none of these values a product or a root overflows."""
+
 
 class YarnScaling(msgspec.Struct, frozen=True, kw_only=True):
     """YaRN context extension (arXiv 2309.00071), DeepSeek-V3's variant."""
 
-    factor: float
-    original_max_position: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
+    factor: Factor
+    original_max_position: Size
+    beta_fast: Factor
+    beta_slow: Factor
+    mscale: Factor
+    mscale_all_dim: Factor
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and settings of one model; field names follow `config.json` where it has them."""
 
     model_type: str
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    n_routed_experts: int
-    n_shared_experts: int
-    num_experts_per_tok: int
-    first_k_dense_replace: int
-    n_group: int
-    topk_group: int
+    hidden_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    q_lora_rank: Size | None
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
+    intermediate_size: Size
+    moe_intermediate_size: Size
+    n_routed_experts: Size
+    n_shared_experts: Count
+    num_experts_per_tok: Size
+    first_k_dense_replace: Count
+    n_group: Size
+    topk_group: Size
     norm_topk_prob: bool
-    routed_scaling_factor: float
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
+    routed_scaling_factor: Factor
+    vocab_size: Size
+    max_position_embeddings: Size
+    rms_norm_eps: Factor
+    rope_theta: Factor
     rope_interleave: bool
     yarn: YarnScaling | None
     tie_word_embeddings: bool
     attention_bias: bool
     dtype: str
     """As stored in the checkpoint: "bfloat16", "float16" or "float32"."""
-    bos_token_id: int | None
-    eos_token_ids: list[int]
+    bos_token_id: Count | None
+    eos_token_ids: list[Count]
     quantization: dict[str, Any] | None
     """The checkpoint's `quantization_config`, untouched."""
 
@@ -93,11 +99,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
                 type; the message names the key.
         """
         if "text_config" in config and config.get("model_type") not in SUPPORTED_MODEL_TYPES:
-            config = config["text_config"]
+            config = _as_object(config, "text_config")
         model_type = config.get("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
             raise CheckpointError(
-                f"config.json: model_type {model_type!r} is not supported; "
+                f"config.json: model_type {_shown(model_type)} is not supported; "
                 f"this engine serves {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
         _refuse_unsupported(config)
@@ -122,7 +128,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         }
         try:
             spec = msgspec.convert(fields, cls)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise CheckpointError(f"config.json: {error}") from error
         _check_ranges(spec)
         return spec
@@ -152,38 +158,55 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         if key == "num_nextn_predict_layers":
             continue  # extra prediction layers are simply not loaded
         if value is not None and value != wanted:
-            raise CheckpointError(f"config.json: {key}={value!r} is not supported, only {wanted!r}")
+            raise CheckpointError(
+                f"config.json: {key}={_shown(value)} is not supported, only {wanted!r}"
+            )
+
+
+def _shown(value: object) -> str:
+    """Return a value for an error, not longer than a line."""
+    return repr(value)[:80]
+
+
+def _as_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the object under `key`, an empty one where there is none. Raises CheckpointError."""
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"config.json: {key} must be an object, not {_shown(value)}")
+    return value
 
 
 def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = dict(config.get("rope_scaling") or {})
-    rope.update(config.get("rope_parameters") or {})
+    rope = {**_as_object(config, "rope_scaling"), **_as_object(config, "rope_parameters")}
     rope.setdefault("rope_theta", config.get("rope_theta"))
     if rope["rope_theta"] is None:
         raise CheckpointError("config.json: missing rope_theta (or rope_parameters.rope_theta)")
     return rope
 
 
-def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> YarnScaling | None:
+def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the fields of a `YarnScaling`, not yet checked."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind != "yarn":
-        raise CheckpointError(f"config.json: rope type {kind!r} is not supported, only 'yarn'")
+        raise CheckpointError(
+            f"config.json: rope type {_shown(kind)} is not supported, only 'yarn'"
+        )
     if "factor" not in rope:
         raise CheckpointError("config.json: the yarn rope settings lack 'factor'")
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-    return YarnScaling(
-        factor=float(rope["factor"]),
-        original_max_position=int(original),
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
-        mscale=float(rope.get("mscale") or 0),
-        mscale_all_dim=float(rope.get("mscale_all_dim") or 0),
-    )
+    return {
+        "factor": rope["factor"],
+        "original_max_position": original,
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope.get("mscale") or 0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0,
+    }
 
 
-def _as_list(value: int | list[int] | None) -> list[int]:
+def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]

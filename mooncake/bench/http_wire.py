@@ -105,17 +105,26 @@ class EventSplitter:
     """Cuts a stream of body bytes into the data of its server-sent events."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._parts: list[bytes] = []
+        """The event that has begun, in the pieces in which it came; none is empty."""
+        self._has_cr = False
+        """Whether the last byte was a CR, which waits for its LF and is not in `_parts`."""
 
     def feed(self, body: bytes) -> list[bytes]:
         """Return the data of the events completed by `body`, without `data:` and comments."""
-        if self._rest:
-            body = self._rest + body
+        if self._has_cr:
+            body = b"\r" + body
         if b"\r" in body:
-            # A CRLF may be cut in two: a trailing CR waits for its LF.
-            rest = b"\r" if body.endswith(b"\r") else b""
-            body = body[: len(body) - len(rest)].replace(b"\r\n", b"\n") + rest
-        *events, self._rest = body.split(b"\n\n")
+            self._has_cr = body.endswith(b"\r")
+            body = body[: len(body) - self._has_cr].replace(b"\r\n", b"\n")
+        if not body:
+            return []
+        last = self._parts[-1][-1:] if self._parts else b""
+        self._parts.append(body)
+        if b"\n\n" not in last + body:  # joining what came for each piece would take its square
+            return []
+        *events, rest = b"".join(self._parts).split(b"\n\n")
+        self._parts = [rest] if rest else []
         found: list[bytes] = []
         for event in events:
             lines = [

@@ -41,5 +41,5 @@ def decode(data: bytes | memoryview) -> AnyMessage:
     try:
         message: AnyMessage = _DECODER.decode(view[2:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed message of {len(view)} bytes: {error}") from error
+        raise ProtocolError(f"malformed message of {len(view)} bytes: {error!s:.200}") from error
     return message

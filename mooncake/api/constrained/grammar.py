@@ -40,6 +40,8 @@ MAX_CHOICES = 1_000
 MAX_RULES = 500
 """The most rules of a client's own grammar. The library compiles nested rules by recursion, and a
 stack of 8 MiB overflows at 1,600."""
+MAX_GBNF_WORK = 5_000_000
+"""The most characters times rules of a client's GBNF grammar."""
 MAX_KNOWN_FAULTS = 512
 
 _WHITESPACE = r"[ \n\t]{0,40}"
@@ -57,11 +59,18 @@ _NAMES_OF_SCHEMAS = frozenset({"$anchor", "$dynamicAnchor", "$id", "id"})
 """Keywords that are left out: references start at the root, as `check_schema` reads them."""
 
 _LEXEME = re.compile(
-    r""""(?:[^"\\\n]|\\.)*"i?|/(?:[^/\\]|\\.)+/[imslux]*|(?:\#|//).*"""
+    r"""(?:\#|//).*|"(?:[^"\\\n]|\\.)*+(?:"i?|(?P<string>))"""
+    r"""|/(?:[^/\\]|\\.)++(?:/[imslux]*|(?P<pattern>))"""
     r"""|(?P<token><[^<>\s]+>)|(?P<document>%(?:json|llguidance|regex))\s*"""
 )
-"""Strings, patterns, comments, special tokens and keywords before a JSON document, as the library
-reads a Lark grammar; what is between them is rules."""
+"""Comments, strings, patterns, special tokens and keywords before a JSON document, as the library
+reads a Lark grammar; what is between them is rules. A string or pattern that does not end has an
+empty group: looking for an end from each of many openings would take the square of the length.
+"""
+_IS_LARK = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:)")
+"""Grammars without it are GBNF, as for the library, whose own pattern takes the square of the
+number of empty lines.
+"""
 _SET_OPERATOR = re.compile(r"&|~(?!\s*[0-9])")
 """Intersection and complement; `~ 3..5` is a repetition."""
 
@@ -132,7 +141,7 @@ def schema_rule(schema: Any, param: str, *, strict: bool) -> SchemaRule:
 def _exact_rule(schema: dict[str, Any], param: str) -> SchemaRule:
     num_parts = check_schema(schema, param)
     options = {"whitespace_pattern": _WHITESPACE}
-    rule = f"%json {json.dumps(_cleaned(schema) | {'x-guidance': options})}"
+    rule = f"%json {_json(_cleaned(schema) | {'x-guidance': options}, param)}"
     _check(f"start: answer\nanswer: {rule}", param)
     return SchemaRule(rule, num_parts)
 
@@ -190,10 +199,7 @@ def lark_text(grammar: str, param: str) -> str:
         InvalidRequest: it cannot be followed, has too many rules, or names special tokens.
     """
     _check_length(grammar, param, MAX_OWN_CHARS)
-    try:
-        text: str = llguidance.gbnf_to_lark.any_to_lark(grammar)
-    except Exception as error:  # the converter may raise anything
-        raise InvalidRequest(f"{param}: {_first_line(str(error))}", param=param) from error
+    text = grammar if _IS_LARK.search(grammar) else _from_gbnf(grammar, param)
     text, rules = _with_clean_schemas(text, param)
     if _SET_OPERATOR.search(rules):
         raise InvalidRequest(
@@ -207,18 +213,44 @@ def lark_text(grammar: str, param: str) -> str:
     return text
 
 
+def _from_gbnf(grammar: str, param: str) -> str:
+    """Return a GBNF grammar as Lark.
+
+    Raises:
+        InvalidRequest: it is not GBNF, or so large that the converter, which looks at all of it
+            once for each rule, would be busy for seconds.
+    """
+    num_rules = grammar.count("::=")
+    if num_rules > MAX_RULES or num_rules * len(grammar) > MAX_GBNF_WORK:
+        limit = min(MAX_RULES, MAX_GBNF_WORK // len(grammar))
+        raise InvalidRequest(
+            f"{param}: {num_rules} rules; a GBNF grammar of this length may have {limit}: "
+            "write it in Lark, with 'start:' as its first rule",
+            param=param,
+        )
+    try:
+        text: str = llguidance.gbnf_to_lark.gbnf_to_lark(grammar)
+    except Exception as error:  # the converter may raise anything
+        raise InvalidRequest(f"{param}: {_first_line(str(error))}", param=param) from error
+    return text
+
+
 def _with_clean_schemas(text: str, param: str) -> tuple[str, str]:
     """Return a Lark grammar with its schemas checked and cleaned, and its rules without schemas,
     strings, patterns and comments.
 
     Raises:
-        InvalidRequest: it names special tokens, or a schema in it cannot be followed.
+        InvalidRequest: it names special tokens, a string or pattern in it does not end, or a schema
+            in it cannot be followed.
     """
     whole: list[str] = []
     bare: list[str] = []
     end = 0
     while found := _LEXEME.search(text, end):
         bare.append(text[end : found.start()])
+        if found["string"] is not None or found["pattern"] is not None:
+            kind = "string" if found["string"] is not None else "pattern"
+            raise InvalidRequest(f"{param}: a {kind} in it does not end", param=param)
         if found["token"]:
             raise InvalidRequest(f"{param}: special tokens are not available in it", param=param)
         lexeme = found[0]
@@ -234,7 +266,7 @@ def _with_clean_schemas(text: str, param: str) -> tuple[str, str]:
             if keyword == "%json" and isinstance(document, dict):
                 check_schema(document, param)
                 options = {name: document[name] for name in document if name == "x-guidance"}
-                lexeme = f"%json {json.dumps(_cleaned(document) | options)}"
+                lexeme = f"%json {_json(_cleaned(document) | options, param)}"
         whole += [text[start : found.start()], lexeme]
     whole.append(text[end:])
     bare.append(text[end:])
@@ -292,6 +324,14 @@ def _tool_rule(tool: ToolRule, max_parts: int) -> SchemaRule:
             raise
         return SchemaRule(json_rule({"type": "object"}, param), 0, whole=False)
     return rule
+
+
+def _json(schema: dict[str, Any], param: str) -> str:
+    """Return a schema as text. Raises InvalidRequest when a value in it is nested too deep."""
+    try:
+        return json.dumps(schema)
+    except RecursionError as error:
+        raise InvalidRequest(f"{param}: a value in it is nested too deep", param=param) from error
 
 
 def _cleaned(schema: Any) -> Any:

@@ -112,7 +112,7 @@ class _Graph:
                 if here in way:
                     part = self._parts[here]
                     assert isinstance(part, dict)
-                    raise self._refusal(f"{part['$ref'][:100]} refers to itself only")
+                    raise self._refusal(f"{part['$ref'][:100]!r} refers to itself only")
                 way[here] = None
                 here = self._targets.get(here)
             known.update(way)

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -26,7 +26,7 @@ from mooncake.base import ConfigError
 UVICORN = "0.54.0"
 """The release that this module was tested with."""
 
-_ATTRIBUTES = frozenset({"cycle", "flow", "headers", "loop", "transport"})
+_ATTRIBUTES = frozenset({"cycle", "flow", "headers", "loop", "pipeline", "transport"})
 """uvicorn's attributes of a connection that are used here, all set by its constructor."""
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,12 @@ class _Phase(Enum):
     BODY = "body"
 
 
-class HeadTooLarge(Exception):
+MAX_PIPELINED = 16
+"""Requests that may wait for the answers before them: a client that sends thousands in one go would
+hold the event loop while they are taken apart."""
+
+
+class Unreadable(Exception):
     """Raised inside the parser, which then stops reading the connection."""
 
 
@@ -85,7 +90,10 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._phase = _Phase.IDLE
         self._num_head_bytes = 0
-        self._head_is_too_large = False
+        self._refusal: ApiError | None = None
+        """Why the parser was stopped, if we have stopped it."""
+        self._num_rest_bytes = 0
+        """What has come since the last part of a body: extensions of chunks, fields behind it."""
         self._num_body_bytes = 0
         self._body_since_s = 0.0
         self._read_timer: asyncio.TimerHandle | None = None
@@ -104,13 +112,19 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        num_body_bytes = self._num_body_bytes
         super().data_received(data)
-        if self.transport.is_closing() or self._phase is _Phase.BODY:
+        if self.transport.is_closing():
             return
-        if self._phase is _Phase.HEAD:
+        if self._phase is _Phase.BODY:
+            came = self._num_body_bytes != num_body_bytes
+            self._num_rest_bytes = 0 if came else self._num_rest_bytes + len(data)
+            if self._num_rest_bytes > self.limits.max_header_bytes:
+                self._refuse(self._head_too_large())
+        elif self._phase is _Phase.HEAD:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > self.limits.max_header_bytes:
-                self._refuse_head()
+                self._refuse(self._head_too_large())
         elif self._read_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._watch_head()  # something came that begins no request, and ended the idle time
 
@@ -123,19 +137,20 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(self.headers) >= self.limits.max_headers:
-            self._head_is_too_large = True
-            raise HeadTooLarge
+            self._stop(self._head_too_large())
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
-            self._head_is_too_large = True
-            raise HeadTooLarge
+            self._stop(self._head_too_large())
+        if len(self.pipeline) >= MAX_PIPELINED:
+            limit = f"at most {MAX_PIPELINED} requests wait on a connection for the answers before"
+            self._stop(ApiError(400, "BadRequestError", f"{limit} them"))
         self._stop_read_timer()
         super().on_headers_complete()
         self._phase = _Phase.BODY
-        self._num_body_bytes = 0
+        self._num_body_bytes = self._num_rest_bytes = 0
         self._body_since_s = self.loop.time()
         self._read_within(self.limits.body_timeout_s, self._check_body)
 
@@ -150,10 +165,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that the parser could not read, and close the connection."""
-        if self._head_is_too_large:
-            self._refuse_head()
-        else:
-            self._refuse(ApiError(400, "BadRequestError", msg))
+        self._refuse(self._refusal or ApiError(400, "BadRequestError", msg))
 
     def _watch_head(self) -> None:
         self._read_within(self.limits.header_timeout_s, self._head_too_slow)
@@ -196,14 +208,17 @@ class _LimitedProtocol(HttpToolsProtocol):
             )
         )
 
-    def _refuse_head(self) -> None:
-        self._refuse(
-            ApiError(
-                431,
-                "RequestHeaderFieldsTooLargeError",
-                f"at most {self.limits.max_headers} headers and "
-                f"{self.limits.max_header_bytes} bytes of them are taken",
-            )
+    def _stop(self, refusal: ApiError) -> NoReturn:
+        """Have the parser, which has called, read no further."""
+        self._refusal = refusal
+        raise Unreadable
+
+    def _head_too_large(self) -> ApiError:
+        return ApiError(
+            431,
+            "RequestHeaderFieldsTooLargeError",
+            f"at most {self.limits.max_headers} headers and "
+            f"{self.limits.max_header_bytes} bytes of them are taken",
         )
 
     def _refuse(self, error: ApiError) -> None:

@@ -8,22 +8,40 @@ of a file kills the process instead of raising.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from mooncake.base import CheckpointError
 from mooncake.model.checkpoint.file_bytes import FileBytes
 
 MAX_HEADER_BYTES = 100 * 2**20
 """As in the reference implementation: a longer header is an attack or garbage."""
+MAX_NAME_CHARS = 200
+"""What an error shows of a tensor's name."""
 
 ITEM_BYTES = {
     "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1,
 }  # fmt: skip
 """Bytes of one number, by the header's name of its dtype."""
+
+_Place = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class _Row(msgspec.Struct):
+    """What a header says of a tensor. Shapes are short: their product is taken."""
+
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    shape: Annotated[list[_Place], msgspec.Meta(max_length=64)]
+    data_offsets: tuple[_Place, _Place]
+
+
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ROW = msgspec.json.Decoder(_Row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,31 +90,25 @@ def _read_header(content: FileBytes) -> bytes:
 
 def _entries(path: Path, header: bytes, file_bytes: int) -> dict[str, StoredTensor]:
     try:
-        parsed = json.loads(header)
-        rows = {
-            name: (
-                str(row["dtype"]),
-                tuple(int(size) for size in row["shape"]),
-                int(row["data_offsets"][0]),
-                int(row["data_offsets"][1]),
-            )
-            for name, row in parsed.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raw = _HEADER.decode(header)
+        raw.pop("__metadata__", None)
+        rows = {name: _ROW.decode(row) for name, row in raw.items()}
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: the safetensors header is malformed ({error})") from error
     start = 8 + len(header)
     entries = {}
-    for name, (dtype, shape, begin, end) in rows.items():
+    for name, row in rows.items():
+        dtype, shape, (begin, end) = row.dtype, tuple(row.shape), row.data_offsets
         item = ITEM_BYTES.get(dtype)
         wrong_size = item is not None and end - begin != math.prod(shape) * item
-        if begin < 0 or end < begin or min(shape, default=0) < 0 or wrong_size:
+        where = f"{name[:MAX_NAME_CHARS]} in {path}"
+        if end < begin or wrong_size:
             raise CheckpointError(
-                f"{name} in {path}: {dtype} {list(shape)} does not fit the bytes {begin} to {end}"
+                f"{where}: {dtype} {list(shape)} does not fit the bytes {begin} to {end}"
             )
         if start + end > file_bytes:
             raise CheckpointError(
-                f"{name} in {path}: the file is truncated: it has {file_bytes} bytes, "
+                f"{where}: the file is truncated: it has {file_bytes} bytes, "
                 f"the tensor ends at {start + end}"
             )
         entries[name] = StoredTensor(dtype, shape, start + begin, start + end)

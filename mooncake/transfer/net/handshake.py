@@ -25,6 +25,8 @@ from mooncake.transfer.net.seals import Seals, session_keys
 HANDSHAKE_VERSION = 3
 MAX_HANDSHAKE_BYTES = 16384
 MAX_FENCED = 256
+MAX_REASON_CHARS = 1024
+"""What is shown of a peer's reason."""
 NONCE_BYTES = 32
 
 
@@ -142,7 +144,7 @@ class ConnectingSide:
         """Take the peer's message and return the answer, if any. Raises HandshakeRefused."""
         message = _decode(data)
         if isinstance(message, Refusal):
-            raise HandshakeRefused(f"the peer refused: {message.reason}")
+            raise HandshakeRefused(f"the peer refused: {message.reason:.{MAX_REASON_CHARS}}")
         if isinstance(message, Challenge) and self._transcript is None:
             self._protection = message.protection
             if self._protection.is_weaker(self._least):

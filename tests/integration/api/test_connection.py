@@ -111,6 +111,65 @@ def test_headers_over_the_limits_get_431(head: bytes, limits: dict[str, int]) ->
     asyncio.run(main())
 
 
+CHUNKS = HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{ \r\n"
+
+
+@pytest.mark.parametrize("rest", [b"0\r\nX: " + b"y" * 3000, b"1;" + b"y" * 3000], ids=str)
+def test_what_comes_with_a_body_and_is_none_gets_431(rest: bytes) -> None:
+    async def main() -> None:
+        limited = config(max_header_bytes=2048)
+        backend = ScriptedBackend(says("x"))
+        async with (
+            live_api_server(backend, config=limited) as url,
+            connected(url) as (reader, writer),
+        ):
+            writer.write(CHUNKS)
+            await writer.drain()
+            for at in range(0, len(rest), 500):
+                writer.write(rest[at : at + 500])
+                await asyncio.sleep(0.01)
+            status, error = await refusal(reader)
+            assert (status, error["type"]) == (431, "RequestHeaderFieldsTooLargeError")
+            assert backend.requests == []
+
+    asyncio.run(main())
+
+
+def test_a_field_behind_a_body_is_no_mistake() -> None:
+    async def main() -> None:
+        async with (
+            live_api_server(ScriptedBackend(says("x"))) as url,
+            connected(url) as (reader, writer),
+        ):
+            body = json.dumps(ASK).encode()
+            whole = b"%x\r\n%s\r\n0\r\nX: y\r\n\r\n" % (len(body), body)
+            writer.write(HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + whole)
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+
+    asyncio.run(main())
+
+
+def test_requests_that_wait_for_answers_before_them_are_few() -> None:
+    async def main() -> None:
+        async with (
+            live_api_server(ScriptedBackend(says("x"))) as url,
+            connected(url) as (reader, writer),
+        ):
+            writer.write(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
+            status, error = await refusal(reader)
+            assert status == 400
+            assert "at most 16 requests wait" in error["message"]
+        async with (
+            live_api_server(ScriptedBackend(says("x"))) as url,
+            connected(url) as (reader, writer),
+        ):
+            ping = b"GET /ping HTTP/1.1\r\nHost: localhost\r\n"
+            writer.write((ping + b"\r\n") * 15 + ping + b"Connection: close\r\n\r\n")
+            assert (await reader.read()).count(b"HTTP/1.1 200") == 16
+
+    asyncio.run(main())
+
+
 def test_what_is_no_http_gets_400_in_our_shape() -> None:
     async def main() -> None:
         async with (

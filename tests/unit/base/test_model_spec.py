@@ -90,6 +90,16 @@ def test_the_language_part_of_a_wrapped_config_is_found() -> None:
         ({"n_group": 3}, "n_group divides n_routed_experts"),
         ({"n_group": 2, "topk_group": 3}, "topk_group <= n_group"),
         ({"qk_rope_head_dim": 3}, "qk_rope_head_dim is even"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"qk_nope_head_dim": -8}, "qk_nope_head_dim"),
+        ({"vocab_size": 2**40}, "vocab_size"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps"),
+        ({"rope_scaling": 7}, "rope_scaling must be an object, not 7"),
+        ({"rope_scaling": {**YARN, "mscale": [1]}}, "mscale"),
+        ({"rope_scaling": {**YARN, "factor": math.nan}}, "factor"),
+        ({"model_type": "kimi_vl", "text_config": [1]}, "text_config must be an object"),
+        ({"topk_group": "\ud800"}, "surrogates not allowed"),
+        ({"hidden_act": "g" * 10_000}, "^config.json: hidden_act='g{20,100} is not supported"),
     ],
 )
 def test_what_cannot_be_served_is_named(changes: dict[str, Any], message: str) -> None:

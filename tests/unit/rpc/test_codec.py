@@ -183,3 +183,10 @@ def test_each_truncation_is_a_protocol_error() -> None:
     for length in range(len(data)):
         with pytest.raises(ProtocolError):
             decode(data[:length])
+
+
+def test_a_refusal_repeats_little_of_what_was_sent() -> None:
+    tagged = msgspec.msgpack.encode({"type": "x" * 9000})
+    with pytest.raises(ProtocolError, match="malformed message of 9") as refused:
+        decode(b"M" + bytes((m.PROTOCOL_VERSION,)) + tagged)
+    assert len(refused.value.message) < 500

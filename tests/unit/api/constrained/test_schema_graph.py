@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -249,3 +250,68 @@ def test_alternatives_of_many_patterns_are_not_intersections() -> None:
 def test_members_may_be_booleans(name: str) -> None:
     assert json_rule({"type": "string", name: [True, False][: 1 if name == "allOf" else 2]}, "x")
     assert check_schema({name: [False, 5, {"pattern": "a"}]}, "x") == 3
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"allOf": ["x", 7, None]}, "schema must be an object"),
+        ({"anyOf": 7}, "anyOf"),
+        ({"oneOf": "xx"}, "oneOf"),
+        ({"const": json.loads("[" * 900 + "]" * 900)}, "recursion limit|nested too deep"),
+    ],
+)
+def test_what_is_no_schema_is_refused(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        json_rule(schema, "x")
+
+
+def test_a_value_as_deep_as_can_be_read_is_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(sys.getrecursionlimit()):
+        deep = [deep]
+    with pytest.raises(InvalidRequest, match="nested too deep"):
+        json_rule({"const": deep}, "x")
+
+
+def test_an_error_can_be_written_whatever_the_schema_is_called() -> None:
+    with pytest.raises(InvalidRequest, match="refers to itself") as refused:
+        json_rule({"$ref": "#/\ud800", "\ud800": {"$ref": "#/\ud800"}}, "x")
+    assert refused.value.message.encode()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "kind"),
+    [
+        ("start: A\nA: " + '\\"' * 49_000, "string"),
+        ("start: A\nA: " + "\\/" * 49_000, "pattern"),
+        ('start: "a\n"', "string"),
+        ('start: "a\\', "string"),
+        ("start: /a", "pattern"),
+    ],
+)
+def test_strings_and_patterns_end(grammar: str, kind: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"a {kind} in it does not end"):
+        lark_text(grammar, "x")
+
+
+def gbnf(count: int, padding: int) -> str:
+    """Return a chain of rules, each of which the converter understands one round later."""
+    rules = [f"r{n} ::= {'[a] ' * padding}r{n + 1}" for n in range(count - 2)]
+    return "\n".join(["root ::= r0", *rules, f'r{count - 2} ::= "a"\n'])
+
+
+def test_gbnf_is_converted_within_bounds() -> None:
+    assert lark_text(gbnf(20, 2), "x").startswith("%llguidance")
+    with pytest.raises(
+        InvalidRequest, match=r"500 rules; a GBNF .* may have 107: write it in Lark"
+    ):
+        lark_text(gbnf(500, 20), "x")
+    with pytest.raises(InvalidRequest, match=r"600 rules; .* may have 500: write it in Lark"):
+        lark_text(gbnf(600, 0), "x")
+
+
+def test_empty_lines_are_read_once() -> None:
+    with pytest.raises(InvalidRequest, match="No 'root' rule"):
+        lark_text("\n" * 99_000, "x")
+    assert lark_text("\n" * 5000 + 'start: "a"', "x")

@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.base.errors import MooncakeError
 from mooncake.base.ids import SeededIds
-from mooncake.transfer.net.handshake import Credentials, HandshakeRefused
+from mooncake.transfer.net.handshake import Credentials, HandshakeRefused, Refusal
 from mooncake.transfer.rdma import wire as rdma_wire
 from mooncake.transfer.shm import wire as shm_wire
 from mooncake.transfer.staging import wire as windows
@@ -54,3 +54,18 @@ FRAMES = {
 def test_what_is_no_message_is_refused(decode: Callable[[bytes], Any], frame: bytes) -> None:
     with pytest.raises(MooncakeError):
         decode(frame)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_refusal_repeats_little_of_what_was_sent(name: str) -> None:
+    tagged = msgspec.msgpack.encode({"type": "x" * 9000})
+    with pytest.raises(MooncakeError) as refused:
+        DECODERS[name](tagged)
+    assert len(refused.value.message) < 500
+
+
+def test_a_refusal_of_the_peer_is_shown_in_short() -> None:
+    client = Credentials(engine_id="us", secret="s", ids=SeededIds(1)).connect("them")
+    with pytest.raises(HandshakeRefused, match="the peer refused: no no") as refused:
+        client.step(msgspec.msgpack.encode(Refusal("no " * 5000)))
+    assert len(refused.value.message) < 1100

@@ -1,0 +1,250 @@
+"""Targets: the frames of TCP transfers, at the owner of the memory and at its client."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+from mooncake.base.kv_layout import SegmentRef
+from mooncake.transfer.batches import Job, Part
+from mooncake.transfer.engine import Op, TransferBatch, TransferOp
+from mooncake.transfer.link_stats import LinkStats
+from mooncake.transfer.net.handshake import ConnectingSide
+from mooncake.transfer.net.io_loop import READABLE, WRITABLE
+from mooncake.transfer.plan import Slice
+from mooncake.transfer.regions import Gates, RegionTable
+from mooncake.transfer.tcp.connection import Connection
+from mooncake.transfer.tcp.request import ConnectionFailure, ConnectionLimits, ConnectionState
+from mooncake.transfer.tcp.server import ServerConnection, ServerLimits
+from mooncake.transfer.tcp.wire import pack_handshake
+from tests.support.fuzz.sockets import LoopStub, pair
+from tests.support.fuzz.target import Target, pieces_of
+from tests.support.fuzz.targets.messages import credentials, genuine_handshake
+
+REGION_BYTES = 4096
+MARGIN_BYTES = 4096
+FIRST_REGION = 1
+
+
+class Memory:
+    """Registered memory with bytes on both sides that nobody may touch."""
+
+    def __init__(self) -> None:
+        self._all = bytearray(b"\xee" * (REGION_BYTES + 2 * MARGIN_BYTES))
+        inner = memoryview(self._all)[MARGIN_BYTES:-MARGIN_BYTES]
+        self.table = RegionTable(Gates())
+        assert self.table.register(inner, "memory").region_id == FIRST_REGION
+
+    def check(self) -> None:
+        """Check that nothing beside the region was written to."""
+        margin = b"\xee" * MARGIN_BYTES
+        assert self._all[:MARGIN_BYTES] == margin, "bytes before a region were written"
+        assert self._all[-MARGIN_BYTES:] == margin, "bytes behind a region were written"
+
+
+class TcpOwner(Target):
+    """What a proven client asks of the owner. The first byte says how the rest is cut."""
+
+    name = "tcp-owner"
+    modules = (
+        "mooncake.transfer.tcp.server", "mooncake.transfer.tcp.wire",
+        "mooncake.transfer.tcp.frames", "mooncake.transfer.regions",
+    )  # fmt: skip
+    max_bytes = 131_072
+    tokens: ClassVar = tuple(
+        number.to_bytes(8, "little")
+        for number in (0, 1, 8, 24, REGION_BYTES, REGION_BYTES - 1, 2**32, 2**63, 2**64 - 1)
+    )
+
+    def __init__(self) -> None:
+        self._memory = Memory()
+        said, _ = genuine_handshake()
+        self._opening = b"".join(map(pack_handshake, said))
+
+    def run(self, data: bytes) -> str:
+        how = data[0] if data else 0
+        loop, (ours, theirs) = LoopStub(), pair()
+        ended: list[object] = []
+        listener = SimpleNamespace(forget=ended.append, fenced=lambda identity: [])
+        server: Any = SimpleNamespace(
+            credentials=credentials("owner", 2), table=self._memory.table, limits=ServerLimits(),
+            listener=listener, stats=LinkStats("served"),
+        )  # fmt: skip
+        connection = ServerConnection(server, ours, loop)
+        connection.start()
+        theirs.sendall(self._opening)
+        for _ in range(2):
+            turn(loop, ours, theirs)
+        assert connection.identity is not None
+        num_answered = 0
+        try:
+            for piece in pieces_of(data[1:], how):
+                left = piece
+                while left and not ended:
+                    left = left[send_some(theirs, left) :]
+                    num_answered += turn(loop, ours, theirs)
+            for _ in range(4):
+                num_answered += turn(loop, ours, theirs)
+            assert len(ended) <= 1
+            return f"{'ended' if ended else 'lives'} {num_answered.bit_length()}"
+        finally:
+            connection.close()
+            theirs.close()
+            self._memory.check()
+            assert not loop.handlers
+
+
+def send_some(sock: socket.socket, data: bytes) -> int:
+    """Send what fits; return how much."""
+    try:
+        return sock.send(data)
+    except BlockingIOError:
+        return 0
+    except (BrokenPipeError, ConnectionResetError):
+        return len(data)
+
+
+def turn(loop: LoopStub, ours: socket.socket, theirs: socket.socket) -> int:
+    """Let our end read and write once; return the number of bytes it sent."""
+    loop.run(ours, READABLE)
+    loop.run(ours, WRITABLE)
+    num_bytes = 0
+    try:
+        while more := len(theirs.recv(65_536)):
+            num_bytes += more
+    except OSError:
+        pass
+    return num_bytes
+
+
+class TcpClient(Target):
+    """What an owner answers to a READ, a WRITE and a READ of ours. The first byte says how the
+    answers are cut; even: the owner has proven itself before.
+    """
+
+    name = "tcp-client"
+    modules = (
+        "mooncake.transfer.tcp.connection", "mooncake.transfer.tcp.wire",
+        "mooncake.transfer.tcp.frames",
+    )  # fmt: skip
+    max_bytes = 131_072
+
+    def __init__(self) -> None:
+        self._memory = Memory()
+        _, answered = genuine_handshake()
+        self._opening = b"".join(map(pack_handshake, answered))
+
+    def run(self, data: bytes) -> str:
+        how = data[0] if data else 0
+        loop, (ours, theirs) = LoopStub(), pair()
+        owner = _ClientSide()
+        connection = Connection(
+            owner, ("127.0.0.1", 1), self._memory.table, loop, ConnectionLimits()
+        )
+        with mock.patch.object(socket, "socket", return_value=ours):
+            connection.wake()
+        loop.run(ours, WRITABLE)
+        opening = b"" if how % 2 else self._opening
+        try:
+            for piece in pieces_of(opening + data[1:], how // 2):
+                left = piece
+                while left and not owner.failures:
+                    left = left[send_some(theirs, left) :]
+                    turn(loop, ours, theirs)
+            turn(loop, ours, theirs)
+            self._check(owner, connection)
+            return " ".join([connection.state.value, *sorted(owner.endings)])
+        finally:
+            connection.abort("over")
+            theirs.close()
+            self._memory.check()
+            assert not loop.handlers
+
+    def _check(self, owner: _ClientSide, connection: Connection) -> None:
+        assert len(owner.failures) <= 1
+        if owner.failures:
+            assert connection.state is ConnectionState.IDLE
+            lost = sum(len(failure.parts) for failure in owner.failures)
+            assert lost + len(owner.endings) == owner.num_taken, "a part was lost"
+
+
+class _ClientSide:
+    """The peer of a connection: gives out three parts and counts what becomes of them."""
+
+    def __init__(self) -> None:
+        self.failures: list[ConnectionFailure] = []
+        self.endings: list[str] = []
+        self.num_taken = 0
+        self._due = [Op.READ, Op.WRITE, Op.READ]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._due)
+
+    def take(self) -> Part | None:
+        if not self._due:
+            return None
+        operation = self._due.pop(0)
+        ops = [TransferOp(FIRST_REGION, 64, 7, 0, 256)]
+        peer = SegmentRef(engine_id="owner", endpoints={}, host="here")
+        batch = TransferBatch(op=operation, peer=peer, ops=ops)
+        job = Job(self.num_taken, batch, 0.0, self._ended)
+        job.set_ops(ops)
+        job.expect(1)
+        assert job.begin()
+        self.num_taken += 1
+        return Part(job, Slice(tuple(ops), 256))
+
+    def _ended(self, job: Job) -> None:
+        self.endings.append((job.error and "refused") or "done")
+
+    def new_handshake(self) -> ConnectingSide:
+        return credentials("client", 1).connect("owner")
+
+    def ready(self, fenced: Any) -> None:
+        pass
+
+    def broken(self, connection: Connection, failure: ConnectionFailure) -> None:
+        self.failures.append(failure)
+
+    def arrived(
+        self, connection: Connection, num_bytes: int, posted_s: float, now_s: float
+    ) -> None:
+        pass
+
+
+def conversation() -> tuple[bytes, bytes]:
+    """Return what a client and an owner say to each other after the handshake: two READs and a
+    WRITE.
+    """
+    memory, loop, side = Memory(), LoopStub(), _ClientSide()
+    (client, at_client), (owner, at_owner) = pair(), pair()
+    server: Any = SimpleNamespace(
+        credentials=credentials("owner", 2), table=memory.table, limits=ServerLimits(),
+        listener=SimpleNamespace(forget=lambda _: None, fenced=lambda _: []),
+        stats=LinkStats("served"),
+    )  # fmt: skip
+    serving = ServerConnection(server, owner, loop)
+    serving.start()
+    connection = Connection(side, ("127.0.0.1", 1), memory.table, loop, ConnectionLimits())
+    with mock.patch.object(socket, "socket", return_value=client):
+        connection.wake()
+    loop.run(client, WRITABLE)
+    said, answered = (len(b"".join(map(pack_handshake, each))) for each in genuine_handshake())
+    asks, answers = bytearray(), bytearray()
+    while len(side.endings) < 3:
+        for source, target, record in ((at_client, at_owner, asks), (at_owner, at_client, answers)):
+            with contextlib.suppress(BlockingIOError):
+                data = source.recv(65_536)
+                record.extend(data)
+                target.sendall(data)
+            loop.run(owner)
+            loop.run(client)
+    connection.abort("over")
+    serving.close()
+    at_client.close()
+    at_owner.close()
+    return bytes(asks[said:]), bytes(answers[answered:])
