@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.support.bars import bars, write_page
 from mooncake.base import KvLayout, format_bytes, parse_bytes
-from mooncake.crypto.aead import TAG_BYTES, seal_into, unseal_into
+from mooncake.crypto.aead import TAG_BYTES, decrypt_into, encrypt_into
 from mooncake.crypto.keys import KEY_BYTES, Key, KeyRing
 from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.storage.block_record import checksum_of
@@ -166,12 +166,14 @@ def compare(
             checksum_of(tier.memory[start : start + size])
 
     stored = bytearray(size + TAG_BYTES)
-    salt = seal_into(bytes(KEY_BYTES), tier.memory[:size], memoryview(stored))
+    encrypt_into(bytes(KEY_BYTES), tier.memory[:size], memoryview(stored))
+
+    block, tag = memoryview(stored)[:size], bytes(stored[size:])
 
     def decrypt_all() -> None:
         for start in range(0, total, size):
             out = sealed.memory[start : start + size]
-            unseal_into(bytes(KEY_BYTES), salt, stored, out)
+            decrypt_into(bytes(KEY_BYTES), tag, block, out)
 
     hashing = gigabytes_per_s(total, hash_all)
     decrypting = gigabytes_per_s(total, decrypt_all)

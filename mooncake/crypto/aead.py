@@ -3,19 +3,19 @@
 No nonce is ever drawn twice for one key, whatever crashes, restarts, or is copied: a *record* has a
 key of its own, which follows from 32 random bytes beside it; the *chunks* of a file are numbered
 under a key that encrypts this one file once. Calls release the interpreter for all but few bytes.
-The `cryptography` package is imported at the first call: machines that only compute lack it.
 """
 
 from __future__ import annotations
 
 import os
-from functools import cache
-from typing import TYPE_CHECKING
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from mooncake.crypto.keys import derive
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 SALT_BYTES = 32
 TAG_BYTES = 16
@@ -29,32 +29,43 @@ class Altered(Exception):
     """These bytes were not made with this key and context, or were altered since."""
 
 
-def seal_into(key: bytes, data: Buffer, out: memoryview, context: bytes = b"") -> bytes:
-    """Fill `out` with the encrypted `data` and its tag, TAG_BYTES longer; return the salt, without
-    which even the key does not decrypt it.
+def record_key(key: bytes, salt: bytes) -> bytes:
+    """Return the key of one record; `salt`: SALT_BYTES that were drawn for it alone."""
+    return derive(key, "mooncake record 1", salt)
 
+
+def encrypt_into(record: bytes, data: Buffer, out: memoryview, context: bytes = b"") -> None:
+    """Fill `out` with the encrypted `data` and its tag, TAG_BYTES longer.
+
+    record: a `record_key`, which encrypts this once.
     context: must be given again to decrypt; is not stored.
     """
-    salt = os.urandom(SALT_BYTES)
-    _record(key, salt).encrypt_into(_ONLY_NONCE, data, context, out)
-    return salt
+    AESGCM(record).encrypt_into(_ONLY_NONCE, data, context, out)
 
 
-def unseal_into(
-    key: bytes, salt: bytes, sealed: Buffer, out: memoryview, context: bytes = b""
+def decrypt_into(
+    record: bytes, tag: bytes, sealed: Buffer, out: memoryview, context: bytes = b""
 ) -> None:
-    """Decrypt what `seal_into` made into `out`, which may hold anything after an error.
+    """Decrypt what `encrypt_into` made, whose tag stands apart, into `out`, which may be the same
+    memory, and may hold anything after an error.
 
     Raises:
-        Altered: another key, salt or context, or other bytes.
+        Altered: another key, tag or context, or other bytes.
     """
-    _decrypt(_record(key, salt), _ONLY_NONCE, sealed, out, context)
+    decryptor = Cipher(AES256(record), GCM(_ONLY_NONCE, tag)).decryptor()
+    decryptor.authenticate_additional_data(context)
+    decryptor.update_into(sealed, out)
+    try:
+        decryptor.finalize()
+    except InvalidTag as error:
+        raise Altered from error
 
 
 def seal(key: bytes, data: Buffer, context: bytes = b"") -> bytes:
     """Return salt, encrypted `data` and tag as one piece."""
-    sealed = bytearray(SALT_BYTES + len(data) + TAG_BYTES)
-    sealed[:SALT_BYTES] = seal_into(key, data, memoryview(sealed)[SALT_BYTES:], context)
+    salt = os.urandom(SALT_BYTES)
+    sealed = bytearray(salt + bytes(len(data) + TAG_BYTES))
+    encrypt_into(record_key(key, salt), data, memoryview(sealed)[SALT_BYTES:], context)
     return bytes(sealed)
 
 
@@ -67,8 +78,8 @@ def unseal(key: bytes, sealed: Buffer, context: bytes = b"") -> bytes:
     if len(sealed) < SALT_BYTES + TAG_BYTES:
         raise Altered
     data = bytearray(len(sealed) - SALT_BYTES - TAG_BYTES)
-    salt, rest = bytes(sealed[:SALT_BYTES]), memoryview(sealed)[SALT_BYTES:]
-    unseal_into(key, salt, rest, memoryview(data), context)
+    record = AESGCM(record_key(key, bytes(sealed[:SALT_BYTES])))
+    _decrypt(record, _ONLY_NONCE, memoryview(sealed)[SALT_BYTES:], memoryview(data), context)
     return bytes(data)
 
 
@@ -77,7 +88,7 @@ class Chunks:
 
     def __init__(self, key: bytes) -> None:
         """`key`: encrypts the chunks of this one file, and each of them once."""
-        self._gcm = _aes_gcm(key)
+        self._gcm = AESGCM(key)
 
     def seal_into(self, number: int, data: Buffer, out: memoryview) -> None:
         """Fill `out` with chunk `number`, encrypted, and its tag: TAG_BYTES more than `data`."""
@@ -92,24 +103,8 @@ class Chunks:
         _decrypt(self._gcm, _nonce(number), sealed, out, None)
 
 
-def _record(key: bytes, salt: bytes) -> AESGCM:
-    return _aes_gcm(derive(key, "mooncake record 1", salt))
-
-
 def _nonce(number: int) -> bytes:
     return number.to_bytes(_NONCE_BYTES, "little")
-
-
-def _aes_gcm(key: bytes) -> AESGCM:
-    return _library()[0](key)
-
-
-@cache
-def _library() -> tuple[type[AESGCM], type[Exception]]:
-    from cryptography.exceptions import InvalidTag
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-    return AESGCM, InvalidTag
 
 
 def _decrypt(
@@ -117,5 +112,5 @@ def _decrypt(
 ) -> None:
     try:
         gcm.decrypt_into(nonce, sealed, context, out)
-    except _library()[1] as error:
+    except InvalidTag as error:
         raise Altered from error

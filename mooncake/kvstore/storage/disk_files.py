@@ -36,13 +36,22 @@ from mooncake.kvstore.storage.block_record import (
     unpack_block_header,
 )
 from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, DiskScanned, FoundBlock, Outcome
-from mooncake.kvstore.storage.record_cipher import EXTRA_BYTES, OtherKey, RecordCipher, Sealed
+from mooncake.kvstore.storage.record_cipher import (
+    EXTRA_BYTES,
+    Opener,
+    Openers,
+    OtherKey,
+    RecordCipher,
+)
 from mooncake.kvstore.storage.segment_files import SegmentFiles
 from mooncake.transfer.engine import Region
 
 MAX_RUN_BLOCKS = 512
 """Moved by one call, which takes no more than 1,024 pieces of memory."""
 MAX_RUN_BYTES = 16 << 20
+SHARED_BYTES = 512 << 10
+"""Smaller blocks are encrypted by one thread at a time: several would mostly wait for Python's own
+lock, which each block gives up and takes again."""
 SCAN_PAGES = 256
 """Headers read by one call at the start."""
 
@@ -252,12 +261,15 @@ class _FileDisk:
     ) -> None:
         self.threads = threads
         self._cipher = cipher
+        self._openers = Openers(0)
+        one_by_one = cipher is not None and layout.block_bytes < SHARED_BYTES
+        self._filling = threading.Lock() if one_by_one else contextlib.nullcontext()
         self._block_bytes = layout.block_bytes
         self._padded_bytes = aligned(layout.block_bytes)
         self._place_bytes = (
             self._padded_bytes if cipher is None else self._padded_bytes + PAGE_BYTES
         )
-        """What a block takes of a thread's own memory: encryption needs EXTRA_BYTES behind it."""
+        """What a block takes of a thread's own memory: encrypting it needs EXTRA_BYTES behind."""
         self._run_blocks = max(1, min(MAX_RUN_BLOCKS, MAX_RUN_BYTES // layout.block_bytes))
         self._lock_fd = _lock_directory(Path(config.directory))
         self._sequence_lock = threading.Lock()
@@ -276,6 +288,8 @@ class _FileDisk:
         except BaseException:
             os.close(self._lock_fd)
             raise
+        if cipher is not None:
+            self._openers = Openers(self.files.num_slots)
         if self.files.num_slots < 1:
             self.close()
             raise ConfigError(
@@ -284,13 +298,12 @@ class _FileDisk:
             )
 
     def attach(self, arena: memoryview) -> None:
-        """Move blocks straight between this arena and the files if both are page-aligned, and hold
-        the same bytes.
+        """Move blocks straight between this arena and the files if both are page-aligned. What is
+        encrypted comes straight, too, and is decrypted where it lies.
         """
         self._arena = arena
         address = np.frombuffer(arena, np.uint8).__array_interface__["data"][0]
-        is_aligned = address % PAGE_BYTES == 0 and self._block_bytes % PAGE_BYTES == 0
-        self._straight = is_aligned and self._cipher is None
+        self._straight = address % PAGE_BYTES == 0 and self._block_bytes % PAGE_BYTES == 0
 
     def close(self) -> None:
         """Wait for the threads, close the files, and unlock the directory."""
@@ -310,7 +323,7 @@ class _FileDisk:
         num_dropped, num_closed = self.files.num_foreign, 0
         for slot, page in self._existing_headers():
             try:
-                header, _ = self._unpack(page) if page is not None else NOTHING
+                header, opener = self._unpack(page) if page is not None else NOTHING
             except OtherKey:
                 num_dropped, num_closed = num_dropped + 1, num_closed + 1
                 continue
@@ -321,6 +334,8 @@ class _FileDisk:
             num_dropped += known is not None
             if known is None or known[0] < header.sequence_no:
                 newest[header.key] = (header.sequence_no, slot, header)
+            if opener is not None:
+                self._openers.put(slot, opener)
             if known is not None:
                 older = slot if newest[header.key] is known else known[1]
                 outdated.append(DiskBlock(header.key, older, 0))
@@ -382,6 +397,8 @@ class _FileDisk:
         page[:] = bytes(PAGE_BYTES)
 
         def blank(run: list[DiskBlock]) -> list[int | None]:
+            if self._cipher is not None:
+                self._openers.forget(run[0].slot)
             self.files.headers(os.pwritev, run[0].slot, page)
             return [0]
 
@@ -425,7 +442,6 @@ class _FileDisk:
         """Write the blocks, then their headers, without which no scan finds them."""
         first, last = blocks[0].slot, self._next_sequence_no(len(blocks))
         headers, checksums = self._headers(len(blocks)), []
-        vectors, of_blocks = self._outward(blocks)
         for index, block in enumerate(blocks):
             checksum = block.checksum
             if checksum is None:
@@ -433,90 +449,107 @@ class _FileDisk:
             checksums.append(checksum)
             number = last - len(blocks) + 1 + index
             header = BlockHeader(block.key, checksum, self._block_bytes, number, block.tenant)
-            page = headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)]
-            pack_block_header(page, header)
-            if self._cipher is not None:
-                self._cipher.seal_header(page, of_blocks[index])
+            pack_block_header(headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)], header)
+        places = self._places(blocks, straight=self._straight and self._cipher is None)
+        with self._filling:
+            openers = self._fill(blocks, places, checksums, headers)
         self.files.make_room(first)
-        self.files.blocks(os.pwritev, first, vectors)
+        self.files.blocks(os.pwritev, first, [place[: self._padded_bytes] for place in places])
         self.files.headers(os.pwritev, first, headers)
+        for block, opener in zip(blocks, openers, strict=False):
+            self._openers.put(block.slot, opener)
         return list(checksums)
+
+    def _fill(
+        self,
+        blocks: list[DiskBlock],
+        places: list[memoryview],
+        checksums: list[int],
+        headers: memoryview,
+    ) -> list[Opener]:
+        """Bring blocks to where they are written from. With a cipher, encrypt them and their
+        headers on the way, and return what decrypts them.
+        """
+        openers: list[Opener] = []
+        for index, (block, place) in enumerate(zip(blocks, places, strict=True)):
+            if self._cipher is not None:
+                self._openers.forget(block.slot)
+                out = place[: self._block_bytes + EXTRA_BYTES]
+                of_block, opener = self._cipher.seal(
+                    block.tenant, checksums[index], self._data(block), out
+                )
+                page = headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)]
+                self._cipher.seal_header(page, of_block)
+                openers.append(opener)
+            elif not self._straight:
+                place[: self._block_bytes] = self._data(block)
+        return openers
 
     def _read_run(self, blocks: list[DiskBlock]) -> list[int | None]:
         """Read a run of neighbours, with their headers if something in them is not known."""
         first, headers = blocks[0].slot, self._headers(len(blocks))
-        if self._cipher is not None or any(block.checksum is None for block in blocks):
+        openers = [self._opener(block) for block in blocks]
+        is_known = [opener is not None or self._cipher is None for opener in openers]
+        if not all(is_known) or any(block.checksum is None for block in blocks):
             self.files.headers(os.preadv, first, headers)
-        places = self._places(blocks)
-        vectors = places if self._straight else [place[: self._padded_bytes] for place in places]
-        self.files.blocks(os.preadv, first, vectors)
+        places = self._places(blocks, straight=self._straight)
+        self.files.blocks(os.preadv, first, [place[: self._padded_bytes] for place in places])
         return [
-            self._received(block, place, headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)])
+            self._received(
+                block, place, headers[PAGE_BYTES * index : PAGE_BYTES * (index + 1)], openers[index]
+            )
             for index, (block, place) in enumerate(zip(blocks, places, strict=True))
         ]
 
-    def _places(self, blocks: list[DiskBlock]) -> list[memoryview]:
-        """Return the memory that files are read to and written from: the blocks' own, or, where
-        that will not do, this thread's.
+    def _opener(self, block: DiskBlock) -> Opener | None:
+        """Return what decrypts a block of which nothing in the header is needed."""
+        known = self._cipher is not None and block.checksum is not None
+        return self._openers.get(block.slot) if known else None
+
+    def _places(self, blocks: list[DiskBlock], *, straight: bool) -> list[memoryview]:
+        """Return the memory that files are read to or written from: the blocks' own, or this
+        thread's.
         """
-        if self._straight:
+        if straight:
             return [self._data(block) for block in blocks]
         step, bounce = self._place_bytes, self._bounce()
         return [bounce[step * index : step * (index + 1)] for index in range(len(blocks))]
 
-    def _outward(self, blocks: list[DiskBlock]) -> tuple[list[memoryview], list[bytes]]:
-        """Return what is to be written of the blocks, whole pages each, and, where they are
-        encrypted, what their headers must hold.
-        """
-        places = self._places(blocks)
-        if self._straight:
-            return places, []
-        of_blocks: list[bytes] = []
-        for block, place in zip(blocks, places, strict=True):
-            if self._cipher is None:
-                place[: self._block_bytes] = self._data(block)
-                continue
-            out = place[: self._block_bytes + EXTRA_BYTES]
-            of_blocks.append(self._cipher.seal(block.tenant, self._data(block), out))
-        return [place[: self._padded_bytes] for place in places], of_blocks
-
-    def _received(self, block: DiskBlock, place: memoryview, page: memoryview) -> int | None:
+    def _received(
+        self, block: DiskBlock, place: memoryview, page: memoryview, opener: Opener | None
+    ) -> int | None:
         """Bring a block that was read to its own memory; return its checksum, or None when it is
         not that block.
         """
         checksum, data = block.checksum, self._data(block)
-        if self._cipher is None and not self._straight:
-            data[:] = place[: self._block_bytes]
-        if self._cipher is None and checksum is not None:
-            return checksum if checksum_of(data) == checksum else None
-        try:
-            header, sealed = self._unpack(page)
-        except OtherKey:
-            return None
-        if header is None or (header.key, header.num_bytes) != (block.key, self._block_bytes):
-            return None
+        if checksum is None or (self._cipher is not None and opener is None):
+            try:
+                header, opener = self._unpack(page)
+            except OtherKey:
+                return None
+            if header is None or (header.key, header.num_bytes) != (block.key, self._block_bytes):
+                return None
+            if checksum not in (None, header.checksum):
+                return None
+            checksum = header.checksum
         if self._cipher is None:
-            return header.checksum if checksum_of(data) == header.checksum else None
-        if checksum not in (None, header.checksum) or sealed is None:
+            if not self._straight:
+                data[:] = place[: self._block_bytes]
+            return checksum if checksum_of(data) == checksum else None
+        # The tag says that these are the bytes the checksum was of: no need to hash them again.
+        if opener is None or opener.checksum != checksum:
             return None
-        # The tag says that these bytes were written with this header: no need to hash them again.
-        place = place[: self._block_bytes + EXTRA_BYTES]
-        is_whole = self._cipher.open(sealed, header.tenant, place, data)
-        return header.checksum if is_whole else None
+        return checksum if self._cipher.open(opener, place[: self._block_bytes], data) else None
 
-    def _unpack(self, page: memoryview) -> tuple[BlockHeader | None, Sealed | None]:
-        """Return what a header says, and what opens its block where it is encrypted.
+    def _unpack(self, page: memoryview) -> tuple[BlockHeader | None, Opener | None]:
+        """Return what a header says, and what decrypts its block where it is encrypted.
 
         Raises:
             OtherKey: it cannot be known.
         """
         if self._cipher is None:
             return unpack_block_header(page), None
-        opened = self._cipher.open_header(page)
-        if opened is None:
-            return NOTHING
-        plain, sealed = opened
-        return unpack_block_header(memoryview(plain)), sealed
+        return self._cipher.open_header(page) or NOTHING
 
     def _data(self, block: DiskBlock) -> memoryview:
         return self._arena[block.offset : block.offset + self._block_bytes]

@@ -8,6 +8,7 @@ for random salts; knows no files.
 
 from __future__ import annotations
 
+import os
 import struct
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,13 +17,18 @@ from mooncake.crypto.aead import (
     SALT_BYTES,
     TAG_BYTES,
     Altered,
+    decrypt_into,
+    encrypt_into,
+    record_key,
     seal,
-    seal_into,
     unseal,
-    unseal_into,
 )
-from mooncake.crypto.keys import ID_BYTES, Key, KeyRing
-from mooncake.kvstore.storage.block_record import MAX_HEADER_BYTES
+from mooncake.crypto.keys import ID_BYTES, KEY_BYTES, Key, KeyRing
+from mooncake.kvstore.storage.block_record import (
+    MAX_HEADER_BYTES,
+    BlockHeader,
+    unpack_block_header,
+)
 
 _MAGIC = b"MCKVENC1"
 _LEAD = struct.Struct(f"<8s{ID_BYTES}s")
@@ -30,20 +36,47 @@ _BLOCK = struct.Struct(f"<{SALT_BYTES}s{TAG_BYTES}s")
 """salt and tag of the block"""
 HEADER_END = _LEAD.size + SALT_BYTES + MAX_HEADER_BYTES + _BLOCK.size + TAG_BYTES
 """Of an encrypted header page; the rest of it is zero."""
+_OPENER = struct.Struct(f"<{KEY_BYTES}s{TAG_BYTES}sQ")
+"""key of the block's own, its tag, its checksum"""
+
 EXTRA_BYTES = TAG_BYTES
-"""Memory behind a block that encrypting and decrypting it take."""
+"""Memory behind a block that encrypting it takes."""
 
 
 class OtherKey(Exception):
     """The record was made with a key that is not here."""
 
 
-class Sealed(NamedTuple):
-    """What decrypts a block, besides its tenant."""
+class Opener(NamedTuple):
+    """What decrypts one block, as its header says it."""
 
-    key: Key
-    salt: bytes
+    key: bytes
+    """Of this block alone."""
     tag: bytes
+    checksum: int
+    """Of the plain block: tells which block it is."""
+
+
+class Openers:
+    """What decrypts each slot of a disk, kept in memory so that reads need no headers: 56 bytes a
+    slot. No two operations are under way on one slot.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._known = bytearray(num_slots * _OPENER.size)
+
+    def get(self, slot: int) -> Opener | None:
+        """Return what decrypts a slot; None: its header says it."""
+        opener = Opener._make(_OPENER.unpack_from(self._known, slot * _OPENER.size))
+        return opener if any(opener.key) else None
+
+    def put(self, slot: int, opener: Opener) -> None:
+        """Keep what decrypts a slot."""
+        _OPENER.pack_into(self._known, slot * _OPENER.size, *opener)
+
+    def forget(self, slot: int) -> None:
+        """Know nothing of a slot any more."""
+        self._known[slot * _OPENER.size : (slot + 1) * _OPENER.size] = bytes(_OPENER.size)
 
 
 class RecordCipher:
@@ -54,13 +87,18 @@ class RecordCipher:
         self._keys = keys
         self._context = fingerprint.encode()
 
-    def seal(self, tenant: str, block: memoryview, out: memoryview) -> bytes:
-        """Fill `out` with the encrypted `block`, and EXTRA_BYTES more; return what its header
-        must hold of it.
+    def seal(
+        self, tenant: str, checksum: int, block: memoryview, out: memoryview
+    ) -> tuple[bytes, Opener]:
+        """Fill `out` with the encrypted `block`, and EXTRA_BYTES more.
+
+        Returns (what its header must hold of it, what decrypts it).
         """
-        key = _tenant_key(self._keys.first, tenant)
-        salt = seal_into(key, block, out, self._context)
-        return _BLOCK.pack(salt, bytes(out[len(block) :]))
+        salt = os.urandom(SALT_BYTES)
+        key = record_key(_tenant_key(self._keys.first, tenant), salt)
+        encrypt_into(key, block, out, self._context)
+        tag = bytes(out[len(block) :])
+        return _BLOCK.pack(salt, tag), Opener(key, tag, checksum)
 
     def seal_header(self, page: memoryview, of_block: bytes) -> None:
         """Turn a header page into an encrypted one, with what `seal` returned."""
@@ -69,8 +107,8 @@ class RecordCipher:
         _LEAD.pack_into(page, 0, _MAGIC, key.id)
         page[_LEAD.size : HEADER_END] = seal(_header_key(key), plain, self._context)
 
-    def open_header(self, page: memoryview) -> tuple[bytes, Sealed] | None:
-        """Return the plain header and what opens the block; None: this is no header.
+    def open_header(self, page: memoryview) -> tuple[BlockHeader, Opener] | None:
+        """Return what a header page says, and what decrypts its block; None: it is no header.
 
         Raises:
             OtherKey: it may be one, but its key is not here.
@@ -85,17 +123,19 @@ class RecordCipher:
             plain = unseal(_header_key(key), page[_LEAD.size : HEADER_END], self._context)
         except Altered:
             return None
+        header = unpack_block_header(memoryview(plain)[:MAX_HEADER_BYTES])
+        if header is None:
+            return None
         salt, tag = _BLOCK.unpack_from(plain, MAX_HEADER_BYTES)
-        return plain[:MAX_HEADER_BYTES], Sealed(key, salt, tag)
+        own = record_key(_tenant_key(key, header.tenant), salt)
+        return header, Opener(own, tag, header.checksum)
 
-    def open(self, sealed: Sealed, tenant: str, block: memoryview, out: memoryview) -> bool:
-        """Decrypt `block` into `out`; the EXTRA_BYTES behind it are overwritten. Return False, with
-        anything in `out`, unless it is the block that the header was written for.
+    def open(self, opener: Opener, block: memoryview, out: memoryview) -> bool:
+        """Decrypt `block` into `out`, which may be the same memory. Return False, with anything in
+        `out`, unless it is the block that the opener is of.
         """
-        block[len(out) :] = sealed.tag
-        key = _tenant_key(sealed.key, tenant)
         try:
-            unseal_into(key, sealed.salt, block, out, self._context)
+            decrypt_into(opener.key, opener.tag, block, out, self._context)
         except Altered:
             return False
         return True

@@ -11,10 +11,11 @@ from mooncake.crypto.aead import (
     TAG_BYTES,
     Altered,
     Chunks,
+    decrypt_into,
+    encrypt_into,
+    record_key,
     seal,
-    seal_into,
     unseal,
-    unseal_into,
 )
 from mooncake.crypto.keys import derive
 
@@ -54,11 +55,18 @@ def test_equal_data_is_never_equal_twice() -> None:
 
 def test_a_record_goes_into_memory_that_is_there() -> None:
     data, out, back = os.urandom(300), bytearray(316), bytearray(300)
-    salt = seal_into(KEY, memoryview(data), memoryview(out), b"c")
-    unseal_into(KEY, salt, memoryview(out), memoryview(back), b"c")
+    record = record_key(KEY, os.urandom(32))
+    encrypt_into(record, memoryview(data), memoryview(out), b"c")
+    sealed, tag = memoryview(out)[:300], bytes(out[300:])
+    decrypt_into(record, tag, sealed, memoryview(back), b"c")
     assert bytes(back) == data
-    with pytest.raises(Altered):
-        unseal_into(KEY, bytes(32), out, memoryview(back), b"c")
+    for other, changed, context in (
+        (record_key(KEY, bytes(32)), tag, b"c"), (record, bytes(16), b"c"), (record, tag, b"d"),
+    ):  # fmt: skip
+        with pytest.raises(Altered):
+            decrypt_into(other, changed, sealed, memoryview(back), context)
+    decrypt_into(record, tag, sealed, sealed, b"c")
+    assert bytes(sealed) == data, "in place"
 
 
 def test_a_record_is_aes_256_gcm_under_the_key_of_its_salt() -> None:

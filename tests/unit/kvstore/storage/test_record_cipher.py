@@ -11,10 +11,19 @@ from pathlib import Path
 import pytest
 
 from mooncake.base import KvLayout
+from mooncake.crypto.aead import record_key
 from mooncake.crypto.keys import Key, KeyRing
 from mooncake.kvstore.storage.block_record import PAGE_BYTES, BlockHeader, pack_block_header
 from mooncake.kvstore.storage.disk import Outcome
-from mooncake.kvstore.storage.record_cipher import EXTRA_BYTES, HEADER_END, OtherKey, RecordCipher
+from mooncake.kvstore.storage.record_cipher import (
+    EXTRA_BYTES,
+    HEADER_END,
+    Opener,
+    Openers,
+    OtherKey,
+    RecordCipher,
+    _tenant_key,
+)
 from tests.support.kvstore.disk_bench import ALIGNED, ODD, DiskBench, key, overwrite
 
 LAYOUTS = pytest.mark.parametrize("layout", [ALIGNED, ODD], ids=["aligned", "odd"])
@@ -134,6 +143,68 @@ def test_every_flipped_byte_of_a_record_is_found(benches, tmp_path: Path) -> Non
     assert bench.read(bench.block(1, 3, 1)).outcomes == [Outcome.OK]
 
 
+def test_what_is_known_of_a_block_needs_no_header(
+    benches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with plain blocks: one read a run. A restart learns it from the headers."""
+    bench = benches(ALIGNED, ring(1))
+    data = [bench.fill(place, place) for place in range(2)]
+    done = bench.write(bench.block(0, 0, 0), bench.block(1, 1, 1))
+    bench = benches(ALIGNED, ring(1))
+    files, calls = bench.disks._disks[0].files, []
+    move = files.headers
+    monkeypatch.setattr(files, "headers", lambda *how: (calls.append(how), move(*how)))
+    known = [bench.block(n, n, n, checksum=done.checksums[n]) for n in range(2)]
+    assert bench.read(*known).outcomes == [Outcome.OK] * 2
+    assert [bytes(bench.data(n)) for n in range(2)] == data
+    assert calls == []
+    # Another block's checksum, another slot, a changed byte: not the block that is wanted.
+    assert bench.read(bench.block(0, 0, 2, checksum=done.checksums[1])).outcomes == [
+        Outcome.CORRUPT
+    ]
+    assert bench.read(bench.block(0, 1, 2, checksum=done.checksums[0])).outcomes == [
+        Outcome.CORRUPT
+    ]
+    overwrite(
+        tmp_path, files.block_offset(0), bytes([files_of(tmp_path)[files.block_offset(0)] ^ 1])
+    )
+    assert bench.read(known[0]).outcomes == [Outcome.CORRUPT]
+    bench.disks.erase(0, [known[1]])
+    bench.wait(1)
+    assert bench.read(known[1]).outcomes == [Outcome.CORRUPT]
+    assert calls, "nothing is known of an erased slot but what its header says"
+
+
+def test_a_write_that_failed_leaves_nothing_known(benches, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = benches(ALIGNED, ring(1))
+    bench.fill(0, 0)
+    done = bench.write(bench.block(0, 0, 0))
+    disk = bench.disks._disks[0]
+    assert disk._openers.get(0) is not None
+
+    def refuse(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(disk.files, "headers", refuse)
+    bench.fill(1, 1)
+    assert bench.write(bench.block(1, 0, 1)).outcomes == [Outcome.FAILED]
+    assert disk._openers.get(0) is None
+    monkeypatch.undo()
+    for number in range(2):
+        block = bench.block(number, 0, 2, checksum=done.checksums[0])
+        assert bench.read(block).outcomes == [Outcome.CORRUPT]
+
+
+def test_openers_of_slots_stand_apart() -> None:
+    openers = Openers(3)
+    assert [openers.get(slot) for slot in range(3)] == [None] * 3
+    one = Opener(b"k" * 32, b"t" * 16, 2**64 - 1)
+    openers.put(1, one)
+    assert [openers.get(slot) for slot in range(3)] == [None, one, None]
+    openers.forget(1)
+    assert openers.get(1) is None
+
+
 def test_parts_of_two_records_make_none(benches, tmp_path: Path) -> None:
     bench = benches(ALIGNED, ring(1))
     for place in range(2):
@@ -228,17 +299,23 @@ class TestCipher:
         out = memoryview(bytearray(len(block) + EXTRA_BYTES))
         page = memoryview(bytearray(PAGE_BYTES))
         pack_block_header(page, BlockHeader(key(1), 7, len(block), 1, tenant))
-        cipher.seal_header(page, cipher.seal(tenant, block, out))
-        return page, out
+        of_block, opener = cipher.seal(tenant, 7, block, out)
+        cipher.seal_header(page, of_block)
+        found = cipher.open_header(page)
+        assert found is not None
+        assert found[1] == opener
+        return page, out[: len(block)]
 
     def test_tenants_have_keys_of_their_own(self) -> None:
-        cipher = RecordCipher(ring(1), "layout")
+        cipher, salt = RecordCipher(ring(1), "layout"), bytes(32)
         page, block = self.record(cipher, "alice")
-        _, sealed = cipher.open_header(page)
+        header, opener = cipher.open_header(page)
+        assert (header.key, header.tenant) == (key(1), "alice")
         out = memoryview(bytearray(20))
-        assert not cipher.open(sealed, "bob", block, out)
-        assert cipher.open(sealed, "alice", block, out)
+        assert cipher.open(opener, block, out)
         assert bytes(out) == b"of this tenant alone"
+        keys = {record_key(_tenant_key(ring(1).first, name), salt) for name in ("alice", "bob")}
+        assert len(keys) == 2
 
     def test_records_of_another_layout_do_not_open(self) -> None:
         page, _ = self.record(RecordCipher(ring(1), "layout"), "")
@@ -255,5 +332,6 @@ class TestCipher:
     def test_the_longest_tenant_fits(self) -> None:
         cipher = RecordCipher(ring(1), "layout")
         page, block = self.record(cipher, "t" * 1024)
-        _, sealed = cipher.open_header(page)
-        assert cipher.open(sealed, "t" * 1024, block, memoryview(bytearray(20)))
+        header, opener = cipher.open_header(page)
+        assert header.tenant == "t" * 1024
+        assert cipher.open(opener, block, memoryview(bytearray(20)))
