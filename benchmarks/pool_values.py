@@ -32,6 +32,8 @@ from benchmarks.support.plain_values import PlainValues
 from benchmarks.support.servers import load, machine
 from mooncake.base import KvLayout, MonotonicClock, Role, SystemIds, WorkerHello, WorkerRef
 from mooncake.base.memory import format_bytes, parse_bytes
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
@@ -58,7 +60,10 @@ Way = Callable[[str, int, int], float]
 
 def serve_node(pipe: Connection) -> None:
     """One pool node and the pool's registry, driven until the pipe says otherwise."""
-    channel, registry_channel = (ZmqChannel("127.0.0.1", secret=SECRET) for _ in range(2))
+    channel, registry_channel = (
+        ZmqChannel("127.0.0.1", credential=own_credential(SECRET, *CredentialRole))
+        for _ in range(2)
+    )
     clock, ids, scheduler = MonotonicClock(), SystemIds(), SchedulerConfig()
     gateway = WorkerRef("gateway", ids.hex(8), registry_channel.address)
     registry = Gateway(

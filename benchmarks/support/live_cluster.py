@@ -27,6 +27,8 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.messages import LoadReport
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
@@ -95,7 +97,7 @@ class LiveCluster:
 
     def __init__(self, config: ServeConfig, plan: ServePlan) -> None:
         secret = SystemIds().hex(16)
-        channel = ZmqChannel("127.0.0.1", secret=secret)
+        channel = ZmqChannel("127.0.0.1", credential=own_credential(secret, *CredentialRole))
         self._channel = channel
         self.events = EventList()
         ids = SeededIds(SEED)

@@ -15,6 +15,8 @@ from benchmarks.support.servers import SERVED_NAME
 from mooncake.api import load_served_model
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.base import SystemIds
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.launch.cluster.gateway_process import GatewayProcess, listen
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
@@ -39,7 +41,7 @@ async def _serve(model: str, *, split: bool) -> None:
     config = resolve(given, None, {})
     plan = make_plan(config, machine_facts.num_cores())
     secret = SystemIds().hex(16)
-    channel = ZmqChannel(config.bind_host, secret=secret)
+    channel = ZmqChannel(config.bind_host, credential=own_credential(secret, *CredentialRole))
     front = GatewayProcess(plan, channel, SERVED_NAME)
     workers = cluster_workers(config, plan, channel.address, secret, machine_facts.host_name())
     served = load_served_model(plan.model.path, names=(SERVED_NAME,), max_model_len=8192)

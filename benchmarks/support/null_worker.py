@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from mooncake.base import Grammar, KvLayout, MonotonicClock, SystemIds
+from mooncake.base.rights import CredentialRole
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import LayerDone, RunnerEvent, Sample, StepPlan, StepResult
 from mooncake.engine.ports import PolledRunner
+from mooncake.identity import own_credential
 from mooncake.launch.host import machine_facts
 from mooncake.launch.worker.process import Pages, WorkerSettings, build
 from mooncake.rpc.zmq_channel import ZmqChannel
@@ -122,7 +124,9 @@ class NullModel:
 def main(encoded: str, step_s: float) -> None:
     """Be the worker that the settings (JSON) describe until the process is ended."""
     settings = msgspec.json.decode(encoded, type=WorkerSettings)
-    channel = ZmqChannel(settings.bind_host, secret=settings.cluster_secret)
+    channel = ZmqChannel(
+        settings.bind_host, credential=own_credential(settings.cluster_secret, *CredentialRole)
+    )
     transfer = open_transfer(
         TransferConfig(
             secret=settings.cluster_secret,

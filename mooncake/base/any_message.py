@@ -22,6 +22,7 @@ from mooncake.base.messages import (
     PutEnd,
     PutGranted,
     PutStart,
+    Refused,
     Replicate,
     Reserved,
     StepOutputs,
@@ -55,7 +56,7 @@ AnyMessage = (
     WorkerHello | LoadReport | BlockEvents | StepOutputs | Welcome | PeerLost | Drain
     | PrefillTask | Reserved | DecodeTask | KVReady | PushEnded | AbortTask | PutGranted
     | PinGranted | PutStart | PutEnd | PinBlocks | Unpin | DoubtPeers | WhoAreYou
-    | PeersHeard | BlocksPushed
+    | PeersHeard | BlocksPushed | Refused
     | Replicate | Prefetch | GatewayNews | FindBlocks | RemoveBlocks | SetPins | AskPool
     | BlocksFound | BlocksRemoved | PinsSet | PoolState
     | FindReplicas | ReplicasFound | FindHomes | HomesFound | TakeOver | TakenOver

@@ -10,6 +10,7 @@ MooncakeError
 │   └── ConfigError            -    a flag or a configuration key is wrong (start-up)
 ├── Overloaded                429   a limit would be missed; retry after `retry_after_s`
 ├── Unavailable               503   no worker can take the request now (starting, draining, lost)
+├── Forbidden                 403   the credential does not allow it
 ├── RequestTimeout            408   the request's own deadline passed
 ├── CheckpointError            -    a checkpoint cannot be read (names the tensor and the file)
 ├── TransferError             500   bytes did not arrive: take another replica or recompute
@@ -83,6 +84,13 @@ class Unavailable(MooncakeError):
     http_status = 503
     error_type = "ServiceUnavailableError"
     retryable = True
+
+
+class Forbidden(MooncakeError):
+    """The credential is not of the role, or of the tenant, that this takes."""
+
+    http_status = 403
+    error_type = "Forbidden"
 
 
 class RequestTimeout(MooncakeError):

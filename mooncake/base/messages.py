@@ -22,7 +22,7 @@ from mooncake.base.request import (
     TokenLogprobs,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Role(str, Enum):
@@ -272,6 +272,14 @@ class Drain(Message, frozen=True, tag="drain"):
 
     next_role: Role | None = msgspec.field(default=None, name="then")
     """Then leave, and come back in this role. Only for prefill and decode."""
+
+
+class Refused(Answer, frozen=True, tag="refused"):
+    """The receiver of a message did not take it: the sender's credential does not allow it."""
+
+    message: str
+    """The type of what was sent, as `PutStart`."""
+    reason: str
 
 
 class WhoAreYou(Message, frozen=True, tag="who"):

@@ -70,7 +70,8 @@ class Node:
     url: str = setting(DEFAULT_URL, text, NODE, "URL", "of the node's --admin-port")
     cluster_secret: str | None = setting(None, text, NODE, "TEXT", "of the pool",
         env="MOONCAKE_CLUSTER_SECRET", secret=True)
-    cluster_secret_file: str | None = setting(None, text, NODE, "FILE", "that holds it",
+    cluster_secret_file: str | None = setting(None, text, NODE, "FILE",
+        "that holds it, or a credential",
         env="MOONCAKE_CLUSTER_SECRET_FILE")
     transfer_protection: str = same_as(ServeConfig, "transfer_protection", NODE)
     json: bool = setting(False, truth, NODE, "", "print one JSON document", switch=True)

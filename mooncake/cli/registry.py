@@ -24,6 +24,7 @@ SUMMARIES = {
     "status": "workers, pool and load",
     "chat": "talk to a server in the terminal",
     "pool": "look at a pool node, put and get",
+    "credential": "make a credential of fewer rights than the cluster secret",
     "bench": "measure a server or an engine",
     "simulate": "play a trace, or faults, on a simulated cluster",
     "plan": "the smallest cluster for a trace and limits",

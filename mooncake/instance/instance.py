@@ -285,6 +285,7 @@ class Instance:
             **load.counters,
             **self.counters,
             **self._transfer.counters(),
+            **self._channel.figures(),
             "blocks_fetched": self.fetcher.num_blocks_fetched,
             "fetches_failed": self.fetcher.num_fetches_failed,
             "blocks_fetched_corrupt": self._reader.num_corrupt,

@@ -7,6 +7,7 @@ nothing here retries.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from mooncake.base.any_message import AnyMessage
@@ -21,6 +22,9 @@ class Channel(Protocol):
 
     def send(self, address: str, message: AnyMessage) -> None:
         """Queue `message` for `address`; never blocks. A message to a lost peer is dropped."""
+
+    def figures(self) -> Mapping[str, float]:
+        """Return counts since start, by name, for load reports."""
 
 
 class PolledChannel(Channel, Protocol):

@@ -1,4 +1,5 @@
-"""Encoding of messages: one byte of magic, one of version, then msgpack of the tagged union.
+"""Encoding of messages: one byte of magic, one of version, the sender's certificate behind its
+length, then msgpack of the tagged union.
 
 Stateless. No pickle; only the structs of `base.messages` can be decoded.
 """
@@ -16,30 +17,47 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 _MAGIC = 0x4D
 _PREFIX = bytes((_MAGIC, PROTOCOL_VERSION))
+_HEAD_BYTES = 4
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 
 
-def encode(message: AnyMessage) -> bytes:
-    """Return `message` as bytes. Raises ProtocolError when a field cannot be encoded."""
+def head_of(certificate: bytes) -> bytes:
+    """Return what begins all messages of the holder of `certificate`."""
+    return _PREFIX + len(certificate).to_bytes(2, "little") + certificate
+
+
+NO_CERTIFICATE = head_of(b"")
+"""Begins messages inside one process, where all are who they are."""
+
+
+def encode(message: AnyMessage, head: bytes = NO_CERTIFICATE) -> bytes:
+    """Return `message` as bytes behind `head`. Raises ProtocolError when it cannot be."""
     try:
-        return _PREFIX + _ENCODER.encode(message)
+        return head + _ENCODER.encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from error
 
 
-def decode(data: bytes | memoryview) -> AnyMessage:
-    """Return the message in `data`. Raises ProtocolError on malformed data or another version."""
-    view = memoryview(data)
-    if len(view) < 2 or view[0] != _MAGIC:
-        raise ProtocolError(f"not a message of this protocol: {bytes(view[:8]).hex() or 'empty'}")
-    if view[1] != PROTOCOL_VERSION:
+def certificate_of(data: bytes | memoryview) -> bytes:
+    """Return the certificate that `data` begins with. Raises ProtocolError on malformed data or
+    another version.
+    """
+    if len(data) < _HEAD_BYTES or data[0] != _MAGIC:
+        raise ProtocolError(f"not a message of this protocol: {data[:8].hex() or 'empty'}")
+    if data[1] != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"the peer speaks protocol version {view[1]}, this side {PROTOCOL_VERSION}: "
+            f"the peer speaks protocol version {data[1]}, this side {PROTOCOL_VERSION}: "
             "run the same release on all workers"
         )
+    return bytes(data[_HEAD_BYTES : _HEAD_BYTES + int.from_bytes(data[2:_HEAD_BYTES], "little")])
+
+
+def decode(data: bytes | memoryview) -> AnyMessage:
+    """Return the message in `data`. Raises ProtocolError on malformed data or another version."""
+    start = _HEAD_BYTES + len(certificate_of(data))
     try:
-        message: AnyMessage = _DECODER.decode(view[2:])
+        message: AnyMessage = _DECODER.decode(memoryview(data)[start:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed message of {len(view)} bytes: {error!s:.200}") from error
+        raise ProtocolError(f"malformed message of {len(data)} bytes: {error!s:.200}") from error
     return message

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Mapping
 
 from mooncake.base.any_message import AnyMessage
 from mooncake.rpc.codec import decode, encode
@@ -85,6 +86,9 @@ class InprocChannel:
         target = self._network.find(address)
         if target is not None:
             target.deliver(message)
+
+    def figures(self) -> Mapping[str, float]:
+        return {}
 
     def deliver(self, message: AnyMessage) -> None:
         """Queue a message for this end."""

@@ -1,21 +1,23 @@
 """The channel between processes, over ZeroMQ: one bound socket to receive, and one socket per peer
 to send.
 
-Owns its ZeroMQ context and sockets; decides nothing. Traffic is encrypted and authenticated with
-CURVE: the key pair of the bound end is derived from the cluster secret, so a process without the
-secret can neither compute the key to connect with nor pose as a worker.
+Owns its ZeroMQ context and sockets. Traffic is encrypted and authenticated with CURVE. The bound
+end has the cluster's key, which only the cluster secret gives, or that of its own credential: then
+its address ends in it ("tcp://10.0.0.7:43123#KEY"). Each message carries the sender's certificate;
+what arrives on a connection that did not prove the certificate's key, or is not for its role to
+send, is refused here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import logging
 import os
 import select
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import zmq
@@ -23,12 +25,19 @@ from zmq.utils import z85
 
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.clock import Clock, MonotonicClock
-from mooncake.base.errors import ConfigError, ProtocolError
-from mooncake.rpc.codec import MAX_MESSAGE_BYTES, decode, encode
+from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
+from mooncake.base.messages import Refused
+from mooncake.base.rights import Sender, refusal, speaker_of
+from mooncake.identity import Certificate, Credential, check_certificate
+from mooncake.rpc.codec import MAX_MESSAGE_BYTES, certificate_of, decode, encode, head_of
 
 _LOG = logging.getLogger(__name__)
 _MAX_PER_RECEIVE = 4096
 _LOGGED_EACH = 1000
+_ZAP = "inproc://zeromq.zap.01"
+"""Where ZeroMQ asks about the key of each new connection."""
+_MAX_KNOWN = 4096
+"""Certificates remembered as checked, and peers remembered as complained about."""
 _SPARE_SOCKETS = 1023
 """ZeroMQ's own limit, added to ours: closed sockets count until the last message has left."""
 
@@ -58,13 +67,8 @@ class ChannelCounters:
     """Not sent: the peer's queue was full, the message too long, or the address unusable."""
     num_malformed: int = 0
     """Arrived, but were no messages of this protocol version."""
-
-
-def server_keys(secret: str) -> tuple[bytes, bytes]:
-    """Return the (public, secret) CURVE keys, Z85, of every bound socket of the cluster."""
-    seed = hmac.digest(b"mooncake channel curve key v1", secret.encode(), hashlib.sha256)
-    secret_key = z85.encode(seed)
-    return zmq.curve_public(secret_key), secret_key
+    num_refused: int = 0
+    """Arrived, but the sender's credential does not allow them."""
 
 
 class ZmqChannel:
@@ -77,51 +81,61 @@ class ZmqChannel:
         self,
         bind_host: str = "127.0.0.1",
         *,
-        secret: str,
+        credential: Credential,
         port: int = 0,
         advertise_host: str | None = None,
         limits: ZmqLimits | None = None,
         clock: Clock | None = None,
+        unix_time: Callable[[], float] = time.time,
     ) -> None:
         """Bind. Port 0 takes a free one; `advertise_host` is what peers connect to (needed when
-        `bind_host` is a wildcard). Raises ConfigError when the address cannot be bound.
+        `bind_host` is a wildcard). Certificates expire by `unix_time`.
+
+        Raises ConfigError when the address cannot be bound.
         """
-        if not secret:
-            raise ConfigError("the cluster secret is empty: set one, the same for all workers")
         self._limits = limits or ZmqLimits()
         self._clock = clock or MonotonicClock()
-        self._public_key, secret_key = server_keys(secret)
-        self._client_public, self._client_secret = zmq.curve_keypair()
+        self._credential = credential
+        self._gate = _Gate(credential, unix_time)
+        self._head = head_of(credential.signed)
+        self._own_secret = z85.encode(credential.channel_seed)
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
         self._closed = False
         self.counters = ChannelCounters()
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._limits.num_peers + _SPARE_SOCKETS)
+        self._doorbell = self._context.socket(zmq.REP)
         self._inbox = self._context.socket(zmq.PULL)
         try:
-            bound_port = self._bind(bind_host, port, secret_key)
+            self._doorbell.bind(_ZAP)
+            bound_port = self._bind(bind_host, port)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"cannot listen on {bind_host}:{port}: {error}") from error
         self._address = f"tcp://{_bracketed(advertise_host or bind_host)}:{bound_port}"
+        if credential.listening_seed is None:
+            self._address += f"#{credential.certificate.channel_key.hex()}"
         # The socket's own descriptor only fires on changes; this one also stays readable while
         # `receive` has left something behind.
         self._again_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ready = select.epoll()
         self._ready.register(self._inbox.FD, select.EPOLLIN)
+        self._ready.register(self._doorbell.FD, select.EPOLLIN)
         self._ready.register(self._again_fd, select.EPOLLIN)
         # What came between binding and now may have fired already: look once.
         os.eventfd_write(self._again_fd, 1)
 
-    def _bind(self, host: str, port: int, secret_key: bytes) -> int:
+    def _bind(self, host: str, port: int) -> int:
+        seed = self._credential.listening_seed or self._credential.channel_seed
         inbox = self._inbox
         inbox.setsockopt(zmq.LINGER, 0)
         inbox.setsockopt(zmq.RCVHWM, self._limits.queue_messages)
         inbox.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes)
         inbox.setsockopt(zmq.IPV6, int(":" in host))
         inbox.setsockopt(zmq.CURVE_SERVER, 1)
-        inbox.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
+        inbox.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(seed))
+        inbox.setsockopt(zmq.ZAP_DOMAIN, b"mooncake")
         _detect_dead_peers(inbox)
         inbox.bind(f"tcp://{_bracketed(host)}:{port or '*'}")
         endpoint = inbox.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -136,11 +150,14 @@ class ZmqChannel:
         """The number of open sending sockets."""
         return len(self._peers)
 
+    def figures(self) -> Mapping[str, float]:
+        return {"messages_refused": self.counters.num_refused}
+
     def send(self, address: str, message: AnyMessage) -> None:
         """Queue `message` for `address`; one that cannot be queued is dropped and counted. Raises
         ProtocolError when it cannot be encoded.
         """
-        data = encode(message)
+        data = encode(message, self._head)
         if len(data) > self._limits.message_bytes:
             self._drop(f"{type(message).__name__} of {len(data)} bytes is too long", address)
             return
@@ -151,14 +168,14 @@ class ZmqChannel:
             self._forget_idle(now)
             try:
                 self._peer(address, now).socket.send(data, zmq.NOBLOCK)
-            except zmq.ZMQError as error:  # a lost message, as on a broken link
+            except (zmq.ZMQError, ValueError) as error:  # a lost message, as on a broken link
                 self._drop(f"not queued ({error})", address)
                 return
             self.counters.num_sent += 1
 
     def _peer(self, address: str, now: float) -> _Peer:
-        """Return the peer, connected. Raises ZMQError: the address is unusable, or there is no
-        descriptor left for a socket.
+        """Return the peer, connected. Raises ZMQError or ValueError: the address is unusable, or
+        there is no descriptor left for a socket.
         """
         peer = self._peers.get(address)
         if peer is None:
@@ -171,6 +188,8 @@ class ZmqChannel:
         return peer
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
+        address, _, key = address.partition("#")
+        peer_key = bytes.fromhex(key) if key else self._credential.cluster.channel_key
         socket = self._context.socket(zmq.PUSH)
         try:
             socket.setsockopt(zmq.LINGER, self._limits.linger_ms)
@@ -178,12 +197,13 @@ class ZmqChannel:
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.setsockopt(zmq.IPV6, int("[" in address))
-            socket.setsockopt(zmq.CURVE_SERVERKEY, self._public_key)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._client_public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._client_secret)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(peer_key))
+            own_key = self._credential.certificate.channel_key
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(own_key))
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._own_secret)
             _detect_dead_peers(socket)
             socket.connect(address)
-        except zmq.ZMQError:
+        except (zmq.ZMQError, ValueError):
             socket.close()
             raise
         return socket
@@ -213,13 +233,16 @@ class ZmqChannel:
             return messages
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._again_fd)
+        self._open_door()
         for _ in range(_MAX_PER_RECEIVE):
             try:
-                data = self._inbox.recv(zmq.NOBLOCK)
+                frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
             try:
-                messages.append(decode(data))
+                message = self._taken(frame)
+                if message is not None:
+                    messages.append(message)
             except ProtocolError as error:
                 if self.counters.num_malformed % _LOGGED_EACH == 0:
                     _LOG.warning("message dropped: %s", error)
@@ -230,6 +253,52 @@ class ZmqChannel:
         with self._lock:
             self._forget_idle(self._clock.now())
         return messages
+
+    def _open_door(self) -> None:
+        """Let all keys in, and have each message say which key its connection has proven: what the
+        key may do depends on the certificate that comes with the message.
+        """
+        with contextlib.suppress(zmq.Again):
+            while True:
+                asked = self._doorbell.recv_multipart(zmq.NOBLOCK)
+                key = asked[6].hex() if len(asked) == 7 else ""
+                verdict = (b"200", b"OK") if key else (b"400", b"CURVE only")
+                self._doorbell.send_multipart(
+                    [*asked[:2], *verdict, key.encode(), b""], zmq.NOBLOCK
+                )
+
+    def _taken(self, frame: zmq.Frame) -> AnyMessage | None:
+        """Return the message that has arrived; None: it is refused, and the sender told why.
+
+        Raises ProtocolError when it is none.
+        """
+        data, key = frame.bytes, str(frame.get("User-Id"))
+        try:
+            certificate, sender = self._gate.holder(certificate_of(data), key)
+        except Forbidden as error:
+            self._refuse(key, error.message)
+            return None
+        message = decode(data)
+        reason = self._gate.expiry(certificate) or refusal(sender, message)
+        if reason is None:
+            return message
+        self._refuse(key, reason)
+        self._send_refusal(sender, message, reason)
+        return None
+
+    def _refuse(self, key: str, reason: str) -> None:
+        self.counters.num_refused += 1
+        self._gate.complain(key, reason)
+
+    def _send_refusal(self, sender: Sender, message: AnyMessage, reason: str) -> None:
+        """Answer a client at the address that is its own; nobody else is sent anything."""
+        speaker = speaker_of(message)
+        if speaker is not None and sender.is_own(speaker):
+            ticket = getattr(message, "ticket", 0)
+            answer = Refused(
+                asker=speaker, ticket=ticket, message=type(message).__name__, reason=reason
+            )
+            self.send(speaker.address, answer)
 
     def close(self) -> None:
         """Stop receiving, wait up to `linger_ms` for queued messages, free the sockets."""
@@ -243,7 +312,55 @@ class ZmqChannel:
         self._ready.close()
         os.close(self._again_fd)
         self._inbox.close()
+        self._doorbell.close()
         self._context.destroy(linger=self._limits.linger_ms)
+
+
+class _Gate:
+    """Who is behind a certificate: what has been checked is remembered."""
+
+    def __init__(self, credential: Credential, unix_time: Callable[[], float]) -> None:
+        self._cluster = credential.cluster
+        self._unix_time = unix_time
+        self._known: dict[bytes, tuple[Certificate, Sender]] = {}
+        self._complained: set[str] = set()
+
+    def holder(self, signed: bytes, channel_key: str) -> tuple[Certificate, Sender]:
+        """Return who sends on a connection that has proven `channel_key`.
+
+        Raises Forbidden: the certificate is of another cluster or key.
+        """
+        found = self._known.get(signed)
+        if found is None:
+            found = self._known[signed] = self._check(signed)
+            while len(self._known) > _MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+        if found[1].channel_key != channel_key:
+            raise Forbidden(f"the key of the connection is not that of {found[0].name!r}")
+        return found
+
+    def expiry(self, certificate: Certificate) -> str | None:
+        """Return why a certificate counts no more; None: it counts."""
+        if not certificate.expires_s:
+            return None
+        try:
+            certificate.check_time(self._unix_time())
+        except Forbidden as error:
+            return error.message
+        return None
+
+    def _check(self, signed: bytes) -> tuple[Certificate, Sender]:
+        try:
+            certificate = check_certificate(signed, self._cluster)
+        except ProtocolError as error:
+            raise Forbidden(error.message) from error
+        return certificate, certificate.sender()
+
+    def complain(self, channel_key: str, reason: str) -> None:
+        """Log why a message is refused, once for each peer."""
+        if channel_key not in self._complained and len(self._complained) < _MAX_KNOWN:
+            self._complained.add(channel_key)
+            _LOG.warning("message refused: %s", reason)
 
 
 @dataclass

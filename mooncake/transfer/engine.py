@@ -57,6 +57,13 @@ class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
+class Pieces(msgspec.Struct, frozen=True):
+    """Pieces of one region, all of one size and at multiples of it."""
+
+    offsets: Sequence[int]
+    num_bytes: int
+
+
 class Region(Protocol):
     """Registered memory of this process."""
 
@@ -96,6 +103,14 @@ class Transfer(Protocol):
 
     def unregister(self, region: Region) -> None:
         """Withdraw a region; peers are refused from now on."""
+
+    def lend(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
+        """Let a pool client, whose credential has the channel key `holder`, touch pieces of memory.
+        Others of its kind, and this one elsewhere, are refused; workers are not.
+        """
+
+    def take_back(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
+        """End a loan: on return the client touches no piece that it was not lent again."""
 
     def submit(self, batch: TransferBatch) -> int:
         """Start a batch and return its id; never blocks. An impossible batch fails through its

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from mooncake.base.clock import Clock
 from mooncake.base.errors import ConfigError
 from mooncake.base.ids import IdSource, SystemIds
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.transfer.local.backend import InprocBackend, InprocFabric
 from mooncake.transfer.local.copying import CopyPool
 from mooncake.transfer.net.handshake import Credentials
@@ -73,7 +75,9 @@ class TransferConfig:
     """The transfer engine of one process."""
 
     secret: str = field(repr=False)
-    """The cluster secret; peers without it are refused."""
+    """The cluster secret, or the text of a credential; peers that have neither are refused."""
+    roles: Sequence[CredentialRole] = (CredentialRole.WORKER,)
+    """What we act as; with the secret, all of them."""
     host: str
     """Name of this machine; peers with an equal one may use shared memory."""
     protocols: Sequence[str] = field(default_factory=usable_protocols)
@@ -113,7 +117,7 @@ def open_transfer(
     usual = Protection.NONE if listen.is_loopback else Protection.MAC
     credentials = Credentials(
         engine_id=engine_id,
-        secret=config.secret,
+        credential=own_credential(config.secret, *config.roles, ids=ids),
         ids=ids,
         protection=config.protection or usual,
         least=config.protection or Protection.NONE,

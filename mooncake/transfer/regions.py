@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from mooncake.base.errors import TransferError
 from mooncake.transfer.device import HOST, CopyDone, DeviceMemory, Ranges, read_now
 from mooncake.transfer.engine import Region
+from mooncake.transfer.loans import Loan, Loans
 from mooncake.transfer.memory import allocate_shared
 
 
@@ -158,11 +160,20 @@ class DeviceRegion(_Region):
 AnyRegion = HostRegion | DeviceRegion
 
 
-def withdrawn(regions: Iterable[AnyRegion]) -> str | None:
-    """Return why one of `regions` may not be touched any more, or None."""
-    for region in regions:
-        if not region.alive:
-            return region.withdrawn
+class Withdrawable(Protocol):
+    """What a transfer under way needs: a region, or a loan of a piece of one."""
+
+    @property
+    def withdrawn(self) -> str | None:
+        """Why it may not be touched any more, or None."""
+
+
+def withdrawn(needed: Iterable[Withdrawable]) -> str | None:
+    """Return why one of these may not be touched any more, or None."""
+    for each in needed:
+        reason = each.withdrawn
+        if reason is not None:
+            return reason
     return None
 
 
@@ -171,6 +182,7 @@ class RegionTable:
 
     def __init__(self, gates: Gates) -> None:
         self.gates = gates
+        self.loans = Loans(gates.pass_all)
         self._lock = threading.Lock()
         self._regions: dict[int, AnyRegion] = {}
         self._next_id = 1
@@ -282,6 +294,18 @@ class RegionTable:
                 regions.append(region)
             views.append(region.buffer[offset : offset + length])
         return views, regions
+
+    def borrowed(
+        self, borrower: str, ranges: Sequence[tuple[int, int, int]], *, write: bool
+    ) -> list[Loan]:
+        """Return a pool client's loans of (region, offset, length) ranges. Raises RangeRefused."""
+        loans = self.loans.find(borrower, ranges, write=write)
+        if loans is None:
+            raise RangeRefused(
+                f"this memory is not lent to this client to {'write' if write else 'read'}: pool "
+                "clients reach what they have been granted, or have pinned, and nothing else"
+            )
+        return loans
 
     def find_any(self, region_id: int, offset: int, num_bytes: int) -> AnyRegion:
         """Return the region that holds the range. Raises RangeRefused, saying why not."""

@@ -17,7 +17,7 @@ from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backend import Backend
 from mooncake.transfer.batches import MAX_OPEN_BATCHES, BatchTable, Job
 from mooncake.transfer.device import DeviceMemory
-from mooncake.transfer.engine import Op, Region, TransferBatch, TransferDone, TransferOp
+from mooncake.transfer.engine import Op, Pieces, Region, TransferBatch, TransferDone, TransferOp
 from mooncake.transfer.link_stats import LinkSnapshot, LinkStats
 from mooncake.transfer.net.io_loop import IoLoop, Timer
 from mooncake.transfer.regions import DeviceRegion, HostRegion, RangeRefused, RegionTable
@@ -124,6 +124,17 @@ class RoutedTransfer:
         A peer that copies by shared memory may still finish its step of at most 4 MiB.
         """
         self._regions.withdraw(region)
+
+    def lend(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
+        self._regions.loans.lend(holder, region.region_id, pieces, write=write)
+
+    def take_back(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
+        self._regions.loans.take_back(holder, region.region_id, pieces, write=write)
+
+    @property
+    def num_loans(self) -> int:
+        """Pieces lent to pool clients now, counted as often as they were lent."""
+        return self._regions.loans.num_open
 
     def submit(self, batch: TransferBatch) -> int:
         """Start a batch and return its id; an impossible one fails through its event."""

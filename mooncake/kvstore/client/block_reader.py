@@ -190,6 +190,12 @@ class BlockReader:
             self._end(ticket, read.num_blocks, now)
         return True
 
+    def on_refused(self, ticket: int, error: MooncakeError, now: float) -> None:
+        """End a read that the node did not take."""
+        read = self._reads.get(ticket)
+        if read is not None and read.stage is _Stage.PINNING:
+            self._end(ticket, 0, now, error)
+
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         """End what the lost node has not granted yet, and call off running transfers."""
         for ticket, read in list(self._reads.items()):

@@ -117,6 +117,12 @@ class BlockWriter:
         )
         write.ended(error or written, now)
 
+    def on_refused(self, ticket: int, error: MooncakeError, now: float) -> None:
+        """End a put that the node did not take."""
+        write = self._writes.get(ticket)
+        if write is not None and write.granted is None:
+            self.end(ticket, [], now, error)
+
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         """End what the lost node has not granted yet, and stop what is being written."""
         for ticket, write in list(self._writes.items()):

@@ -19,6 +19,7 @@ from mooncake.base import (
     BlockKey,
     BlockPlaces,
     Drain,
+    Forbidden,
     KvLayout,
     MooncakeError,
     PeerLost,
@@ -32,7 +33,7 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.messages import Answer, Replicate, WhoAreYou
+from mooncake.base.messages import Answer, Refused, Replicate, WhoAreYou
 from mooncake.base.pool_messages import (
     AskPool,
     BlocksDescribed,
@@ -234,6 +235,8 @@ class PoolClient:
                 self._on_answer(event, event.store.address)
             case ReplicasFound():
                 self._on_answer(event, None)
+            case Refused():
+                self._on_refused(event, now)
             case Welcome():
                 self._membership.on_welcome(event)
             case WhoAreYou():
@@ -320,6 +323,16 @@ class PoolClient:
         if request is not None and address == expected:
             del self._requests[event.ticket]
             request.done(event)
+
+    def _on_refused(self, event: Refused, now: float) -> None:
+        """End the call whose message was not taken, with the reason that was given."""
+        error = Forbidden(event.reason)
+        if event.message == "PinBlocks":
+            self._reader.on_refused(event.ticket, error, now)
+        elif event.message == "PutStart":
+            self._writer.on_refused(event.ticket, error, now)
+        elif (request := self._requests.pop(event.ticket, None)) is not None:
+            request.done(error)
 
     def _on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         """Fail what the lost node had not answered yet, and call off running transfers."""

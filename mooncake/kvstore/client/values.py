@@ -13,6 +13,7 @@ import xxhash
 
 from mooncake.base import BlockKey, KvLayout
 from mooncake.base.blocks import chain_root, extend_chain
+from mooncake.base.rights import tenant_key
 
 _HEAD = struct.Struct("<8sQ16s")
 _MAGIC = b"mcvalue1"
@@ -48,12 +49,17 @@ class ValueHead:
         """Return the keys of the blocks that hold the value, first one first."""
         count = -(-self.num_bytes // layout.block_bytes)
         root = chain_root(layout.fingerprint, tenant, f"value {self.digest.hex()}")
-        return extend_chain(root, range(count), 1)
+        return [_of_tenant(key, tenant) for key in extend_chain(root, range(count), 1)]
 
 
 def head_key(layout: KvLayout, name: str, tenant: str) -> BlockKey:
     """Return the key of the head of the value of that name."""
-    return chain_root(layout.fingerprint, tenant, f"head {name}")
+    return _of_tenant(chain_root(layout.fingerprint, tenant, f"head {name}"), tenant)
+
+
+def _of_tenant(key: BlockKey, tenant: str) -> BlockKey:
+    """Return the key that a client of the tenant may name, too."""
+    return tenant_key(key, tenant) if tenant else key
 
 
 def fits(layout: KvLayout) -> bool:

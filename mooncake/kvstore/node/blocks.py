@@ -5,9 +5,11 @@ a report to the gateways. Pure; owned by the node.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mooncake.base import BlockKey, BlockPlaces, KvLayout, Tier, WorkerRef, packed_places
+from mooncake.base.rights import channel_key_of
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.eviction import Keys
@@ -21,7 +23,7 @@ from mooncake.kvstore.storage.promotion import Promotions
 from mooncake.kvstore.storage.tiering import Tiering
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
-from mooncake.transfer.engine import Region, Transfer
+from mooncake.transfer.engine import Pieces, Region, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,23 @@ class NodeBlocks:
         """Return where blocks lie in the arena that DRAM knows."""
         segment, region_id = self._ports.transfer.segment, self._ports.region.region_id
         return packed_places(self._ports.layout, segment, region_id, self.dram.offsets(keys))
+
+    def lend(self, peer: WorkerRef, keys: Sequence[BlockKey], *, write: bool) -> None:
+        """Let a peer touch blocks that it has been granted or has pinned. Workers need no loan."""
+        borrower = channel_key_of(peer)
+        if borrower and keys:
+            ports = self._ports
+            ports.transfer.lend(borrower, ports.region, self._pieces(keys), write=write)
+
+    def take_back(self, peer: WorkerRef, keys: Sequence[BlockKey], *, write: bool) -> None:
+        """End such a loan, before the memory of the blocks may be used for others."""
+        borrower = channel_key_of(peer)
+        if borrower and keys:
+            ports = self._ports
+            ports.transfer.take_back(borrower, ports.region, self._pieces(keys), write=write)
+
+    def _pieces(self, keys: Sequence[BlockKey]) -> Pieces:
+        return Pieces(self.dram.offsets(keys), self.dram.block_bytes)
 
     @property
     def quiet(self) -> bool:

@@ -36,6 +36,7 @@ COUNTERS = {
     "blocks_removed": "blocks removed on request",
     "blocks_reported_corrupt": "blocks that a reader got otherwise than their checksums say",
     "blocks_damaged": "blocks in DRAM that were not any more what was written",
+    "messages_refused": "messages whose sender's credential does not allow them",
     "stray_messages": "messages about tickets unknown or ended, or from lost workers",
 }
 """Counter name -> what it counts."""

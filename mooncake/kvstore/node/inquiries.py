@@ -59,7 +59,11 @@ class Inquiries:
             num_total_blocks=self._dram.num_blocks,
             num_cached_blocks=self._dram.num_stored,
             draining=self._blocks.migration.begun,
-            counters={**self._ports.counters, **self._ports.transfer.counters()},
+            counters={
+                **self._ports.counters,
+                **self._ports.transfer.counters(),
+                **self._channel.figures(),
+            },
         )
 
     def state(self, asker: WorkerRef, ticket: int) -> PoolState:

@@ -52,6 +52,7 @@ class PinSessions:
         if run:
             self._blocks.use([*message.head.keys, *run], message.head.counted, reader, now)
             self._blocks.dram.pin(run)
+            self._blocks.lend(reader, run, write=False)
             self._peers.state_of(reader, now).pins[ticket] = run
         else:
             self._peers.remember_ended(reader, "pin", ticket)
@@ -80,7 +81,7 @@ class PinSessions:
         """End a pin, or the wait for one; hash blocks again that the reader says are corrupt."""
         state = self._peers.find(message.reader)
         if message.ticket in state.pins:
-            self._blocks.dram.unpin(state.pins.pop(message.ticket))
+            self._unpin(message.reader, state.pins.pop(message.ticket))
         elif message.ticket in state.waits:
             del state.waits[message.ticket]
             self._blocks.promotions.cancel((peer_of(message.reader), message.ticket), now)
@@ -89,10 +90,14 @@ class PinSessions:
         self._counters["blocks_reported_corrupt"] += len(message.corrupt)
         self._blocks.hashing.suspect(message.corrupt)
 
+    def _unpin(self, reader: WorkerRef, run: list[BlockKey]) -> None:
+        self._blocks.take_back(reader, run, write=False)
+        self._blocks.dram.unpin(run)
+
     def reclaim(self, state: PeerState, now: float) -> None:
         """Unpin what a lost reader had pinned or was waiting for."""
         for run in state.pins.values():
-            self._blocks.dram.unpin(run)
+            self._unpin(state.ref, run)
             self._counters["pins_reclaimed"] += 1
         for ticket in state.waits:
             self._blocks.promotions.cancel((peer_of(state.ref), ticket), now)

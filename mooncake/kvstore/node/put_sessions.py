@@ -51,6 +51,7 @@ class PutSessions:
         if not granted:
             return None
         self._peers.state_of(message.writer, now).grants[message.ticket] = grant
+        self._blocks.lend(message.writer, list(grant.pending), write=True)
         self._overdue_at.append((now + self._ports.config.put_timeout_s, grant))
         return grant
 
@@ -72,6 +73,9 @@ class PutSessions:
             return
         dram = self._blocks.dram
         written = [key for key in dict.fromkeys(message.written) if key in grant.pending]
+        dropped = [key for key in dict.fromkeys(message.dropped) if key in grant.pending]
+        dropped = [key for key in dropped if key not in written]
+        self._blocks.take_back(message.writer, [*written, *dropped], write=True)
         for key in written:
             del grant.pending[key]
         dram.commit(written)
@@ -80,11 +84,10 @@ class PutSessions:
             for key in written:
                 dram.learn_checksum(key, known[key])
         self._blocks.hashing.stored(written)
-        for key in message.dropped:
-            if key in grant.pending:
-                del grant.pending[key]
-                dram.abandon(key, None)
-                self._counters["blocks_dropped"] += 1
+        for key in dropped:
+            del grant.pending[key]
+            dram.abandon(key, None)
+            self._counters["blocks_dropped"] += 1
         self._counters["blocks_put"] += len(written)
         self._counters["bytes_put"] += len(written) * dram.block_bytes
         self._blocks.stored(written)
@@ -99,6 +102,7 @@ class PutSessions:
         """Put the memory granted to a lost writer into quarantine."""
         reuse_at_s = now + self._ports.config.quarantine_s
         for grant in state.grants.values():
+            self._blocks.take_back(state.ref, list(grant.pending), write=True)
             for key in grant.pending:
                 self._blocks.dram.abandon(key, reuse_at_s)
             self._counters["grants_reclaimed"] += 1

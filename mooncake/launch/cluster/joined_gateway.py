@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from mooncake.base import CheckpointError, SystemIds
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.launch.cluster import ray_cluster, report
 from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess
 from mooncake.launch.config.plan import make_plan
@@ -31,8 +33,9 @@ class JoinedCluster:
             MooncakeError: there is no cluster, or its model is not here.
         """
         assert config.join is not None
-        self._secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
-        self._facts = facts = ray_cluster.facts_at(config.join, self._secret)
+        secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
+        self._credential = own_credential(secret, CredentialRole.GATEWAY)
+        self._facts = facts = ray_cluster.facts_at(config.join, self._credential.cluster)
         worker = facts.worker
         self.config = dataclasses.replace(
             config,
@@ -56,7 +59,7 @@ class JoinedCluster:
 
     def open(self) -> GatewayProcess:
         """Return the gateway, which meets workers and other gateways once it is driven."""
-        channel = ZmqChannel(self.config.bind_host, secret=self._secret)
+        channel = ZmqChannel(self.config.bind_host, credential=self._credential)
         self._gateway_process = GatewayProcess(
             self.plan, channel, self.config.names[0],
             gateway_id=self.gateway_id, peers=[self._facts.gateway_address],

@@ -19,6 +19,8 @@ import msgspec
 from rich.console import Console
 
 from mooncake.base import Role, SystemIds, WorkerRef
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start
@@ -48,7 +50,8 @@ class Registry:
         """Raises ConfigError when `pool_port` is taken, or `bind_host` is not ours."""
         machine_facts.check_port(config.bind_host, config.pool_port, "bind-host", "pool-port")
         ids = SystemIds()
-        self._channel = ZmqChannel(config.bind_host, secret=secret, port=config.pool_port)
+        credential = own_credential(secret, CredentialRole.GATEWAY, name="registry")
+        self._channel = ZmqChannel(config.bind_host, credential=credential, port=config.pool_port)
         ref = WorkerRef(GATEWAY_ID, ids.hex(8), self._channel.address)
         gateway = Gateway(
             plan.scheduler, ref, Conductor(plan.scheduler, ids), self._channel, ids,

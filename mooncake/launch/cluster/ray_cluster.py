@@ -28,6 +28,8 @@ from ray.experimental.internal_kv import _internal_kv_put as kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mooncake.base import ConfigError, MooncakeError
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import ClusterKeys, own_credential
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import (
     keep_ray_token_private,
@@ -267,21 +269,22 @@ def address() -> str:
 
 
 def write_facts(facts: ClusterFacts, secret: str) -> None:
-    """Store what workers and gateways that join must know, sealed by the cluster secret."""
+    """Store what workers and gateways that join must know, signed with the cluster secret."""
     facts = msgspec.structs.replace(facts, worker=_without_secret(facts.worker))
-    kv_put(FACTS_KEY, seal(msgspec.msgpack.encode(facts), secret, SEAL), overwrite=True)
+    credential = own_credential(secret, CredentialRole.GATEWAY)
+    kv_put(FACTS_KEY, seal(msgspec.msgpack.encode(facts), credential, SEAL), overwrite=True)
 
 
-def read_facts(secret: str) -> ClusterFacts:
+def read_facts(cluster: ClusterKeys) -> ClusterFacts:
     """Return what the cluster's first process stored.
 
     Raises:
         ConfigError: no `mooncake serve` runs in this Ray cluster, or it has another secret.
     """
-    return _decode_facts(kv_get(FACTS_KEY), secret)
+    return _decode_facts(kv_get(FACTS_KEY), cluster)
 
 
-def facts_at(address: str, secret: str) -> ClusterFacts:
+def facts_at(address: str, cluster: ClusterKeys) -> ClusterFacts:
     """Return what the first process of the cluster at `address` left, without taking part in Ray.
 
     Raises:
@@ -296,7 +299,7 @@ def facts_at(address: str, secret: str) -> ClusterFacts:
         found = client.internal_kv_get(FACTS_KEY, None, timeout=CONNECT_S)
     except (OSError, RayError) as error:
         raise ConfigError(f"no Ray cluster at {address}: {error}") from error
-    return _decode_facts(found, secret)
+    return _decode_facts(found, cluster)
 
 
 def cluster_secret(address: str, given: str | None) -> str:
@@ -339,11 +342,11 @@ def _reach(address: str) -> None:
         ) from error
 
 
-def _decode_facts(found: bytes | None, secret: str) -> ClusterFacts:
+def _decode_facts(found: bytes | None, cluster: ClusterKeys) -> ClusterFacts:
     if found is None:
         raise ConfigError("no server in this Ray cluster; start `mooncake serve` there first")
     try:
-        data = unseal(found, secret, SEAL)
+        data = unseal(found, cluster, SEAL)
     except MooncakeError as error:
         raise ConfigError(
             "cluster-secret: it is not that of this cluster, or Ray's store was altered"

@@ -15,6 +15,8 @@ import msgspec
 from rich.console import Console
 
 from mooncake.base import MooncakeError, Role, SystemIds
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.launch.cluster import ray_cluster, report
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import (
@@ -146,6 +148,7 @@ def join(config: ServeConfig) -> int:
     supervisor = ray_cluster.Supervisor(lambda _: None)
     asked_to_stop = threading.Event()
     secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
+    credential = own_credential(secret, CredentialRole.WORKER)
     own_file = secret_file(f"{config.join}-{os.getpid()}")
 
     def on_signal(*_: object) -> None:
@@ -157,7 +160,7 @@ def join(config: ServeConfig) -> int:
         ray_cluster.connect(config.join, config.bind_host, bare_lines=config.log_format == "json")
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray sets its own
             signal.signal(number, on_signal)
-        settings = _joining(config, ray_cluster.read_facts(secret), secret)
+        settings = _joining(config, ray_cluster.read_facts(credential.cluster), secret)
         write_private(own_file, secret)
         with report.StartProgress(console) as show:
             pids = supervisor.start([settings], show, here_only=True, secret_file=own_file)

@@ -23,9 +23,10 @@ from rich.console import Console
 from mooncake.api import ServedModel, load_served_model
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.base import IdSource, Role, SystemIds, Unavailable
+from mooncake.base.rights import CredentialRole
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start
-from mooncake.launch.cluster.gateway_process import GatewayProcess, listen
+from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess, listen
 from mooncake.launch.cluster.headless import HeadlessPort
 from mooncake.launch.cluster.workers import health_settings
 from mooncake.launch.config.plan import ServePlan, make_plan
@@ -147,11 +148,13 @@ def _make(config: ServeConfig, plan: ServePlan, ids: IdSource) -> tuple[Workers,
         local = ColocatedWorkers(config, plan)
         return local, GatewayProcess(plan, local.gateway_channel, config.names[0], ids=ids)
     environment.prepare_ray(config.bind_host)
+    from mooncake.identity import own_credential
     from mooncake.launch.cluster.ray_workers import RayWorkers
     from mooncake.rpc.zmq_channel import ZmqChannel
 
     secret = config.cluster_secret or ids.hex(16)
-    channel = ZmqChannel(config.bind_host, secret=secret)
+    credential = own_credential(secret, CredentialRole.GATEWAY, name=GATEWAY_ID)
+    channel = ZmqChannel(config.bind_host, credential=credential)
     return RayWorkers(config, plan, secret), GatewayProcess(plan, channel, config.names[0], ids=ids)
 
 

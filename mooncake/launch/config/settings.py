@@ -165,7 +165,8 @@ class ServeConfig:
         "the cluster (default: drawn at start; who joins on the same machine finds it)",
         env="MOONCAKE_CLUSTER_SECRET", secret=True)
     cluster_secret_file: str | None = setting(None, text, CLUSTER, "FILE",
-        "that holds it: other users see flags, but not this", env="MOONCAKE_CLUSTER_SECRET_FILE")
+        "that holds it, or a credential: other users see flags, but not this",
+        env="MOONCAKE_CLUSTER_SECRET_FILE")
     tensor_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
         "ranks that share each layer of an instance; more than 1: only with --dry-run so far",
         short="-tp")

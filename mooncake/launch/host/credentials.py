@@ -1,11 +1,13 @@
-"""Secrets of this machine's processes: private files, and proofs of a secret that never travels.
+"""Secrets of this machine's processes: private files, signed facts and signed HTTP requests.
 
-Keys for one purpose are derived from the cluster secret by HMAC-SHA256 (as HKDF's expand step, RFC
-5869), so that what proves it in one place proves nothing in another.
+The cluster secret never travels: what is signed with a credential proves it, and names its purpose,
+so that it proves nothing elsewhere.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import hashlib
 import hmac
@@ -13,64 +15,90 @@ import os
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError
+from mooncake.identity import (
+    Certificate,
+    ClusterKeys,
+    Credential,
+    check_certificate,
+    check_cluster_signature,
+)
+from mooncake.identity.credential import SIGNATURE_BYTES
 
 SCHEME = "Mooncake"
-"""Of `WWW-Authenticate: Mooncake CHALLENGE` and `Authorization: Mooncake CHALLENGE NONCE MAC`."""
+"""Of `WWW-Authenticate: Mooncake CHALLENGE`, and of `Authorization: Mooncake CHALLENGE NONCE
+CERTIFICATE SIGNATURE`.
+"""
 SIGNED_S = 60.0
 """A challenge may be answered for so long, by the server's clock; each signature counts once."""
 MAX_NONCES = 4096
 """Signed requests remembered; more within `SIGNED_S` are refused."""
-_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def derived_key(secret: str, purpose: str) -> bytes:
-    """Return the 32-byte key for `purpose`; the secret cannot be computed from it."""
-    return hmac.digest(secret.encode(), b"mooncake key 1 " + purpose.encode(), hashlib.sha256)
+def seal(data: bytes, credential: Credential, purpose: str) -> bytes:
+    """Return `data` behind the cluster's signature; `unseal` then finds any change. It is not
+    encrypted.
+
+    Raises:
+        Forbidden: `credential` was not made from the cluster secret here.
+    """
+    return credential.sign_for_cluster(_for(purpose, data)) + data
 
 
-def seal(data: bytes, secret: str, purpose: str) -> bytes:
-    """Return `data` behind a MAC; `unseal` then finds any change. It is not encrypted."""
-    return hmac.digest(derived_key(secret, purpose), data, hashlib.sha256) + data
-
-
-def unseal(sealed: bytes, secret: str, purpose: str) -> bytes:
+def unseal(sealed: bytes, cluster: ClusterKeys, purpose: str) -> bytes:
     """Return what was sealed.
 
     Raises:
-        MooncakeError: it was sealed with another secret, or was altered.
+        Forbidden: it was sealed with another secret, or was altered.
     """
-    mac, data = sealed[:_DIGEST_BYTES], sealed[_DIGEST_BYTES:]
-    if not hmac.compare_digest(mac, seal(data, secret, purpose)[:_DIGEST_BYTES]):
-        raise MooncakeError("sealed with another secret, or altered")
+    signature, data = sealed[:SIGNATURE_BYTES], sealed[SIGNATURE_BYTES:]
+    check_cluster_signature(cluster, signature, _for(purpose, data))
     return data
 
 
-def sign_request(secret: str, method: str, path: str, challenge: str) -> str:
+def _for(purpose: str, data: bytes) -> bytes:
+    return b"mooncake " + purpose.encode() + b"\0" + data
+
+
+def sign_request(credential: Credential, method: str, path: str, challenge: str) -> str:
     """Return the `Authorization` of one HTTP request that answers the server's `challenge`."""
     nonce = secrets.token_hex(16)
-    return f"{SCHEME} {challenge} {nonce} {_request_mac(secret, method, path, challenge, nonce)}"
+    signature = credential.sign(_request(method, path, challenge, nonce))
+    shown = " ".join(_word(each) for each in (credential.signed, signature))
+    return f"{SCHEME} {challenge} {nonce} {shown}"
 
 
-def _request_mac(secret: str, method: str, path: str, challenge: str, nonce: str) -> str:
-    signed = " ".join((method, path, challenge, nonce)).encode()
-    return hmac.new(derived_key(secret, "admin request"), signed, hashlib.sha256).hexdigest()
+def _request(*words: str) -> bytes:
+    return _for("admin request", " ".join(words).encode())
+
+
+def _word(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode()
 
 
 class RequestVerifier:
     """Checks signatures of requests, each of which counts once. Threads may share it."""
 
-    def __init__(self, secret: str, now: Callable[[], float]) -> None:
-        """`now` returns seconds of a clock that only goes forward."""
-        self._secret = secret
-        self._boot = secrets.token_hex(16)
+    def __init__(
+        self,
+        cluster: ClusterKeys,
+        now: Callable[[], float],
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
+        """`now` returns seconds of a clock that only goes forward; credentials expire by
+        `unix_time`.
+        """
+        self._cluster = cluster
+        self._boot = secrets.token_bytes(32)
         self._now = now
+        self._unix_time = unix_time
         self._lock = threading.Lock()
         self._used: dict[str, float] = {}
-        """MAC -> when it may be forgotten."""
+        """Nonce -> when it may be forgotten."""
 
     def challenge(self) -> str:
         """Return what a signature must answer: the time, and a proof that this verifier named it.
@@ -80,28 +108,39 @@ class RequestVerifier:
         return self._challenge_at(str(int(self._now())))
 
     def _challenge_at(self, at_s: str) -> str:
-        return f"{at_s}-{derived_key(self._boot, at_s).hex()}"
+        return f"{at_s}-{hmac.new(self._boot, at_s.encode(), hashlib.sha256).hexdigest()}"
 
-    def is_valid(self, authorization: str, method: str, path: str) -> bool:
-        """Whether the request answers a recent challenge with the secret, for the first time."""
+    def signer(self, authorization: str, method: str, path: str) -> Certificate | None:
+        """Return who signed the request as an answer to a recent challenge, for the first time;
+        None: nobody of this cluster did.
+        """
         scheme, _, rest = authorization.partition(" ")
         words = rest.split(" ")
-        if scheme.lower() != SCHEME.lower() or len(words) != 3:
-            return False
-        challenge, nonce, mac = words
-        wanted = _request_mac(self._secret, method, path, challenge, nonce)
-        if not hmac.compare_digest(mac.encode("latin-1"), wanted.encode()):
-            return False
+        if scheme.lower() != SCHEME.lower() or len(words) != 4:
+            return None
+        challenge, nonce, shown, signature = words
+        try:
+            signer = check_certificate(base64.urlsafe_b64decode(shown), self._cluster)
+            signer.check_time(self._unix_time())
+            signer.check_signature(
+                base64.urlsafe_b64decode(signature), _request(method, path, challenge, nonce)
+            )
+        except (binascii.Error, ValueError, MooncakeError):
+            return None
         at_s = challenge.partition("-")[0]
         if not hmac.compare_digest(challenge.encode(), self._challenge_at(at_s).encode()):
-            return False
-        now_s, end_s = self._now(), int(at_s) + SIGNED_S
+            return None
+        now_s, end_s, used = (
+            self._now(),
+            int(at_s) + SIGNED_S,
+            f"{signer.signing_key.hex()} {nonce}",
+        )
         with self._lock:
-            self._used = {used: end for used, end in self._used.items() if end >= now_s}
-            if end_s < now_s or mac in self._used or len(self._used) >= MAX_NONCES:
-                return False
-            self._used[mac] = end_s
-            return True
+            self._used = {each: end for each, end in self._used.items() if end >= now_s}
+            if end_s < now_s or used in self._used or len(self._used) >= MAX_NONCES:
+                return None
+            self._used[used] = end_s
+            return signer
 
 
 def private_dir() -> Path:

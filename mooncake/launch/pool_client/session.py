@@ -16,6 +16,8 @@ import msgspec
 
 from mooncake.base import (
     BlockKey,
+    ConfigError,
+    Forbidden,
     KvLayout,
     MonotonicClock,
     MooncakeError,
@@ -30,6 +32,9 @@ from mooncake.base import (
     format_bytes,
 )
 from mooncake.base.pool_messages import LastingPin, PoolState
+from mooncake.base.rights import CredentialRole, client_id, tenant_key
+from mooncake.identity import own_credential
+from mooncake.identity.credential import PREFIX
 from mooncake.kvstore.client import values
 from mooncake.kvstore.client.block_memory import BlockMemory, Where
 from mooncake.kvstore.client.broadcast import PinnedAt, Replica
@@ -55,6 +60,9 @@ from mooncake.transfer.rdma.backend import RdmaSettings
 from mooncake.transfer.tcp.backend import TcpSettings
 
 CONNECT_POLL_S = 0.02
+_ROLES = (CredentialRole.POOL_CLIENT, CredentialRole.OPERATOR)
+_TRANSFER_ROLES = (*_ROLES, CredentialRole.WORKER)
+"""Who knows the cluster secret moves bytes as workers do: by all protocols."""
 _Answer = TypeVar("_Answer")
 STATS_PATH = "/v1/pool/stats"
 
@@ -64,6 +72,7 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     gateway_address: str
     cluster_secret: str
+    """Or the text of a credential of a pool client."""
     layout: KvLayout
     node_id: str = ""
     """The machine whose pool node is used first, as its workers name it."""
@@ -99,8 +108,10 @@ def locate(url: str, cluster_secret: str) -> PoolSessionConfig:
         MooncakeError: the server refuses, or is no pool node.
     """
 
+    credential = own_credential(cluster_secret, *_ROLES)
+
     def sign(method: str, path: str, challenge: str) -> str:
-        return sign_request(cluster_secret, method, path, challenge)
+        return sign_request(credential, method, path, challenge)
 
     about = Client(url, sign=sign).get(STATS_PATH)
     try:
@@ -116,6 +127,17 @@ def locate(url: str, cluster_secret: str) -> PoolSessionConfig:
         raise MooncakeError(f"{url} is no pool node of this version: {error}") from error
 
 
+def _protocols(config: PoolSessionConfig) -> list[str]:
+    """Return the protocols of a session. Memory is lent piece by piece over TCP only: a pool node
+    lets a credential's holder in by no other.
+    """
+    if not config.cluster_secret.startswith(PREFIX):
+        return config.transfer_protocols
+    if "tcp" not in config.transfer_protocols:
+        raise ConfigError("transport: a credential moves blocks over TCP alone: add tcp")
+    return ["tcp"]
+
+
 class PoolSession:
     """One connection to a pool. All threads may call it, also at the same time.
 
@@ -127,14 +149,17 @@ class PoolSession:
     def __init__(self, config: PoolSessionConfig) -> None:
         """Raises ConfigError when `bind_host` cannot be bound or a protocol is unknown."""
         self._config = config
-        ids = SystemIds()
-        self._channel = ZmqChannel(config.bind_host, secret=config.cluster_secret)
+        ids, protocols = SystemIds(), _protocols(config)
+        credential = own_credential(config.cluster_secret, *_ROLES, name="pool client")
+        self._tenant = credential.certificate.tenant
+        self._channel = ZmqChannel(config.bind_host, credential=credential)
         clock = MonotonicClock()
         self._transfer = open_transfer(
             TransferConfig(
                 secret=config.cluster_secret,
+                roles=_TRANSFER_ROLES,
                 host=machine_facts.boot_id(),
-                protocols=config.transfer_protocols,
+                protocols=protocols,
                 protection=choose_protection(config.transfer_protection),
                 tcp=TcpSettings(bind_host=config.bind_host),
                 rdma=config.rdma,
@@ -146,7 +171,10 @@ class PoolSession:
         self._region = self._transfer.allocate(
             config.num_places * self._block_bytes, "pool-session"
         )
-        ref = self._ref = WorkerRef(f"client-{ids.hex(4)}", ids.hex(8), self._channel.address)
+        ref = self._ref = WorkerRef(
+            client_id(credential.certificate.channel_key.hex()) + ids.hex(4), ids.hex(8),
+            self._channel.address,
+        )  # fmt: skip
         hello = WorkerHello(
             worker=ref, role=Role.CLIENT, node_id=config.node_id, host=machine_facts.host_name(),
             pid=os.getpid(), layout_fingerprint=config.layout.fingerprint,
@@ -239,13 +267,16 @@ class PoolSession:
         """Store blocks, a run of one chain, that lie at `offsets` in `memory` or at places in what
         was registered; return those that were written. Nothing is copied on the way.
         """
-        return self._call(lambda client: client.put_from(keys, offsets, tenant))
+        names = dict(zip(self._named(keys), keys, strict=True))
+        tenant = self._tenant_of(tenant)
+        written = self._call(lambda client: client.put_from(list(names), offsets, tenant))
+        return [names[name] for name in written]
 
     def get_into(self, keys: Sequence[BlockKey], offsets: Where) -> int:
         """Bring a run of blocks to `offsets` in `memory` or to places in what was registered;
         return how many came, from the first on. Nothing is copied on the way.
         """
-        return self._call(lambda client: client.get_into(keys, offsets))
+        return self._call(lambda client: client.get_into(self._named(keys), offsets))
 
     def put(self, blocks: dict[BlockKey, bytes], tenant: str = "") -> list[BlockKey]:
         """Store blocks, a run of one chain; return those that were written. The others were there
@@ -304,7 +335,7 @@ class PoolSession:
             Unavailable: there is no room for it.
             ValueError: blocks of this pool are too small for values.
         """
-        layout = self._config.layout
+        layout, tenant = self._config.layout, self._tenant_of(tenant)
         if not values.fits(layout):
             raise ValueError(f"blocks of {layout.block_bytes} bytes are too small for values")
         head, key = values.ValueHead.of(data), values.head_key(layout, name, tenant)
@@ -351,7 +382,7 @@ class PoolSession:
 
     def get_value(self, name: str, tenant: str = "") -> bytes | None:
         """Return the value of that name; None when it is not there, or not all of it is."""
-        layout = self._config.layout
+        layout, tenant = self._config.layout, self._tenant_of(tenant)
         found = self.get([values.head_key(layout, name, tenant)])
         head = values.ValueHead.unpack(found[0]) if found else None
         if head is None:
@@ -363,7 +394,7 @@ class PoolSession:
         """Return the keys of the blocks of a value that is stored, its head first; none: it is not
         there.
         """
-        layout = self._config.layout
+        layout, tenant = self._config.layout, self._tenant_of(tenant)
         key = values.head_key(layout, name, tenant)
         found = self.get([key])
         head = values.ValueHead.unpack(found[0]) if found else None
@@ -381,7 +412,7 @@ class PoolSession:
 
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
         """Return the tier of each block; None: not stored."""
-        return self._call(lambda client: client.exists(keys))
+        return self._call(lambda client: client.exists(self._named(keys)))
 
     def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Take blocks out of all nodes and tiers for good: no node finds them again, not after a
@@ -390,7 +421,7 @@ class PoolSession:
 
         Raises Unavailable when a node, or every gateway, does not answer: a block may be left.
         """
-        return self._call(lambda client: client.broadcast.remove(keys))
+        return self._call(lambda client: client.broadcast.remove(self._named(keys)))
 
     def pin(self, keys: Sequence[BlockKey], *, hard: bool = False) -> PinnedAt:
         """Keep blocks in the DRAM of all nodes that have them there, also after this session's end,
@@ -399,18 +430,19 @@ class PoolSession:
         it is not in the pool, or there is no room for it or for more hard pins.
         """
         pin = LastingPin.HARD if hard else LastingPin.SOFT
-        return self._call(lambda client: client.broadcast.pin(keys, pin))
+        return self._call(lambda client: client.broadcast.pin(self._named(keys), pin))
 
     def unpin(self, keys: Sequence[BlockKey], epochs: Sequence[str] = ()) -> PinnedAt:
         """Undo `pin` on all nodes; with the epochs that `pin` returned, only those boots' pins."""
-        return self._call(lambda client: client.broadcast.pin(keys, LastingPin.NONE, epochs))
+        names = self._named(keys)
+        return self._call(lambda client: client.broadcast.pin(names, LastingPin.NONE, epochs))
 
     def replicas(self, keys: Sequence[BlockKey]) -> list[list[Replica]]:
         """Return all copies of each block: node, tier, bytes, pins; they may go at any moment.
 
         Raises Unavailable when a node, or every gateway, does not answer.
         """
-        return self._call(lambda client: client.broadcast.describe(keys))
+        return self._call(lambda client: client.broadcast.describe(self._named(keys)))
 
     def stat_all(self) -> list[tuple[WorkerRef, PoolState | MooncakeError]]:
         """Return the figures of each node of the pool, or why it does not answer."""
@@ -421,7 +453,8 @@ class PoolSession:
         are no more nodes with room, 0 when none has all of it. Copies that are not read are dropped
         before their originals, unless they are pinned.
         """
-        return self._call(lambda client: client.replicate(keys, num_nodes, tenant))
+        names, tenant = self._named(keys), self._tenant_of(tenant)
+        return self._call(lambda client: client.replicate(names, num_nodes, tenant))
 
     def stat(self) -> PoolState:
         """Return the figures of this session's own node."""
@@ -466,6 +499,22 @@ class PoolSession:
         if isinstance(result, MooncakeError):
             raise result
         return result
+
+    def _named(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Return the keys under which the pool has blocks of this session: a credential of one
+        tenant reaches keys of its own only, which follow from those given.
+        """
+        tenant = self._tenant
+        return list(keys) if tenant is None else [tenant_key(key, tenant) for key in keys]
+
+    def _tenant_of(self, tenant: str) -> str:
+        """Return whose blocks are meant. Raises Forbidden: another's than the credential's."""
+        if self._tenant is None or tenant in ("", self._tenant):
+            return tenant or self._tenant or ""
+        raise Forbidden(
+            f"the credential is of tenant {self._tenant!r}, not {tenant!r}: take one of "
+            f"`mooncake credential --role pool-client --tenant {tenant}`"
+        )
 
     def _batches(self, keys: list[BlockKey]) -> list[list[BlockKey]]:
         step = self._config.num_places

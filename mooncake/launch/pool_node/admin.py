@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from http import HTTPStatus
 from typing import Any
@@ -17,6 +17,8 @@ import msgspec
 
 from mooncake.base import Drain
 from mooncake.base.pool_messages import PoolState
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import ClusterKeys
 from mooncake.launch.host.credentials import SCHEME, RequestVerifier
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Health, metrics_route, probe_routes
@@ -28,8 +30,8 @@ ANSWER_S = 5.0
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the API listens, and the tokens it accepts besides requests signed with the cluster
-    secret. It travels to the node's process, so it holds no secret.
+    """Where the API listens, and the tokens it accepts besides requests signed with a
+    credential. It travels to the node's process, so it holds no secret.
     """
 
     host: str = "127.0.0.1"
@@ -45,27 +47,29 @@ class PoolAdmin:
     def __init__(
         self,
         settings: AdminSettings,
-        secret: str,
+        cluster: ClusterKeys,
         driver: Driver,
         about: dict[str, Any],
         health: Health,
         metrics: Callable[[], bytes],
     ) -> None:
-        """Start to listen. `secret` is the cluster's; `about` is part of every answer to `stats`;
-        `metrics` returns Prometheus' text.
+        """Start to listen. `cluster` checks credentials; `about` is part of every answer to
+        `stats`; `metrics` returns Prometheus' text.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
         self._token_digests = settings.token_digests
-        self._verifier = RequestVerifier(secret, time.monotonic)
+        self._verifier = RequestVerifier(cluster, time.monotonic)
         self._driver = driver
         self._about = about
         routes = {
             **probe_routes(lambda: [health.vitals()]),
             **metrics_route(metrics),
-            "/v1/pool/stats": Route("GET", self._guarded(self._stats)),
-            "/v1/pool/drain": Route("POST", self._guarded(self._begin_drain)),
+            "/v1/pool/stats": Route("GET", self._guarded(self._stats, *CredentialRole)),
+            "/v1/pool/drain": Route(
+                "POST", self._guarded(self._begin_drain, CredentialRole.OPERATOR)
+            ),
         }
         self._server = HttpServer(settings.host, settings.port, routes, "admin-port")
         self.url = self._server.url
@@ -78,15 +82,17 @@ class PoolAdmin:
         """Return the challenge that a signed request must answer."""
         return self._verifier.challenge()
 
-    def _guarded(self, act: Callable[[], Answer]) -> Callable[[Request], Answer]:
+    def _guarded(
+        self, act: Callable[[], Answer], *roles: CredentialRole
+    ) -> Callable[[Request], Answer]:
+        """Return what answers those who have an admin token, or sign with a credential of one of
+        `roles`.
+        """
+
         def answer(request: Request) -> Answer:
-            if not self._may_pass(request):
-                return error(
-                    HTTPStatus.UNAUTHORIZED,
-                    "send 'Authorization: Bearer TOKEN' with an --admin-token of the node, or sign "
-                    "with its cluster secret, as `mooncake pool` does",
-                    WWW_Authenticate=f"{SCHEME} {self.challenge()}",
-                )
+            refused = self._refusal(request, roles)
+            if refused is not None:
+                return refused
             try:
                 return act()
             except (CancelledError, TimeoutError):
@@ -109,10 +115,29 @@ class PoolAdmin:
         begin_drain(self._driver)
         return document(HTTPStatus.ACCEPTED, pool_metrics.document(self._state()))
 
-    def _may_pass(self, request: Request) -> bool:
-        scheme, _, bearer = request.authorization.partition(" ")
+    def _refusal(self, request: Request, roles: Sequence[CredentialRole]) -> Answer | None:
+        """Return the answer to one who may not ask this; None: he may."""
+        signer = self._verifier.signer(request.authorization, request.method, request.path)
+        if signer is None and not self._has_token(request.authorization):
+            return error(
+                HTTPStatus.UNAUTHORIZED,
+                "send 'Authorization: Bearer TOKEN' with an --admin-token of the node, or sign "
+                "with the cluster secret or a credential, as `mooncake pool` does",
+                WWW_Authenticate=f"{SCHEME} {self.challenge()}",
+            )
+        if signer is not None and not set(roles).intersection(signer.roles):
+            wanted = " or ".join(sorted(role.value for role in roles))
+            return error(
+                HTTPStatus.FORBIDDEN,
+                f"the credential {signer.name!r} may not do this: it takes one of "
+                f"`mooncake credential --role {wanted}`",
+            )
+        return None
+
+    def _has_token(self, authorization: str) -> bool:
+        scheme, _, bearer = authorization.partition(" ")
         if scheme.lower() != "bearer":
-            return self._verifier.is_valid(request.authorization, request.method, request.path)
+            return False
         given = hashlib.sha256(bearer.strip().encode("latin-1")).digest()  # as it came on the wire
         # All tokens are compared, each in constant time, so that the time reveals nothing of any.
         matches = [hmac.compare_digest(given, digest) for digest in self._token_digests]

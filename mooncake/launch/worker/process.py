@@ -33,11 +33,13 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.pool_messages import PoolState
+from mooncake.base.rights import CredentialRole
 from mooncake.crypto.keys import KeySource
 from mooncake.decode import DecodeWorker
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.ports import PolledRunner
+from mooncake.identity import Credential, own_credential
 from mooncake.instance import Instance, InstanceConfig
 from mooncake.instance.checksums import PolledHasher
 from mooncake.instance.instance import InstancePorts
@@ -121,6 +123,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     bind_host: str
     gateway_address: str
     cluster_secret: str
+    """Or the text of a worker's credential."""
     transfer_protocols: list[str]
     transfer_protection: str = AUTO
     rdma: RdmaSettings = RdmaSettings()
@@ -225,14 +228,20 @@ class Worker:
         return self._admin.url if self._admin is not None else ""
 
     def open_admin(
-        self, settings: AdminSettings, secret: str, about: dict[str, Any], port: HealthPort
+        self,
+        settings: AdminSettings,
+        credential: Credential,
+        about: dict[str, Any],
+        port: HealthPort,
     ) -> None:
         """Open a pool node's HTTP API server, which also answers what the health port does.
 
         Raises:
             ConfigError: its address cannot be bound.
         """
-        self._admin = PoolAdmin(settings, secret, self.driver, about, port.health, port.metrics)
+        self._admin = PoolAdmin(
+            settings, credential.cluster, self.driver, about, port.health, port.metrics
+        )
 
     def tell(self, health: Health) -> None:
         """Have `health` ask this worker from now on how it is."""
@@ -400,6 +409,7 @@ def _build_engine(
 
 def _open(
     settings: WorkerSettings,
+    credential: Credential,
     model: Model | None,
     progress: Progress,
     advertise_host: str | None,
@@ -408,7 +418,7 @@ def _open(
     """Return the worker over sockets of its own; a worker that cannot be built leaves none."""
     with contextlib.ExitStack() as opened:
         channel = ZmqChannel(
-            settings.bind_host, secret=settings.cluster_secret, advertise_host=advertise_host
+            settings.bind_host, credential=credential, advertise_host=advertise_host
         )
         opened.callback(channel.close)
         transfer = open_transfer(
@@ -449,6 +459,9 @@ def run(
         MooncakeError: it cannot start.
         Exception: its machine failed.
     """
+    credential = own_credential(
+        settings.cluster_secret, CredentialRole.WORKER, name=settings.worker_id
+    )
     port = HealthPort(
         settings.health,
         settings.worker_id,
@@ -470,8 +483,8 @@ def run(
         role: Role | None = settings.role
         while role is not None:
             settings = msgspec.structs.replace(settings, role=role)
-            worker = _open(settings, model, show, advertise_host, port.url)
-            role = _be(settings, worker, started, port)
+            worker = _open(settings, credential, model, show, advertise_host, port.url)
+            role = _be(settings, credential, worker, started, port)
     finally:
         if not port.health.failed:
             port.close()
@@ -488,7 +501,11 @@ def _on_one_gpu(settings: WorkerSettings) -> WorkerSettings:
 
 
 def _be(
-    settings: WorkerSettings, worker: Worker, started: Callable[[Worker], None], port: HealthPort
+    settings: WorkerSettings,
+    credential: Credential,
+    worker: Worker,
+    started: Callable[[Worker], None],
+    port: HealthPort,
 ) -> Role | None:
     """Drive a worker to its end; return the role to come back in, if it was told one."""
     # What was made so far lives as long as the worker: full collections need not walk it again.
@@ -497,7 +514,7 @@ def _be(
     gc.freeze()
     try:
         if settings.admin is not None:
-            worker.open_admin(settings.admin, settings.cluster_secret, _about(settings), port)
+            worker.open_admin(settings.admin, credential, _about(settings), port)
         _log.info("health at %s", port.url)
         started(worker)
         with port.of(worker, settings.role):

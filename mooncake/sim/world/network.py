@@ -16,7 +16,7 @@ from mooncake.base.any_message import AnyMessage
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.rpc.codec import decode, encode
 from mooncake.sim.world.clock import EventHeap
-from mooncake.transfer.engine import Op, Region, TransferBatch, TransferDone, TransferOp
+from mooncake.transfer.engine import Op, Pieces, Region, TransferBatch, TransferDone, TransferOp
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +197,9 @@ class SimChannel:
         if self._endpoint.alive:
             self._network.send(self._endpoint, address, message)
 
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
 
 class SimTransfer:
     """The transfer port of one simulated process; its segment is named by the process' address."""
@@ -233,6 +236,12 @@ class SimTransfer:
         region = SimRegion(self._last_region, buffer.nbytes, buffer)
         self._endpoint.regions[region.region_id] = region
         return region
+
+    def lend(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
+        """Do nothing: in the simulated world all are workers."""
+
+    def take_back(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
+        """Do nothing, as `lend`."""
 
     def unregister(self, region: Region) -> None:
         self._endpoint.regions.pop(region.region_id, None)

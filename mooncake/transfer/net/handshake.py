@@ -1,28 +1,29 @@
-"""Mutual proof that both ends know the cluster secret, before any byte of KV moves.
+"""Mutual proof of both ends' credentials, before any byte of KV moves.
 
 Pure: messages in, messages out. There are four: hello, challenge, proof, welcome; either side may
-answer with a refusal instead. Proofs are HMACs over both nonces and all messages before, so they
-cannot be replayed, and a man in the middle is found out. The client proves itself first, so that
-without the secret it cannot have the owner sign anything. The keys that seal all later bytes come
-from the secret and the same messages.
+answer with a refusal instead. Proofs are signatures of all messages before, both certificates and
+nonces among them, so they cannot be replayed, and a man in the middle is found out. The client
+proves itself first, so that without a credential it cannot have the owner sign anything. The keys
+that seal all later bytes are agreed on by keys that both sides draw for this connection alone.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from mooncake.base.errors import ProtocolError, TransferError
+from mooncake.base.errors import Forbidden, ProtocolError, TransferError
 from mooncake.base.ids import IdSource
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import Certificate, Credential, KeyAgreement, check_certificate
 from mooncake.transfer.net.codec import decode
 from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.seals import Seals, session_keys
 
-HANDSHAKE_VERSION = 3
+HANDSHAKE_VERSION = 4
 MAX_HANDSHAKE_BYTES = 16384
 MAX_FENCED = 256
 MAX_REASON_CHARS = 1024
@@ -44,26 +45,32 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     nonce: bytes
     fenced: list[str]
     """Earlier connections of this engine whose writes must not reach memory any more."""
+    certificate: bytes
+    exchange: bytes
+    """The client's key of this connection's key agreement."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
     """Second message: what the owner wants signed."""
 
     nonce: bytes
+    certificate: bytes
+    exchange: bytes
+    """The owner's key of this connection's key agreement."""
     protection: Protection
     """Of all later bytes, in both directions. Both proofs cover it."""
 
 
 class Proof(msgspec.Struct, frozen=True, tag="proof"):
-    """Third message: the client knows the secret."""
+    """Third message: the client has the keys that its certificate names."""
 
-    mac: bytes
+    signature: bytes
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Last message: the owner knows the secret, and lets the client in."""
+    """Last message: the owner has the keys that its certificate names, and lets the client in."""
 
-    mac: bytes
+    signature: bytes
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -87,8 +94,32 @@ def _decode(data: bytes | memoryview) -> _Message:
         raise HandshakeRefused(f"the peer does not speak this protocol: {error}") from error
 
 
-def _mac(secret: str, side: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(secret.encode(), b"mooncake transfer 1 " + side + transcript, hashlib.sha256)
+WORKERS = frozenset((CredentialRole.WORKER,))
+WORKERS_AND_CLIENTS = WORKERS | {CredentialRole.POOL_CLIENT}
+
+
+def _peer(
+    signed: bytes, credential: Credential, roles: frozenset[CredentialRole], unix_s: float
+) -> Certificate:
+    """Return the other side's certificate. Raises HandshakeRefused: it has none of the roles."""
+    try:
+        certificate = check_certificate(signed, credential.cluster)
+        certificate.check_time(unix_s)
+    except ProtocolError as error:
+        raise HandshakeRefused("wrong cluster secret") from error
+    except Forbidden as error:
+        raise HandshakeRefused(error.message) from error
+    if not roles.intersection(certificate.roles):
+        wanted = " or ".join(sorted(f"--role {role.value}" for role in roles))
+        raise HandshakeRefused(
+            f"the credential {certificate.name!r} moves no blocks this way: that takes one of "
+            f"`mooncake credential {wanted}`"
+        )
+    return certificate
+
+
+def _signed(side: bytes, transcript: bytes) -> bytes:
+    return b"mooncake transfer 3 " + side + transcript
 
 
 def _transcript(*messages: bytes) -> bytes:
@@ -103,8 +134,10 @@ class Channel:
     received: Seals
 
 
-def _channel(secret: str, transcript: bytes, protection: Protection, *, is_client: bool) -> Channel:
-    to_owner, to_client = (Seals(protection, key) for key in session_keys(secret, transcript))
+def _channel(
+    agreed: bytes, transcript: bytes, protection: Protection, *, is_client: bool
+) -> Channel:
+    to_owner, to_client = (Seals(protection, key) for key in session_keys(agreed, transcript))
     return Channel(to_owner, to_client) if is_client else Channel(to_client, to_owner)
 
 
@@ -115,19 +148,44 @@ class PeerIdentity:
     engine_id: str
     connection_id: str
     fenced: tuple[str, ...]
+    certificate: Certificate
+
+    @property
+    def borrower(self) -> str | None:
+        """The name by which it is lent memory; None: a worker, which reaches all that is
+        registered.
+        """
+        if CredentialRole.WORKER in self.certificate.roles:
+            return None
+        return self.certificate.channel_key.hex()
+
+
+def _agree(agreement: KeyAgreement, public: bytes) -> bytes:
+    try:
+        return agreement.agree(public)
+    except ProtocolError as error:
+        raise HandshakeRefused(error.message) from error
+
+
+def _check(peer: Certificate, signature: bytes, side: bytes, transcript: bytes) -> None:
+    try:
+        peer.check_signature(signature, _signed(side, transcript))
+    except Forbidden as error:
+        raise HandshakeRefused("the peer has not the keys of its certificate") from error
 
 
 class ConnectingSide:
     """The client's side: send `first_message`, then feed `step` until `done`."""
 
-    def __init__(self, secret: str, hello: Hello, least: Protection = Protection.NONE) -> None:
-        """`least`: an owner that protects bytes from less is refused."""
+    def __init__(self, credentials: Credentials, agreement: KeyAgreement, hello: Hello) -> None:
         self.hello = hello
-        self._secret = secret
-        self._least = least
+        self._credentials = credentials
+        self._agreement = agreement
+        self._owner: Certificate | None = None
+        self._agreed = b""
         self._first_message = _ENCODER.encode(hello)
         self._transcript: bytes | None = None
-        self._protection = least
+        self._protection = credentials.least
         self.channel: Channel | None = None
         """There when the handshake is done."""
 
@@ -146,20 +204,24 @@ class ConnectingSide:
         if isinstance(message, Refusal):
             raise HandshakeRefused(f"the peer refused: {message.reason:.{MAX_REASON_CHARS}}")
         if isinstance(message, Challenge) and self._transcript is None:
+            least = self._credentials.least
             self._protection = message.protection
-            if self._protection.is_weaker(self._least):
+            if self._protection.is_weaker(least):
                 raise HandshakeRefused(
                     f"the peer's --transfer-protection is {self._protection.value}, ours is "
-                    f"{self._least.value}: start all processes of the cluster with the same"
+                    f"{least.value}: start all processes of the cluster with the same"
                 )
+            credential = self._credentials.credential
+            self._owner = _peer(
+                message.certificate, credential, WORKERS, self._credentials.unix_time()
+            )
+            self._agreed = _agree(self._agreement, message.exchange)
             self._transcript = _transcript(self._first_message, bytes(data))
-            return _ENCODER.encode(Proof(_mac(self._secret, _CLIENT, self._transcript)))
-        if isinstance(message, Welcome) and self._transcript is not None:
-            expected = _mac(self._secret, _OWNER, self._transcript)
-            if not hmac.compare_digest(message.mac, expected):
-                raise HandshakeRefused("the peer does not know the cluster secret")
+            return _ENCODER.encode(Proof(credential.sign(_signed(_CLIENT, self._transcript))))
+        if isinstance(message, Welcome) and self._owner is not None and self._transcript:
+            _check(self._owner, message.signature, _OWNER, self._transcript)
             self.channel = _channel(
-                self._secret, self._transcript, self._protection, is_client=True
+                self._agreed, self._transcript, self._protection, is_client=True
             )
             return None
         raise HandshakeRefused(f"unexpected {type(message).__name__.lower()} in the handshake")
@@ -172,16 +234,13 @@ class AcceptingSide:
     """
 
     def __init__(
-        self,
-        secret: str,
-        engine_id: str,
-        ids: IdSource,
-        protection: Protection = Protection.MAC,
+        self, credentials: Credentials, roles: frozenset[CredentialRole] = WORKERS
     ) -> None:
-        self._secret = secret
-        self._engine_id = engine_id
-        self._ids = ids
-        self._protection = protection
+        """Let clients in whose credentials have one of `roles`."""
+        self._credentials = credentials
+        self._roles = roles
+        self._agreed = b""
+        self._client: Certificate | None = None
         self.channel: Channel | None = None
         """There as soon as `identity` is."""
         self._hello: Hello | None = None
@@ -206,9 +265,17 @@ class AcceptingSide:
                 )
             if len(message.nonce) != NONCE_BYTES or len(message.fenced) > MAX_FENCED:
                 return self._refuse("malformed hello")
+            credentials = self._credentials
+            self._client = _peer(
+                message.certificate, credentials.credential, self._roles, credentials.unix_time()
+            )
+            agreement = KeyAgreement(credentials.ids)
+            self._agreed = _agree(agreement, message.exchange)
             self._hello = message
-            nonce = bytes.fromhex(self._ids.hex(NONCE_BYTES))
-            challenge = _ENCODER.encode(Challenge(nonce, self._protection))
+            nonce = bytes.fromhex(credentials.ids.hex(NONCE_BYTES))
+            challenge = _ENCODER.encode(Challenge(
+                nonce, credentials.credential.signed, agreement.public, credentials.protection
+            ))  # fmt: skip
             self._transcript = _transcript(bytes(data), challenge)
             return challenge
         if isinstance(message, Proof) and self._hello is not None and self.identity is None:
@@ -216,16 +283,22 @@ class AcceptingSide:
         return self._refuse(f"unexpected {type(message).__name__.lower()} in the handshake")
 
     def _judge(self, hello: Hello, proof: Proof) -> bytes:
-        if not hmac.compare_digest(proof.mac, _mac(self._secret, _CLIENT, self._transcript)):
-            return self._refuse("wrong cluster secret")
-        if hello.wanted_engine_id != self._engine_id:
+        assert self._client is not None
+        credentials = self._credentials
+        _check(self._client, proof.signature, _CLIENT, self._transcript)
+        if hello.wanted_engine_id != credentials.engine_id:
             return self._refuse(
-                f"engine {hello.wanted_engine_id} is not here, this is {self._engine_id} "
+                f"engine {hello.wanted_engine_id} is not here, this is {credentials.engine_id} "
                 "(the worker was restarted)"
             )
-        self.identity = PeerIdentity(hello.engine_id, hello.connection_id, tuple(hello.fenced))
-        self.channel = _channel(self._secret, self._transcript, self._protection, is_client=False)
-        return _ENCODER.encode(Welcome(_mac(self._secret, _OWNER, self._transcript)))
+        self.identity = PeerIdentity(
+            hello.engine_id, hello.connection_id, tuple(hello.fenced), self._client
+        )
+        self.channel = _channel(
+            self._agreed, self._transcript, credentials.protection, is_client=False
+        )
+        signature = credentials.credential.sign(_signed(_OWNER, self._transcript))
+        return _ENCODER.encode(Welcome(signature))
 
     def _refuse(self, reason: str) -> bytes:
         self.refusal = reason
@@ -237,15 +310,18 @@ class Credentials:
     """The name of this engine, and what proves that it belongs to the cluster."""
 
     engine_id: str
-    secret: str = field(repr=False)
+    credential: Credential
     ids: IdSource
     protection: Protection = Protection.MAC
     """Of peers' connections to us; on ours to them, they decide."""
     least: Protection = Protection.NONE
     """Peers that decide on less are refused."""
+    unix_time: Callable[[], float] = field(default=time.time, repr=False)
+    """Certificates expire by it."""
 
     def connect(self, wanted_engine_id: str, fenced: Sequence[str] = ()) -> ConnectingSide:
         """Return the handshake of a new connection to that engine."""
+        agreement = KeyAgreement(self.ids)
         hello = Hello(
             version=HANDSHAKE_VERSION,
             engine_id=self.engine_id,
@@ -253,9 +329,11 @@ class Credentials:
             connection_id=self.ids.hex(8),
             nonce=bytes.fromhex(self.ids.hex(NONCE_BYTES)),
             fenced=list(fenced),
+            certificate=self.credential.signed,
+            exchange=agreement.public,
         )
-        return ConnectingSide(self.secret, hello, self.least)
+        return ConnectingSide(self, agreement, hello)
 
-    def accept(self) -> AcceptingSide:
-        """Return our side of the handshake of a connection a peer has opened."""
-        return AcceptingSide(self.secret, self.engine_id, self.ids, self.protection)
+    def accept(self, roles: frozenset[CredentialRole] = WORKERS) -> AcceptingSide:
+        """Return our side of the handshake of a connection that a peer of one of `roles` opens."""
+        return AcceptingSide(self, roles)

@@ -138,11 +138,12 @@ class PayloadSeal:
             raise ProtocolError(_ALTERED) from error
 
 
-def session_keys(secret: str, transcript: bytes) -> tuple[bytes, bytes]:
+def session_keys(agreed: bytes, transcript: bytes) -> tuple[bytes, bytes]:
     """Return the keys (client to owner, owner to client) of a connection.
 
+    agreed: what only its two ends know.
     transcript: all of its handshake that both proofs cover, both nonces among it.
     """
     derived = HKDF(SHA256(), 2 * KEY_BYTES, salt=transcript, info=b"mooncake transfer 2 keys")
-    keys = derived.derive(secret.encode())
+    keys = derived.derive(agreed)
     return keys[:KEY_BYTES], keys[KEY_BYTES:]

@@ -22,6 +22,7 @@ from mooncake.base.errors import ProtocolError
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.handshake import (
     MAX_HANDSHAKE_BYTES,
+    WORKERS_AND_CLIENTS,
     Channel,
     Credentials,
     PeerIdentity,
@@ -29,7 +30,7 @@ from mooncake.transfer.net.handshake import (
 from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
 from mooncake.transfer.net.listener import Listener, tcp_listener, watch_host
 from mooncake.transfer.net.seals import UNSEALED
-from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable, withdrawn
+from mooncake.transfer.regions import RangeRefused, RegionTable, Withdrawable, withdrawn
 from mooncake.transfer.tcp import wire
 from mooncake.transfer.tcp.frames import Incoming, Outgoing
 
@@ -102,7 +103,7 @@ class ServerConnection:
         self.identity: PeerIdentity | None = None
         self._server = server
         self._sock = sock
-        self._handshake = server.credentials.accept()
+        self._handshake = server.credentials.accept(WORKERS_AND_CLIENTS)
         self._channel: Channel | None = None
         self._timer: Timer | None = None
         self._fenced = False
@@ -118,7 +119,8 @@ class ServerConnection:
         self._began_s = 0.0
         self._nic = sock.getsockname()[0]
         self._refusal: str | None = None
-        self._regions: list[HostRegion] = []
+        self._needed: list[Withdrawable] = []
+        """The regions that the request in hand touches, and a pool client's loans of them."""
         self._incoming: Incoming | None = None
         self._outgoing: Outgoing | None = None
 
@@ -155,7 +157,7 @@ class ServerConnection:
             self._sock.close()
             self._incoming = None
             self._outgoing = None
-            self._regions = []
+            self._needed = []
             self._server.listener.forget(self)
 
     def _on_event(self, events: int) -> None:
@@ -268,13 +270,18 @@ class ServerConnection:
         if sum(lengths) != request.num_bytes or 0 in lengths:
             raise ProtocolError("transfer request whose ranges do not add up")
         views: list[memoryview] = []
-        regions: list[HostRegion] = []
+        needed: list[Withdrawable] = []
         self._refusal = None
         try:
+            borrower = self.identity.borrower if self.identity is not None else ""
+            if borrower is not None:
+                is_write = request.kind == wire.WRITE
+                needed += self._server.table.borrowed(borrower, ranges, write=is_write)
             views, regions = self._server.table.views(ranges)
+            needed += regions
         except RangeRefused as error:
             self._refusal = error.message
-        self._regions = regions
+        self._needed = needed
         if request.kind == wire.WRITE:
             self._incoming = Incoming(views, lengths, self._channel.received)
         elif self._refusal is not None:
@@ -292,7 +299,7 @@ class ServerConnection:
             if self._fenced:
                 return False
             if self._refusal is None:
-                self._refusal = withdrawn(self._regions)
+                self._refusal = withdrawn(self._needed)
             try:
                 if self._refusal is not None:
                     count = payload.drop(self._sock, self.loop.scratch)
@@ -315,7 +322,7 @@ class ServerConnection:
         return False
 
     def _refuse(self, request: wire.Header, reason: str) -> None:
-        self._regions = []
+        self._needed = []
         self._end_request(*wire.pack_refusal(request.request_id, reason))
 
     def _count(self) -> None:
@@ -332,7 +339,7 @@ class ServerConnection:
     def _end_request(self, *messages: bytes, payload: Sequence[memoryview] = ()) -> None:
         self._incoming = None
         if not payload:
-            self._regions = []
+            self._needed = []
         self._expect_head()
         assert self._channel is not None
         self._reply(Outgoing(messages, payload, self._channel.sent))
@@ -345,7 +352,7 @@ class ServerConnection:
         """Send what is due; while some is left nothing more is read."""
         while not frame.is_sent:
             with self.loop.gate:
-                gone = withdrawn(self._regions)
+                gone = withdrawn(self._needed)
                 if gone is not None:
                     raise RangeRefused(gone)  # in mid-answer: the peer asks again and is refused
                 try:
@@ -358,9 +365,9 @@ class ServerConnection:
                 frame.is_ahead = False
                 os.sched_yield()
         self._outgoing = None
-        if self._regions:  # an answer to a READ has gone
+        if self._needed:  # an answer to a READ has gone
             self._count()
-        self._regions = []
+        self._needed = []
         self._watch(READABLE)
 
     def _watch(self, events: int) -> None:

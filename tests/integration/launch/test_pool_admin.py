@@ -18,6 +18,8 @@ import pytest
 
 from mooncake.base import ConfigError, Drain, MooncakeError, Tier, WorkerLoad, WorkerRef
 from mooncake.base.pool_messages import PoolState, TenantUse
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import issue, own_credential
 from mooncake.kvstore.node.counters import COUNTERS
 from mooncake.launch.host.credentials import sign_request
 from mooncake.launch.host.health import Facts, Health
@@ -29,6 +31,8 @@ from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from mooncake.launch.worker.metrics import render
 
 SECRET = "the cluster secret"
+OPERATOR = CredentialRole.OPERATOR
+HELD = own_credential(SECRET, OPERATOR)
 
 NODE = WorkerRef("kv-0", "e", "tcp://h:1")
 STATE = PoolState(
@@ -86,7 +90,7 @@ def api_server(driver: Driver) -> Iterator[PoolAdmin]:
 
     settings = AdminSettings(token_digests=[sha256(key).digest() for key in (b"another", b"key")])
     about = {"node_id": "n"}
-    opened = PoolAdmin(settings, SECRET, driver, about, health, metrics)  # type: ignore[arg-type]
+    opened = PoolAdmin(settings, HELD.cluster, driver, about, health, metrics)  # type: ignore[arg-type]
     yield opened
     opened.close()
 
@@ -159,12 +163,27 @@ def test_an_admin_token_opens_the_guarded_routes(api_server: PoolAdmin, driver: 
 
 
 def test_a_signed_request_counts_once(api_server: PoolAdmin, driver: Driver) -> None:
-    signed = sign_request(SECRET, "POST", "/v1/pool/drain", api_server.challenge())
+    signed = sign_request(HELD, "POST", "/v1/pool/drain", api_server.challenge())
     assert ask(api_server, "/v1/pool/stats", Authorization=signed)[0] == 401
     assert ask(api_server, "/v1/pool/drain", "POST", Authorization=signed)[0] == 202
     assert ask(api_server, "/v1/pool/drain", "POST", Authorization=signed)[0] == 401, "again"
-    other = sign_request("another secret", "POST", "/v1/pool/drain", api_server.challenge())
+    stranger = own_credential("another secret", OPERATOR)
+    other = sign_request(stranger, "POST", "/v1/pool/drain", api_server.challenge())
     assert ask(api_server, "/v1/pool/drain", "POST", Authorization=other)[0] == 401
+    assert driver.node.drained == 1
+
+
+def test_what_is_signed_opens_what_the_role_may(api_server: PoolAdmin, driver: Driver) -> None:
+    for role in CredentialRole:
+        held = issue(SECRET, "etl", [role])
+        signed = sign_request(held, "GET", "/v1/pool/stats", api_server.challenge())
+        assert ask(api_server, "/v1/pool/stats", Authorization=signed)[0] == 200
+        signed = sign_request(held, "POST", "/v1/pool/drain", api_server.challenge())
+        status, body = ask(api_server, "/v1/pool/drain", "POST", Authorization=signed)
+        assert status == (202 if role is OPERATOR else 403)
+        if role is not OPERATOR:
+            assert "'etl' may not do this" in body["error"]["message"]
+            assert "--role operator" in body["error"]["message"]
     assert driver.node.drained == 1
 
 
@@ -188,7 +207,7 @@ def _locate_at(port: int) -> None:
 
 def test_a_signing_client_is_let_in(api_server: PoolAdmin) -> None:
     def sign(method: str, path: str, challenge: str) -> str:
-        return sign_request(SECRET, method, path, challenge)
+        return sign_request(HELD, method, path, challenge)
 
     assert Client(api_server.url, sign=sign).get("/v1/pool/stats")["node_id"] == "n"
 
@@ -237,7 +256,7 @@ def test_a_long_or_odd_body_is_not_read(api_server: PoolAdmin, driver: Driver) -
 def test_a_taken_port_is_an_error_that_names_it(api_server: PoolAdmin, driver: Driver) -> None:
     port = urllib.parse.urlsplit(api_server.url).port or 0
     with pytest.raises(ConfigError, match=f"admin-port: cannot listen on 127.0.0.1:{port}"):
-        PoolAdmin(AdminSettings(port=port), SECRET, driver, {}, Health(1.0), bytes)  # type: ignore[arg-type]
+        PoolAdmin(AdminSettings(port=port), HELD.cluster, driver, {}, Health(1.0), bytes)  # type: ignore[arg-type]
 
 
 def test_every_figure_and_counter_has_a_series(api_server: PoolAdmin) -> None:

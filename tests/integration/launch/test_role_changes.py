@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from mooncake.base import FinishReason, GenerateRequest, MonotonicClock, Role
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.worker import process
@@ -83,7 +85,9 @@ class ZmqWorld(ChangingWorld):
     def __init__(self, model_path: str, **settings: object) -> None:
         super().__init__(model_path, **settings)
         self.gateway_process = GatewayProcess(
-            self.plan, ZmqChannel("127.0.0.1", secret="s"), "hash-model"
+            self.plan,
+            ZmqChannel("127.0.0.1", credential=own_credential("s", *CredentialRole)),
+            "hash-model",
         )
         self.workers = cluster_workers(
             self.config, self.plan, self.gateway_process.channel.address, "s", "here"

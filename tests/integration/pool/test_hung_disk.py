@@ -18,6 +18,8 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.storage.disk_files import FileDisks
@@ -82,7 +84,10 @@ class GatewayProcess(Gateway):
 
 @pytest.fixture
 def channels() -> Iterator[dict[str, ZmqChannel]]:
-    opened = {name: ZmqChannel("127.0.0.1", secret=SECRET) for name in ("kv", "gateway")}
+    opened = {
+        name: ZmqChannel("127.0.0.1", credential=own_credential(SECRET, *CredentialRole))
+        for name in ("kv", "gateway")
+    }
     yield opened
     for channel in opened.values():
         channel.close()

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from mooncake.base import Tier, Unavailable
+from mooncake.base.rights import CredentialRole
 from mooncake.cli import main as cli
+from mooncake.identity import own_credential
 from mooncake.launch.host.credentials import sign_request
 from mooncake.launch.pool_client.session import PoolSession, locate
 from tests.support.kvstore.pool_process import SECRET, PoolProcess, has_ipv6, until
@@ -54,7 +56,8 @@ def ask(url: str, method: str = "GET", key: str = SECRET) -> tuple[int, Any]:
         except urllib.error.HTTPError as error:
             answer = error.code, error.read()
             challenge = (error.headers.get("WWW-Authenticate") or "").partition(" ")[2]
-            given = sign_request(key, method, urllib.parse.urlsplit(url).path, challenge)
+            credential = own_credential(key or "no secret", CredentialRole.OPERATOR)
+            given = sign_request(credential, method, urllib.parse.urlsplit(url).path, challenge)
     return answer
 
 

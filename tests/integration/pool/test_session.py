@@ -22,6 +22,8 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
@@ -51,7 +53,10 @@ def data(number: int) -> bytes:
 
 @pytest.fixture(params=["tcp", "shm"])
 def session(request: pytest.FixtureRequest) -> Iterator[PoolSession]:
-    channel, gateway = (ZmqChannel("127.0.0.1", secret=SECRET) for _ in range(2))
+    channel, gateway = (
+        ZmqChannel("127.0.0.1", credential=own_credential(SECRET, *CredentialRole))
+        for _ in range(2)
+    )
     clock = MonotonicClock()
     config = TransferConfig(secret=SECRET, host=machine_facts.boot_id(), protocols=[request.param])
     transfer = open_transfer(config, "kv-boot", clock)
@@ -186,7 +191,7 @@ def test_data_of_the_wrong_size_is_refused(session: PoolSession) -> None:
 
 
 def test_an_address_without_a_node_is_an_error_not_a_hang() -> None:
-    gone = ZmqChannel("127.0.0.1", secret=SECRET)
+    gone = ZmqChannel("127.0.0.1", credential=own_credential(SECRET, *CredentialRole))
     address = gone.address
     gone.close()
     settings = PoolSessionConfig(

@@ -16,12 +16,15 @@ from pathlib import Path
 
 import pytest
 import zmq
+from zmq.utils import z85
 
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import ConfigError
 from mooncake.base.messages import AbortTask, Drain, PutStart, WorkerRef
-from mooncake.rpc.codec import encode
-from mooncake.rpc.zmq_channel import ZmqChannel, ZmqLimits, server_keys
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import Credential, own_credential
+from mooncake.rpc.codec import encode, head_of
+from mooncake.rpc.zmq_channel import ZmqChannel, ZmqLimits
 from tests.support.clock import ManualClock
 
 SECRET = "a cluster secret"
@@ -29,12 +32,18 @@ WAIT_S = 10.0
 Open = Callable[..., ZmqChannel]
 
 
+def own(secret: str) -> Credential:
+    """Return a credential for everything."""
+    return own_credential(secret, *CredentialRole)
+
+
 @pytest.fixture
 def open_channel() -> Iterator[Open]:
     channels: list[ZmqChannel] = []
 
     def make(**settings: object) -> ZmqChannel:
-        settings.setdefault("secret", SECRET)
+        secret = str(settings.pop("secret", SECRET))
+        settings.setdefault("credential", own(secret))
         settings.setdefault("limits", ZmqLimits(linger_ms=50))
         channel = ZmqChannel(**settings)  # type: ignore[arg-type]  # keyword soup of a fixture
         channels.append(channel)
@@ -145,12 +154,14 @@ def test_garbage_from_a_holder_of_the_secret_is_counted_and_dropped(open_channel
     ours = open_channel()
     context = zmq.Context()
     raw = context.socket(zmq.PUSH)
-    raw.curve_publickey, raw.curve_secretkey = zmq.curve_keypair()
-    raw.curve_serverkey = server_keys(SECRET)[0]
+    held = own_credential(SECRET, CredentialRole.OPERATOR)
+    raw.curve_publickey = z85.encode(held.certificate.channel_key)
+    raw.curve_secretkey = z85.encode(held.channel_seed)
+    raw.curve_serverkey = z85.encode(held.cluster.channel_key)
     raw.connect(ours.address)
     raw.send(b"garbage")
     raw.send(b"")
-    raw.send(encode(Drain()))
+    raw.send(encode(Drain(), head_of(held.signed)))
     assert receive(ours, 1) == [Drain()]
     assert ours.counters.num_malformed == 2
     context.destroy(linger=0)
@@ -253,7 +264,9 @@ def test_idle_and_surplus_peers_are_forgotten(open_channel: Open) -> None:
 def test_close_frees_descriptors_and_may_be_repeated() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        a, b = (ZmqChannel(secret=SECRET, limits=ZmqLimits(linger_ms=50)) for _ in range(2))
+        a, b = (
+            ZmqChannel(credential=own(SECRET), limits=ZmqLimits(linger_ms=50)) for _ in range(2)
+        )
         a.send(b.address, Drain())
         assert receive(b, 1) == [Drain()]
         a.close()
@@ -266,24 +279,26 @@ def test_close_frees_descriptors_and_may_be_repeated() -> None:
 
 def test_addresses_and_bad_settings() -> None:
     channel = ZmqChannel(
-        "127.0.0.1", secret=SECRET, advertise_host="node-7", limits=ZmqLimits(linger_ms=0)
+        "127.0.0.1", credential=own(SECRET), advertise_host="node-7", limits=ZmqLimits(linger_ms=0)
     )
     assert channel.address.startswith("tcp://node-7:")
     port = int(channel.address.rsplit(":", 1)[1])
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-        ZmqChannel(secret=SECRET, port=port)
+        ZmqChannel(credential=own(SECRET), port=port)
     with pytest.raises(ConfigError, match="cannot listen"):
-        ZmqChannel("203.0.113.1", secret=SECRET)
+        ZmqChannel("203.0.113.1", credential=own(SECRET))
     with pytest.raises(ConfigError, match="secret is empty"):
-        ZmqChannel(secret="")
+        ZmqChannel(credential=own(""))
     channel.close()
 
 
 ECHO = """
 import select, sys
 from mooncake.base.messages import AbortTask, Drain
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import Credential, own_credential
 from mooncake.rpc.zmq_channel import ZmqChannel
-channel = ZmqChannel(secret=sys.argv[1])
+channel = ZmqChannel(credential=own_credential(sys.argv[1], *CredentialRole))
 back = sys.argv[2]
 channel.send(back, AbortTask(request_id=channel.address, attempt=0))
 while True:

@@ -8,7 +8,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
@@ -16,6 +16,8 @@ import pytest
 from mooncake.base.clock import MonotonicClock
 from mooncake.base.ids import SystemIds
 from mooncake.base.kv_layout import SegmentRef
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import Credential, KeyAgreement, own_credential
 from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.local.backend import InprocFabric
 from mooncake.transfer.local.copying import CopyPool
@@ -42,6 +44,10 @@ FEW = 40
 """Requests of `NUM_REQUESTS` that may ask again, however slow the machine."""
 
 
+def worker(secret: str) -> Credential:
+    return own_credential(secret, CredentialRole.WORKER)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Papers(Credentials):
     """Credentials that can be wrong, and counts of the requests for them."""
@@ -53,11 +59,18 @@ class Papers(Credentials):
         self.asked.append(wanted_engine_id)
         hello = super().connect(wanted_engine_id, fenced).hello
         version = int(self.faults.get("version", hello.version))
-        secret = self.faults.get("secret", self.secret)
-        return ConnectingSide(secret, msgspec.structs.replace(hello, version=version))
+        us, agreement = self._shown(), KeyAgreement(self.ids)
+        hello = msgspec.structs.replace(
+            hello, version=version, certificate=us.credential.signed, exchange=agreement.public
+        )
+        return ConnectingSide(us, agreement, hello)
 
     def accept(self) -> AcceptingSide:
-        return AcceptingSide(self.faults.get("secret", self.secret), self.engine_id, self.ids)
+        return AcceptingSide(self._shown())
+
+    def _shown(self) -> Credentials:
+        secret = self.faults.get("secret")
+        return self if secret is None else replace(self, credential=worker(secret))
 
 
 class Engine:
@@ -66,7 +79,7 @@ class Engine:
     def __init__(self, name: str, protocol: str, nics: FakeFabric) -> None:
         gates = InprocFabric().gates
         table, loop = RegionTable(gates), IoLoop(gates, "transfer-io")
-        self.papers = Papers(engine_id=name, secret="secret", ids=SystemIds())
+        self.papers = Papers(engine_id=name, credential=worker("secret"), ids=SystemIds())
         router = self.transfer = RoutedTransfer(name, "host", table, MonotonicClock())
         router.keep_deadlines(loop)
         router.add_closer(loop.close)

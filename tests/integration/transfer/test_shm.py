@@ -13,6 +13,8 @@ import pytest
 from mooncake.base.errors import ProtocolError
 from mooncake.base.ids import SystemIds
 from mooncake.base.kv_layout import SegmentRef
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.memory import map_shared
 from mooncake.transfer.net.handshake import Credentials
@@ -39,7 +41,11 @@ def connect(owner: RoutedTransfer) -> socket.socket:
 def write_from(owner: RoutedTransfer) -> tuple[socket.socket, int]:
     """Shake hands; return the connection and the descriptor of the state page."""
     sock = connect(owner)
-    side = Credentials(engine_id="client", secret="secret", ids=SystemIds()).connect("owner")
+    side = Credentials(
+        engine_id="client",
+        credential=own_credential("secret", CredentialRole.WORKER),
+        ids=SystemIds(),
+    ).connect("owner")
     message: bytes | None = side.first_message
     fds: list[int] = []
     while message is not None:

@@ -15,6 +15,8 @@ from mooncake.base.clock import MonotonicClock
 from mooncake.base.errors import ConfigError
 from mooncake.base.ids import SystemIds
 from mooncake.base.kv_layout import SegmentRef
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.net.endpoint import ListenAddress, parse_endpoint
@@ -305,7 +307,11 @@ class FakeOwner:
             while True:
                 sock, _ = self._listener.accept()
                 with sock:
-                    side = Credentials(engine_id="fake", secret=SECRET, ids=SystemIds()).accept()
+                    side = Credentials(
+                        engine_id="fake",
+                        credential=own_credential(SECRET, CredentialRole.WORKER),
+                        ids=SystemIds(),
+                    ).accept()
                     while side.identity is None:
                         sock.sendall(wire.pack_handshake(side.step(read_message(sock))))
                     sock.recv(wire.HEAD_BYTES + TAG_BYTES, socket.MSG_WAITALL)
@@ -376,7 +382,11 @@ def connect(owner: RoutedTransfer) -> socket.socket:
 def write_from(owner: RoutedTransfer) -> tuple[socket.socket, Seals]:
     """Connect and shake hands with the right secret; return also what seals requests."""
     sock = connect(owner)
-    side = Credentials(engine_id="client", secret=SECRET, ids=SystemIds()).connect("owner")
+    side = Credentials(
+        engine_id="client",
+        credential=own_credential(SECRET, CredentialRole.WORKER),
+        ids=SystemIds(),
+    ).connect("owner")
     message: bytes | None = side.first_message
     while message is not None:
         sock.sendall(wire.pack_handshake(message))
@@ -462,7 +472,11 @@ def test_a_client_that_hangs_up_in_mid_write_applies_no_more(open_tcp: Open) -> 
 def test_a_fenced_connection_applies_no_more(open_tcp: Open) -> None:
     owner = open_tcp("owner")
     theirs = owner.allocate(4096, "theirs")
-    credentials = Credentials(engine_id="client", secret=SECRET, ids=SystemIds())
+    credentials = Credentials(
+        engine_id="client",
+        credential=own_credential(SECRET, CredentialRole.WORKER),
+        ids=SystemIds(),
+    )
 
     def shake(fenced: list[str]) -> tuple[socket.socket, ConnectingSide]:
         sock, side = connect(owner), credentials.connect("owner", fenced)

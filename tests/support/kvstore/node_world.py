@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -32,7 +33,7 @@ from mooncake.kvstore.storage.block_record import checksum_of
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.world.network import SimRegion
-from mooncake.transfer.engine import Region, TransferBatch
+from mooncake.transfer.engine import Pieces, Region, TransferBatch
 
 LAYOUT = KvLayout(num_layers=2, block_tokens=4, kv_width=4, dtype="float16", fingerprint="test")
 BLOCK = LAYOUT.block_bytes
@@ -70,6 +71,9 @@ class RecordingChannel:
     def send(self, address: str, message: AnyMessage) -> None:
         self.sent.append((address, message))
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
 
 REGION_ID = 3
 
@@ -81,6 +85,8 @@ class LocalTransfer:
 
     def __init__(self) -> None:
         self.regions: list[SimRegion] = []
+        self.lent: Counter[tuple[str, int, bool]] = Counter()
+        """By client, offset and whether it is to be written."""
 
     def allocate(self, num_bytes: int, label: str) -> Region:
         buffer = memoryview(bytearray(num_bytes))
@@ -92,6 +98,14 @@ class LocalTransfer:
 
     def unregister(self, region: Region) -> None:
         raise NotImplementedError
+
+    def lend(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
+        self.lent.update((holder, offset, write) for offset in pieces.offsets)
+
+    def take_back(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
+        for offset in pieces.offsets:
+            assert self.lent[holder, offset, write] > 0, "it was lent"
+        self.lent -= Counter((holder, offset, write) for offset in pieces.offsets)
 
     def submit(self, batch: TransferBatch) -> int:
         raise NotImplementedError

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 from mooncake.base.clock import MonotonicClock
 from mooncake.base.ids import SystemIds
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.transfer.engine import Region, TransferOp
 from mooncake.transfer.local.backend import InprocFabric
 from mooncake.transfer.net.endpoint import ListenAddress
@@ -38,7 +40,11 @@ class Engine:
         gates, clock = InprocFabric().gates, MonotonicClock()
         table = RegionTable(gates)
         self.transfer = RoutedTransfer(name, f"host of {name}", table, clock)
-        credentials = Credentials(engine_id=name, secret="secret", ids=SystemIds())
+        credentials = Credentials(
+            engine_id=name,
+            credential=own_credential("secret", CredentialRole.WORKER),
+            ids=SystemIds(),
+        )
         self.loop = loop = IoLoop(gates, "transfer-rdma")
         self.transfer.keep_deadlines(loop)
         self.transfer.add_closer(loop.close)

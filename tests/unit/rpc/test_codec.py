@@ -16,7 +16,7 @@ from mooncake.base.kv_layout import BlockPlaces, SegmentRef
 from mooncake.base.large_settings import LargeSettings, SettingName
 from mooncake.base.request import FinishReason, GenerateRequest, TokenLogprobs
 from mooncake.base.sampling import SamplingParams
-from mooncake.rpc.codec import decode, encode
+from mooncake.rpc.codec import NO_CERTIFICATE, certificate_of, decode, encode, head_of
 
 WORKER = m.WorkerRef("decode-0", "e1", "tcp://127.0.0.1:1")
 PLACES = BlockPlaces(SegmentRef("eng", {"tcp": "127.0.0.1:2"}, "h"), 3, 4096, [0, 8192])
@@ -27,6 +27,7 @@ REQUEST = GenerateRequest(
     tenant="t",
 )
 KEY = b"\x00\xffa block's key."
+HEAD = len(NO_CERTIFICATE)
 SOURCE = m.BlockSource(store=WORKER, first=0, stop=2)
 EXAMPLES: list[AnyMessage] = [
     m.WorkerHello(
@@ -49,6 +50,7 @@ EXAMPLES: list[AnyMessage] = [
     ),
     m.Welcome(gateway=WORKER, kvstore=None, send_snapshot=True),
     m.PeerLost(worker=WORKER),
+    m.Refused(asker=WORKER, ticket=3, message="PutStart", reason="may not"),
     m.Drain(),
     m.PrefillTask(
         request=REQUEST, attempt=1, gateway=WORKER, decode=WORKER, sources=[SOURCE]
@@ -125,6 +127,13 @@ def test_every_message_comes_back_equal(message: AnyMessage) -> None:
     assert decode(memoryview(encode(message))) == message
 
 
+@pytest.mark.parametrize("certificate", [b"", b"c", b"c" * 400])
+def test_the_senders_certificate_travels_before_the_message(certificate: bytes) -> None:
+    data = encode(m.Drain(), head_of(certificate))
+    assert certificate_of(data) == certificate
+    assert decode(data) == m.Drain()
+
+
 def test_the_examples_cover_the_whole_union() -> None:
     assert {type(example) for example in EXAMPLES} == set(AnyMessage.__args__)
 
@@ -153,11 +162,11 @@ def test_another_version_is_named() -> None:
         pickle.dumps(["not", "ours"]),
         encode(EXAMPLES[0])[:-3],
         encode(EXAMPLES[0]) + b"\x01",
-        encode(EXAMPLES[0])[:2] + msgspec.msgpack.encode({"type": "hello"}),
-        encode(EXAMPLES[0])[:2] + msgspec.msgpack.encode({"type": "no_such_message"}),
-        encode(EXAMPLES[0])[:2] + msgspec.msgpack.encode([1, 2, 3]),
-        encode(EXAMPLES[0])[:2] + b"\x91" * 5000,
-        encode(EXAMPLES[0])[:2] + msgspec.msgpack.encode({"type": "abort", "request_id": 5}),
+        encode(EXAMPLES[0])[:HEAD] + msgspec.msgpack.encode({"type": "hello"}),
+        encode(EXAMPLES[0])[:HEAD] + msgspec.msgpack.encode({"type": "no_such_message"}),
+        encode(EXAMPLES[0])[:HEAD] + msgspec.msgpack.encode([1, 2, 3]),
+        encode(EXAMPLES[0])[:HEAD] + b"\x91" * 5000,
+        encode(EXAMPLES[0])[:HEAD] + msgspec.msgpack.encode({"type": "abort", "request_id": 5}),
         encode(p.FindBlocks(asker=WORKER, ticket=1, keys=[b"too short"])),
         encode(p.FindBlocks(asker=WORKER, ticket=1, keys=[KEY, KEY + b"."])),
     ],
@@ -171,11 +180,11 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
 def test_prompts_are_whole_token_ids_and_at_least_one(prompt: object) -> None:
     task = m.DecodeTask(request=REQUEST, attempt=1, gateway=WORKER, prefill=None)
     data = encode(task)
-    plain = msgspec.msgpack.decode(data[2:])
-    assert decode(data[:2] + msgspec.msgpack.encode(plain)) == task
+    plain = msgspec.msgpack.decode(data[HEAD:])
+    assert decode(data[:HEAD] + msgspec.msgpack.encode(plain)) == task
     plain["request"]["prompt"] = prompt
     with pytest.raises(ProtocolError):
-        decode(data[:2] + msgspec.msgpack.encode(plain))
+        decode(data[:HEAD] + msgspec.msgpack.encode(plain))
 
 
 def test_each_truncation_is_a_protocol_error() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from mooncake.base import CheckpointError, ConfigError
 from mooncake.base.messages import GatewayNews
+from mooncake.identity import ClusterKeys, cluster_keys
 from mooncake.launch.cluster import joined_gateway, ray_cluster
 from mooncake.launch.cluster.joined_gateway import MAX_ALONE, JoinedCluster
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
@@ -39,8 +40,8 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
         scheduler=plan.scheduler, names=list(config.names),
     )  # fmt: skip
 
-    def facts_at(address: str, secret: str) -> ClusterFacts:
-        assert (address, secret) == ("h:1", "secret")
+    def facts_at(address: str, cluster: ClusterKeys) -> ClusterFacts:
+        assert (address, cluster) == ("h:1", cluster_keys("secret"))
         return facts
 
     monkeypatch.setattr(ray_cluster, "facts_at", facts_at)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import ConfigError
+from mooncake.identity import cluster_keys
 from mooncake.launch.cluster import ray_cluster
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
 from mooncake.launch.cluster.workers import cluster_workers
@@ -62,10 +63,10 @@ def test_facts_hold_no_secret_and_are_read_only_with_it(
 ) -> None:
     write_facts(settings)
     assert SECRET.encode() not in store[ray_cluster.FACTS_KEY]
-    found = ray_cluster.read_facts(SECRET)
+    found = ray_cluster.read_facts(cluster_keys(SECRET))
     assert (found.worker.cluster_secret, found.worker.model) == ("", settings[0].model)
     with pytest.raises(ConfigError, match="not that of this cluster"):
-        ray_cluster.read_facts("another")
+        ray_cluster.read_facts(cluster_keys("another"))
 
 
 def test_settings_are_printed_without_secrets(settings: list[WorkerSettings]) -> None:
@@ -86,7 +87,7 @@ def test_altered_facts_are_refused(
     [(key, value)] = store.items()
     store[key] = value.replace(b"tcp://127.0.0.1:1", b"tcp://127.0.0.9:1")
     with pytest.raises(ConfigError, match="or Ray's store was altered"):
-        ray_cluster.read_facts(SECRET)
+        ray_cluster.read_facts(cluster_keys(SECRET))
 
 
 def test_a_call_that_starts_a_worker_carries_no_secret(settings: list[WorkerSettings]) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from mooncake.base import ConfigError, MooncakeError
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import cluster_keys, issue, own_credential
 from mooncake.launch.host import credentials
 from mooncake.launch.host.credentials import (
     MAX_NONCES,
@@ -19,6 +21,7 @@ from mooncake.launch.host.credentials import (
     unseal,
 )
 
+HELD = own_credential("secret", CredentialRole.OPERATOR)
 NOW_S = 1_700_000_000.0
 
 
@@ -36,74 +39,104 @@ def mode(path: Path) -> int:
 
 def test_a_signature_answers_one_challenge_for_one_request_once() -> None:
     clock = Clock()
-    verifier = RequestVerifier("secret", clock)
+    verifier = RequestVerifier(HELD.cluster, clock)
     challenge = verifier.challenge()
-    signed = sign_request("secret", "GET", "/a", challenge)
-    assert not verifier.is_valid(signed, "GET", "/b")
-    assert not verifier.is_valid(signed, "POST", "/a")
-    assert not RequestVerifier("other", clock).is_valid(signed, "GET", "/a")
-    assert not RequestVerifier("secret", clock).is_valid(signed, "GET", "/a"), "another boot"
-    assert verifier.is_valid(signed, "GET", "/a")
-    assert not verifier.is_valid(signed, "GET", "/a")
-    again = sign_request("secret", "GET", "/a", challenge)
+    signed = sign_request(HELD, "GET", "/a", challenge)
+    assert not verifier.signer(signed, "GET", "/b")
+    assert not verifier.signer(signed, "POST", "/a")
+    assert not RequestVerifier(cluster_keys("other"), clock).signer(signed, "GET", "/a")
+    assert not RequestVerifier(HELD.cluster, clock).signer(signed, "GET", "/a"), "another boot"
+    assert verifier.signer(signed, "GET", "/a")
+    assert not verifier.signer(signed, "GET", "/a")
+    again = sign_request(HELD, "GET", "/a", challenge)
     clock.now_s += SIGNED_S
-    assert verifier.is_valid(again, "GET", "/a")
+    assert verifier.signer(again, "GET", "/a")
     clock.now_s += 1.0
-    assert not verifier.is_valid(sign_request("secret", "GET", "/a", challenge), "GET", "/a")
+    assert not verifier.signer(sign_request(HELD, "GET", "/a", challenge), "GET", "/a")
 
 
 def test_no_signature_can_be_collected_for_later() -> None:
     """A server at a wrong address names the time at which it wants to pass the request on."""
     clock = Clock()
-    verifier = RequestVerifier("secret", clock)
+    verifier = RequestVerifier(HELD.cluster, clock)
     later_s = int(NOW_S) + 1000
     asked = verifier.challenge().replace(str(int(NOW_S)), str(later_s))
-    signed = sign_request("secret", "GET", "/a", asked)
+    signed = sign_request(HELD, "GET", "/a", asked)
     for clock.now_s in (NOW_S, later_s, later_s + SIGNED_S):
-        assert not verifier.is_valid(signed, "GET", "/a")
-    signed = sign_request("secret", "GET", "/a", "9" * 5000 + "-\xff")
-    assert not verifier.is_valid(signed, "GET", "/a")
+        assert not verifier.signer(signed, "GET", "/a")
+    signed = sign_request(HELD, "GET", "/a", "9" * 5000 + "-\xff")
+    assert not verifier.signer(signed, "GET", "/a")
 
 
 def test_a_signature_never_counts_twice_however_late_it_is_sent_again() -> None:
     clock = Clock()
-    verifier = RequestVerifier("secret", clock)
-    signed = sign_request("secret", "GET", "/a", verifier.challenge())
-    assert verifier.is_valid(signed, "GET", "/a")
+    verifier = RequestVerifier(HELD.cluster, clock)
+    signed = sign_request(HELD, "GET", "/a", verifier.challenge())
+    assert verifier.signer(signed, "GET", "/a")
     for later in range(4 * int(SIGNED_S)):
         clock.now_s = NOW_S + later
-        assert not verifier.is_valid(signed, "GET", "/a")
+        assert not verifier.signer(signed, "GET", "/a")
 
 
 def test_the_memory_of_signatures_is_bounded_and_comes_back() -> None:
     clock = Clock()
-    verifier = RequestVerifier("secret", clock)
+    verifier = RequestVerifier(HELD.cluster, clock)
 
     def signed() -> str:
-        return sign_request("secret", "GET", "/a", verifier.challenge())
+        return sign_request(HELD, "GET", "/a", verifier.challenge())
 
     for _ in range(MAX_NONCES):
-        assert verifier.is_valid(signed(), "GET", "/a")
-    assert not verifier.is_valid(signed(), "GET", "/a")
+        assert verifier.signer(signed(), "GET", "/a")
+    assert not verifier.signer(signed(), "GET", "/a")
     clock.now_s += SIGNED_S + 1
-    assert verifier.is_valid(signed(), "GET", "/a")
+    assert verifier.signer(signed(), "GET", "/a")
 
 
-@pytest.mark.parametrize("given", ["", "Mooncake", "Mooncake 1 2", "Mooncake 1 2 \xff", "x 1 2 3"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "Mooncake",
+        "Mooncake 1 2 3",
+        "Mooncake 1 2 3 \xff",
+        "Mooncake 1 2 AAAA AAAA",
+        "x 1 2 3 4",
+    ],
+)
 def test_what_is_no_signature_is_refused(given: str) -> None:
-    assert not RequestVerifier("secret", Clock()).is_valid(given, "GET", "/a")
+    assert not RequestVerifier(HELD.cluster, Clock()).signer(given, "GET", "/a")
+
+
+def test_a_signature_says_who_signed_until_the_credential_expires() -> None:
+    wall = Clock()
+    verifier = RequestVerifier(HELD.cluster, Clock(), wall)
+    held = issue("secret", "ops", [CredentialRole.OPERATOR], expires_s=NOW_S + 1.0)
+    for wall.now_s in (NOW_S, NOW_S + 1.0):
+        signed = sign_request(held, "GET", "/a", verifier.challenge())
+        signer = verifier.signer(signed, "GET", "/a")
+        assert (signer and signer.name) == ("ops" if wall.now_s == NOW_S else None)
+
+
+def test_a_certificate_of_another_does_not_help() -> None:
+    verifier = RequestVerifier(HELD.cluster, Clock())
+    words = sign_request(HELD, "GET", "/a", verifier.challenge()).split(" ")
+    other = sign_request(own_credential("secret", CredentialRole.WORKER), "GET", "/a", words[1])
+    words[3] = other.split(" ")[3]
+    assert verifier.signer(" ".join(words), "GET", "/a") is None
 
 
 def test_sealed_data_cannot_be_altered_or_used_for_another_purpose() -> None:
-    sealed = seal(b"facts", "secret", "one")
-    assert unseal(sealed, "secret", "one") == b"facts"
+    sealed = seal(b"facts", HELD, "one")
+    assert unseal(sealed, HELD.cluster, "one") == b"facts"
     altered = sealed[:-1] + b"x"
     for found, secret, purpose in (
         (altered, "secret", "one"), (sealed, "other", "one"), (sealed, "secret", "two"),
         (b"", "secret", "one"), (b"facts", "secret", "one"),
     ):  # fmt: skip
         with pytest.raises(MooncakeError, match="another secret"):
-            unseal(found, secret, purpose)
+            unseal(found, cluster_keys(secret), purpose)
+    with pytest.raises(MooncakeError, match="takes the cluster secret"):
+        seal(b"facts", own_credential(HELD.text, CredentialRole.OPERATOR), "one")
 
 
 def test_the_private_folder_and_its_files_are_this_users_alone(

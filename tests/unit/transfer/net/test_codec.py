@@ -10,6 +10,8 @@ import pytest
 
 from mooncake.base.errors import MooncakeError
 from mooncake.base.ids import SeededIds
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.transfer.net.handshake import Credentials, HandshakeRefused, Refusal
 from mooncake.transfer.rdma import wire as rdma_wire
 from mooncake.transfer.shm import wire as shm_wire
@@ -21,7 +23,9 @@ DEPTH = 50_000
 
 def first_frame(data: bytes) -> Any:
     """Read it as the first message of a connection."""
-    side = Credentials(engine_id="us", secret="s", ids=SeededIds(1)).accept()
+    side = Credentials(
+        engine_id="us", credential=own_credential("s", CredentialRole.WORKER), ids=SeededIds(1)
+    ).accept()
     side.step(data)
     if side.refusal is not None:
         raise HandshakeRefused(side.refusal)

@@ -9,6 +9,8 @@ import pytest
 from mooncake.base.errors import ConfigError
 from mooncake.base.ids import SeededIds
 from mooncake.base.kv_layout import SegmentRef
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.transfer.net import directory
 from mooncake.transfer.net.directory import PeerDirectory, PeerKey, PeerUnreachable
 from mooncake.transfer.net.handshake import Credentials
@@ -29,7 +31,9 @@ def ref(name: str, endpoint: str = "h:1") -> SegmentRef:
 
 @pytest.fixture
 def peers() -> PeerDirectory[Peer]:
-    credentials = Credentials(engine_id="us", secret="s", ids=SeededIds(1))
+    credentials = Credentials(
+        engine_id="us", credential=own_credential("s", CredentialRole.WORKER), ids=SeededIds(1)
+    )
     return PeerDirectory("tcp", credentials, Peer, lambda peer: peer.key.engine_id != "busy")
 
 

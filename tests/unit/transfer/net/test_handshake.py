@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from mooncake.base.ids import SeededIds
+from mooncake.base.ids import SeededIds, SystemIds
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import KeyAgreement, issue
 from mooncake.transfer.net.handshake import (
     HANDSHAKE_VERSION,
-    NONCE_BYTES,
     AcceptingSide,
+    Challenge,
     ConnectingSide,
     Credentials,
     HandshakeRefused,
-    Hello,
     Welcome,
 )
 from mooncake.transfer.net.protection import Protection
 
+WORKER = CredentialRole.WORKER
+
 
 def party(
-    engine_id: str, secret: str = "s", seed: int = 1, **protection: Protection
+    engine_id: str,
+    secret: str = "s",
+    seed: int = 1,
+    role: CredentialRole = WORKER,
+    unix_s: float = 0.0,
+    **protection: Protection,
 ) -> Credentials:
-    return Credentials(engine_id=engine_id, secret=secret, ids=SeededIds(seed), **protection)
+    return Credentials(
+        engine_id=engine_id,
+        credential=issue(secret, "etl", [role], expires_s=100.0, ids=SeededIds(seed)),
+        ids=SeededIds(seed),
+        unix_time=lambda: unix_s,
+        **protection,
+    )
+
+
+def saying(**changed: Any) -> ConnectingSide:
+    """Return a client whose hello is another than it should be."""
+    us = party("a")
+    hello = msgspec.structs.replace(us.connect("b").hello, **changed)
+    return ConnectingSide(us, KeyAgreement(SeededIds(5)), hello)
 
 
 def shake(client: ConnectingSide, owner: AcceptingSide) -> None:
@@ -64,11 +87,16 @@ def test_another_engine_is_named_only_to_peers_that_know_the_secret() -> None:
 
 def test_an_owner_that_does_not_know_the_secret_is_found_out() -> None:
     client = party("a", secret="right").connect("b")
-    impostor = party("b", secret="wrong").accept()
-    challenge = impostor.step(client.first_message)
-    assert client.step(challenge) is not None
-    with pytest.raises(HandshakeRefused, match="does not know the cluster secret"):
-        client.step(msgspec.msgpack.encode(Welcome(bytes(32))))
+    accepted = party("b", secret="right", seed=2).accept().step(client.first_message)
+    challenge = msgspec.msgpack.decode(accepted, type=Challenge)
+    forged = msgspec.structs.replace(
+        challenge, certificate=party("b", secret="wrong").credential.signed
+    )
+    with pytest.raises(HandshakeRefused, match="wrong cluster secret"):
+        client.step(msgspec.msgpack.encode(forged))
+    assert client.step(accepted) is not None
+    with pytest.raises(HandshakeRefused, match="has not the keys of its certificate"):
+        client.step(msgspec.msgpack.encode(Welcome(bytes(64))))
     assert not client.done
 
 
@@ -80,7 +108,7 @@ def test_a_recorded_handshake_cannot_be_replayed() -> None:
     again = party("b", seed=3).accept()
     again.step(client.first_message)
     again.step(proof)
-    assert again.refusal == "wrong cluster secret"
+    assert again.refusal == "the peer has not the keys of its certificate"
     # Nor can the owner's own proof be mirrored back at it.
     mirror = party("b", seed=2).accept()
     challenge = mirror.step(client.first_message)
@@ -88,7 +116,7 @@ def test_a_recorded_handshake_cannot_be_replayed() -> None:
     assert mirror.refusal == "unexpected challenge in the handshake"
 
 
-@pytest.mark.parametrize("position", range(0, 200, 7))
+@pytest.mark.parametrize("position", range(0, 420, 13))
 def test_a_changed_hello_spoils_the_proof(position: int) -> None:
     client = party("a").connect("b", ["x" * 40, "y" * 40])
     changed = bytearray(client.first_message)
@@ -104,21 +132,59 @@ def test_a_changed_hello_spoils_the_proof(position: int) -> None:
 
 
 def test_another_version_is_named() -> None:
-    hello = Hello(HANDSHAKE_VERSION + 1, "a", "b", "c", bytes(NONCE_BYTES), [])
     with pytest.raises(HandshakeRefused, match=f"version {HANDSHAKE_VERSION + 1} is not"):
-        shake(ConnectingSide("s", hello), party("b").accept())
+        shake(saying(version=HANDSHAKE_VERSION + 1), party("b").accept())
 
 
 @pytest.mark.parametrize(
-    "hello",
+    ("changed", "reason"),
     [
-        Hello(HANDSHAKE_VERSION, "a", "b", "c", b"short", []),
-        Hello(HANDSHAKE_VERSION, "a", "b", "c", bytes(NONCE_BYTES), ["x"] * 300),
+        ({"nonce": b"short"}, "malformed hello"),
+        ({"fenced": ["x"] * 300}, "malformed hello"),
+        ({"certificate": b""}, "wrong cluster secret"),
+        ({"exchange": b"short"}, "no key of an exchange"),
+        ({"exchange": bytes(32)}, "no key of an exchange"),
     ],
 )
-def test_a_malformed_hello_is_refused(hello: Hello) -> None:
-    with pytest.raises(HandshakeRefused, match="malformed hello"):
-        shake(ConnectingSide("s", hello), party("b").accept())
+def test_a_malformed_hello_is_refused(changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(HandshakeRefused, match=reason):
+        shake(saying(**changed), party("b").accept())
+
+
+@pytest.mark.parametrize("role", CredentialRole)
+def test_only_workers_own_memory_and_only_they_and_pool_clients_ask(role: CredentialRole) -> None:
+    owner = party("b", seed=2).accept()
+    client = party("a", role=role).connect("b")
+    if role in (WORKER, CredentialRole.POOL_CLIENT):
+        shake(client, owner)
+        assert owner.identity is not None
+        assert owner.identity.certificate.roles == [role]
+    else:
+        with pytest.raises(HandshakeRefused, match="'etl' moves no blocks"):
+            shake(client, owner)
+    if role is not WORKER:
+        with pytest.raises(HandshakeRefused, match="'etl' moves no blocks: that takes"):
+            shake(party("a").connect("b"), party("b", seed=2, role=role).accept())
+
+
+def test_a_credential_counts_until_it_expires() -> None:
+    with pytest.raises(HandshakeRefused, match="refused: the credential 'etl' has expired"):
+        shake(party("a").connect("b"), party("b", seed=2, unix_s=100.0).accept())
+    with pytest.raises(HandshakeRefused, match="the credential 'etl' has expired"):
+        shake(party("a", unix_s=100.0).connect("b"), party("b", seed=2).accept())
+
+
+def test_keys_are_drawn_anew_for_each_connection() -> None:
+    """Nobody who learns the credentials later can compute them."""
+    client, owner = party("a", seed=1).connect("b"), party("b", seed=2).accept()
+    shake(client, owner)
+    assert client.channel is not None
+    assert owner.channel is not None
+    message = bytes(client.channel.sent.seal(b"hello"))
+    assert owner.channel.received.open(message) == b"hello"
+    first = party("a").connect("b").hello
+    both = [Credentials(engine_id="a", credential=party("a").credential, ids=SystemIds())] * 2
+    assert len({first.exchange, *(each.connect("b").hello.exchange for each in both)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -178,7 +244,7 @@ def test_a_relay_that_takes_the_protection_away_spoils_the_proof() -> None:
     proof = client.step(changed)
     assert proof is not None
     owner.step(proof)
-    assert owner.refusal == "wrong cluster secret"
+    assert owner.refusal == "the peer has not the keys of its certificate"
     again = party("a").connect("b")
     with pytest.raises(HandshakeRefused, match="does not speak this protocol"):
         again.step(challenge.replace(b"encrypt", b"rot-013"))

@@ -90,7 +90,7 @@ def test_messages_that_are_altered_repeated_or_dropped_are_refused() -> None:
 
 
 def test_keys_belong_to_one_handshake_and_one_direction() -> None:
-    keys = [*session_keys("secret", b"a"), *session_keys("secret", b"b"), *session_keys("x", b"a")]
+    keys = [*session_keys(b"s", b"a"), *session_keys(b"s", b"b"), *session_keys(b"x", b"a")]
     assert len(set(keys)) == 6
 
 

@@ -1,0 +1,180 @@
+"""Which messages each role of a credential may send, and what a pool client may name in them.
+
+Pure. The owner of a channel asks `refusal` for every message that arrives: what is not in the table
+is refused. Workers and gateways are taken at their word about what they hold; clients and operators
+speak for themselves only, and a tenant's client names keys of its tenant only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from hashlib import blake2b
+
+from mooncake.base import messages as m
+from mooncake.base import pool_messages as p
+from mooncake.base.any_message import AnyMessage
+from mooncake.base.blocks import KEY_BYTES, BlockKey
+
+
+class CredentialRole(str, Enum):
+    """What the holder of a credential may do."""
+
+    WORKER = "worker"
+    """Compute, store and move blocks of all tenants."""
+    GATEWAY = "gateway"
+    """Place requests and look after members; no blocks."""
+    POOL_CLIENT = "pool-client"
+    """Read and write blocks of one tenant, or of all, at pool nodes."""
+    OPERATOR = "operator"
+    """Read figures and drain pool nodes; no blocks."""
+
+
+_W, _G = CredentialRole.WORKER, CredentialRole.GATEWAY
+_C, _O = CredentialRole.POOL_CLIENT, CredentialRole.OPERATOR
+
+SENDERS: dict[type[m.Message], frozenset[CredentialRole]] = {
+    message: frozenset(roles)
+    for roles, messages in (
+        ((_W,), (
+            m.StepOutputs, m.Reserved, m.BlocksPushed, m.KVReady, m.PushEnded, m.PutGranted,
+            m.PinGranted,
+            p.TakeOver, p.TakenOver, p.FindHomes, p.BlocksFound, p.BlocksRemoved,
+            p.BlocksDescribed, p.PinsSet, p.PoolState,
+        )),
+        ((_G,), (
+            m.GatewayNews, m.PeersHeard, m.Welcome, m.WhoAreYou, m.PrefillTask, m.DecodeTask,
+            m.AbortTask, m.Prefetch, m.StopPrefetch, p.HomesFound, p.ReplicasFound,
+        )),
+        ((_W, _G), (m.DoubtPeers, m.Refused)),
+        ((_W, _C), (m.PutStart, m.PutEnd, m.PinBlocks, m.Unpin)),
+        ((_G, _C), (p.RemoveBlocks,)),
+        ((_G, _O), (m.Drain,)),
+        ((_C,), (m.Replicate, p.SetPins, p.DescribeBlocks, p.ForgetBlocks)),
+        ((_C, _O), (p.FindBlocks, p.AskPool, p.FindReplicas)),
+        ((_W, _C, _O), (m.WorkerHello, m.LoadReport, m.BlockEvents)),
+        ((_W, _G, _C, _O), (m.PeerLost,)),
+    )
+    for message in messages
+}  # fmt: skip
+"""The roles that may send each message; tests hold it to be complete."""
+
+SPEAKERS: dict[type[m.Message], str] = {
+    m.WorkerHello: "worker", m.LoadReport: "worker", m.BlockEvents: "worker", m.PeerLost: "worker",
+    m.PutStart: "writer", m.PutEnd: "writer", m.PinBlocks: "reader", m.Unpin: "reader",
+    m.Replicate: "asker", p.RemoveBlocks: "asker", p.SetPins: "asker", p.DescribeBlocks: "asker",
+    p.ForgetBlocks: "asker", p.FindBlocks: "asker", p.AskPool: "asker", p.FindReplicas: "asker",
+}  # fmt: skip
+"""The field of each message of a client that names the client."""
+_ENGINES = frozenset((m.Role.PREFILL, m.Role.DECODE, m.Role.KVSTORE))
+_MARK_BYTES = 6
+_SCOPED = frozenset((_C, _O))
+
+
+@lru_cache(maxsize=4096)
+def tenant_mark(tenant: str) -> bytes:
+    """Return the end of all keys that a pool client of `tenant` may name."""
+    return blake2b(tenant.encode(), digest_size=_MARK_BYTES, person=b"mooncake-tenant").digest()
+
+
+def tenant_key(key: BlockKey, tenant: str) -> BlockKey:
+    """Return the key under which a pool client of `tenant` stores `key`; of such a key, itself.
+
+    No tenant can make a key of another's, nor of a block of an engine, on purpose: all their bytes
+    follow from hashes, and the last ones from the tenant's name.
+    """
+    mark = tenant_mark(tenant)
+    if key.endswith(mark):
+        return key
+    return blake2b(key, digest_size=KEY_BYTES - _MARK_BYTES).digest() + mark
+
+
+def channel_key_of(worker: m.WorkerRef) -> str:
+    """Return the key that the address of a client ends in; empty: a worker's, without one."""
+    return worker.address.partition("#")[2]
+
+
+def client_id(channel_key: str) -> str:
+    """Return how the ids of clients begin that prove this key: no client can take another's id."""
+    return f"client-{channel_key[:12]}-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sender:
+    """Who sends on a connection, as its credential says."""
+
+    name: str
+    roles: frozenset[CredentialRole]
+    tenant: str | None
+    """Whose blocks a pool client may name; None: of all tenants."""
+    channel_key: str
+    """In hexadecimal: the key that its connections prove, and that its address ends in."""
+    may_send: frozenset[type[m.Message]] = field(init=False)
+    speaks_for_itself: bool = field(init=False)
+    """Whether it may name no other process as the sender."""
+
+    def __post_init__(self) -> None:
+        allowed = frozenset(kind for kind, roles in SENDERS.items() if roles & self.roles)
+        object.__setattr__(self, "may_send", allowed)
+        object.__setattr__(self, "speaks_for_itself", self.roles <= _SCOPED)
+
+    def is_own(self, worker: m.WorkerRef) -> bool:
+        """Return whether `worker` can only be the sender itself."""
+        return worker.address.endswith(f"#{self.channel_key}") and worker.worker_id.startswith(
+            client_id(self.channel_key)
+        )
+
+
+def refusal(sender: Sender, message: AnyMessage) -> str | None:
+    """Return why `sender` may not send `message`; None: it may."""
+    kind = type(message)
+    if kind not in sender.may_send:
+        wanted = " or ".join(sorted(f"--role {role.value}" for role in SENDERS[kind]))
+        return (
+            f"{sender.name} ({', '.join(sorted(role.value for role in sender.roles))}) may not "
+            f"send {kind.__name__}: it takes a credential with {wanted}"
+        )
+    if sender.speaks_for_itself:
+        return _beyond_itself(sender, message)
+    if kind is m.WorkerHello and isinstance(message, m.WorkerHello):
+        return None if message.role in _ENGINES else f"{sender.name} is no {message.role.value}"
+    return None
+
+
+def _beyond_itself(sender: Sender, message: AnyMessage) -> str | None:
+    """Return why a client or operator may not send this; None: it names only what is its own."""
+    speaker = speaker_of(message)
+    if speaker is not None and not sender.is_own(speaker):
+        return f"{sender.name} may not speak for {speaker.worker_id} at {speaker.address}"
+    if isinstance(message, m.WorkerHello) and message.role is not m.Role.CLIENT:
+        return f"{sender.name} may join as a client only, not as {message.role.value}"
+    if isinstance(message, m.BlockEvents) and (message.stored or message.removed):
+        return f"{sender.name} holds no blocks for others"
+    if CredentialRole.POOL_CLIENT not in sender.roles:
+        return None if next(keys_in(message), None) is None else f"{sender.name} handles no blocks"
+    if sender.tenant is None:
+        return None
+    tenant = getattr(message, "tenant", None)
+    if tenant is not None and tenant != sender.tenant and any(keys_in(message)):
+        return f"{sender.name} may store blocks of tenant {sender.tenant!r}, not of {tenant!r}"
+    mark = tenant_mark(sender.tenant)
+    if all(key.endswith(mark) for key in keys_in(message)):
+        return None
+    return f"{sender.name} may name keys of tenant {sender.tenant!r} only"
+
+
+def speaker_of(message: AnyMessage) -> m.WorkerRef | None:
+    """Return whom a message of a client names as its sender; None: nobody."""
+    named = getattr(message, SPEAKERS.get(type(message), ""), None)
+    return named if isinstance(named, m.WorkerRef) else None
+
+
+def keys_in(message: AnyMessage) -> Iterator[BlockKey]:
+    """Yield all block keys in a message of a client."""
+    for name in ("keys", "written", "dropped", "corrupt"):
+        yield from getattr(message, name, ())
+    head = getattr(message, "head", None)
+    if head is not None:
+        yield from head.keys

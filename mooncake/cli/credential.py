@@ -1,0 +1,94 @@
+"""`mooncake credential`: makes what a process proves itself with in place of the cluster secret."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+from mooncake.base import ConfigError
+from mooncake.base.rights import CredentialRole
+from mooncake.cli.command import Command
+from mooncake.launch.config.options import SomeOf, number, same_as, setting, text, truth
+from mooncake.launch.config.settings import ServeConfig
+
+HOLDER = "holder"
+DAY_S = 86_400.0
+EXAMPLES = """\
+mooncake credential --role pool-client --tenant acme --name etl --days 90 --out etl.credential
+mooncake credential --role operator --out operator.credential
+mooncake credential --role gateway --days 365 --out gateway.credential
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Settings of `mooncake credential`."""
+
+    # fmt: off
+    role: tuple[str, ...] = setting((), SomeOf(*(role.value for role in CredentialRole)), HOLDER,
+        "ROLE", "what it may do, may be repeated", repeat=True, required=True)
+    tenant: str | None = setting(None, text, HOLDER, "NAME",
+        "whose blocks a pool client reads and writes")
+    all_tenants: bool = setting(False, truth, HOLDER, "", "a pool client of all tenants",
+        switch=True)
+    name: str | None = setting(None, text, HOLDER, "NAME",
+        "as it stands in logs and refusals (default: its role and tenant)")
+    days: float = setting(365.0, number, HOLDER, "N", "from now on that it counts")
+    out: str | None = setting(None, text, HOLDER, "FILE",
+        "written for this user alone (default: printed)")
+    cluster_secret: str | None = same_as(ServeConfig, "cluster_secret", "cluster")
+    cluster_secret_file: str | None = same_as(ServeConfig, "cluster_secret_file", "cluster")
+    # fmt: on
+
+
+def make(wanted: Wanted) -> int:
+    """Write a credential.
+
+    Raises:
+        ConfigError: settings that do not go together, or a file that cannot be written.
+    """
+    from mooncake.identity import issue
+    from mooncake.identity.credential import PREFIX
+    from mooncake.launch.host.credentials import write_private
+
+    roles = [CredentialRole(role) for role in wanted.role]
+    _check(wanted, roles)
+    secret = wanted.cluster_secret or ""
+    if not secret or secret.startswith(PREFIX):
+        raise ConfigError(
+            "cluster-secret: give the cluster's own, by --cluster-secret-file or "
+            "MOONCAKE_CLUSTER_SECRET; a credential cannot make others"
+        )
+    name = wanted.name or "-".join([*wanted.role, *([wanted.tenant] if wanted.tenant else [])])
+    credential = issue(
+        secret, name, roles, tenant=wanted.tenant, expires_s=time.time() + wanted.days * DAY_S
+    )
+    if wanted.out is None:
+        print(credential.text)
+        return 0
+    try:
+        write_private(Path(wanted.out), credential.text + "\n")
+    except OSError as error:
+        raise ConfigError(f"out: cannot write {wanted.out}: {error.strerror}") from error
+    return 0
+
+
+def _check(wanted: Wanted, roles: list[CredentialRole]) -> None:
+    is_client = CredentialRole.POOL_CLIENT in roles
+    if not wanted.days > 0:
+        raise ConfigError(f"days: must be more than 0, not {wanted.days:g}")
+    if is_client and (wanted.tenant is None) != wanted.all_tenants:
+        raise ConfigError("tenant: a pool client is of one --tenant NAME, or of --all-tenants")
+    if not is_client and (wanted.tenant or wanted.all_tenants):
+        raise ConfigError("tenant: only pool clients have one: add --role pool-client")
+    if is_client and {CredentialRole.WORKER, CredentialRole.GATEWAY} & {*roles}:
+        raise ConfigError("role: workers and gateways handle all tenants; make two credentials")
+
+
+COMMANDS = (
+    Command(
+        words="credential", summary="make a credential of fewer rights than the cluster secret",
+        examples=EXAMPLES, settings=Wanted, run=make,
+    ),
+)  # fmt: skip

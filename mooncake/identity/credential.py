@@ -1,0 +1,257 @@
+"""Credentials: a certificate of name, roles and tenant, signed by the cluster's key, and the
+private keys that belong to it.
+
+The cluster's own keys follow from the cluster secret: who knows it can issue any credential. Who
+has a credential can prove that one and check all others, and issue none. A process that is given
+the secret issues itself a credential with fresh keys.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
+from mooncake.base.ids import IdSource, SystemIds
+from mooncake.base.rights import CredentialRole, Sender
+
+PREFIX = "mooncake-credential-1:"
+"""How the text of a credential begins; no cluster secret may begin so."""
+KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+MAX_CERTIFICATE_BYTES = 1024
+MAX_NAME_CHARACTERS = 64
+
+
+class Certificate(msgspec.Struct, frozen=True, array_like=True):
+    """What the cluster says of the holder of two keys."""
+
+    name: str
+    roles: list[CredentialRole]
+    tenant: str | None
+    """Whose blocks a pool client may name; None: of all tenants."""
+    expires_s: float
+    """Seconds since 1970 from which it counts no more; 0: never."""
+    channel_key: bytes
+    """Public X25519 key of its control connections."""
+    signing_key: bytes
+    """Public Ed25519 key of what it signs."""
+
+    def sender(self) -> Sender:
+        """Return what it lets its holder send."""
+        return Sender(
+            name=self.name, roles=frozenset(self.roles), tenant=self.tenant,
+            channel_key=self.channel_key.hex(),
+        )  # fmt: skip
+
+    def check_time(self, unix_s: float) -> None:
+        """Raise Forbidden when the certificate has expired."""
+        if self.expires_s and unix_s >= self.expires_s:
+            raise Forbidden(
+                f"the credential {self.name!r} has expired: ask for a new one, "
+                "made by `mooncake credential`"
+            )
+
+    def check_signature(self, signature: bytes, data: bytes) -> None:
+        """Raise Forbidden unless the holder has signed `data`."""
+        _verify(self.signing_key, signature, data, f"the credential {self.name!r} did not sign it")
+
+
+class ClusterKeys(msgspec.Struct, frozen=True, array_like=True):
+    """The public keys of a cluster, which every credential carries."""
+
+    signing_key: bytes
+    """Checks certificates, and what the cluster itself has signed."""
+    channel_key: bytes
+    """Of the control sockets of all that know the cluster secret."""
+
+
+class _Written(msgspec.Struct, frozen=True, array_like=True):
+    """The content of a credential's text."""
+
+    seed: bytes
+    signed: bytes
+    cluster: ClusterKeys
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_CERTIFICATE = msgspec.msgpack.Decoder(Certificate)
+_WRITTEN = msgspec.msgpack.Decoder(_Written)
+
+
+def _derive(seed: bytes, purpose: bytes) -> bytes:
+    return hmac.digest(b"mooncake " + purpose, seed, hashlib.sha256)
+
+
+def _public(key: Ed25519PrivateKey | X25519PrivateKey) -> bytes:
+    return key.public_key().public_bytes_raw()
+
+
+class _Secret:
+    """The cluster's private keys, made of its secret."""
+
+    def __init__(self, secret: str) -> None:
+        if not secret:
+            raise ConfigError("the cluster secret is empty: set one, the same for all workers")
+        self.channel_seed = _derive(secret.encode(), b"channel curve key v2")
+        self.signing = Ed25519PrivateKey.from_private_bytes(
+            _derive(secret.encode(), b"credential signing key v1")
+        )
+        channel = X25519PrivateKey.from_private_bytes(self.channel_seed)
+        self.public = ClusterKeys(_public(self.signing), _public(channel))
+
+
+def cluster_keys(secret: str) -> ClusterKeys:
+    """Return the public keys of the cluster that has this secret."""
+    return _Secret(secret).public
+
+
+class Credential:
+    """What one process proves itself with. `text` and the private keys are secrets."""
+
+    def __init__(
+        self, seed: bytes, signed: bytes, cluster: ClusterKeys, secret: _Secret | None = None
+    ) -> None:
+        """Raises ProtocolError: `signed` is no certificate of this cluster."""
+        self.certificate = check_certificate(signed, cluster)
+        self.signed = signed
+        """The certificate with its signature, as peers are shown it."""
+        self.cluster = cluster
+        self._seed = seed
+        self._signing = Ed25519PrivateKey.from_private_bytes(_derive(seed, b"signing key"))
+        self.channel_seed = _derive(seed, b"channel key")
+        """Private X25519 key of its control connections."""
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        """Return the name alone: the rest is secret."""
+        return f"Credential({self.certificate.name!r})"
+
+    @property
+    def listening_seed(self) -> bytes | None:
+        """The cluster's private X25519 key, for the sockets of workers and gateways that know the
+        secret: peers need not be told the key to such an address. None: its own key.
+        """
+        if self._secret is None or self.certificate.sender().speaks_for_itself:
+            return None
+        return self._secret.channel_seed
+
+    def sign(self, data: bytes) -> bytes:
+        """Return the holder's signature of `data`."""
+        return self._signing.sign(data)
+
+    def sign_for_cluster(self, data: bytes) -> bytes:
+        """Return the cluster's own signature. Raises Forbidden: that takes the cluster secret."""
+        if self._secret is None:
+            raise Forbidden("this takes the cluster secret, a credential is not enough")
+        return self._secret.signing.sign(data)
+
+    @property
+    def text(self) -> str:
+        """The credential as one line of text, for a private file."""
+        written = _Written(self._seed, self.signed, self.cluster)
+        return PREFIX + base64.b64encode(_ENCODER.encode(written)).decode()
+
+
+class KeyAgreement:
+    """One side of a Diffie-Hellman exchange (X25519) with keys that are used once: who later learns
+    a credential, or the cluster secret, cannot compute what was agreed.
+    """
+
+    def __init__(self, ids: IdSource) -> None:
+        self._private = X25519PrivateKey.from_private_bytes(bytes.fromhex(ids.hex(KEY_BYTES)))
+        self.public = _public(self._private)
+
+    def agree(self, public: bytes) -> bytes:
+        """Return what only the two sides know. Raises ProtocolError: `public` is no key."""
+        try:
+            return self._private.exchange(X25519PublicKey.from_public_bytes(public))
+        except ValueError as error:
+            raise ProtocolError(f"no key of an exchange: {error}") from error
+
+
+def check_certificate(signed: bytes, cluster: ClusterKeys) -> Certificate:
+    """Return the certificate in `signed`. Raises ProtocolError unless `cluster` has signed it."""
+    signature, encoded = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+    try:
+        _verify(cluster.signing_key, signature, _certified(encoded), "it is of another cluster")
+        return _CERTIFICATE.decode(encoded)
+    except (Forbidden, ValueError) as error:
+        raise ProtocolError(f"no certificate of this cluster: {error}") from error
+
+
+def check_cluster_signature(cluster: ClusterKeys, signature: bytes, data: bytes) -> None:
+    """Raise Forbidden unless a holder of the cluster secret has signed `data`."""
+    _verify(cluster.signing_key, signature, data, "signed with another secret, or altered")
+
+
+def _certified(encoded: bytes) -> bytes:
+    return b"mooncake certificate 1 " + encoded
+
+
+def _verify(key: bytes, signature: bytes, data: bytes, problem: str) -> None:
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, data)
+    except (InvalidSignature, ValueError) as error:
+        raise Forbidden(problem) from error
+
+
+def issue(
+    secret: str,
+    name: str,
+    roles: Iterable[CredentialRole],
+    *,
+    tenant: str | None = None,
+    expires_s: float = 0.0,
+    ids: IdSource | None = None,
+) -> Credential:
+    """Return a new credential with keys of its own. Raises ConfigError: the secret is empty."""
+    keys = _Secret(secret)
+    seed = bytes.fromhex((ids or SystemIds()).hex(KEY_BYTES))
+    certificate = Certificate(
+        name=name,
+        roles=sorted(set(roles)),
+        tenant=tenant,
+        expires_s=expires_s,
+        channel_key=_public(X25519PrivateKey.from_private_bytes(_derive(seed, b"channel key"))),
+        signing_key=_public(Ed25519PrivateKey.from_private_bytes(_derive(seed, b"signing key"))),
+    )
+    encoded = _ENCODER.encode(certificate)
+    return Credential(seed, keys.signing.sign(_certified(encoded)) + encoded, keys.public, keys)
+
+
+def own_credential(
+    given: str, *roles: CredentialRole, name: str = "", ids: IdSource | None = None
+) -> Credential:
+    """Return the credential of a process that acts in `roles`: the one that `given` is the text of,
+    or one that the process issues itself when `given` is the cluster secret.
+
+    Raises:
+        ConfigError: it is empty, damaged, or a credential that has none of the roles.
+    """
+    if not given.startswith(PREFIX):
+        words = name or "-".join(role.value for role in roles)
+        return issue(given, words, roles, ids=ids)
+    try:
+        written = _WRITTEN.decode(base64.b64decode(given.removeprefix(PREFIX), validate=True))
+        credential = Credential(written.seed, written.signed, written.cluster)
+    except (binascii.Error, ValueError, ProtocolError) as error:
+        raise ConfigError("the credential is damaged: copy its file whole") from error
+    certificate = credential.certificate
+    if not {*roles} & {*certificate.roles}:
+        has, wants = (
+            " or ".join(role.value for role in each) for each in (certificate.roles, roles)
+        )
+        raise ConfigError(
+            f"the credential {certificate.name!r} is of a {has}; this takes one of "
+            f"`mooncake credential --role {wants}`, or the cluster secret"
+        )
+    return credential
