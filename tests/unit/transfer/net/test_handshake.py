@@ -12,6 +12,8 @@ from mooncake.base.rights import CredentialRole
 from mooncake.identity import KeyAgreement, issue
 from mooncake.transfer.net.handshake import (
     HANDSHAKE_VERSION,
+    WORKERS,
+    WORKERS_AND_CLIENTS,
     AcceptingSide,
     Challenge,
     ConnectingSide,
@@ -152,19 +154,27 @@ def test_a_malformed_hello_is_refused(changed: dict[str, Any], reason: str) -> N
 
 
 @pytest.mark.parametrize("role", CredentialRole)
-def test_only_workers_own_memory_and_only_they_and_pool_clients_ask(role: CredentialRole) -> None:
-    owner = party("b", seed=2).accept()
+@pytest.mark.parametrize("let_in", [WORKERS, WORKERS_AND_CLIENTS])
+def test_an_owner_lets_in_the_roles_it_serves(
+    role: CredentialRole, let_in: frozenset[CredentialRole]
+) -> None:
+    owner = party("b", seed=2).accept(let_in)
     client = party("a", role=role).connect("b")
-    if role in (WORKER, CredentialRole.POOL_CLIENT):
+    if role in let_in:
         shake(client, owner)
         assert owner.identity is not None
         assert owner.identity.certificate.roles == [role]
+        assert (owner.identity.borrower is None) == (role is WORKER)
     else:
-        with pytest.raises(HandshakeRefused, match="'etl' moves no blocks"):
+        with pytest.raises(HandshakeRefused, match="'etl' moves no blocks this way: that takes"):
             shake(client, owner)
-    if role is not WORKER:
-        with pytest.raises(HandshakeRefused, match="'etl' moves no blocks: that takes"):
-            shake(party("a").connect("b"), party("b", seed=2, role=role).accept())
+        assert owner.identity is None
+
+
+@pytest.mark.parametrize("role", sorted(set(CredentialRole) - {WORKER}))
+def test_only_workers_own_memory(role: CredentialRole) -> None:
+    with pytest.raises(HandshakeRefused, match="'etl' moves no blocks this way: that takes"):
+        shake(party("a").connect("b"), party("b", seed=2, role=role).accept())
 
 
 def test_a_credential_counts_until_it_expires() -> None:
