@@ -7,7 +7,9 @@ import logging
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import MooncakeError, ProtocolError
 from mooncake.base.ids import SeededIds
-from mooncake.rpc.codec import decode, encode
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import issue
+from mooncake.rpc.codec import NO_CERTIFICATE, decode, encode
 from mooncake.transfer.net.control_link import ControlLink
 from mooncake.transfer.net.handshake import (
     AcceptingSide,
@@ -33,7 +35,7 @@ class Rpc(Target):
     name = "rpc"
     modules = ("mooncake.rpc.codec",)
     shape = Shape.MSGPACK
-    skip = 2
+    skip = len(NO_CERTIFICATE)
     allowed = (ProtocolError,)
     max_bytes = 1_000_000
 
@@ -45,9 +47,14 @@ class Rpc(Target):
 
 
 def credentials(engine_id: str, seed: int) -> Credentials:
-    """Return what an engine proves itself with; nonces repeat."""
-    ids = SeededIds(seed)
-    return Credentials(engine_id=engine_id, secret=SECRET, ids=ids, protection=Protection.NONE)
+    """Return what an engine proves itself with; keys and nonces repeat."""
+    credential = issue(SECRET, engine_id, [CredentialRole.WORKER], ids=SeededIds(seed))
+    return Credentials(
+        engine_id=engine_id,
+        credential=credential,
+        ids=SeededIds(seed),
+        protection=Protection.NONE,
+    )
 
 
 def genuine_handshake() -> tuple[list[bytes], list[bytes]]:
