@@ -16,7 +16,9 @@ from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig
 from mooncake.api.http.connection import limited_protocol
 from mooncake.base import SeededIds
+from mooncake.base.rights import CredentialRole
 from mooncake.bench.http_wire import EventSplitter, ResponseReader, WireError
+from mooncake.identity import cluster_keys
 from mooncake.launch.host.credentials import RequestVerifier
 from mooncake.launch.host.http_server import Answer, HttpServer, Route, _handler, document
 from mooncake.launch.pool_node import admin
@@ -224,7 +226,7 @@ class PoolAdminHttp(Target):
     def __init__(self) -> None:
         made = admin.PoolAdmin.__new__(admin.PoolAdmin)
         made._token_digests = []
-        made._verifier = RequestVerifier("a secret", lambda: 1.0)
+        made._verifier = RequestVerifier(cluster_keys("a secret"), lambda: 1.0)
         self._opened: list[str] = []
 
         def guarded(name: str) -> Route:
@@ -232,7 +234,9 @@ class PoolAdminHttp(Target):
                 self._opened.append(name)
                 return document(HTTPStatus.OK, {})
 
-            return Route("GET" if name == "stats" else "POST", made._guarded(act))
+            return Route(
+                "GET" if name == "stats" else "POST", made._guarded(act, CredentialRole.OPERATOR)
+            )
 
         server = HttpServer.__new__(HttpServer)
         server._routes = {
