@@ -26,7 +26,7 @@ from mooncake.api.constrained.schema_graph import (
     PLAIN_VALUES,
     check_schema,
 )
-from mooncake.api.constrained.weakened import weaker_schemas
+from mooncake.api.constrained.weakened import PatternTrials, weaker_schemas
 from mooncake.api.text.message_parser import Marker
 from mooncake.base import InvalidRequest
 from mooncake.base.deep_stack import run_deep
@@ -108,9 +108,11 @@ def json_rule(schema: Any, param: str) -> str:
     return schema_rule(schema, param, strict=True).text
 
 
-def schema_rule(schema: Any, param: str, *, strict: bool) -> SchemaRule:
+def schema_rule(
+    schema: Any, param: str, *, strict: bool, trials: PatternTrials | None = None
+) -> SchemaRule:
     """Return the rule for JSON that is valid against `schema`. If not `strict`, keywords that no
-    grammar can follow are left out.
+    grammar can follow are left out; schemas of one request share their `trials`.
 
     Raises:
         InvalidRequest: the schema cannot be followed: part of it if `strict`, else its whole,
@@ -126,7 +128,7 @@ def schema_rule(schema: Any, param: str, *, strict: bool) -> SchemaRule:
         refusal = error
     if strict or _NO_VALUE in refusal.message:
         raise refusal
-    weaker = weaker_schemas(schema, _can_follow)
+    weaker = weaker_schemas(schema, trials or PatternTrials(_can_follow))
     try:
         for weak in weaker:
             try:
@@ -288,6 +290,7 @@ def tool_rules(
     """
     num_parts = 0
     weakened: list[ToolRule] = []
+    trials = PatternTrials(_can_follow)
     token = {marker: f"<[{token_id}]>" for marker, token_id in ids.items()}
     names = " | ".join(f"tool_{number}" for number in range(len(tools)))
     begin = token[Marker.SECTION_BEGIN] + ("?" if opened else "")
@@ -296,7 +299,7 @@ def tool_rules(
         f"call: {token[Marker.CALL_BEGIN]} ({names}) {token[Marker.CALL_END]}",
     ]
     for number, tool in enumerate(tools):
-        rule = _tool_rule(tool, MAX_PARTS - num_parts)
+        rule = _tool_rule(tool, MAX_PARTS - num_parts, trials)
         num_parts += rule.num_parts
         if not rule.whole:
             weakened.append(tool)
@@ -309,11 +312,11 @@ def tool_rules(
     return rules, weakened
 
 
-def _tool_rule(tool: ToolRule, max_parts: int) -> SchemaRule:
+def _tool_rule(tool: ToolRule, max_parts: int, trials: PatternTrials) -> SchemaRule:
     """Return the rule of a tool's arguments, which may have so many objects and lists."""
     param = f"tools: {tool.name}: parameters"
     try:
-        rule = schema_rule(tool.schema, param, strict=tool.strict is True)
+        rule = schema_rule(tool.schema, param, strict=tool.strict is True, trials=trials)
         if rule.num_parts > max_parts:
             raise InvalidRequest(
                 f"tools: their parameters have more than {MAX_PARTS} objects and lists together",

@@ -27,7 +27,7 @@ NOT_FOLLOWED = frozenset(
 )  # fmt: skip
 """The keywords of JSON Schema that the grammar library does not follow."""
 MAX_TRIED_PATTERNS = 100
-"""In a schema with more patterns than these, all are left out when one cannot be followed."""
+"""Of one request. Further ones are left out of schemas that cannot be followed with all of them."""
 
 _HOLDERS = frozenset({"additionalItems", "additionalProperties", "items"})
 _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
@@ -36,21 +36,34 @@ _MOVED = NOT_FOLLOWED | {"oneOf", "patternProperties"}
 _OFFICIAL = ("http://json-schema.org/", "https://json-schema.org/")
 
 
-def weaker_schemas(schema: Any, can_follow: Callable[[str], bool]) -> Iterator[Any]:
+class PatternTrials:
+    """Remembers which patterns of one request can be followed. Each is tried once, and not more
+    than `MAX_TRIED_PATTERNS`: compiling one may take milliseconds.
+    """
+
+    def __init__(self, can_follow: Callable[[str], bool]) -> None:
+        self._can_follow = can_follow
+        self._known: dict[str, bool] = {}
+
+    def keep(self, pattern: str) -> bool:
+        """Return whether `pattern` is known to be one that can be followed."""
+        if pattern not in self._known:
+            if len(self._known) >= MAX_TRIED_PATTERNS:
+                return False
+            self._known[pattern] = self._can_follow(pattern)
+        return self._known[pattern]
+
+
+def weaker_schemas(schema: Any, trials: PatternTrials) -> Iterator[Any]:
     """Yield weaker and weaker schemas in place of `schema`: without the keywords that no grammar
-    can follow, without the patterns that `can_follow` refuses, without patterns and formats.
+    can follow, without the patterns that fail in `trials`, without patterns and formats.
 
     Raises:
         ValueError: it is nested too deep.
     """
     yield _Weakening(schema, lambda _pattern: True, patterns_meet=True).schema(schema, 0)
-    patterns = _patterns(schema)
-    known = {
-        pattern: can_follow(pattern)
-        for pattern in (patterns if len(patterns) <= MAX_TRIED_PATTERNS else ())
-    }
-    yield _Weakening(schema, lambda text: known.get(text, False)).schema(schema, 0)
-    yield _Weakening(schema, lambda _text: False, formats=False).schema(schema, 0)
+    yield _Weakening(schema, trials.keep).schema(schema, 0)
+    yield _Weakening(schema, lambda _pattern: False, formats=False).schema(schema, 0)
 
 
 class _Weakening:
@@ -137,20 +150,3 @@ class _Weakening:
                 return True
             reference = following
         return False
-
-
-def _patterns(schema: Any) -> dict[str, None]:
-    """Return all texts in `schema` that may be patterns, in order; depth was checked before."""
-    found: dict[str, None] = {}
-    rest = [schema]
-    while rest:
-        part = rest.pop()
-        if isinstance(part, list):
-            rest += part
-        elif isinstance(part, dict):
-            rest += part.values()
-            if isinstance(pattern := part.get("pattern"), str):
-                found[pattern] = None
-            if isinstance(names := part.get("patternProperties"), dict):
-                found |= dict.fromkeys(names)
-    return found

@@ -6,6 +6,7 @@ the tokens were grouped.
 from __future__ import annotations
 
 import codecs
+import functools
 from collections.abc import Sequence
 
 from mooncake.api.text.tokenizer import Tokenizer
@@ -87,8 +88,12 @@ class StopMatcher:
         return None
 
 
-def _borders(pattern: str) -> list[int]:
-    """Return for each prefix of `pattern` the length of its longest proper border."""
+@functools.lru_cache(maxsize=256)
+def _borders(pattern: str) -> Sequence[int]:
+    """Return for each prefix of `pattern` the length of its longest proper border. Kept, because
+    all choices of a call have the same stop strings: a thousand choices with 32 of them took
+    seconds.
+    """
     borders = [0] * len(pattern)
     length = 0
     for at in range(1, len(pattern)):

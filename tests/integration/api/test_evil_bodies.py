@@ -29,6 +29,9 @@ def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "go", **function}}
 
 
+LARK = 'start: "a"\n'
+
+
 EVIL: dict[str, tuple[int, str, dict[str, Any]]] = {
     "openings": (400, CHAT, says_user("<" * N)),
     "openings, cut": (200, CHAT, says_user("<" * N, **KEEP)),
@@ -44,9 +47,19 @@ EVIL: dict[str, tuple[int, str, dict[str, Any]]] = {
     "wide schema": (
         200, CHAT, says_user("x", guided_json={"properties": {f"p{n}": {} for n in range(9_000)}}),
     ),
+    "patterns without an end": (400, CHAT, says_user("x", guided_grammar=LARK + "\\/" * 49_000)),
+    "strings without an end": (400, CHAT, says_user("x", guided_grammar=LARK + '\\"' * 49_000)),
+    "long stops of many choices": (
+        200, COMPLETIONS,
+        {
+            "prompt": ["x"] * 8, "n": 128, "max_tokens": 1,
+            "stop": ["ab" * 510 + str(n) for n in range(32)],
+        },
+    ),
 }  # fmt: skip
 """Status, path and body. With its bound taken out (letters tried name by name, runs looked for from
-each character, work in the event loop), each holds the loop for longer than `MAX_GAP_S`."""
+each character, work in the event loop, ends looked for from each quote, stop strings prepared for
+each choice), each holds the loop for longer than `MAX_GAP_S`."""
 
 
 def longest_gap_s(path: str, body: dict[str, Any]) -> tuple[float, int]:

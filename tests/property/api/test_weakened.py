@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from jsonschema_specifications import REGISTRY
 
 from mooncake.api.constrained.grammar import json_rule, schema_rule
-from mooncake.api.constrained.weakened import NOT_FOLLOWED, weaker_schemas
+from mooncake.api.constrained.weakened import (
+    MAX_TRIED_PATTERNS,
+    NOT_FOLLOWED,
+    PatternTrials,
+    weaker_schemas,
+)
 from mooncake.base import InvalidRequest
 
 NAMES = ["a", "ab", "b"]
@@ -82,7 +87,7 @@ def is_valid(value: Any, schema: Any) -> bool | None:
 @given(SCHEMAS, st.lists(VALUES, min_size=1, max_size=4))
 def test_what_is_valid_stays_valid(schema: Any, values: list[Any]) -> None:
     assume(isinstance(schema, dict))
-    weaker = list(weaker_schemas(schema, lambda pattern: "(" not in pattern))
+    weaker = list(weaker_schemas(schema, PatternTrials(lambda pattern: "(" not in pattern)))
     assert len(weaker) == 3
     for value in values:
         if is_valid(value, schema):
@@ -136,8 +141,22 @@ PLAUSIBLE: dict[str, Any] = {
 def test_names_that_look_like_keywords_stay(name: str) -> None:
     inner = {"uniqueItems": {"uniqueItems": True}, "not": {"type": "null"}}
     given_ = {name: [inner] if name == "enum" else inner}
-    weak = next(weaker_schemas(given_, lambda _: True))
+    weak = next(weaker_schemas(given_, PatternTrials(bool)))
     if name in ("enum", "const"):
         assert weak == given_
     else:
         assert weak == {name: {"uniqueItems": {}, "not": {"type": "null"}}}
+
+
+def test_patterns_are_tried_once_and_not_without_end() -> None:
+    tried: list[str] = []
+
+    def can_follow(pattern: str) -> bool:
+        tried.append(pattern)
+        return True
+
+    trials = PatternTrials(can_follow)
+    names = [str(number) for number in range(MAX_TRIED_PATTERNS + 1)]
+    for _ in range(2):
+        assert [trials.keep(name) for name in names] == [True] * MAX_TRIED_PATTERNS + [False]
+    assert tried == names[:MAX_TRIED_PATTERNS]

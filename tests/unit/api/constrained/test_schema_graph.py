@@ -315,3 +315,19 @@ def test_empty_lines_are_read_once() -> None:
     with pytest.raises(InvalidRequest, match="No 'root' rule"):
         lark_text("\n" * 99_000, "x")
     assert lark_text("\n" * 5000 + 'start: "a"', "x")
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "a" / <|im_end|>',
+        'start: b\nb: "x" " <|im_end|>\n',
+        'start: "a" / & "b"',
+        'start: "a\\" <[2]>',
+        "start: /a\\/ <[2]>",
+        'start: "a" /\n%json {}',
+    ],
+)
+def test_nothing_hides_behind_strings_and_patterns_without_an_end(grammar: str) -> None:
+    with pytest.raises(InvalidRequest):
+        lark_text(grammar, "x")
