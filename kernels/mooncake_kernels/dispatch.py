@@ -58,6 +58,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "experts": {
         REFERENCE: "mooncake_kernels.reference.experts:StackedExperts",
+        "native": "mooncake_kernels.native.experts:PackedBf16Experts",
         "onednn": "mooncake_kernels.onednn.experts:PackedExperts",
         TRITON: "mooncake_kernels.triton.experts:StackedExperts",
     },
@@ -67,6 +68,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "experts_int4": {
         REFERENCE: "mooncake_kernels.reference.experts_quantized:Int4Experts",
+        "native": "mooncake_kernels.native.experts:Int4Experts",
         TRITON: "mooncake_kernels.triton.experts:Int4Experts",
     },
     "draw": {
@@ -87,6 +89,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "mla_decode": {
         REFERENCE: "mooncake_kernels.reference.mla_decode:mla_decode",
+        "native": "mooncake_kernels.native.mla_decode:mla_decode",
         TRITON: "mooncake_kernels.triton.mla_decode:mla_decode",
     },
     "mla_expanded": {

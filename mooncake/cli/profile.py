@@ -61,12 +61,14 @@ def run(wanted: Profile) -> int:
     console = Console(stderr=wanted.json)
     with DirectEngine.open(**shared_values(wanted, ServeConfig)) as engine:
         config = engine.config
+        experts = engine.expert_timings
         fits = {role: fit(_time(engine, role, wanted.repeats, console)) for role in ROLES}
     document = {
         "model": wanted.model,
         "host": machine_facts.host_name(),
         "cores": machine_facts.num_cores(),
         "max_batched_tokens": config.max_batched_tokens,
+        "experts": experts,
         **{role.value: _document(found) for role, found in fits.items()},
     }
     if wanted.out is not None:
@@ -74,6 +76,8 @@ def run(wanted: Profile) -> int:
     if wanted.json:
         print(json.dumps(document))
     else:
+        if experts:
+            _show_experts(experts, console)
         for role, found in fits.items():
             _show(found, f"{role.value} steps of {wanted.model} on this machine", console)
     return 0
@@ -97,6 +101,20 @@ def _document(found: Fit) -> dict[str, Any]:
         "coefficients": list(found.coefficients),
         "error": {"median": statistics.median(found.errors), "max": max(found.errors)},
     }
+
+
+def _show_experts(timings: list[dict[str, Any]], console: Console) -> None:
+    """Print how one layer's experts were timed both ways, to choose between them."""
+    table = Table(title="experts of one layer on this CPU", title_justify="left")
+    for heading in ("kind", "tokens", "each weight read once, ms", "oneDNN's tiles, ms", "taken"):
+        table.add_column(heading, justify="right")
+    for found in timings:
+        few_s, many_s = found["few_s"], found["many_s"]
+        taken = "read once" if few_s <= many_s else "tiles"
+        table.add_row(
+            found["kind"], str(found["tokens"]), f"{1e3 * few_s:.2f}", f"{1e3 * many_s:.2f}", taken
+        )
+    console.print(table)
 
 
 def _show(found: Fit, title: str, console: Console) -> None:

@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from mooncake_kernels import dispatch
 from mooncake_kernels.dispatch import REFERENCE, TRITON, kernel
+from mooncake_kernels.native import build
+from mooncake_kernels.native import experts as native_experts
 from mooncake_kernels.onednn import linear as onednn
 
 from mooncake.base import ConfigError
 
 AUTO = "auto"
 ONEDNN = "onednn"
+NATIVE = "native"
 
 _FIXED_SPLIT_PAGES = 64
 """Of a context, where cuts may not depend on the batch: 4096 tokens with pages of 64."""
@@ -42,14 +46,22 @@ class Backends:
         """
         return self.moe == TRITON
 
+    def keeps_int4(self, dtype: torch.dtype, hidden: int, inner: int) -> bool:
+        """Whether INT4 experts stay so on the CPU: compiled code multiplies with them there."""
+        if dtype != torch.bfloat16 or self.moe not in (AUTO, NATIVE):
+            return False
+        return native_experts.fits(hidden, inner) and build.why_not() is None
+
     @property
     def draws_on_device(self) -> bool:
         """Whether a kernel draws the tokens, so that a step never waits for the host."""
         return self.attention == TRITON
 
     def op(self, name: str) -> Any:
-        """Return an op of the attention side."""
-        made = kernel(name, self.attention)
+        """Return an op of the attention side; the reference where the backend has none."""
+        made = kernel(
+            name, self.attention if self.attention in dispatch.backends(name) else REFERENCE
+        )
         if self.deterministic and name in ("mla_absorbed", "mla_decode"):
             return functools.partial(made, split_pages=_FIXED_SPLIT_PAGES)
         return made
@@ -86,8 +98,13 @@ class Backends:
     def experts(self, op: str, *stored: torch.Tensor) -> Any:
         """Return the layer of experts made of `stored`; op: "experts", "…_fp8" or "…_int4"."""
         name = self.moe
-        if name == AUTO:
-            name = ONEDNN if onednn.supported(stored[0]) else REFERENCE
+        if name in (AUTO, NATIVE):
+            try:
+                return kernel(op, NATIVE)(*stored)
+            except build.CannotBuild as error:
+                if name == NATIVE:
+                    raise ConfigError(f"moe-backend=native: {error}") from error
+                name = ONEDNN if onednn.supported(stored[0]) else REFERENCE
         made = kernel(op, name)(*stored)
         if self.deterministic:
             made.fix_tiles(_FIXED_ROWS_OF_EXPERT)
@@ -95,23 +112,37 @@ class Backends:
 
 
 def settle(
-    attention: str, moe: str, device: torch.device, *, deterministic: bool = False
+    attention: str,
+    moe: str,
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Backends:
-    """Return the backends for `device`, `auto` replaced: Triton on a GPU, else plain torch.
+    """Return the backends for `device`, `auto` replaced: Triton on a GPU; on the CPU compiled code
+    for bfloat16 where it can be had, else plain torch.
 
-    Experts on the CPU stay `auto`: oneDNN where the dtype allows, else the reference.
+    Experts on the CPU stay `auto`: compiled code, oneDNN or the reference, whichever their dtype
+    and widths allow.
 
     Raises:
         ConfigError: Triton is asked for where it cannot run, or `deterministic` without it.
     """
     on_gpu = device.type == "cuda"
+    compiled = not on_gpu and dtype == torch.bfloat16 and build.why_not() is None
+    if attention == AUTO:
+        attention = TRITON if on_gpu else NATIVE if compiled else REFERENCE
     chosen = Backends(
-        attention=(TRITON if on_gpu else REFERENCE) if attention == AUTO else attention,
+        attention=attention,
         moe=(TRITON if on_gpu else AUTO) if moe == AUTO else moe,
         deterministic=deterministic,
     )
     if TRITON in (chosen.attention, chosen.moe):
         _need_triton(device)
+    for flag, name in (("attention", chosen.attention), ("moe", chosen.moe)):
+        if name == NATIVE and not compiled:
+            reason = build.why_not() or f"it computes bfloat16 on the CPU, not {dtype} on {device}"
+            raise ConfigError(f"{flag}-backend=native: {reason}")
     if chosen.moe == ONEDNN and on_gpu:
         raise ConfigError("moe-backend=onednn computes on the CPU, this model is on a GPU")
     if deterministic and (chosen.attention, chosen.moe) != (TRITON, TRITON):

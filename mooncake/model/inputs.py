@@ -6,14 +6,17 @@ either form of attention works on a slice of the rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from mooncake_kernels.reference.paged import PagedSpan, paged_span, sent
-from mooncake_kernels.reference.paged_batch import PagedBatch
+from mooncake_kernels.reference.paged_batch import PagedBatch, batch_of_spans
 
 from mooncake.engine.plan import StepSlot
+
+_FEW_ROWS = 4
 
 PrefersAbsorbed = Callable[[int, int], bool]
 """(new tokens, context) -> whether the absorbed form is the cheaper one."""
@@ -38,6 +41,16 @@ class Queries:
     @property
     def num_rows(self) -> int:
         return self.positions.shape[0]
+
+    @property
+    def few_rows(self) -> bool:
+        """Whether each absorbed span has so few rows that each may read its keys by itself."""
+        return all(span.num_rows <= _FEW_ROWS for span in self.absorbed)
+
+    @functools.cached_property
+    def host_batch(self) -> PagedBatch:
+        """The absorbed spans as one batch in host memory, made once a step."""
+        return batch_of_spans(self.absorbed, torch.device("cpu"))
 
     def to(self, device: torch.device) -> Queries:
         """Return the same with its tensors on `device`; spans stay with the host."""

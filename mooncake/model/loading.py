@@ -157,6 +157,14 @@ class _Loader:
             return None
         return self._source.quantized(name, self._shapes[name], self._part(name))
 
+    def _stored_int4(self, name: str) -> QuantizedWeight | None:
+        """Return an expert's weight if it is INT4 and may stay so on the CPU."""
+        inner = self._spec.moe_intermediate_size // self._group.size
+        if not self._backends.keeps_int4(self._dtype, self._spec.hidden_size, inner):
+            return None
+        weight = self._source.quantized(name, self._shapes[name], self._part(name))
+        return weight if weight is not None and weight.kind == "int4" else None
+
     def _norm(self, name: str, eps: float) -> RmsNorm:
         return RmsNorm(self._read(name), eps, self._backends)
 
@@ -249,7 +257,8 @@ class _Loader:
         spec = self._spec
         router = self._read(prefix + "gate.weight", torch.float32)
         bias = self._read(prefix + "gate.e_score_correction_bias", torch.float32)
-        stored = self._stored(prefix + "experts.0.gate_proj.weight")
+        first = prefix + "experts.0.gate_proj.weight"
+        stored = self._stored(first) or self._stored_int4(first)
         if stored is None:
             op, experts = "experts", self._plain_experts(prefix)
         else:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from mooncake_kernels.dispatch import TRITON, kernel
+from mooncake_kernels.native.experts import Timing, timings
 
 from mooncake.base import CheckpointError, ConfigError, KvLayout
 from mooncake.crypto.keys import KeyRing
@@ -63,6 +64,7 @@ class ModelSource:
             self._options.moe_backend,
             self._device,
             deterministic=self._options.deterministic,
+            dtype=self._dtype,
         )
         self._grammars = Grammars(
             self._checkpoint.spec.vocab_size, functools.partial(load_grammar_tokens, path)
@@ -92,6 +94,11 @@ class ModelSource:
                     progress=progress,
                     backends=self._backends,
                 )
+
+    @staticmethod
+    def expert_timings() -> list[Timing]:
+        """Return what loading measured to choose how experts are computed on the CPU."""
+        return timings()
 
     @property
     def owns_pages(self) -> bool:

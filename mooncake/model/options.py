@@ -7,8 +7,8 @@ import msgspec
 from mooncake.crypto.keys import KeySource
 
 DEVICES = ("auto", "cpu", "cuda")
-ATTENTION_BACKENDS = ("auto", "reference", "triton")
-MOE_BACKENDS = ("auto", "reference", "onednn", "triton")
+ATTENTION_BACKENDS = ("auto", "reference", "native", "triton")
+MOE_BACKENDS = ("auto", "reference", "onednn", "native", "triton")
 KV_DTYPES = {"fp8": "float8_e4m3fn"}
 """Of `--kv-cache-dtype`, besides auto, to a layout's dtype."""
 

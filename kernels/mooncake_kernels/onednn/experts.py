@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.experts import gated
@@ -15,26 +17,47 @@ class PackedExperts:
         self._gate_up = [onednn.pack(weight) for weight in gate_up]
         self._down = [onednn.pack(weight) for weight in down]
 
+    @property
+    def packed(self) -> list[torch.Tensor]:
+        """Gate and up of each expert, then down of each."""
+        return [*self._gate_up, *self._down]
+
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts; see the reference."""
-        if not x.shape[0]:
-            return torch.empty_like(x)
-        tokens, places, used, sizes = grouped(experts, len(self._down))
-        rows = torch.split(x.index_select(0, tokens), sizes)
-        first = [
-            onednn.linear(part, self._gate_up[expert], None)
-            for part, expert in zip(rows, used, strict=True)
-        ]
-        inner = torch.split(gated(torch.cat(first)), sizes)
-        second = [
-            onednn.linear(part, self._down[expert], None)
-            for part, expert in zip(inner, used, strict=True)
-        ]
-        return functional.embedding_bag(
-            places, torch.cat(second), mode="sum", per_sample_weights=weights.to(x.dtype)
-        )
+        return by_expert(x, experts, weights, len(self._down), self._first, self._second)
+
+    def _first(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        return onednn.linear(x, self._gate_up[expert], None)
+
+    def _second(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        return onednn.linear(x, self._down[expert], None)
+
+
+ExpertProduct = Callable[[int, torch.Tensor], torch.Tensor]
+"""(expert, rows [rows, in]) -> [rows, out]"""
+
+
+def by_expert(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    gate_up: ExpertProduct,
+    down: ExpertProduct,
+) -> torch.Tensor:
+    """Return the weighted sum of each token's experts by two products an expert that has tokens."""
+    if not x.shape[0]:
+        return torch.empty_like(x)
+    tokens, places, used, sizes = grouped(experts, num_experts)
+    rows = torch.split(x.index_select(0, tokens), sizes)
+    first = [gate_up(expert, part) for expert, part in zip(used, rows, strict=True)]
+    inner = torch.split(gated(torch.cat(first)), sizes)
+    second = [down(expert, part) for expert, part in zip(used, inner, strict=True)]
+    return functional.embedding_bag(
+        places, torch.cat(second), mode="sum", per_sample_weights=weights.to(x.dtype)
+    )
 
 
 def grouped(

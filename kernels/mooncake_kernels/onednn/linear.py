@@ -9,6 +9,7 @@ padded to a ladder: the shapes are few and known, and can all be built before th
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -45,6 +46,19 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     """Return `weight` [out, in] in oneDNN's order: opaque, of the same size, for this module."""
     packed: torch.Tensor = _reorder(weight.contiguous(), None)
     return packed
+
+
+def address(packed: torch.Tensor) -> int:
+    """Return where the numbers of a packed weight lie."""
+    found: int = _op("data_ptr")(packed)
+    return found
+
+
+def bytes_of(packed: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a packed weight in the order they lie in memory, flat."""
+    size: int = _op("_nbytes")(packed)
+    raw = (ctypes.c_char * size).from_address(address(packed))
+    return torch.frombuffer(raw, dtype=torch.bfloat16).clone()
 
 
 def rung(rows: int) -> int:

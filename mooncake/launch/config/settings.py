@@ -215,9 +215,12 @@ class ServeConfig:
     step_timeout: int = owned(EngineConfig, "step_timeout_s", count(1), ENGINE, "SECONDS",
         "a worker whose step makes no progress for this long ends, and others take its requests")
     attention_backend: str = owned(ModelOptions, "attention_backend", OneOf(*ATTENTION_BACKENDS),
-        ENGINE, "NAME", "auto: triton on a GPU, else reference")
+        ENGINE, "NAME",
+        "auto: triton on a GPU; native (C++, compiled here) in bfloat16 where it can; else "
+        "reference")
     moe_backend: str = owned(ModelOptions, "moe_backend", OneOf(*MOE_BACKENDS), ENGINE, "NAME",
-        "auto: triton on a GPU, else onednn where it can, else reference")
+        "auto: triton on a GPU; native for few tokens and onednn for many where they can; else "
+        "reference")
     deterministic: bool = owned(ModelOptions, "deterministic", truth, ENGINE, "",
         "no result depends on the rest of the batch; slower", switch=True)
     enforce_eager: bool = setting(False, truth, ENGINE, "",

@@ -51,6 +51,15 @@ class DirectEngine:
         config = replace(plan.engine, num_blocks=source.num_pages(plan.layout, plan.engine))
         in_host = 1 if source.owns_pages else config.num_blocks
         pages = memoryview(mmap.mmap(-1, in_host * plan.layout.block_bytes))
+        self.expert_timings = [
+            {
+                "kind": found.kind,
+                "tokens": found.tokens,
+                "few_s": found.few_s,
+                "many_s": found.many_s,
+            }
+            for found in source.expert_timings()
+        ]
         self._runner = source.runner(plan.layout, config, pages, plan.num_threads)
         self._engine = Engine(config, plan.layout.fingerprint, self._runner)
         self._poller = select.poll()

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from mooncake_kernels.native import mla_decode as native
 
 from mooncake.base import ModelSpec
-from mooncake.model.backends import Backends
+from mooncake.model.backends import NATIVE, Backends
 from mooncake.model.inputs import PrefersAbsorbed, Queries
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.linear import Product
@@ -71,6 +72,7 @@ class Mla:
         self._mla_absorbed = backends.op("mla_absorbed")
         self._mla_decode = backends.op("mla_decode")
         self._mla_expanded = backends.op("mla_expanded")
+        self._reads_pages = backends.attention == NATIVE
         self._linear_heads = backends.linear_heads
 
     def write_kv(
@@ -127,8 +129,13 @@ class Mla:
     def _absorbed(self, q: torch.Tensor, pages: torch.Tensor, queries: Queries) -> torch.Tensor:
         latent_q = self._linear_heads(q[..., : self._nope], self._w.key_up)
         whole = torch.cat((latent_q, q[..., self._nope :]), dim=-1)
-        if queries.batch is not None:
-            latent, _ = self._mla_decode(whole.contiguous(), pages, queries.batch, self._rank)
+        batch = queries.batch
+        if batch is None and self._reads_pages and queries.few_rows:
+            tokens, width = pages.shape[1:]
+            if native.fits(self._heads, width, self._rank, tokens, pages.dtype):
+                batch = queries.host_batch
+        if batch is not None:
+            latent, _ = self._mla_decode(whole.contiguous(), pages, batch, self._rank)
         else:
             latent = self._mla_absorbed(whole, pages, queries.absorbed, self._rank)
         return self._linear_heads(latent, self._w.value_up)

@@ -1,0 +1,41 @@
+"""Absorbed MLA of few rows over paged latent KV, each page read where it lies."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from mooncake_kernels.native import build
+from mooncake_kernels.reference.paged_batch import PagedBatch
+
+_HEADS, _WORD = 8, 32
+_MOST_TOKENS, _MOST_RANK = 256, 1024
+
+
+def fits(heads: int, width: int, rank: int, block_tokens: int, dtype: torch.dtype) -> bool:
+    """Return whether compiled code takes pages [.., block_tokens, width] of `dtype`."""
+    whole = not (heads % _HEADS or width % _WORD or rank % _WORD)
+    small = block_tokens <= _MOST_TOKENS and rank <= _MOST_RANK
+    return dtype == torch.bfloat16 and whole and small and build.why_not() is None
+
+
+def mla_decode(
+    q: torch.Tensor, kv: torch.Tensor, batch: PagedBatch, rank: int, kv_scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference; q and kv of bfloat16 for which `fits` holds, kv_scale 1."""
+    rows, heads, width = q.shape
+    assert kv_scale == 1.0
+    assert fits(heads, width, rank, kv.shape[1], kv.dtype)
+    q = q.contiguous()
+    out = q.new_empty(rows, heads, rank)
+    lse = torch.empty(rows, heads, dtype=torch.float32)
+    function = build.library().attention_bf16
+    function.restype = None
+    parts = (q, kv, batch.row_start, batch.lengths, batch.page_table)
+    function(
+        *(ctypes.c_void_p(part.data_ptr()) for part in parts), batch.num_sequences,
+        batch.page_table.shape[1], heads, kv.shape[1], width, rank,
+        ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(lse.data_ptr()), torch.get_num_threads(),
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,171 @@
+"""Compiled code for the CPU against the references; whole where there is no compiler."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from mooncake_kernels.dispatch import kernel
+from mooncake_kernels.native import build
+from mooncake_kernels.native import experts as native_experts
+from mooncake_kernels.native.mla_decode import fits
+from mooncake_kernels.onednn import linear as onednn
+from mooncake_kernels.reference.experts_quantized import widen_int4
+from mooncake_kernels.reference.paged import paged_span
+from mooncake_kernels.reference.paged_batch import batch_of_spans
+
+from tests.support.kernels.gates import assert_product
+
+CPU = torch.device("cpu")
+needs_compiled_code = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+HIDDEN, INNER, NUM = 192, 128, 6
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def load(tokens: int, choices: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """Return x, experts and weights; expert 2 never has a token."""
+    scores = random(tokens, NUM, seed=seed)
+    scores[:, 2] = -9.0
+    weights = torch.softmax(random(tokens, choices, seed=seed + 1), dim=-1)
+    x = random(tokens, HIDDEN, seed=seed + 2).bfloat16()
+    return x, scores.topk(choices, dim=-1).indices, weights
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("tokens", [1, 2, 5, 7, 13, 40])
+@pytest.mark.parametrize("choices", [1, 3])
+def test_bf16_experts(tokens: int, choices: int) -> None:
+    gate_up = (random(NUM, 2 * INNER, HIDDEN, seed=1) * HIDDEN**-0.5).bfloat16()
+    down = (random(NUM, HIDDEN, INNER, seed=2) * INNER**-0.5).bfloat16()
+    x, experts, weights = load(tokens, choices, seed=tokens)
+    wanted = kernel("experts")(gate_up.float(), down.float())(x.float(), experts, weights)
+    layer = kernel("experts", "native")(gate_up, down)
+    for limit in (0, 64):  # every size takes either way
+        layer._few_tokens = limit
+        got = layer(x, experts, weights)
+        assert got.dtype == torch.bfloat16
+        assert_product(got, wanted, gate=1e-5 if limit else 3e-5)
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("tokens", [1, 3, 8, 40])
+def test_int4_experts_stay_int4(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((NUM, 2, INNER, HIDDEN), (NUM, HIDDEN, INNER))
+    stored = []
+    for *lead, ins in shapes:
+        words = torch.randint(-(2**31), 2**31, (*lead, ins // 8), generator=generator)
+        scales = torch.rand(*lead, ins // 32, generator=generator) * 0.02 + 0.005
+        stored += [words.to(torch.int32), scales.bfloat16()]
+    x, experts, weights = load(tokens, 3, seed=20 + tokens)
+    wide = [widen_int4(stored[0], stored[1].float()).flatten(1, 2)]
+    wide.append(widen_int4(stored[2], stored[3].float()))
+    wanted = kernel("experts")(*wide)(x.float(), experts, weights)
+    layer = kernel("experts_int4", "native")(*stored)
+    for limit in (0, 64):
+        layer._few_tokens = limit
+        assert_product(layer(x, experts, weights), wanted, gate=1e-5 if limit else 6e-5)
+    kept = sum(part.numel() * part.element_size() for part in layer._kept)
+    assert kept < 0.3 * 2 * sum(part.numel() for part in wide), "a quarter, and the scales"
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("block_tokens", [16, 64])
+@pytest.mark.parametrize("layout", [[(1, 1)], [(1, 70), (3, 131), (1, 64)], [(2, 2), (1, 257)]])
+def test_mla_decode(block_tokens: int, layout: list[tuple[int, int]]) -> None:
+    heads, rank, rope = 16, 96, 32
+    kv = random(80, block_tokens, rank + rope, seed=4).bfloat16()
+    kv[0] = float("nan")  # what nobody's table names
+    free = (torch.randperm(79, generator=torch.Generator().manual_seed(5)) + 1).tolist()
+    spans, row = [], 0
+    for rows, context in layout:
+        pages = [free.pop() for _ in range(-(-context // block_tokens))]
+        kv.view(-1, rank + rope)[pages[-1] * block_tokens :][:block_tokens][
+            (context - 1) % block_tokens + 1 :
+        ] = float("nan")  # what is not written yet
+        spans.append(paged_span(row, rows, context, pages, kv.shape))
+        row += rows
+    q = (random(row, heads, rank + rope, seed=6) * 0.3).bfloat16()
+    batch = batch_of_spans(spans, CPU)
+    got, lse = kernel("mla_decode", "native")(q, kv, batch, rank)
+    wanted, wanted_lse = kernel("mla_decode")(q, kv.nan_to_num(), batch, rank)
+    assert_product(got, wanted, gate=1e-5)
+    torch.testing.assert_close(lse, wanted_lse, atol=1e-4, rtol=1e-5)
+
+
+def test_what_compiled_code_does_not_take() -> None:
+    assert not native_experts.fits(64, 32)
+    assert not fits(4, 576, 512, 64, torch.bfloat16)
+    assert not fits(16, 40, 32, 64, torch.bfloat16)
+    assert not fits(16, 576, 512, 64, torch.float32)
+
+
+@needs_compiled_code
+def test_experts_of_other_widths_are_refused_with_words() -> None:
+    gate_up, down = torch.zeros(2, 64, 48).bfloat16(), torch.zeros(2, 48, 32).bfloat16()
+    with pytest.raises(build.CannotBuild, match="widths 48 and 32, not multiples of 64"):
+        kernel("experts", "native")(gate_up, down)
+
+
+@needs_compiled_code
+def test_another_order_of_packed_weights_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "bytes_of", lambda packed: torch.zeros(1))
+    weights = torch.randn(2, 256, 64).bfloat16(), torch.randn(2, 64, 128).bfloat16()
+    with pytest.raises(build.CannotBuild, match="another order"):
+        kernel("experts", "native")(*weights)
+
+
+@needs_compiled_code
+def test_the_choice_is_measured_once_for_a_kind_of_layer() -> None:
+    native_experts._measured.clear()
+    gate_up = random(4, 128, 64, seed=7).bfloat16()
+    down = random(4, 64, 64, seed=8).bfloat16()
+    layers = [kernel("experts", "native")(gate_up, down) for _ in range(3)]
+    [found] = native_experts._measured.values()
+    assert found == native_experts.timings()
+    assert found[0].tokens == 1
+    won = [timing.tokens for timing in found if timing.few_s <= timing.many_s]
+    assert {layer._few_tokens for layer in layers} == {max(won, default=0)}
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and nothing loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "library", build.library.__wrapped__)
+    monkeypatch.setattr(build, "_cpu_flags", lambda: build._NEEDED)
+    return tmp_path / "mooncake"
+
+
+def test_no_compiler_is_said_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(build.CannotBuild, match="no C\\+\\+ compiler: install g\\+\\+"):
+        build.library()
+    assert not list(fresh.iterdir())
+
+
+def test_another_cpu_is_said_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset({"avx512f", "avx512bw"}))
+    with pytest.raises(build.CannotBuild, match="this CPU has no avx512_bf16, avx512vl"):
+        build.library()
+
+
+def test_a_failing_compiler_leaves_nothing(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="tiles.h: what is this?")
+    monkeypatch.setattr(build.shutil, "which", lambda name: "/bin/c++")
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(build.CannotBuild, match="failed: tiles"):
+        build.library()
+    assert not list(fresh.iterdir())
+
+
+def test_a_folder_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
+    fresh.mkdir()
+    fresh.chmod(0o777)
+    with pytest.raises(build.CannotBuild, match="others may write to"):
+        build.library()

@@ -1,0 +1,107 @@
+"""The whole model on compiled code in bfloat16: as near to float32 as plain torch is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from mooncake_kernels.native import build
+from mooncake_kernels.native import experts as native_experts
+
+from mooncake.base import ConfigError, KvLayout
+from mooncake.model.backends import Backends, settle
+from mooncake.model.checkpoint.convert import convert_checkpoint
+from mooncake.model.checkpoint.weights import Checkpoint
+from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.loading import WeightSource, load_model
+from tests.support.model.tiny_models import CPU, forward, random_tokens, slot, source_of, truth
+
+needs_compiled_code = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+NATIVE = Backends("native", "native")
+PLAIN = Backends("reference", "reference")
+WIDTHS = {
+    "num_hidden_layers": 3, "hidden_size": 128, "moe_intermediate_size": 64, "kv_lora_rank": 64,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "qk_rope_head_dim": 32,
+}  # fmt: skip
+PREFIX = random_tokens(70, seed=1)
+
+
+def loaded(source: WeightSource, backends: Backends, dtype: torch.dtype) -> KimiK2:
+    return load_model(source, dtype=dtype, device=CPU, backends=backends)
+
+
+def logits(model: KimiK2, dtype: str) -> torch.Tensor:
+    """Return those of two sequences' next tokens, after prefixes computed in one step."""
+    layout = KvLayout.for_model(model.spec, block_tokens=16, dtype=dtype, weights_revision="test")
+    kv = KvTensors.allocate(layout, 64, CPU)
+    first = [slot(1, 0, PREFIX, range(3, 9)), slot(2, 0, PREFIX[:5], [1])]
+    forward(model, kv, first)
+    after = [slot(1, len(PREFIX), [9], range(3, 9)), slot(2, 5, [7, 8], [1])]
+    found = forward(model, kv, after, whole=True)
+    return torch.cat([found[1], found[2]])
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("name", ["yarn", "tied, halves, two shared", "grouped routing"])
+def test_compiled_code_is_no_further_from_float32_than_plain_torch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    run = native_experts.PackedBf16Experts.__call__
+    monkeypatch.setattr(
+        native_experts.PackedBf16Experts, "__call__",
+        lambda *given: calls.append("experts") or run(*given),
+    )  # fmt: skip
+    source = source_of(truth(name, **WIDTHS))
+    exact = logits(loaded(source, PLAIN, torch.float32), "float32")
+    plain = logits(loaded(source, PLAIN, torch.bfloat16), "bfloat16")
+    assert not calls
+    found = logits(loaded(source, NATIVE, torch.bfloat16), "bfloat16")
+    assert calls
+    assert exact.std() > 0.5, "flat logits would make this comparison empty"
+    assert error(found, exact) < max(0.02, 1.3 * error(plain, exact))
+
+
+@needs_compiled_code
+def test_int4_experts_stay_int4_and_mean_the_same(tmp_path: Path) -> None:
+    truth("yarn", dtype="float32", **WIDTHS).save_pretrained(tmp_path / "plain")
+    (tmp_path / "plain" / "tokenizer.json").write_text("{}")
+    source = Checkpoint.open(convert_checkpoint(tmp_path / "plain", tmp_path / "out", "int4"))
+    exact = logits(loaded(source, PLAIN, torch.float32), "float32")
+    plain = logits(loaded(source, PLAIN, torch.bfloat16), "bfloat16")
+    for backends in (NATIVE, Backends()):
+        model = loaded(source, backends, torch.bfloat16)
+        experts = model._layers[1]._mlp._experts
+        assert isinstance(experts, native_experts.Int4Experts)
+        assert error(logits(model, "bfloat16"), exact) < max(0.02, 1.3 * error(plain, exact))
+    whole = loaded(source, Backends(), torch.float32)
+    assert not isinstance(whole._layers[1]._mlp._experts, native_experts.Int4Experts)
+
+
+def test_what_cannot_be_compiled_is_not_chosen_and_refused_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "why_not", lambda: None)
+    bf16 = torch.bfloat16
+    assert settle("auto", "auto", CPU, dtype=bf16) == Backends("native", "auto")
+    assert settle("auto", "auto", CPU, dtype=torch.float32) == Backends("reference", "auto")
+    with pytest.raises(ConfigError, match="moe-backend=native: it computes bfloat16 on the CPU"):
+        settle("auto", "native", CPU, dtype=torch.float32)
+    monkeypatch.setattr(build, "why_not", lambda: "there is no C++ compiler: install g++")
+    assert settle("auto", "auto", CPU, dtype=bf16) == Backends("reference", "auto")
+    with pytest.raises(ConfigError, match="attention-backend=native: there is no C"):
+        settle("native", "auto", CPU, dtype=bf16)
+
+
+@needs_compiled_code
+def test_experts_of_odd_widths_go_by_another_backend_or_are_refused() -> None:
+    weights = torch.zeros(2, 64, 48).bfloat16(), torch.zeros(2, 48, 32).bfloat16()
+    assert Backends().experts("experts", *weights) is not None
+    with pytest.raises(ConfigError, match="moe-backend=native: experts of widths 48 and 32"):
+        NATIVE.experts("experts", *weights)
