@@ -19,6 +19,7 @@ from benchmarks import (
     remote_prefix,
     serve,
     sim_vs_real,
+    step,
     transfer,
     weights,
 )
@@ -40,6 +41,7 @@ BENCHMARKS = {
     "kv-ssd": kv_ssd.main,
     "sim-vs-real": sim_vs_real.main,
     "weights": weights.main,
+    "step": step.main,
 }
 
 
