@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from mooncake_kernels.dispatch import TRITON, kernel
+from mooncake_kernels.native import build
 from mooncake_kernels.native.experts import Timing, timings
 
 from mooncake.base import CheckpointError, ConfigError, KvLayout
@@ -59,6 +60,8 @@ class ModelSource:
         self._dtype = SPEC_DTYPES[dtype]
         self._options = options or ModelOptions()
         self._device = _device(self._options.device)
+        if self._options.cache_dir is not None:
+            build.keep_in(Path(self._options.cache_dir))
         self._backends = settle(
             self._options.attention_backend,
             self._options.moe_backend,

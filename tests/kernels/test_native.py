@@ -136,14 +136,14 @@ def test_the_choice_is_measured_once_for_a_kind_of_layer() -> None:
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and nothing loaded."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "library", build.library.__wrapped__)
+    monkeypatch.setattr(build, "_kept_in", [tmp_path / "mooncake"])
+    monkeypatch.setattr(build, "library", build._loaded)
     monkeypatch.setattr(build, "_cpu_flags", lambda: build._NEEDED)
     return tmp_path / "mooncake"
 
 
 def test_no_compiler_is_said_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
     with pytest.raises(build.CannotBuild, match="no C\\+\\+ compiler: install g\\+\\+"):
         build.library()
     assert not list(fresh.iterdir())
@@ -162,6 +162,15 @@ def test_a_failing_compiler_leaves_nothing(fresh: Path, monkeypatch: pytest.Monk
     with pytest.raises(build.CannotBuild, match="failed: tiles"):
         build.library()
     assert not list(fresh.iterdir())
+
+
+@needs_compiled_code
+def test_what_is_compiled_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build.library()
+    [kept] = fresh.iterdir()
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    build.library()
+    assert list(fresh.iterdir()) == [kept]
 
 
 def test_a_folder_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:

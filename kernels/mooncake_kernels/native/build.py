@@ -1,7 +1,7 @@
 """Compiles this folder's C++ for the machine at hand and loads it.
 
-Kept as `native-DIGEST.so` in the user's cache folder; compiling takes a few seconds. Calls go by
-ctypes, so neither torch's headers nor Python's are needed, and the compiler is asked only once.
+Kept as `native-DIGEST.so` in a folder where one is given; compiling takes a few seconds. Calls go
+by ctypes, so neither torch's headers nor Python's are needed.
 """
 
 from __future__ import annotations
@@ -38,24 +38,48 @@ def why_not() -> str | None:
     return None
 
 
-@functools.cache
+_kept_in: list[Path] = []
+
+
+def keep_in(folder: Path) -> None:
+    """Keep compiled code in `folder` from now on; without one it is compiled in each process."""
+    _kept_in[:] = [folder]
+
+
 def library() -> ctypes.CDLL:
-    """Return the loaded code, compiling it unless it is kept from an earlier start.
+    """Return the loaded code, compiling it unless it is kept from an earlier start; tried once.
 
     Raises:
         CannotBuild: the CPU lacks instructions, or there is no compiler, or it fails.
     """
+    found = _tried()
+    if isinstance(found, CannotBuild):
+        raise found
+    return found
+
+
+@functools.cache
+def _tried() -> ctypes.CDLL | CannotBuild:
+    try:
+        return _loaded()
+    except CannotBuild as error:
+        return error
+
+
+def _loaded() -> ctypes.CDLL:
     missing = sorted(_NEEDED - _cpu_flags())
     if missing:
         raise CannotBuild(f"this CPU has no {', '.join(missing)}")
     text = b"".join(path.read_bytes() for path in (_SHARED, *_SOURCES))
     digest = hashlib.sha256(text + " ".join(_FLAGS).encode()).hexdigest()[:16]
     try:
-        kept = _folder() / f"native-{digest}.so"
-        if not kept.exists():
-            _compile(kept)
-        return ctypes.CDLL(str(kept))
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        with tempfile.TemporaryDirectory() as passing:
+            folder = _checked(_kept_in[0]) if _kept_in else Path(passing)
+            kept = folder / f"native-{digest}.so"
+            if not kept.exists():
+                _compile(kept)
+            return ctypes.CDLL(str(kept))
+    except OSError as error:
         raise CannotBuild(f"compiled code cannot be kept or loaded: {error}") from error
 
 
@@ -68,9 +92,8 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(flags[0].split()) if flags else frozenset()
 
 
-def _folder() -> Path:
+def _checked(folder: Path) -> Path:
     """Return a folder that only this user can write to: what lies in it is run."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mooncake"
     folder.mkdir(parents=True, exist_ok=True)
     seen = folder.stat()
     if seen.st_uid != os.getuid() or seen.st_mode & 0o022:
@@ -79,9 +102,9 @@ def _folder() -> Path:
 
 
 def _compile(target: Path) -> None:
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    compiler = shutil.which("g++")
     if compiler is None:
-        raise CannotBuild("there is no C++ compiler: install g++ or name one in CXX")
+        raise CannotBuild("there is no C++ compiler: install g++")
     descriptor, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(descriptor)
     try:
