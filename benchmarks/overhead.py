@@ -14,6 +14,7 @@ import json
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ def cluster(model: Path, *, split: bool, step_s: float = 0.0) -> Iterator[Cluste
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     workers: list[subprocess.Popen[str]] = []
+    dead: list[str] = []
     try:
         assert gateway.stdout is not None
         opened = json.loads(gateway.stdout.readline())
@@ -60,13 +62,36 @@ def cluster(model: Path, *, split: bool, step_s: float = 0.0) -> Iterator[Cluste
                 str(step_s),
             ]
             workers.append(subprocess.Popen(worker, cwd=ROOT, text=True))
+            end_with(workers[-1], gateway, dead)
         if gateway.stdout.readline().strip() != "ready":
             raise RuntimeError("the gateway's workers did not join")
         yield Cluster(opened["url"], gateway, workers)
+    except Exception as error:
+        if dead:
+            raise RuntimeError(dead[0]) from error
+        raise
     finally:
         for process in [*workers, gateway]:
             process.kill()
-            process.wait()
+            with process:  # which waits, and closes its pipes
+                pass
+
+
+def end_with(
+    worker: subprocess.Popen[str], gateway: subprocess.Popen[str], dead: list[str]
+) -> threading.Thread:
+    """Kill the gateway when the worker ends, and note that in `dead` before: what waits for an
+    answer of the gateway, which would wait for the worker, then fails at once.
+    """
+
+    def watch() -> None:
+        code = worker.wait()
+        dead.append(f"a worker ended with code {code}: see what it printed above")
+        gateway.kill()
+
+    thread = threading.Thread(target=watch, name="end-with", daemon=True)
+    thread.start()
+    return thread
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,15 @@ def test_a_trace_outlives_what_is_done_to_its_cluster() -> None:
     assert [line.split()[2] for line in report.injected] == [fault.kind for fault in KILLS]
 
 
+def test_puts_go_on_after_words_within_a_node_were_lost() -> None:
+    """A put whose question was lost waited for as long as a push may take: 300 s here."""
+    node = "prefill-node-0"
+    cut = Fault(at_s=1.6755, kind="cut", target=node, other=node, seconds=4.0)
+    report = FaultyRun(config(seed=1), Workload.replay(sessions(12)), [cut], "cut").run()
+    assert report.failure is None, report.last_events
+    assert report.endings == {"stop": 12}
+
+
 def test_requests_of_a_restarted_gateway_are_counted_as_forgotten() -> None:
     faults = [Fault(at_s=4.0, kind="restart_gateway")]
     run = FaultyRun(config(), Workload.replay(sessions(40)), faults, "restart")

@@ -26,6 +26,11 @@ from mooncake.base.messages import NO_HEAD, ChainHead
 from mooncake.kvstore.client.block_reader import is_of
 from mooncake.rpc.channel import Channel
 
+ASK_AGAIN_S = 1.0
+"""Nodes answer at once: after this time the question, or the answer, is taken for lost. A node
+grants each ticket once, however often it is asked.
+"""
+
 
 @dataclass(kw_only=True)
 class BlockWrite:
@@ -46,6 +51,9 @@ class BlockWrite:
     granted: list[BlockKey] | None = None
     """None: the node has not answered yet."""
     answer_by_s: float | None = None
+    ask_again_s: float = 0.0
+    question: PutStart | None = None
+    """What was asked; asked again while no answer comes, for either may have been lost."""
 
 
 class BlockWriter:
@@ -65,7 +73,7 @@ class BlockWriter:
         """Ask for room for blocks that follow `head` in their chain; return the ticket."""
         self._last_ticket += 1
         self._writes[self._last_ticket] = write
-        self._ask(write.store, self._last_ticket, write.keys, tenant, head)
+        write.question = self._ask(write.store, self._last_ticket, write.keys, tenant, head)
         return self._last_ticket
 
     def report_use(self, store: WorkerRef, head: ChainHead) -> None:
@@ -134,19 +142,24 @@ class BlockWriter:
                 write.stop(now)
 
     def tick(self, now: float) -> float | None:
-        """Give up nodes that do not answer; return when to come again."""
+        """Ask again, and at last give up, nodes that do not answer; return when to come again."""
         next_s: float | None = None
         for ticket, write in list(self._writes.items()):
             if write.granted is not None:
                 continue
             if write.answer_by_s is None:
                 write.answer_by_s = now + write.timeout_s
+                write.ask_again_s = now + ASK_AGAIN_S
             if write.answer_by_s <= now:
                 where = write.store.address
                 error = TransferError(f"the pool node at {where} does not answer")
                 self.end(ticket, [], now, error)
-            elif next_s is None or write.answer_by_s < next_s:
-                next_s = write.answer_by_s
+                continue
+            if write.ask_again_s <= now and write.question is not None:
+                self._channel.send(write.store.address, write.question)
+                write.ask_again_s = now + ASK_AGAIN_S
+            due_s = min(write.answer_by_s, write.ask_again_s)
+            next_s = due_s if next_s is None else min(next_s, due_s)
         return next_s
 
     def _ask(
@@ -156,11 +169,12 @@ class BlockWriter:
         keys: Sequence[BlockKey],
         tenant: str,
         head: ChainHead,
-    ) -> None:
-        self._channel.send(
-            store.address,
-            PutStart(writer=self._writer, ticket=ticket, keys=list(keys), tenant=tenant, head=head),
+    ) -> PutStart:
+        question = PutStart(
+            writer=self._writer, ticket=ticket, keys=list(keys), tenant=tenant, head=head
         )
+        self._channel.send(store.address, question)
+        return question
 
     def _give_back(self, store: WorkerRef, ticket: int, keys: list[BlockKey]) -> None:
         put_end = PutEnd(writer=self._writer, ticket=ticket, dropped=keys)

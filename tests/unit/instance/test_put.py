@@ -104,7 +104,7 @@ def test_the_loss_of_the_pool_ends_its_puts() -> None:
 
 def test_a_grant_that_never_comes_is_given_up() -> None:
     scene = Scene(1)
-    assert scene.writer.tick(0.0) == 5.0
+    assert scene.writer.tick(0.0) == 1.0
     assert scene.writer.tick(5.0) is None
     assert len(scene.settled) == 1
 
@@ -118,3 +118,19 @@ def test_a_grant_for_a_push_being_closed_is_given_back() -> None:
     scene.engine_pair.run()
     assert scene.ends == [PutEnd(writer=HERE, ticket=1, dropped=[KEYS[0]])]
     assert len(scene.settled) == 1
+
+
+def test_a_question_that_gets_no_answer_is_asked_again() -> None:
+    scene = Scene(1)
+    start = scene.engine_pair.there_inbox[0]
+    due_s = scene.writer.tick(0.0)
+    assert due_s == 1.0
+    assert scene.writer.tick(0.5) == 1.0
+    assert scene.writer.tick(1.0) == 2.0
+    scene.engine_pair.run()
+    assert scene.engine_pair.there_inbox == [start, start], "the same ticket: granted once"
+    scene.grant([0], [3])
+    scene.grant([0], [3])
+    assert scene.writer.tick(9.0) is None
+    scene.finish()
+    assert scene.ends == [PutEnd(writer=HERE, ticket=1, written=KEYS[:1])]
