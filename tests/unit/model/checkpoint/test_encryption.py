@@ -8,6 +8,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -171,7 +172,7 @@ class TestDamage:
 
     def test_every_flipped_byte_of_the_manifest_is_found(self, small: Path, sealed: Path) -> None:
         file = sealed / MANIFEST_NAME
-        whole, plain = file.read_bytes(), read_all(small)
+        whole, plain, original = file.read_bytes(), read_all(small), read_manifest(sealed)
         for place in range(len(whole)):
             for bit in (1, 32):
                 altered = bytearray(whole)
@@ -182,9 +183,13 @@ class TestDamage:
                     read = read_all(sealed, ring(1))
                 except (CheckpointError, ConfigError) as error:
                     refused = str(error)
-                else:  # a blank became another, or a digit of an id changed its case
+                else:  # a blank, the case of an id, or bits that base64 does not use
                     assert all(torch.equal(read[name], plain[name]) for name in plain)
-                    assert chr(whole[place]) in " \nabcdef="
+                    found = read_manifest(sealed)
+                    assert found is not None
+                    key_id = found.key.key_id.lower()
+                    key = msgspec.structs.replace(found.key, key_id=key_id)
+                    assert msgspec.structs.replace(found, key=key) == original
                 assert refused == "" or str(sealed) in refused
 
     def test_cut_and_grown_files_are_found(self, sealed: Path) -> None:
