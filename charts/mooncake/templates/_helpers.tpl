@@ -68,6 +68,8 @@ env:
     valueFrom: {fieldRef: {fieldPath: status.podIP}}
   - name: MOONCAKE_CLUSTER_SECRET
     valueFrom: {secretKeyRef: {name: {{ include "mooncake.secret" .root }}, key: cluster-secret}}
+  - name: MOONCAKE_RAY_WITHOUT_TLS
+    value: {{ .root.Values.ray.withoutTls | quote }}
   - name: RAY_AUTH_MODE
     value: token
   - name: RAY_AUTH_TOKEN

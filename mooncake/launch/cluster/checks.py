@@ -8,10 +8,21 @@ from mooncake.launch.cluster.gateway_process import api_config
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan, check_memory
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.host import machine_facts
+from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.pool_node.disks import check_disks
 
 WILDCARDS = ("0.0.0.0", "::", "*")
+
+
+def check_ray(config: ServeConfig) -> None:
+    """Look at how Ray speaks with other machines, where one is started, used or joined.
+
+    Raises:
+        ConfigError: it would speak in clear, and nobody has said that it may.
+    """
+    address = config.join or config.ray_address
+    host = config.bind_host if address is None else address.rpartition(":")[0]
+    environment.check_ray_tls(host, environment.variables(), without_tls=config.ray_without_tls)
 
 
 def check_start(config: ServeConfig, plan: ServePlan) -> None:
@@ -22,6 +33,8 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
         ConfigError: something is missing or too small; the message names the flag.
     """
     check_memory(plan, machine_facts.available_bytes())
+    if not config.colocated and config.role is None:
+        check_ray(config)
     tls = api_config(config).tls
     if tls is not None:
         check_tls(tls)

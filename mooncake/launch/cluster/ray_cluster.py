@@ -218,7 +218,6 @@ def connect(address: str | None, bind_host: str, *, bare_lines: bool) -> None:
     """
     options: dict[str, Any] = {}
     keep_ray_token_private()
-    _warn_of_clear_text(address.rpartition(":")[0] if address is not None else bind_host)
     if address is not None:
         _reach(address)  # Ray itself would go on asking for minutes
     else:
@@ -292,7 +291,6 @@ def facts_at(address: str, cluster: ClusterKeys) -> ClusterFacts:
             secret.
     """
     keep_ray_token_private()
-    _warn_of_clear_text(address.rpartition(":")[0])
     _reach(address)
     try:
         client = _raylet.GcsClient(address=address)
@@ -319,15 +317,6 @@ def cluster_secret(address: str, given: str | None) -> str:
             "MOONCAKE_CLUSTER_SECRET (only its own user on its own machine needs none)"
         )
     return read_secret(file)
-
-
-def _warn_of_clear_text(host: str) -> None:
-    if not environment.is_loopback(host.strip("[]")) and os.environ.get("RAY_USE_TLS") != "1":
-        _log.warning(
-            "Ray speaks without TLS beyond this machine, and who reads its token can run programs "
-            "on it: set RAY_USE_TLS=1 and RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT "
-            "on all machines, or keep the network private"
-        )
 
 
 def _reach(address: str) -> None:

@@ -25,7 +25,7 @@ from mooncake.api.http.event_loop import run_in_loop
 from mooncake.base import IdSource, Role, SystemIds, Unavailable
 from mooncake.base.rights import CredentialRole
 from mooncake.launch.cluster import report
-from mooncake.launch.cluster.checks import check_start
+from mooncake.launch.cluster.checks import check_ray, check_start
 from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess, listen
 from mooncake.launch.cluster.headless import HeadlessPort
 from mooncake.launch.cluster.workers import health_settings
@@ -110,6 +110,7 @@ def serve(config: ServeConfig) -> int:
 
 def _serve_joined(config: ServeConfig) -> int:
     """Be one more gateway of a running cluster."""
+    check_ray(config)
     environment.prepare_ray(config.bind_host)
     from mooncake.launch.cluster.joined_gateway import JoinedCluster
 
@@ -159,6 +160,7 @@ def _make(config: ServeConfig, plan: ServePlan, ids: IdSource) -> tuple[Workers,
 
 
 def _join(config: ServeConfig) -> int:
+    check_ray(config)
     environment.prepare_ray(config.bind_host)
     configure_logging("join", sys.stderr, level=config.log_level, form=config.log_format)
     from mooncake.launch.cluster import ray_workers

@@ -125,6 +125,9 @@ class ServeConfig:
         "one process, one engine for everything, no Ray", switch=True)
     ray_address: str | None = setting(None, host_and_port, CLUSTER, "HOST:PORT",
         "use this Ray cluster, start none")
+    ray_without_tls: bool = setting(False, truth, CLUSTER, "", "Ray may speak in clear beyond this "
+        "machine: who reads the network can run programs here", switch=True,
+        env="MOONCAKE_RAY_WITHOUT_TLS")
     role: str | None = setting(None, OneOf(*_ROLES), CLUSTER, "ROLE", "run one worker or one more "
         "gateway; needs --join (kvstore without it: a pool standing alone)")
     headless: bool = setting(False, truth, CLUSTER, "",

@@ -109,6 +109,31 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+RAY_TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+"""Variables that name Ray's certificate, its key, and the certificates of those it trusts."""
+
+
+def check_ray_tls(host: str, environ: Mapping[str, str], *, without_tls: bool) -> None:
+    """Refuse a Ray that would speak in clear with other machines.
+
+    Raises:
+        ConfigError: `host` is not this machine alone, and TLS is not set up, or its files are not
+            there. `without_tls`: the operator wants it so.
+    """
+    wanted = environ.get("RAY_USE_TLS") == "1"
+    if not wanted and (without_tls or is_loopback(host.strip("[]"))):
+        return
+    if not wanted:
+        raise ConfigError(
+            f"ray-without-tls: at {host} Ray would speak without TLS, and who reads its token can "
+            f"run programs on all machines: set RAY_USE_TLS=1 and {', '.join(RAY_TLS_FILES)} on "
+            "all machines, or say --ray-without-tls where the network is private"
+        )
+    for name in RAY_TLS_FILES:
+        if not Path(environ.get(name) or "/nonexistent").is_file():
+            raise ConfigError(f"{name}: RAY_USE_TLS=1 needs it to name a file in PEM form")
+
+
 def restart_with(environ: Mapping[str, str]) -> None:
     """Replace this process by itself with the settings of a computing process, if it lacks any.
 

@@ -146,6 +146,15 @@ MISTAKES = [
     ),
     ("serve good --join 127.0.0.1:1", "add --role prefill|decode|kvstore"),
     ("serve good --role cook --join h:1", "role: 'cook' is not one of prefill, decode, kvstore"),
+    (
+        "serve good --bind-host 192.0.2.1",
+        "at 192.0.2.1 Ray would speak without TLS, and who reads its token can run programs",
+    ),
+    (
+        "serve good --role decode --cluster-secret-file s --join 192.0.2.1:6379",
+        "or say --ray-without-tls where the network is private",
+    ),
+    ("serve good --ray-address 192.0.2.1:6379", "set RAY_USE_TLS=1 and RAY_TLS_SERVER_CERT"),
     ("serve good --ray-address here", "ray-address: 'here' is not HOST:PORT"),
     ("serve good --slo-ttft-s 0", "slo-ttft-s: '0' is not a number above zero"),
     ("serve good --max-model-length 5", "unknown setting max-model-length (did you mean"),

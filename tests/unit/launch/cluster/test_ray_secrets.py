@@ -140,15 +140,3 @@ def test_ray_runs_in_a_folder_of_this_user_alone(
     longest = "/session_2026-11-22_06-42-33_123456_1234567/sockets/plasma_store"
     monkeypatch.delenv("RAY_TMPDIR")
     assert len(str(ray_cluster.private_dir()) + longest) < 107, "the limit of a socket's path"
-
-
-@pytest.mark.parametrize(
-    ("host", "tls", "warns"), [("127.0.0.1", "", 0), ("10.0.0.1", "", 1), ("10.0.0.1", "1", 0)]
-)
-def test_ray_without_tls_beyond_this_machine_is_warned_of(
-    host: str, tls: str, warns: int,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("RAY_USE_TLS", tls)
-    ray_cluster._warn_of_clear_text(host)
-    assert len(caplog.records) == warns

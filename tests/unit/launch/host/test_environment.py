@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mooncake.base import ConfigError
@@ -35,6 +37,30 @@ def test_a_process_of_one_gpu_sees_no_other(
     environ = {} if allowed is None else {"CUDA_VISIBLE_DEVICES": allowed}
     wanted = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
     assert environment.only_gpu(device, environ) == wanted
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "[::1]", "localhost"])
+def test_ray_needs_no_tls_on_one_machine(host: str) -> None:
+    environment.check_ray_tls(host, {}, without_tls=False)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "0.0.0.0", "fd00::7", "head.example"])
+def test_ray_speaks_in_clear_with_other_machines_only_if_told_to(host: str) -> None:
+    environment.check_ray_tls(host, {}, without_tls=True)
+    for set_to in ({}, {"RAY_USE_TLS": "0"}):
+        with pytest.raises(ConfigError, match=r"RAY_USE_TLS=1 and RAY_TLS_SERVER_CERT, .* on all"):
+            environment.check_ray_tls(host, set_to, without_tls=False)
+
+
+def test_rays_certificates_must_be_there(tmp_path: Path) -> None:
+    environ = {"RAY_USE_TLS": "1"}
+    for name in environment.RAY_TLS_FILES:
+        for host in ("10.0.0.7", "127.0.0.1"):
+            with pytest.raises(ConfigError, match=f"{name}: RAY_USE_TLS=1 needs it to name a file"):
+                environment.check_ray_tls(host, environ, without_tls=True)
+        environ[name] = str(tmp_path / name)
+        (tmp_path / name).write_text("")
+    environment.check_ray_tls("10.0.0.7", environ, without_tls=False)
 
 
 def test_a_gpu_that_may_not_be_seen_is_refused() -> None:
