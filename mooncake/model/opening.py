@@ -15,7 +15,7 @@ from mooncake_kernels.dispatch import TRITON, kernel
 from mooncake_kernels.native import build
 from mooncake_kernels.native.experts import Timing, timings
 
-from mooncake.base import CheckpointError, ConfigError, KvLayout
+from mooncake.base import CheckpointError, ConfigError, InternalError, KvLayout
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.config import EngineConfig
 from mooncake.model.backends import settle
@@ -33,6 +33,8 @@ from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.memory import pages_that_fit
 from mooncake.model.options import ModelOptions
+from mooncake.model.parallel.lead import Lead
+from mooncake.model.parallel.step_log import UsePages
 from mooncake.model.runner import ModelRunner
 from mooncake.transfer.device import DeviceMemory
 
@@ -46,8 +48,11 @@ class ModelSource:
         dtype: str,
         options: ModelOptions | None = None,
         keys: KeyRing | None = None,
+        lead: Lead | None = None,
     ) -> None:
         """Open the checkpoint, with `keys` where it is encrypted; reads headers only.
+
+        lead: the followers that hold the other parts of the model, loading theirs already.
 
         Raises:
             ConfigError: the options ask for what this machine does not have, or these are not the
@@ -73,6 +78,7 @@ class ModelSource:
             self._checkpoint.spec.vocab_size, functools.partial(load_grammar_tokens, path)
         )
         self._lock = threading.Lock()
+        self._lead = lead
         self._model: KimiK2 | None = None
         self._page_device: PageDevice | None = None
 
@@ -87,16 +93,26 @@ class ModelSource:
 
         Raises:
             CheckpointError: a tensor is missing, unknown or of the wrong shape.
+            InternalError: another rank ended.
         """
         with self._lock:
             if self._model is None:
-                self._model = load_model(
+                model = load_model(
                     self._checkpoint,
                     dtype=self._dtype,
                     device=self._device,
                     progress=progress,
                     backends=self._backends,
+                    group=None if self._lead is None else self._lead.group,
                 )
+                if self._lead is not None:
+                    self._lead.wait_until_loaded()
+                self._model = model
+
+    def close(self) -> None:
+        """End the other ranks, if there are any. Runners must have been closed."""
+        if self._lead is not None:
+            self._lead.close()
 
     @staticmethod
     def expert_timings() -> list[Timing]:
@@ -152,9 +168,11 @@ class ModelSource:
         config: EngineConfig,
         pages: memoryview | DeviceMemory,
         num_threads: int | None,
+        descriptor: int | None = None,
     ) -> ModelRunner:
         """Return a runner of `config.num_blocks` pages, loading the weights first if need be.
 
+        descriptor: of the memory of `pages`, which other ranks map; they need it.
         pages: host memory, or what `device_pages` returned. Where the device owns its pages and
         none are given they are the runner's own, out of any transfer's reach.
         """
@@ -167,6 +185,11 @@ class ModelSource:
             kv = KvTensors.allocate(layout, config.num_blocks, self._device)
         else:
             kv = KvTensors.view(layout, config.num_blocks, pages)
+        if self._lead is not None:
+            if descriptor is None:
+                raise InternalError("several ranks need pages that other processes can map")
+            pages_of_all = UsePages(layout, config.num_blocks, num_threads)
+            self._lead.use_pages(pages_of_all, descriptor)
         self._grammars.read_vocabulary()
         copies = CudaCopies(self._device) if self._device.type == "cuda" else None
         decoder = self._decoder(model, kv, config, copies)
@@ -184,6 +207,7 @@ class ModelSource:
             num_threads=num_threads,
             decoder=decoder,
             copies=copies,
+            lead=self._lead,
             # The one form whose results do not depend on how a prompt was cut.
             prefers_absorbed=(lambda *_: True) if self._backends.deterministic else None,
         )

@@ -30,5 +30,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where digests of weight files are kept, so that each is hashed once; None: nowhere."""
     weights_key: KeySource = KeySource(name="weights-key")
     """Where the process that loads encrypted weights finds their key."""
+    num_ranks: int = 1
+    """Processes among which each layer is cut (tensor parallel)."""
     graphs: bool = True
     """On a GPU: decode steps are captured once and replayed."""

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from mooncake.base import Failure, Grammar, TokenLogprobs
+from mooncake.base import Failure, Grammar, InternalError, TokenLogprobs
 from mooncake.engine.plan import (
     LayerDone,
     RunnerEvent,
@@ -35,9 +35,8 @@ from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.mla import absorbed_is_cheaper
 from mooncake.model.layers.sampler import Drawn
-
-_LOGPROB_ROWS = 128
-"""Prompt positions whose logits are made at once: bounds their memory."""
+from mooncake.model.output_logits import last_rows, prompt_pieces
+from mooncake.model.parallel.lead import Lead
 
 
 class TokenSampler(Protocol):
@@ -90,12 +89,14 @@ class ModelRunner:
         decoder: DecodeGraphs | None = None,
         prefers_absorbed: PrefersAbsorbed | None = None,
         copies: Copies | None = None,
+        lead: Lead | None = None,
     ) -> None:
         """Start the thread. `num_threads`: torch's CPU threads, of the whole process; None = as is.
 
         decoder: captured steps over the same pages; None = every step is run as it comes.
         prefers_absorbed: which form of attention a slot takes; None = the cheaper one.
         copies: to the model's device; None = it is the host.
+        lead: the followers that compute each step with this rank; None = there are none.
         The queue is as long as the engine lets it be (two steps in flight).
         """
         self._model = model
@@ -104,6 +105,7 @@ class ModelRunner:
         self._num_threads = num_threads
         self._decoder = decoder
         self._copies = copies or HostCopies()
+        self._lead = lead
         self._prefers_absorbed = prefers_absorbed or absorbed_is_cheaper(model.spec)
         self._starts: dict[int, SequenceStart] = {}
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
@@ -112,6 +114,8 @@ class ModelRunner:
         self._lock = threading.Lock()
         self._closed = False
         self._readable, self._signal = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        if lead is not None:
+            lead.watch(self._wake)
         self._thread = threading.Thread(target=self._run, name="model-runner", daemon=True)
         self._thread.start()
 
@@ -130,7 +134,13 @@ class ModelRunner:
         return self._readable
 
     def poll(self) -> Sequence[RunnerEvent]:
-        """Return the events since the last call, oldest first, without waiting."""
+        """Return the events since the last call, oldest first, without waiting.
+
+        Raises:
+            InternalError: a rank of this model was lost; no step can be run any more.
+        """
+        if self._lead is not None and self._lead.lost is not None:
+            raise InternalError(f"{self._lead.lost}: all ranks of this worker end")
         with self._lock:
             events = list(self._events)
             if events:
@@ -147,12 +157,20 @@ class ModelRunner:
         if self._closed:
             return
         self._closed = True
+        if self._lead is not None:
+            self._lead.watch(lambda: None)
         self._plans.put(None)
         self._thread.join()
         self._layers.close()
         os.close(self._readable)
         os.close(self._signal)
         del self._model, self._kv, self._decoder, self._sampler, self._prefers_absorbed
+
+    def _wake(self) -> None:
+        """Have the driver call `poll`."""
+        with self._lock:
+            if not self._closed:
+                os.write(self._signal, b"\0")
 
     def _emit(self, event: RunnerEvent) -> None:
         with self._lock:
@@ -178,6 +196,8 @@ class ModelRunner:
             finally:
                 self._layers.drain()  # nothing is heard of a step after its result
         except Exception as error:  # whatever it was, the engine must hear that the step ended
+            if self._lead is not None:  # the other ranks wait for this one, in the step's middle
+                self._lead.fail(f"step {plan.step_id}: {error}")
             return StepResult(
                 step_id=plan.step_id,
                 samples=[],
@@ -199,12 +219,19 @@ class ModelRunner:
         for start in plan.starts:
             self._starts[start.sequence_id] = start
             self._sampler.start(start)
+        if self._lead is not None:
+            self._lead.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
         if not plan.slots:
             return _Outcome([], {}, {})
         unknown = [s.sequence_id for s in plan.slots if s.sequence_id not in self._starts]
         if unknown:
             raise ValueError(f"sequences {unknown} were never started")
         whole = frozenset(s.sequence_id for s in plan.slots if self._logprobs_wanted(s.sequence_id))
+        if self._lead is not None:
+            counts = {
+                s.sequence_id: len(self._following(s)) for s in plan.slots if s.sequence_id in whole
+            }
+            self._lead.step(plan.slots, counts)
         decoder = self._decoder
         if decoder is not None:
             if not (whole or plan.report_layers) and decoder.takes(plan.slots):
@@ -223,25 +250,31 @@ class ModelRunner:
             if rows.slot.sequence_id in whole
         }
         asked = [rows.slot.sequence_id for rows in inputs.output_rows if rows.slot.sample]
+        logits = self._last_logits(inputs, hidden) if asked else None
+        if self._lead is not None:  # pages may be used for something else from here on
+            self._lead.group.meet()
         failures = self._sampler.broken(asked)
-        samples = self._sample(inputs, hidden, failures)
+        samples = [] if logits is None else self._sample(logits, asked, failures)
         if not samples:  # they would have come behind all else
             self._wait()
         return _Outcome(samples, logprobs, failures)
 
+    def _last_logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the last row of each slot that samples."""
+        last = self._copies.send(last_rows(inputs.output_rows))
+        return self._model.logits(hidden.index_select(0, last))
+
     def _sample(
-        self, inputs: StepInputs, hidden: torch.Tensor, failures: Mapping[int, Failure]
+        self, logits: torch.Tensor, asked: Sequence[int], failures: Mapping[int, Failure]
     ) -> list[Sample]:
-        sampling = [
-            rows
-            for rows in inputs.output_rows
-            if rows.slot.sample and rows.slot.sequence_id not in failures
-        ]
-        if not sampling:
-            return []
-        last = torch.tensor([rows.first + rows.num_rows - 1 for rows in sampling])
-        logits = self._model.logits(hidden.index_select(0, self._copies.send(last)))
-        return self._sampler.sample(logits, [rows.slot.sequence_id for rows in sampling])
+        """Sample for those of `asked`, of whom each has a row, that have not failed."""
+        if failures:
+            rows = [row for row, sequence in enumerate(asked) if sequence not in failures]
+            if not rows:
+                return []
+            logits = logits.index_select(0, self._copies.send(torch.tensor(rows)))
+            asked = [asked[row] for row in rows]
+        return self._sampler.sample(logits, asked)
 
     def _decode(self, decoder: DecodeGraphs, slots: Sequence[StepSlot]) -> _Outcome:
         """Replay a step; where the batch has settled, begin the next before this one's tokens are
@@ -281,12 +314,15 @@ class ModelRunner:
         start = self._starts[rows.slot.sequence_id]
         num = start.sampling.num_prompt_logprobs
         assert num is not None
-        first_next = rows.slot.start + 1
-        following = start.prompt_tokens[first_next : first_next + rows.num_rows]
+        following = self._following(rows.slot)
         found: list[TokenLogprobs] = []
-        for begin in range(0, len(following), _LOGPROB_ROWS):
-            tokens = following[begin : begin + _LOGPROB_ROWS]
-            row = rows.first + begin
-            logits = self._model.logits(hidden[row : row + len(tokens)])
-            found += self._sampler.prompt_logprobs(logits, tokens, num)
+        for first, count in prompt_pieces(rows, len(following)):
+            begin = first - rows.first
+            logits = self._model.logits(hidden[first : first + count])
+            found += self._sampler.prompt_logprobs(logits, following[begin : begin + count], num)
         return found
+
+    def _following(self, slot: StepSlot) -> Sequence[int]:
+        """Return the prompt tokens that come after those of a slot, one further on."""
+        first = slot.start + 1
+        return self._starts[slot.sequence_id].prompt_tokens[first : first + len(slot.tokens)]

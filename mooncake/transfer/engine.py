@@ -74,6 +74,10 @@ class Region(Protocol):
     def num_bytes(self) -> int: ...
 
     @property
+    def fd(self) -> int | None:
+        """The descriptor of memory that other processes can map; None: they cannot."""
+
+    @property
     def device(self) -> str:
         """Where it lies: "host", or a device such as "cuda:0"."""
 

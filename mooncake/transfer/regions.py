@@ -107,6 +107,8 @@ class DeviceRegion(_Region):
     No protocol moves its bytes unless `protocols` names it: they come and go by copies.
     """
 
+    fd = None
+
     def __init__(self, region_id: int, label: str, memory: DeviceMemory) -> None:
         super().__init__(region_id, label, memory.num_bytes)
         self.memory = memory

@@ -14,7 +14,8 @@ from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.worker.local import LocalCluster
-from mooncake.launch.worker.process import open_model
+from mooncake.launch.worker.open_model import open_model
+from mooncake.launch.worker.process import Model
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.telemetry.health import Vitals
 
@@ -28,6 +29,7 @@ class ColocatedWorkers:
         self._network = InprocNetwork()
         self.gateway_channel = InprocChannel(self._network, GATEWAY_ID)
         self._cluster: LocalCluster | None = None
+        self._model: Model | None = None
         self._starting: Vitals | None = Vitals(starting="starting", joined=False)
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
@@ -38,7 +40,7 @@ class ColocatedWorkers:
             show("engine", what, done, whole)
 
         progress("importing the tensor library", 0, 0)
-        model = open_model(str(plan.model.path), plan.model.dtype, plan.options)
+        self._model = open_model(str(plan.model.path), plan.model.dtype, plan.options)
         settings = cluster_workers(
             self._config,
             plan,
@@ -48,7 +50,7 @@ class ColocatedWorkers:
         )
         self._cluster = LocalCluster(
             self._network,
-            model,
+            self._model,
             lost=gateway_process.worker_lost,
             progress=progress,
         )
@@ -65,6 +67,8 @@ class ColocatedWorkers:
     def stop(self) -> None:
         if self._cluster is not None and self._starting is None:
             self._cluster.stop()
+        if self._model is not None:
+            self._model.close()
 
     def are_gone(self) -> bool:
         return False  # they end with us

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mooncake.base import Role, format_bytes
 from mooncake.launch.config.plan import ServePlan
-from mooncake.launch.config.rank_plan import rank_rows
+from mooncake.launch.config.rank_plan import RankMemory, rank_rows
 from mooncake.launch.config.settings import ServeConfig
 
 Show = Callable[[str, str, int, int], None]
@@ -79,7 +79,7 @@ def holdings(plan: ServePlan, role: Role) -> str:
             f", {format_bytes(disk.num_bytes)} in {disk.directory}" for disk in plan.kvstore.ssd
         )
         return f"pool of {format_bytes(plan.kvstore.dram_bytes)} DRAM, {blocks} blocks{disks}"
-    rank = plan.rank
+    rank = plan.ranks[role]
     tokens = max(0, rank.num_pages) * rank.shape.dcp * plan.layout.block_tokens
     ranks = "" if rank.shape.tp == 1 else f"{rank.shape.tp} ranks ({rank.shape}), "
     threads = "" if plan.gpu_node is not None else f", {plan.num_threads} threads"
@@ -116,9 +116,13 @@ def print_plan(
             workers.add_row(role.value, str(number), holdings(plan, role))
     console.print()
     console.print(workers)
-    if plan.rank.shape.tp > 1 or plan.gpu_node is not None:
-        console.print()
-        console.print(_rank_table(plan))
+    shown: list[RankMemory] = []
+    for role, _ in plan.engines:
+        rank = plan.ranks[role]
+        if rank not in shown and (rank.shape.tp > 1 or plan.gpu_node is not None):
+            shown.append(rank)
+            console.print()
+            console.print(_rank_table(plan, role))
     if plan.gpu_node is not None:
         return
     memory = Table(title="memory on this machine", box=None, pad_edge=False, title_justify="left")
@@ -132,20 +136,20 @@ def print_plan(
     console.print(memory)
 
 
-def _rank_table(plan: ServePlan) -> Table:
+def _rank_table(plan: ServePlan, role: Role) -> Table:
     """Return the memory of each rank of an engine; KV is what is left of a GPU where one is
     planned for.
     """
-    node, shape = plan.gpu_node, plan.rank.shape
+    node, rank = plan.gpu_node, plan.ranks[role]
+    number = sum(each for other, each in plan.engines if plan.ranks[other] == rank)
     where = "on this machine" if node is None else f"on {node.name}"
     if node is not None:
-        per_node = node.num_gpus // shape.tp
-        nodes = -(-plan.num_engines // per_node)
-        where += f", {plan.num_engines} engines on {nodes} node{'s' * (nodes > 1)}"
-    title = f"memory of each rank of an engine of {shape}, {where}"
+        nodes = -(-number // (node.num_gpus // rank.shape.tp))
+        where += f", {number} engines on {nodes} node{'s' * (nodes > 1)}"
+    title = f"memory of each rank of an engine of {rank.shape}, {where}"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     for name in ("rank", "weights", "KV", "tokens", "steps", "exchange", "libraries", "sum", "of"):
         table.add_column(name, justify="right")
-    for cells in rank_rows(plan.rank, plan.layout):
+    for cells in rank_rows(rank, plan.layout):
         table.add_row(*cells)
     return table

@@ -67,7 +67,11 @@ def cluster_workers(
             self_profile=config.self_profile,
             log_level=config.log_level,
             log_format=config.log_format,
-            options=_on_gpu(plan.options, 0 if role is Role.KVSTORE else next(gpus)),
+            options=plan.options
+            if role is Role.KVSTORE
+            else msgspec.structs.replace(
+                _on_gpu(plan.options, next(gpus)), num_ranks=plan.ranks[role].shape.tp
+            ),
             health=health_settings(config, next(places)),
             admin=admin_settings(config, index) if role is Role.KVSTORE else None,
         )

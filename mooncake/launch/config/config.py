@@ -174,7 +174,10 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
     if config.hardware is not None and not config.dry_run:
         raise ConfigError("hardware: only a plan is made for other machines: add --dry-run")
     if config.colocated:
-        for name in ("prefill", "decode", "role", "join", "ray_address", "headless"):
+        for name in (
+            "prefill", "decode", "role", "join", "ray_address", "headless", "prefill_set",
+            "decode_set",
+        ):  # fmt: skip
             both("colocated", name, "colocated is one process with one engine")
         for name in ("health_host", "health_port"):
             both("colocated", name, "the API answers /health and /metrics for the one process")

@@ -269,6 +269,27 @@ def quotas(name: str, value: object) -> tuple[tuple[str, int], ...]:
     return tuple(found.items())
 
 
+ROLE_SETTINGS = ("tensor-parallel-size", "decode-context-parallel-size")
+"""What one role's engines may have of their own."""
+
+
+def role_settings(name: str, value: object) -> tuple[tuple[str, int], ...]:
+    """Read settings of one role, "NAME=VALUE": one text or a list of them."""
+    found: dict[str, int] = {}
+    for written in texts(name, value):
+        setting_name, _, number = written.partition("=")
+        known = setting_name.replace("_", "-")
+        if known not in ROLE_SETTINGS:
+            raise ConfigError(
+                f"{flag(name)}: {written!r} is not NAME=VALUE with a name of "
+                f"{', '.join(ROLE_SETTINGS)}{nearest(known, ROLE_SETTINGS)}"
+            )
+        if known in found:
+            raise ConfigError(f"{flag(name)}: {known} is given twice")
+        found[known] = count(1, 1024)(f"{name} {known}", number)
+    return tuple(found.items())
+
+
 def nearby(name: str, value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Read NICs by place, "PLACE=NIC,NIC": one text or a list of them."""
     found: dict[str, tuple[str, ...]] = {}

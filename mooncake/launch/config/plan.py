@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from mooncake.base import (
@@ -15,10 +16,11 @@ from mooncake.base import (
     ConfigError,
     KvLayout,
     ModelSpec,
+    Role,
     Shape,
     format_bytes,
 )
-from mooncake.base.parallel import TP_FLAG
+from mooncake.base.parallel import DCP_FLAG, TP_FLAG
 from mooncake.crypto.keys import KeySource
 from mooncake.engine.config import EngineConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
@@ -72,8 +74,8 @@ class ServePlan:
     layout: KvLayout
     options: ModelOptions
     needs: RankNeeds
-    rank: RankMemory
-    """Of each rank of an engine."""
+    ranks: dict[Role, RankMemory]
+    """Of each rank of an engine of prefill and of decode."""
     gpu_node: GpuNode | None
     """The hardware planned for, where it is not this machine."""
 
@@ -83,25 +85,40 @@ class ServePlan:
         return self.num_prefills + self.num_decodes
 
     @property
-    def engine_bytes(self) -> int:
-        """Memory of all ranks of one engine."""
-        return self.rank.shape.tp * self.rank.total
+    def engines(self) -> list[tuple[Role, int]]:
+        """Roles with a model, each with how many of its workers run on this machine."""
+        counts = (Role.PREFILL, self.num_prefills), (Role.DECODE, self.num_decodes)
+        return [(role, number) for role, number in counts if number]
+
+    def engine_bytes(self, role: Role) -> int:
+        """Return the memory of all ranks of one engine; on the host they map the same pages."""
+        rank = self.ranks[role]
+        return rank.shape.tp * (rank.total - rank.kv) + self._num_copies(rank) * rank.kv
+
+    def _num_copies(self, rank: RankMemory) -> int:
+        """Return how often an engine's memory holds a rank's pages."""
+        return rank.shape.tp if self.needs.on_gpu else rank.shape.dcp
 
     @property
     def total_bytes(self) -> int:
         """Memory of all workers on this machine."""
-        return self.num_engines * self.engine_bytes + self.num_kvstores * self.kvstore.dram_bytes
+        engines = sum(number * self.engine_bytes(role) for role, number in self.engines)
+        return engines + self.num_kvstores * self.kvstore.dram_bytes
 
     def memory_rows(self) -> list[tuple[str, str, str]]:
         """Return what takes memory, for a table: (what, each, all together)."""
-        ranks, stores = self.num_engines * self.rank.shape.tp, self.num_kvstores
-        pages = f"{self.rank.num_pages} pages of {self.engine.block_tokens} tokens"
-        rows = [
-            (f"weights ({self.model.dtype})", self.rank.weights, ranks),
-            (f"KV cache, {pages}", self.rank.kv, ranks),
-            ("activations and libraries", self.rank.overhead, ranks),
-            ("kvstore pool", self.kvstore.dram_bytes, stores),
-        ]
+        rows = []
+        alike = len({self.ranks[role] for role, _ in self.engines}) == 1
+        engines = [(role, self.num_engines) for role, _ in self.engines[:1]]
+        for role, number in engines if alike else self.engines:
+            rank, of_whom = self.ranks[role], "" if alike else f", {role.value}"
+            pages = f"{rank.num_pages} pages of {self.engine.block_tokens} tokens"
+            rows += [
+                (f"weights ({self.model.dtype}){of_whom}", rank.weights, number * rank.shape.tp),
+                (f"KV cache, {pages}{of_whom}", rank.kv, number * self._num_copies(rank)),
+                (f"activations and libraries{of_whom}", rank.overhead, number * rank.shape.tp),
+            ]
+        rows.append(("kvstore pool", self.kvstore.dram_bytes, self.num_kvstores))
         shown = [
             (what, f"{format_bytes(each)} x {count}", format_bytes(each * count))
             for what, each, count in rows
@@ -177,9 +194,9 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         weights_revision=model.revision,
     )
     num_prefills, num_decodes, num_kvstores = _counts(config)
-    num_engines = num_prefills + num_decodes
-    shape, gpu_node = _shape(config, model), _gpu_node(config)
-    options = _options(config, shape, gpu_node)
+    shapes, gpu_node = _shapes(config, model), _gpu_node(config)
+    num_ranks = num_prefills * shapes[Role.PREFILL].tp + num_decodes * shapes[Role.DECODE].tp
+    options = _options(config, shapes, num_ranks, gpu_node)
     needs = RankNeeds(
         spec=model.spec,
         dtype=model.dtype,
@@ -192,11 +209,13 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         on_gpu=options.device == "cuda",
     )
     num_pages = _num_pages(config, model, layout.block_bytes)
-    if gpu_node is not None and options.measure_pages:
-        rank = gpu_node.filled(needs, shape)
-        num_pages = max(1, rank.num_pages * shape.dcp)
-    else:
-        rank = rank_memory(needs, shape, num_pages)
+    ranks = {}
+    for role, shape in shapes.items():
+        if gpu_node is not None and options.measure_pages:
+            ranks[role] = gpu_node.filled(needs, shape)
+            num_pages = max(1, ranks[role].num_pages * shape.dcp)
+        else:
+            ranks[role] = rank_memory(needs, shape, num_pages)
     kvstore = KvStoreConfig(
         ssd=[SsdConfig(directory=where, num_bytes=size) for where, size in config.ssd],
         tenant_quota_bytes=dict(config.tenant_quota),
@@ -228,25 +247,26 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         num_prefills=num_prefills,
         num_decodes=num_decodes,
         num_kvstores=num_kvstores,
-        num_threads=config.num_threads or max(1, cores // max(1, num_engines * shape.tp)),
+        num_threads=config.num_threads or max(1, cores // max(1, num_ranks)),
         layout=layout,
         options=options,
         needs=needs,
-        rank=rank,
+        ranks=ranks,
         gpu_node=gpu_node,
     )
 
 
-def _shape(config: ServeConfig, model: ModelPlan) -> Shape:
-    """Return the shape of each engine. ConfigError: it cannot be, or not be served yet."""
-    shape = Shape(tp=config.tensor_parallel_size, dcp=config.decode_context_parallel_size)
-    check_cuts(model.spec, model.quantization, shape.tp)
-    if shape.tp > 1 and not config.dry_run:
-        raise ConfigError(
-            f"{TP_FLAG}={shape.tp} is not supported yet: an engine is one process with the whole "
-            "model; several ranks can only be planned: --dry-run, or simulate --shape"
+def _shapes(config: ServeConfig, model: ModelPlan) -> dict[Role, Shape]:
+    """Return the shape of each role's engines. ConfigError: one cannot be."""
+    shapes = {}
+    for role, own in ((Role.PREFILL, config.prefill_set), (Role.DECODE, config.decode_set)):
+        given = dict(own)
+        shape = shapes[role] = Shape(
+            tp=given.get(TP_FLAG, config.tensor_parallel_size),
+            dcp=given.get(DCP_FLAG, config.decode_context_parallel_size),
         )
-    return shape
+        check_cuts(model.spec, model.quantization, shape.tp)
+    return shapes
 
 
 def _gpu_node(config: ServeConfig) -> GpuNode | None:
@@ -262,24 +282,33 @@ def _gpu_node(config: ServeConfig) -> GpuNode | None:
     )
 
 
-def _options(config: ServeConfig, shape: Shape, gpu_node: GpuNode | None) -> ModelOptions:
-    """Return how engines run the model. ConfigError: more ranks than the GPUs can take."""
+def _options(
+    config: ServeConfig, shapes: Mapping[Role, Shape], num_ranks: int, gpu_node: GpuNode | None
+) -> ModelOptions:
+    """Return how engines run the model; `num_ranks` is that of this worker's role, else decode's.
+
+    Raises:
+        ConfigError: more ranks than the GPUs can take.
+    """
+    largest = max(shapes.values(), key=lambda shape: shape.tp)
     device, num_gpus = config.device, machine_facts.num_gpus()
     if gpu_node is not None:
         device, num_gpus = "cuda", gpu_node.num_gpus
     if device == "auto":
         device = "cuda" if num_gpus else "cpu"
-    if device == "cuda" and num_gpus and shape.tp > num_gpus:
+    if device == "cuda" and num_gpus and largest.tp > num_gpus:
         raise ConfigError(
-            f"{TP_FLAG}: {shape.tp} ranks of an engine lie on one node, which has {num_gpus} GPUs"
+            f"{TP_FLAG}: {largest.tp} ranks of an engine lie on one node, which has {num_gpus} GPUs"
         )
+    if not config.dry_run:
+        for shape in shapes.values():
+            _check_served(shape, device, config)
     sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
-    num_ranks = sum(_counts(config)[:2]) * shape.tp
     here = device == "cuda" and gpu_node is None
     if here and num_ranks > 1 and not num_gpus:
         raise ConfigError("device=cuda: this machine shows no NVIDIA GPU; use --device cpu")
     if here and num_ranks > 1 and num_ranks > num_gpus and sized is None:
-        kind = "engines" if shape.tp == 1 else "ranks"
+        kind = "engines" if largest.tp == 1 else "ranks"
         raise ConfigError(
             f"device=cuda: {num_ranks} {kind} and {num_gpus} GPU: each takes all its memory. "
             "Engines that share one need pages of a given size: --kv-cache-memory-bytes or "
@@ -289,10 +318,24 @@ def _options(config: ServeConfig, shape: Shape, gpu_node: GpuNode | None) -> Mod
         device=device,
         measure_pages=device == "cuda" and sized is None,
         graphs=not config.enforce_eager,
+        num_ranks=shapes[Role.PREFILL if config.role == "prefill" else Role.DECODE].tp,
         cache_dir=str(environment.cache_dir()),
         weights_key=_weights_key(config),
         **values_of(config, ModelOptions),
     )
+
+
+def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
+    """Raise ConfigError for shapes that can be planned, but not served yet."""
+    can = "it can only be planned (--dry-run, or simulate --shape)"
+    if shape.dcp > 1:
+        raise ConfigError(f"{DCP_FLAG}={shape.dcp} is not supported yet: {can}")
+    if shape.tp > 1 and device == "cuda":
+        raise ConfigError(
+            f"{TP_FLAG}={shape.tp} is not supported on GPUs yet: {can}; ranks on CPUs: --device cpu"
+        )
+    if shape.tp > 1 and config.moe_backend == "triton":
+        raise ConfigError(f"{TP_FLAG}={shape.tp}: ranks on CPUs compute without triton")
 
 
 def _counts(config: ServeConfig) -> tuple[int, int, int]:
@@ -328,7 +371,8 @@ def _num_pages(config: ServeConfig, model: ModelPlan, block_bytes: int) -> int:
 def check_memory(plan: ServePlan, available: int | None) -> None:
     """Raise ConfigError when the workers would not fit into the memory that is there."""
     if plan.gpu_node is not None:
-        plan.gpu_node.check(plan.needs, plan.rank)
+        for role, _ in plan.engines:
+            plan.gpu_node.check(plan.needs, plan.ranks[role])
     if available is None or plan.total_bytes <= available or plan.options.device != "cpu":
         return
     nothing = format_bytes(0)

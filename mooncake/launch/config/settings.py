@@ -27,6 +27,7 @@ from mooncake.launch.config.options import (
     part,
     positive,
     quotas,
+    role_settings,
     setting,
     share,
     size,
@@ -171,10 +172,16 @@ class ServeConfig:
         "that holds it, or a credential: other users see flags, but not this",
         env="MOONCAKE_CLUSTER_SECRET_FILE")
     tensor_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "ranks that share each layer of an instance; more than 1: only with --dry-run so far",
+        "processes that share each layer of an engine; on GPUs only with --dry-run so far",
         short="-tp")
     decode_context_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "ranks of those among which an instance's KV is dealt out", short="-dcp")
+        "ranks of those among which an engine's KV is dealt out; only with --dry-run so far",
+        short="-dcp")
+    prefill_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
+        "tensor-parallel-size or decode-context-parallel-size of prefill workers, where it is not "
+        "that of all; may be repeated", repeat=True)
+    decode_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
+        "the same of decode workers", repeat=True)
     pipeline_parallel_size: int = setting(1, only_one(_WHOLE_LAYERS), CLUSTER, "N",
         "only 1 so far", short="-pp")
     data_parallel_size: int = setting(1, only_one(_WHOLE_LAYERS), CLUSTER, "N", "only 1 so far",

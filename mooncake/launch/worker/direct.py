@@ -5,7 +5,7 @@ Needs neither the HTTP nor the cluster packages, so it runs on a machine that ha
 
 from __future__ import annotations
 
-import mmap
+import os
 import select
 import time
 from collections import deque
@@ -29,9 +29,10 @@ from mooncake.engine.sequence import SequenceOutput
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.key_source import read_keys
+from mooncake.launch.worker.open_model import open_model
 from mooncake.launch.worker.profile import Shape, profile
 from mooncake.model.opening import ModelSource
+from mooncake.transfer.memory import allocate_shared
 
 STEP_TIMEOUT_S = 600.0
 
@@ -45,22 +46,29 @@ class DirectEngine:
         Raises:
             MooncakeError: the model cannot be loaded, or not run as the plan has it.
         """
-        keys = read_keys(plan.options.weights_key)
-        source = ModelSource(plan.model.path, plan.model.dtype, plan.options, keys)
-        source.load(progress)
-        config = replace(plan.engine, num_blocks=source.num_pages(plan.layout, plan.engine))
-        in_host = 1 if source.owns_pages else config.num_blocks
-        pages = memoryview(mmap.mmap(-1, in_host * plan.layout.block_bytes))
-        self.expert_timings = [
-            {
-                "kind": found.kind,
-                "tokens": found.tokens,
-                "few_s": found.few_s,
-                "many_s": found.many_s,
-            }
-            for found in source.expert_timings()
-        ]
-        self._runner = source.runner(plan.layout, config, pages, plan.num_threads)
+        source = open_model(str(plan.model.path), plan.model.dtype, plan.options)
+        self._source: ModelSource | None = source
+        try:
+            source.load(progress)
+            config = replace(plan.engine, num_blocks=source.num_pages(plan.layout, plan.engine))
+            in_host = 1 if source.owns_pages else config.num_blocks
+            self.expert_timings = [
+                {
+                    "kind": found.kind,
+                    "tokens": found.tokens,
+                    "few_s": found.few_s,
+                    "many_s": found.many_s,
+                }
+                for found in source.expert_timings()
+            ]
+            memory, descriptor = allocate_shared(in_host * plan.layout.block_bytes, "kv-pages")
+            with os.fdopen(descriptor):  # closed once every rank has mapped it
+                self._runner = source.runner(
+                    plan.layout, config, memoryview(memory), plan.num_threads, descriptor
+                )
+        except BaseException:
+            source.close()
+            raise
         self._engine = Engine(config, plan.layout.fingerprint, self._runner)
         self._poller = select.poll()
         self._poller.register(self._runner.fileno(), select.POLLIN)
@@ -124,6 +132,9 @@ class DirectEngine:
     def close(self) -> None:
         """End the engine and free its memory."""
         self._runner.close()
+        if self._source is not None:
+            self._source.close()
+        self._source = None  # the model is its
 
     def __enter__(self) -> DirectEngine:
         return self

@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -49,13 +48,13 @@ from mooncake.kvstore.storage.disk import PolledDisks
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Facts, Health, HealthSettings
-from mooncake.launch.host.key_source import read_keys
 from mooncake.launch.host.link_metrics import LinkFamilies
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from mooncake.launch.pool_node.disks import open_disks
 from mooncake.launch.pool_node.metrics import NodeFamilies
 from mooncake.launch.worker.health_port import HealthPort
 from mooncake.launch.worker.metrics import EngineFamilies, EngineFigures
+from mooncake.launch.worker.open_model import open_model
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.launch.worker.profile import profile, shapes_for
 from mooncake.model.options import ModelOptions
@@ -109,7 +108,10 @@ class Model(Protocol):
         config: EngineConfig,
         pages: memoryview | DeviceMemory,
         num_threads: int | None,
+        descriptor: int | None = None,
     ) -> PolledRunner: ...
+
+    def close(self) -> None: ...
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -380,7 +382,7 @@ def _build_engine(
         runner = model.runner(layout, config, pages, settings.num_threads)
     else:
         region = ports.transfer.allocate(config.num_blocks * layout.block_bytes, "kv-pages")
-        runner = model.runner(layout, config, region.buffer, settings.num_threads)
+        runner = model.runner(layout, config, region.buffer, settings.num_threads, region.fd)
     samples = []
     if settings.self_profile:
         progress("timing a few steps", 0, 0)
@@ -474,8 +476,8 @@ def run(
         port.health.starting(what, done, whole)
         progress(what, done, whole)
 
+    model: Model | None = None
     try:
-        model: Model | None = None
         if settings.role is not Role.KVSTORE:
             settings = _on_one_gpu(settings)
             show("importing the tensor library", 0, 0)
@@ -486,6 +488,8 @@ def run(
             worker = _open(settings, credential, model, show, advertise_host, port.url)
             role = _be(settings, credential, worker, started, port)
     finally:
+        if model is not None:
+            model.close()
         if not port.health.failed:
             port.close()
 
@@ -534,17 +538,3 @@ def _about(settings: WorkerSettings) -> dict[str, Any]:
         "ssd": [msgspec.to_builtins(disk) for disk in settings.kvstore.ssd],
         "pid": os.getpid(),
     }
-
-
-def open_model(path: str, dtype: str, options: ModelOptions | None = None) -> Model:
-    """Return the checkpoint at `path`, weights not loaded yet. The first call imports torch.
-
-    Raises:
-        CheckpointError: it cannot be read.
-        ConfigError: the options ask for what this machine does not have, or the key of encrypted
-            weights is not here.
-    """
-    from mooncake.model.opening import ModelSource
-
-    options = options or ModelOptions()
-    return ModelSource(Path(path), dtype, options, read_keys(options.weights_key))

@@ -43,7 +43,7 @@ class SharedGroup:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._num_exchanges = 0
         self._fence = threading.Lock()
         words = memoryview(memory)[: (size + 1) * LINE_BYTES].cast("q")
@@ -117,10 +117,10 @@ class SharedGroup:
                     os.sched_yield()
                     continue
                 now = time.monotonic()
-                deadline_s = deadline_s or now + self._timeout_s
+                deadline_s = deadline_s or now + self.timeout_s
                 if now > deadline_s:
                     raise GroupError(
-                        f"rank {other} of this model did not answer for {self._timeout_s:.0f} s"
+                        f"rank {other} of this model did not answer for {self.timeout_s:.0f} s"
                     )
                 time.sleep(_SLEEP_S)
         with self._fence:

@@ -56,6 +56,10 @@ class SimRegion:
         return self._buffer
 
     @property
+    def fd(self) -> None:
+        return None
+
+    @property
     def device(self) -> str:
         return "host"
 

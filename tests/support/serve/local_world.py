@@ -87,9 +87,13 @@ class HashModel:
         config: EngineConfig,
         pages: memoryview | DeviceMemory,
         num_threads: int | None,
+        descriptor: int | None = None,
     ) -> PolledFakeRunner:
         assert isinstance(pages, memoryview)
         return PolledFakeRunner(FakeRunner(layout, config.num_blocks, memory=pages))
+
+    def close(self) -> None:
+        """There are no other ranks."""
 
 
 class LocalWorld:

@@ -27,7 +27,7 @@ from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.worker.local import LocalCluster
-from mooncake.launch.worker.process import open_model
+from mooncake.launch.worker.open_model import open_model
 from mooncake.model.opening import ModelSource
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.scheduler.gateway.gateway import Gateway

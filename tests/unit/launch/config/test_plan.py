@@ -13,7 +13,7 @@ from mooncake.crypto.keys import KeyRing
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
-from mooncake.launch.config.rank_plan import HOST_LIBRARY_BYTES
+from mooncake.launch.config.rank_plan import HOST_LIBRARY_BYTES, RankMemory
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import Health
 from mooncake.launch.worker import process
@@ -24,6 +24,11 @@ from tests.support.model.checkpoints import write_config_only
 
 BLOCK_BYTES = 3 * 64 * 20 * 2
 """layers x tokens x width x bfloat16 of the small test model"""
+
+
+def rank_of(plan: ServePlan) -> RankMemory:
+    """Return the memory of each rank of a decode worker."""
+    return plan.ranks[Role.DECODE]
 
 
 def plan_for(model: Path, *, cores: int = 8, **settings: Any) -> ServePlan:
@@ -200,16 +205,19 @@ def test_limits_go_to_the_scheduler_in_seconds(model: Path) -> None:
 
 
 def test_weights_are_counted_as_they_will_be_held(model: Path) -> None:
-    half, full = plan_for(model).rank, plan_for(model, dtype="float32").rank
+    half, full = (
+        rank_of(plan_for(model)),
+        rank_of(plan_for(model, dtype="float32")),
+    )
     assert half.weights < full.weights < 2 * half.weights + 1
     larger = plan_for(model, max_num_batched_tokens=4096)
-    assert larger.rank.activations > plan_for(model).rank.activations
+    assert rank_of(larger).activations > rank_of(plan_for(model)).activations
 
 
 def test_memory_adds_up(model: Path) -> None:
     plan = plan_for(model, prefill=2, decode=3, kvstore=2, kvstore_dram_bytes="10MiB")
     kv = plan.engine.num_blocks * plan.layout.block_bytes
-    each = plan.rank.weights + kv + plan.rank.activations + HOST_LIBRARY_BYTES
+    each = rank_of(plan).weights + kv + rank_of(plan).activations + HOST_LIBRARY_BYTES
     assert plan.total_bytes == 5 * each + 2 * 10 * 2**20
     assert plan.memory_rows()[-1][0] == "total"
     assert len(plan.memory_rows()) == 5

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Role
 from mooncake.cli import main as cli
+from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
+from mooncake.launch.config.rank_plan import RankMemory
 from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
 from tests.support.model.specs import KIMI_K2, small_config
 
@@ -23,6 +25,11 @@ def write_k2(directory: Path, kind: str, **changes: Any) -> Path:
     config["quantization_config"] = QUANTIZATION_CONFIGS[kind]
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def rank_of(plan: ServePlan) -> RankMemory:
+    """Return the memory of each rank of a decode worker."""
+    return plan.ranks[Role.DECODE]
 
 
 def plan_for(model: Path, **settings: Any) -> ServePlan:
@@ -37,10 +44,10 @@ def test_k2_int4_on_eight_h200_has_the_kv_that_vllm_has(
     plan = plan_for(
         model, tensor_parallel_size=8, decode_context_parallel_size=dcp, hardware="h200x8"
     )
-    tokens = plan.rank.num_pages * dcp * plan.layout.block_tokens
+    tokens = rank_of(plan).num_pages * dcp * plan.layout.block_tokens
     assert tokens == plan.engine.num_blocks * plan.layout.block_tokens
     assert tokens == pytest.approx(published, rel=0.12)
-    assert plan.rank.total <= 0.9 * 149.6e9
+    assert rank_of(plan).total <= 0.9 * 149.6e9
     check_memory(plan, 1)
 
 
@@ -79,12 +86,16 @@ def test_a_node_has_so_many_gpus(tmp_path: Path) -> None:
         plan_for(model, tensor_parallel_size=16, hardware="h200x8")
 
 
-def test_several_ranks_are_planned_and_not_served_yet(tmp_path: Path) -> None:
+def test_some_shapes_are_planned_and_not_served_yet(tmp_path: Path) -> None:
     model = write_k2(tmp_path / "k2", "int4")
-    assert plan_for(model, tensor_parallel_size=2).rank.shape.tp == 2
+    assert rank_of(plan_for(model, tensor_parallel_size=2)).shape.tp == 2
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    with pytest.raises(ConfigError, match="tensor-parallel-size=2 is not supported yet"):
-        plan_for(model, tensor_parallel_size=2, dry_run=False)
+    for device, wanted, message in (
+        ("cuda", {}, "tensor-parallel-size=2 is not supported on GPUs yet"),
+        ("cpu", {"decode_context_parallel_size": 2}, "context-parallel-size=2 is not supported"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan_for(model, tensor_parallel_size=2, dry_run=False, device=device, **wanted)
 
 
 def test_ranks_on_cpus_share_cores_and_add_up(tmp_path: Path) -> None:
@@ -92,12 +103,14 @@ def test_ranks_on_cpus_share_cores_and_add_up(tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(small_config()))
     one, two = (plan_for(model, tensor_parallel_size=number, device="cpu") for number in (1, 2))
-    assert two.engine_bytes == 2 * two.rank.total
+    assert two.engine_bytes(Role.DECODE) == 2 * rank_of(two).total - rank_of(two).kv, (
+        "one copy of the pages"
+    )
     assert (one.num_threads, two.num_threads) == (4, 2)
-    assert two.rank.weights < one.rank.weights < 2 * two.rank.weights
-    assert two.rank.kv == one.rank.kv, "replicated without --decode-context-parallel-size"
+    assert rank_of(two).weights < rank_of(one).weights < 2 * rank_of(two).weights
+    assert rank_of(two).kv == rank_of(one).kv
     dealt = plan_for(model, tensor_parallel_size=2, decode_context_parallel_size=2, device="cpu")
-    assert dealt.rank.num_pages == -(-dealt.engine.num_blocks // 2)
+    assert rank_of(dealt).num_pages == -(-dealt.engine.num_blocks // 2)
 
 
 def test_the_command_prints_a_row_for_each_rank(
@@ -114,3 +127,44 @@ def test_the_command_prints_a_row_for_each_rank(
     shown = capsys.readouterr()
     assert "memory of each rank" in shown.out
     assert "this would: --tensor-parallel-size 8" in shown.err
+
+
+def test_roles_may_have_shapes_of_their_own(tmp_path: Path) -> None:
+    model = tmp_path / "small"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(small_config()))
+    config = resolve(
+        {
+            "model": str(model), "prefill": 2, "device": "cpu", "dry_run": True,
+            "prefill_set": ["tensor-parallel-size=2"],
+        },
+        None,
+        {},
+    )  # fmt: skip
+    plan = make_plan(config, 10)
+    assert {role: str(rank.shape) for role, rank in plan.ranks.items()} == {
+        Role.PREFILL: "tp2",
+        Role.DECODE: "tp1",
+    }
+    assert plan.num_threads == 2, "ten cores for five ranks"
+    prefill, decode = (plan.engine_bytes(role) for role in (Role.PREFILL, Role.DECODE))
+    assert plan.total_bytes == 2 * prefill + decode + plan.kvstore.dram_bytes
+    assert plan.memory_rows()[0][0] == "weights (bfloat16), prefill"
+    workers = cluster_workers(config, plan, "tcp://g:1", "secret", "host")
+    assert {each.worker_id: each.options.num_ranks for each in workers} == {
+        "prefill-0": 2, "prefill-1": 2, "decode-0": 1, "kvstore-0": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("max-model-len=4", "not NAME=VALUE with a name of tensor-parallel-size"),
+        ("tensor-paralel-size=4", r"did you mean tensor-parallel-size\?"),
+        ("tensor-parallel-size=x", "'x' is not a whole number"),
+        (["tensor-parallel-size=2", "tensor_parallel_size=4"], "is given twice"),
+    ],
+)
+def test_what_roles_cannot_have(written: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve({"model": "m", "decode_set": written}, None, {})

@@ -1,0 +1,37 @@
+"""From settings to a model that is not loaded yet, with the processes of its other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mooncake.launch.host.key_source import read_keys
+from mooncake.model.options import ModelOptions
+
+if TYPE_CHECKING:
+    from mooncake.model.opening import ModelSource
+
+
+def open_model(path: str, dtype: str, options: ModelOptions | None = None) -> ModelSource:
+    """Return the checkpoint at `path`, weights not loaded yet; of several ranks, the others load
+    in processes of their own from now on. The first call imports torch.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        ConfigError: the options ask for what this machine does not have, or the key of encrypted
+            weights is not here.
+    """
+    from mooncake.model.opening import ModelSource
+
+    options = options or ModelOptions()
+    keys = read_keys(options.weights_key)
+    if options.num_ranks == 1:
+        return ModelSource(Path(path), dtype, options, keys)
+    from mooncake.launch.worker.rank_processes import start_ranks
+
+    lead = start_ranks(path, dtype, options)
+    try:
+        return ModelSource(Path(path), dtype, options, keys, lead)
+    except BaseException:
+        lead.close()
+        raise

@@ -1,0 +1,94 @@
+"""The processes of an instance's followers: started by its lead, on the lead's machine.
+
+A follower inherits two descriptors, a socket pair with its lead and the group's memory, and not the
+cluster secret: it talks to nobody else.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import msgspec
+
+from mooncake.crypto.keys import KeySource
+from mooncake.launch.host import environment
+from mooncake.launch.host.key_source import read_keys
+from mooncake.model.follower import FollowerSettings, run
+from mooncake.model.options import ModelOptions
+from mooncake.model.parallel.lead import Lead, send
+from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
+from mooncake.telemetry.log import configure_logging
+
+EXCHANGE_S = 30.0
+"""A rank that stands still is found out by then: no layer of a step takes as long."""
+_MAIN = "from mooncake.launch.worker.rank_processes import main; main()"
+
+
+def start_ranks(path: str, dtype: str, options: ModelOptions) -> Lead:
+    """Start the followers of an instance of `options.num_ranks` ranks; they begin to load."""
+    num_ranks = options.num_ranks
+    memory = os.memfd_create("mooncake-ranks", os.MFD_CLOEXEC)
+    sockets: list[socket.socket] = []
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        os.ftruncate(memory, shared_bytes(num_ranks))
+        for rank in range(1, num_ranks):
+            ours, theirs = socket.socketpair()
+            sockets.append(ours)
+            with theirs:
+                processes.append(_start(theirs.fileno(), memory, options))
+            settings = FollowerSettings(
+                rank=rank,
+                num_ranks=num_ranks,
+                model=path,
+                dtype=dtype,
+                options=options,
+                timeout_s=EXCHANGE_S,
+            )
+            send(ours, msgspec.msgpack.encode(settings))
+        mapped = mmap.mmap(memory, shared_bytes(num_ranks))
+    except BaseException:
+        for each in sockets:
+            each.close()
+        for process in processes:
+            process.kill()
+            process.wait()
+        raise
+    finally:
+        os.close(memory)
+    group = SharedGroup(0, num_ranks, mapped, EXCHANGE_S)
+    return Lead(group, sockets, processes, EXCHANGE_S)
+
+
+def _start(link: int, memory: int, options: ModelOptions) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _MAIN, str(link), str(memory)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(link, memory),
+        env=of_follower(environment.variables(), options.weights_key),
+    )
+
+
+def of_follower(environ: Mapping[str, str], weights_key: KeySource) -> dict[str, str]:
+    """Return the environment of a follower: ours, with our imports; of secrets, only the key of
+    encrypted weights, which it reads itself.
+    """
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith("MOONCAKE_") or name == weights_key.variable
+    }
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return {**environment.QUIET, **environment.COMPUTE, **kept, "PYTHONPATH": path}
+
+
+def main() -> None:
+    """Be a follower; the descriptors of its link and of the group's memory are the arguments."""
+    link, memory = (int(word) for word in sys.argv[1:])
+    configure_logging("rank", sys.stderr)
+    run(socket.socket(fileno=link), memory, lambda options: read_keys(options.weights_key))

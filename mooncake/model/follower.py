@@ -1,0 +1,161 @@
+"""A follower: a rank that computes its part of every step that its lead names. Samples nothing.
+
+Owns the process it runs in: it ends with its lead, and any error ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from mooncake.base import MooncakeError
+from mooncake.crypto.keys import KeyRing
+from mooncake.model.backends import settle
+from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
+from mooncake.model.inputs import build_inputs
+from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layers.mla import absorbed_is_cheaper
+from mooncake.model.loading import load_model
+from mooncake.model.options import ModelOptions
+from mooncake.model.output_logits import last_rows, prompt_pieces
+from mooncake.model.parallel.group import Group
+from mooncake.model.parallel.lead import Loaded, receive, send
+from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
+from mooncake.model.parallel.step_log import RankStep, StepReader, UsePages, decode
+
+_log = logging.getLogger(__name__)
+
+
+class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a follower is started with."""
+
+    rank: int
+    num_ranks: int
+    model: str
+    dtype: str
+    options: ModelOptions
+    num_threads: int | None = None
+    """torch's CPU threads while it loads; each `UsePages` says how many compute."""
+    timeout_s: float
+    """How long it waits for the other ranks in an exchange."""
+
+
+class Follower:
+    """One rank's part of a model, and the pages it computes over."""
+
+    def __init__(self, model: KimiK2, group: Group) -> None:
+        self._model = model
+        self._group = group
+        self._reader = StepReader()
+        self._kv: KvTensors | None = None
+        self._rule = absorbed_is_cheaper(model.spec)
+
+    def use(self, kv: KvTensors) -> None:
+        """Compute over these pages; no sequence is known any more."""
+        self._kv = kv
+        self._reader = StepReader()
+
+    def step(self, step: RankStep) -> None:
+        """Compute this rank's part of a step, all exchanges in the lead's order."""
+        assert self._kv is not None, "a step came before pages"
+        slots = self._reader.slots(step)
+        whole = frozenset(step.logprob_rows)
+        with torch.inference_mode():
+            inputs = build_inputs(slots, whole, self._kv.page_shape, self._rule)
+            hidden = self._model.forward(inputs, self._kv)
+            for rows in inputs.output_rows:
+                count = step.logprob_rows.get(rows.slot.sequence_id, 0)
+                for first, num in prompt_pieces(rows, count):
+                    self._model.logits(hidden[first : first + num])
+            sampled = last_rows(inputs.output_rows)
+            if sampled.numel():
+                self._model.logits(hidden.index_select(0, sampled))
+        self._group.meet()
+
+
+def run(link: socket.socket, memory: int, keys: Callable[[ModelOptions], KeyRing | None]) -> None:
+    """Be a follower until the lead goes.
+
+    link: to the lead, whose first message are `FollowerSettings`. memory: descriptor of what the
+    group maps. keys: finds the keys of encrypted weights.
+    """
+    first = receive(link)
+    if first is None:
+        return
+    settings = msgspec.msgpack.decode(first, type=FollowerSettings)
+    threading.Thread(target=_end_with, args=(link,), name="lead-watch", daemon=True).start()
+    group = SharedGroup(
+        settings.rank,
+        settings.num_ranks,
+        mmap.mmap(memory, shared_bytes(settings.num_ranks)),
+        settings.timeout_s,
+    )
+    try:
+        if settings.num_threads is not None:
+            torch.set_num_threads(settings.num_threads)
+        model = _load(settings, group, keys(settings.options))
+    except MooncakeError as error:
+        send(link, msgspec.msgpack.encode(Loaded(error.message)))
+        return
+    send(link, msgspec.msgpack.encode(Loaded()))
+    follower = Follower(model, group)
+    try:
+        _follow(link, follower)
+    except BaseException:
+        group.fail()
+        _log.exception("rank %d failed and cannot go on", settings.rank)
+        os._exit(1)
+
+
+def _load(settings: FollowerSettings, group: Group, keys: KeyRing | None) -> KimiK2:
+    options = settings.options
+    device = torch.device("cpu")
+    return load_model(
+        Checkpoint.open(Path(settings.model), keys),
+        dtype=SPEC_DTYPES[settings.dtype],
+        device=device,
+        backends=settle(options.attention_backend, options.moe_backend, device),
+        group=group,
+    )
+
+
+def _follow(link: socket.socket, follower: Follower) -> None:
+    while True:
+        data = receive(link)
+        if data is None:
+            return
+        message = decode(data)
+        if isinstance(message, RankStep):
+            follower.step(message)
+            continue
+        follower.use(_pages(link, message))
+        if message.num_threads is not None:
+            torch.set_num_threads(message.num_threads)
+
+
+def _pages(link: socket.socket, message: UsePages) -> KvTensors:
+    """Map the pages whose descriptor comes next."""
+    _, [descriptor], _, _ = socket.recv_fds(link, 1, 1)
+    try:
+        memory = mmap.mmap(descriptor, message.num_pages * message.layout.block_bytes)
+    finally:
+        os.close(descriptor)
+    return KvTensors.view(message.layout, message.num_pages, memoryview(memory))
+
+
+def _end_with(link: socket.socket) -> None:
+    """End this process when the lead's has ended, whatever this rank is waiting for."""
+    poll = select.poll()
+    poll.register(link, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)

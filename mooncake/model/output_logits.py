@@ -1,0 +1,30 @@
+"""Which rows of a step's hidden states become logits, in which calls. Ranks that share a model make
+the same calls in the same order, as each is an exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mooncake.model.inputs import OutputRows
+
+_LOGPROB_ROWS = 128
+"""Prompt positions whose logits are made at once: bounds their memory."""
+
+
+def prompt_pieces(rows: OutputRows, count: int) -> Iterator[tuple[int, int]]:
+    """Yield (first row, number of rows) of the pieces in which the logits of the first `count` rows
+    of a slot are made.
+    """
+    for begin in range(0, count, _LOGPROB_ROWS):
+        yield rows.first + begin, min(_LOGPROB_ROWS, count - begin)
+
+
+def last_rows(output_rows: Sequence[OutputRows]) -> torch.Tensor:
+    """Return the rows that tokens are sampled from: the last of each slot that samples, [slots]."""
+    return torch.tensor(
+        [rows.first + rows.num_rows - 1 for rows in output_rows if rows.slot.sample],
+        dtype=torch.int64,
+    )

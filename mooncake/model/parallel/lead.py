@@ -1,0 +1,188 @@
+"""The lead's side of an instance of several ranks: one log of steps to all followers, and one end
+for all of them.
+
+A follower has a socket pair with the lead and nothing else: it hears what to compute, says once
+that it has loaded, and both see at once when the other's process is gone. A rank that is lost,
+refuses or stands still ends the instance: the others are killed, and the runner says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from mooncake.base import CheckpointError, InternalError
+from mooncake.engine.plan import StepSlot
+from mooncake.model.parallel.shared_memory import SharedGroup
+from mooncake.model.parallel.step_log import RankMessage, StepWriter, UsePages, encode
+
+LENGTH = struct.Struct("<I")
+END_S = 5.0
+"""How long a follower may take to end before it is killed."""
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A follower holds its part of the model, or why it cannot."""
+
+    error: str = ""
+
+
+class RankProcess(Protocol):
+    """The process of a follower."""
+
+    def kill(self) -> None:
+        """End it at once. No error where it has ended."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code; raises when it has not ended in time."""
+
+
+class Lead:
+    """All followers of an instance, seen from its lead rank."""
+
+    def __init__(
+        self,
+        group: SharedGroup,
+        sockets: Sequence[socket.socket],
+        processes: Sequence[RankProcess],
+        timeout_s: float,
+    ) -> None:
+        """`sockets` and `processes` of the ranks from 1 on; `timeout_s`: of an exchange."""
+        self.group = group
+        self._sockets = list(sockets)
+        self._processes = list(processes)
+        self._writer = StepWriter()
+        self._lock = threading.Lock()
+        self._lost: str | None = None
+        self._closed = False
+        self._on_lost: Callable[[], None] = lambda: None
+        for each in self._sockets:
+            each.settimeout(timeout_s)
+        self._watch, self._bell = socket.socketpair()
+        self._watcher = threading.Thread(target=self._watch_all, name="rank-watch", daemon=True)
+
+    def wait_until_loaded(self) -> None:
+        """Return when all followers have loaded; from then on they are watched.
+
+        Raises:
+            CheckpointError: one cannot load.
+            InternalError: one ended.
+        """
+        for rank, each in enumerate(self._sockets, 1):
+            each.settimeout(None)  # as long as its files take; its end is seen
+            try:
+                answer = receive(each)
+            except OSError as error:
+                answer, why = None, f": {error}"
+            else:
+                why = ""
+            if answer is None:
+                self.close()
+                raise InternalError(f"rank {rank} ended while it loaded its part{why}")
+            error_text = msgspec.msgpack.decode(answer, type=Loaded).error
+            if error_text:
+                self.close()
+                raise CheckpointError(f"rank {rank}: {error_text}")
+            each.settimeout(self.group.timeout_s)
+        self._watcher.start()
+
+    def use_pages(self, pages: UsePages, descriptor: int) -> None:
+        """Have all followers compute over the memory behind `descriptor`."""
+        self._writer = StepWriter()
+        self._send(pages)
+        for each in self._sockets:
+            socket.send_fds(each, [b"\0"], [descriptor])
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Have followers forget sequences that ended or begin anew, with the next step."""
+        self._writer.forget(sequence_ids)
+
+    def step(self, slots: Sequence[StepSlot], logprob_rows: Mapping[int, int]) -> None:
+        """Have all followers compute the slots that this rank is about to compute.
+
+        logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
+        """
+        self._send(self._writer.pack(slots, logprob_rows))
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Have `on_lost` called, in any thread, when a rank is lost."""
+        self._on_lost = on_lost
+
+    @property
+    def lost(self) -> str | None:
+        """Why this instance cannot go on; None: it can."""
+        return self._lost
+
+    def fail(self, why: str) -> None:
+        """End all ranks: `why` is what the lead's runner says. Only the first call counts."""
+        with self._lock:
+            if self._lost is not None or self._closed:
+                return
+            self._lost = why
+        self.group.fail()
+        for process in self._processes:
+            process.kill()
+        self._on_lost()
+
+    def close(self) -> None:
+        """End all followers and wait for their processes. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        with contextlib.suppress(OSError):
+            self._bell.send(b"\0")
+        if self._watcher.is_alive():
+            self._watcher.join(END_S)
+        for each in (*self._sockets, self._watch, self._bell):
+            each.close()
+        for process in self._processes:
+            try:
+                process.wait(END_S)
+            except Exception:  # whatever a process calls its timeout
+                process.kill()
+                process.wait(END_S)
+
+    def _send(self, message: RankMessage) -> None:
+        data = encode(message)
+        for each in self._sockets:
+            send(each, data)
+
+    def _watch_all(self) -> None:
+        """Wait for the first follower that goes: none of them says anything once it has loaded."""
+        poll = select.poll()
+        poll.register(self._watch, select.POLLIN)
+        ranks = {each.fileno(): rank for rank, each in enumerate(self._sockets, 1)}
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
+        gone = [descriptor for descriptor, _ in poll.poll()]
+        if self._watch.fileno() not in gone:
+            self.fail(f"rank {ranks[gone[0]]} of this model has ended")
+
+
+def send(to: socket.socket, data: bytes) -> None:
+    """Send one message."""
+    to.sendall(LENGTH.pack(len(data)) + data)
+
+
+def receive(whence: socket.socket) -> bytes | None:
+    """Return the next message; None: the other side has gone."""
+    head = _exactly(whence, LENGTH.size)
+    return None if head is None else _exactly(whence, LENGTH.unpack(head)[0])
+
+
+def _exactly(whence: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        part = whence.recv(count - len(parts))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)

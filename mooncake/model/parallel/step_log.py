@@ -1,0 +1,141 @@
+"""The log by which the lead rank of an instance tells its followers what to compute. Pure.
+
+A follower knows of a sequence only its pages. Each step says what is new: tokens, and pages that
+were added; so a step's bytes do not grow with the contexts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from mooncake.base import KvLayout
+from mooncake.engine.plan import StepSlot
+
+_COUNTS = "I"
+"""The columns' kind: four bytes, unsigned."""
+_IDS = "q"
+
+
+class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
+    """Compute over these pages from now on; a descriptor of their memory follows the message."""
+
+    layout: KvLayout
+    num_pages: int
+    num_threads: int | None
+
+
+class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):
+    """One step, in columns: a number for each slot, or for each token or page of all slots."""
+
+    ids: bytes
+    starts: bytes
+    """Tokens computed before."""
+    num_tokens: bytes
+    tokens: bytes
+    num_pages: bytes
+    """Pages added to the slot's table since it was named last."""
+    pages: bytes
+    sampled: bytes
+    """One byte a slot: whether the token after its last one is sampled."""
+    logprob_rows: dict[int, int]
+    """sequence -> rows, for those whose prompt tokens' log-probabilities are wanted."""
+    forgotten: list[int]
+    """Sequences that have ended, or begin anew with no pages."""
+
+
+RankMessage = UsePages | RankStep
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage)
+
+
+def encode(message: RankMessage) -> bytes:
+    """Return the bytes of a message."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> RankMessage:
+    """Return the message of `data`. msgspec.DecodeError: it is none."""
+    return _DECODER.decode(data)
+
+
+class StepWriter:
+    """Packs plans; knows how many pages of each sequence the followers have."""
+
+    def __init__(self) -> None:
+        self._num_pages: dict[int, int] = {}
+        self._forgotten: list[int] = []
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Have the next step say that these sequences have ended, or begin anew."""
+        for sequence_id in sequence_ids:
+            if self._num_pages.pop(sequence_id, None) is not None:
+                self._forgotten.append(sequence_id)
+
+    def pack(self, slots: Sequence[StepSlot], logprob_rows: Mapping[int, int]) -> RankStep:
+        """Return what followers need of a step's slots.
+
+        logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
+        """
+        known = self._num_pages
+        forgotten, self._forgotten = self._forgotten, []
+        tokens, pages, num_pages = array(_COUNTS), array(_COUNTS), array(_COUNTS)
+        for slot in slots:
+            tokens.extend(slot.tokens)
+            had = known.get(slot.sequence_id, 0)
+            known[slot.sequence_id] = len(slot.pages)
+            num_pages.append(len(slot.pages) - had)
+            pages.extend(slot.pages[had:])
+        return RankStep(
+            ids=array(_IDS, [slot.sequence_id for slot in slots]).tobytes(),
+            starts=array(_COUNTS, [slot.start for slot in slots]).tobytes(),
+            num_tokens=array(_COUNTS, [len(slot.tokens) for slot in slots]).tobytes(),
+            tokens=tokens.tobytes(),
+            num_pages=num_pages.tobytes(),
+            pages=pages.tobytes(),
+            sampled=bytes(slot.sample for slot in slots),
+            logprob_rows=dict(logprob_rows),
+            forgotten=forgotten,
+        )
+
+
+class StepReader:
+    """Unpacks what a `StepWriter` packed; keeps the pages of every sequence."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, list[int]] = {}
+
+    def slots(self, step: RankStep) -> list[StepSlot]:
+        """Return the slots of the plan."""
+        for sequence_id in step.forgotten:
+            self._pages.pop(sequence_id, None)
+        tokens, pages = _column(_COUNTS, step.tokens), _column(_COUNTS, step.pages)
+        columns = (_IDS, step.ids), (_COUNTS, step.starts), (_COUNTS, step.num_tokens)
+        ids, starts, num_tokens = (_column(kind, data) for kind, data in columns)
+        num_pages = _column(_COUNTS, step.num_pages)
+        slots = []
+        token = page = 0
+        for index, sequence_id in enumerate(ids):
+            table = self._pages.setdefault(sequence_id, [])
+            table += pages[page : page + num_pages[index]]
+            page += num_pages[index]
+            slots.append(
+                StepSlot(
+                    sequence_id=sequence_id,
+                    start=starts[index],
+                    tokens=tokens[token : token + num_tokens[index]].tolist(),
+                    pages=table,
+                    sample=bool(step.sampled[index]),
+                )
+            )
+            token += num_tokens[index]
+        return slots
+
+
+def _column(kind: str, data: bytes) -> array[int]:
+    column = array(kind)
+    column.frombytes(data)
+    return column

@@ -1,0 +1,140 @@
+"""An engine of several processes: the tokens of one, one end for all, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mooncake.base import CheckpointError, InternalError, SamplingParams
+from mooncake.launch.worker import rank_processes
+from mooncake.launch.worker.direct import DirectEngine
+from mooncake.launch.worker.rank_processes import of_follower
+from mooncake.model.checkpoint.convert import convert_checkpoint
+from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.options import ModelOptions
+
+NUM_PROMPTS, NUM_OUTPUT = 64, 32
+SETTINGS = {
+    "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512,
+    "kv_cache_memory_bytes": "16MiB", "max_num_batched_tokens": 256,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "queries not compressed": {"q_lora_rank": None},
+    "group-limited routing": {"n_group": 4, "topk_group": 2},
+    "yarn": {},
+}
+WIDE = {
+    "moe_intermediate_size": 256, "intermediate_size": 256, "num_attention_heads": 4,
+    "v_head_dim": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
+}  # fmt: skip
+
+
+def nano(folder: Path, **overrides: Any) -> Path:
+    return init_checkpoint("k2-nano", 5, folder, dtype="float32", overrides=overrides)
+
+
+def prompts() -> list[list[int]]:
+    choose = random.Random(11)
+    return [
+        [choose.randrange(512) for _ in range(choose.randrange(1, 100))] for _ in range(NUM_PROMPTS)
+    ]
+
+
+def tokens_of(path: Path, num_ranks: int) -> list[list[int]]:
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
+    with DirectEngine.open(str(path), tensor_parallel_size=num_ranks, **SETTINGS) as engine:
+        found = engine.generate(prompts(), [greedy] * NUM_PROMPTS)
+    assert followers() == []
+    return found
+
+
+def followers() -> list[psutil.Process]:
+    """Return the ranks that this process has started."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "rank_processes" in " ".join(child.cmdline())
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
+    path = nano(tmp_path / "nano", **CONFIGS[name])
+    expected = tokens_of(path, 1)
+    assert all(len(tokens) == NUM_OUTPUT for tokens in expected)
+    assert tokens_of(path, 2) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_quantized_checkpoints_give_the_tokens_of_one_rank(kind: str, tmp_path: Path) -> None:
+    path = convert_checkpoint(nano(tmp_path / "nano", **WIDE), tmp_path / kind, kind)
+    assert tokens_of(path, 2) == tokens_of(path, 1)
+
+
+def test_what_one_rank_cannot_load_is_said_and_nothing_is_left(tmp_path: Path) -> None:
+    path = nano(tmp_path / "nano")
+    before = json.loads((path / "config.json").read_text())
+    # A process of its own reads the files later, and finds others.
+    start = rank_processes.start_ranks
+
+    def meanwhile(model: str, *arguments: Any) -> Any:
+        (path / "config.json").write_text(json.dumps({**before, "hidden_size": 128}))
+        return start(model, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_processes, "start_ranks", meanwhile)
+        with pytest.raises(CheckpointError):
+            DirectEngine.open(str(path), tensor_parallel_size=2, **SETTINGS)
+    assert followers() == []
+
+
+def kill(rank: psutil.Process) -> None:
+    rank.kill()
+
+
+def stop(rank: psutil.Process) -> None:
+    os.kill(rank.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [(kill, "rank 1 of this model has ended"), (stop, "rank 1 of this model did not answer")],
+)
+def test_a_rank_that_is_lost_ends_the_engine(
+    harm: Callable[[psutil.Process], None],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_processes, "EXCHANGE_S", 3.0)
+    path = nano(tmp_path / "nano")
+    long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    with DirectEngine.open(str(path), tensor_parallel_size=2, **SETTINGS) as engine:
+        engine.generate([[1, 2]], [SamplingParams(temperature=0, max_tokens=2)])
+        [rank] = followers()
+        threading.Timer(0.2, harm, [rank]).start()
+        with pytest.raises(InternalError, match=message):
+            engine.generate([[1, 2]] * 400, [long] * 400)
+    assert followers() == []
+    assert not psutil.pid_exists(rank.pid)
+
+
+def test_followers_get_the_weights_key_and_no_other_secret() -> None:
+    environ = {"MOONCAKE_CLUSTER_SECRET": "hush", "MOONCAKE_API_KEY": "hush", "PATH": "/bin"}
+    environ["MOONCAKE_WEIGHTS_KEY"] = "key"
+    given = of_follower(environ, ModelOptions().weights_key)
+    assert "hush" not in given.values()
+    assert given["MOONCAKE_WEIGHTS_KEY"] == "key"
+    assert given["PATH"] == "/bin"
+    assert given["OMP_WAIT_POLICY"] == "PASSIVE"

@@ -1,0 +1,242 @@
+"""A lead and its followers, which are threads here: the results of one rank, and one end."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+import torch
+
+from mooncake.base import CheckpointError, InternalError, SamplingParams
+from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.model.follower import Follower, _follow
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layers.sampler import Sampler
+from mooncake.model.loading import load_model
+from mooncake.model.parallel.lead import Lead, Loaded, receive, send
+from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
+from mooncake.model.parallel.step_log import UsePages
+from mooncake.model.runner import ModelRunner
+from mooncake.transfer.memory import allocate_shared
+from tests.support.model.tiny_models import (
+    CPU,
+    DictSource,
+    layout_for,
+    random_tokens,
+    slot,
+    source_of,
+    truth,
+)
+
+NUM_PAGES = 32
+
+
+class Process:
+    """Stands for a follower's process."""
+
+    def __init__(self) -> None:
+        self.killed = 0
+
+    def kill(self) -> None:
+        self.killed += 1
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+
+class Instance:
+    """A runner with followers in threads."""
+
+    def __init__(self, source: DictSource, num_ranks: int) -> None:
+        memory = mmap.mmap(-1, shared_bytes(num_ranks))
+        groups = [SharedGroup(rank, num_ranks, memory, 30.0) for rank in range(num_ranks)]
+        models = [load_model(source, dtype=torch.float32, device=CPU, group=g) for g in groups]
+        pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
+        self.links = [theirs for _, theirs in pairs]
+        self.processes = [Process() for _ in pairs]
+        self.lead = Lead(groups[0], [ours for ours, _ in pairs], self.processes, 30.0)
+        self.threads = [
+            threading.Thread(target=self._run, args=(link, Follower(model, group), group))
+            for link, model, group in zip(self.links, models[1:], groups[1:], strict=True)
+        ]
+        for thread in self.threads:
+            thread.start()
+        self.lead.wait_until_loaded()
+        layout = layout_for(source.spec)
+        pages, descriptor = allocate_shared(NUM_PAGES * layout.block_bytes, "pages")
+        self.lead.use_pages(UsePages(layout, NUM_PAGES, None), descriptor)
+        os.close(descriptor)
+        self.runner = ModelRunner(
+            models[0],
+            KvTensors.view(layout, NUM_PAGES, memoryview(pages)),
+            Sampler(source.spec.vocab_size),
+            lead=self.lead,
+        )
+
+    @staticmethod
+    def _run(link: socket.socket, follower: Follower, group: SharedGroup) -> None:
+        send(link, msgspec.msgpack.encode(Loaded()))
+        try:
+            _follow(link, follower)
+        except Exception:
+            group.fail()
+        link.close()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return run(self.runner, plan)
+
+    def close(self) -> None:
+        self.runner.close()
+        self.lead.close()
+        for thread in self.threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def run(runner: ModelRunner, plan: StepPlan) -> StepResult:
+    runner.submit(plan)
+    while True:
+        assert select.select([runner.fileno()], [], [], 30)[0]
+        for event in runner.poll():
+            if isinstance(event, StepResult):
+                return event
+
+
+Open = Callable[..., Instance]
+
+
+@pytest.fixture(scope="module")
+def source() -> DictSource:
+    return source_of(truth("grouped routing", vocab_size=212))
+
+
+@pytest.fixture
+def instance(source: DictSource) -> Iterator[Open]:
+    opened: list[Instance] = []
+
+    def make(num_ranks: int = 2) -> Instance:
+        opened.append(Instance(source, num_ranks))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+def start(sequence: int, prompt: list[int], **settings: object) -> SequenceStart:
+    sampling = SamplingParams(**{"temperature": 0.0, **settings})  # type: ignore[arg-type]
+    return SequenceStart(
+        sequence_id=sequence, sampling=sampling, prompt_tokens=prompt, output_tokens=[]
+    )
+
+
+def plan(
+    step: int, slots: list[StepSlot], starts: list[SequenceStart] | None = None,
+    ended: list[int] | None = None,
+) -> StepPlan:  # fmt: skip
+    return StepPlan(step_id=step, starts=starts or [], slots=slots, ended=ended or [])
+
+
+def scenario(go: Callable[[StepPlan], StepResult]) -> list[object]:
+    """A chunked prompt beside another with log-probabilities, decode steps, an end, and a sequence
+    that begins anew on other pages; return what is known of all steps.
+    """
+    long, short = random_tokens(40, seed=1), random_tokens(7, seed=2)
+    starts = [start(1, long), start(2, short, num_prompt_logprobs=2, num_logprobs=1)]
+    found: list[object] = []
+
+    def step(*arguments: object) -> dict[int, int]:
+        result = go(plan(len(found), *arguments))  # type: ignore[arg-type]
+        assert result.error is None
+        rounded = {
+            sequence: [round(each.logprob, 3) for each in rows]
+            for sequence, rows in result.prompt_logprobs.items()
+        }
+        tokens = {sample.sequence_id: sample.token for sample in result.samples}
+        found.append((tokens, rounded))
+        return tokens
+
+    step([slot(1, 0, long[:30], [3, 1], sample=False), slot(2, 0, short, [5])], starts)
+    one = step([slot(1, 30, long[30:], [3, 1, 7])])[1]
+    step([slot(1, 30, long[30:], [3, 1, 7], sample=False)])
+    for number in range(40, 50):
+        one = step([slot(1, number, [one], [3, 1, 7, 9])])[1]
+    step([], [], [2])
+    again = [start(1, long)]
+    step([slot(1, 0, long, [11, 12, 13])], again, [])
+    step([slot(4, 0, short, [5])], [start(4, short)], [1])
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_followers_compute_with_the_lead(
+    instance: Open, source: DictSource, num_ranks: int
+) -> None:
+    model = load_model(source, dtype=torch.float32, device=CPU)
+    kv = KvTensors.allocate(layout_for(source.spec), NUM_PAGES, CPU)
+    alone = ModelRunner(model, kv, Sampler(source.spec.vocab_size))
+    expected = scenario(lambda each: run(alone, each))
+    alone.close()
+    made = instance(num_ranks)
+    assert scenario(made.run) == expected
+    assert made.lead.lost is None
+
+
+def test_a_step_that_fails_on_the_lead_ends_all_ranks(instance: Open) -> None:
+    made = instance()
+    made.runner.submit(plan(0, [slot(9, 0, [1], [0])]))  # never started
+    while made.lead.lost is None:
+        assert select.select([made.runner.fileno()], [], [], 30)[0]
+    with pytest.raises(InternalError, match=r"step 0: .*never started: all ranks of this worker"):
+        made.runner.poll()
+    assert [process.killed for process in made.processes] == [1]
+
+
+def test_a_follower_that_goes_is_found_out_while_nothing_runs(instance: Open) -> None:
+    made = instance(4)
+    made.links[1].shutdown(socket.SHUT_RDWR)
+    assert select.select([made.runner.fileno()], [], [], 30)[0]
+    with pytest.raises(InternalError, match="rank 2 of this model has ended"):
+        made.runner.poll()
+    assert [process.killed for process in made.processes] == [1] * 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (Loaded("no such tensor"), CheckpointError, "rank 1: no such tensor"),
+        (None, InternalError, "rank 1 ended while it loaded its part"),
+    ],
+)
+def test_a_follower_that_cannot_load(
+    answer: Loaded | None, error: type[Exception], message: str
+) -> None:
+    group = SharedGroup(0, 2, mmap.mmap(-1, shared_bytes(2)), 1.0)
+    ours, theirs = socket.socketpair()
+    lead = Lead(group, [ours], [Process()], 1.0)
+    with theirs:
+        if answer is not None:
+            send(theirs, msgspec.msgpack.encode(answer))
+        else:
+            theirs.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(error, match=message):
+            lead.wait_until_loaded()
+    lead.close()
+
+
+def test_messages_keep_their_borders() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for data in (b"one", b"", bytes(100_000)):
+            thread = threading.Thread(target=send, args=(ours, data))
+            thread.start()
+            assert receive(theirs) == data
+            thread.join()
+        ours.shutdown(socket.SHUT_RDWR)
+        assert receive(theirs) is None
