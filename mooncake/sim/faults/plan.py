@@ -126,7 +126,8 @@ def random_fault(random: Random, names: Names, at_s: float) -> Fault:
     needs = _NEEDS[kind]
     known = names.fitting(kind)
     target = random.choice(known) if "target" in needs else ""
-    others = [name for name in known if name != target] or known
+    # Within a node words get lost, too; otherwise two ends are meant.
+    others = [name for name in known if name != target or kind == "cut"] or known
     amounts = {
         "slow_disk": [10.0, 1000.0, 1e5],
         "skew": [0.1, 1.0, 30.0],
