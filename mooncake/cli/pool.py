@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import ssl
 import sys
 import time
 from collections.abc import Callable
@@ -74,6 +75,10 @@ class Node:
         "that holds it, or a credential",
         env="MOONCAKE_CLUSTER_SECRET_FILE")
     transfer_protection: str = same_as(ServeConfig, "transfer_protection", NODE)
+    ssl_ca_certs: str | None = setting(None, text, NODE, "FILE",
+        "authorities of the node's certificate (default: those of this machine)")
+    ssl_certfile: str | None = setting(None, text, NODE, "FILE",
+        "own certificate and key, where the node asks for one")
     json: bool = setting(False, truth, NODE, "", "print one JSON document", switch=True)
     # fmt: on
 
@@ -367,10 +372,24 @@ def _config(wanted: Node) -> Any:
             "MOONCAKE_CLUSTER_SECRET"
         )
     return msgspec.structs.replace(
-        locate(wanted.url, wanted.cluster_secret),
+        locate(wanted.url, wanted.cluster_secret, _tls(wanted)),
         transfer_protocols=list(choose_protocols([AUTO], wanted.transfer_protection)),
         transfer_protection=wanted.transfer_protection,
     )
+
+
+def _tls(wanted: Node) -> ssl.SSLContext | None:
+    """Return what checks the node's certificate, and shows it ours."""
+    if wanted.ssl_ca_certs is None and wanted.ssl_certfile is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=wanted.ssl_ca_certs)
+        if wanted.ssl_certfile is not None:
+            context.load_cert_chain(wanted.ssl_certfile, password="")
+    except OSError as error:  # ssl.SSLError is one
+        files = ", ".join(filter(None, (wanted.ssl_ca_certs, wanted.ssl_certfile)))
+        raise ConfigError(f"TLS cannot be set up with {files}: {error}") from error
+    return context
 
 
 def _key(written: str) -> bytes:

@@ -45,5 +45,7 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
         )
     if config.ray_address is None:  # else workers may run on other machines
         for worker in cluster_workers(config, plan, "", "", machine_facts.host_name()):
+            if worker.admin is not None and worker.admin.tls is not None:
+                worker.admin.tls.context()
             if worker.role is Role.KVSTORE:
                 check_disks(worker.kvstore, worker.ssd_key)

@@ -17,6 +17,7 @@ from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import HealthSettings
+from mooncake.launch.host.http_server import TlsFiles
 from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.process import WorkerSettings
@@ -120,7 +121,14 @@ def admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None:
         return None
     port = config.admin_port + index if config.admin_port else 0
     digests = [hashlib.sha256(token.encode()).digest() for token in config.admin_token]
-    return AdminSettings(host=config.admin_host, port=port, token_digests=digests)
+    tls = None
+    if config.admin_ssl_certfile is not None:
+        tls = TlsFiles(
+            certfile=config.admin_ssl_certfile,
+            keyfile=config.admin_ssl_keyfile,
+            ca_certs=config.admin_ssl_ca_certs,
+        )
+    return AdminSettings(host=config.admin_host, port=port, token_digests=digests, tls=tls)
 
 
 def instance_settings(config: ServeConfig, device: str) -> InstanceConfig:

@@ -192,6 +192,9 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
     for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
         if name in written and config.ssl_certfile is None:
             raise ConfigError(f"{flag(name)} is for HTTPS: add --ssl-certfile FILE")
+    for name in ("admin_ssl_keyfile", "admin_ssl_ca_certs"):
+        if name in written and config.admin_ssl_certfile is None:
+            raise ConfigError(f"{flag(name)} is for HTTPS: add --admin-ssl-certfile FILE")
     if config.ssl_cert_reqs and config.ssl_ca_certs is None:
         raise ConfigError("ssl-cert-reqs: say whose certificates: --ssl-ca-certs FILE")
     for name in ("api_key", "admin_token"):

@@ -109,6 +109,12 @@ class ServeConfig:
         env="MOONCAKE_SSD_KEY_FILE")
     ssd_key_command: str | None = setting(None, text, POOL, "COMMAND",
         "that prints it; no shell runs it")
+    admin_ssl_certfile: str | None = setting(None, text, POOL, "FILE",
+        "certificate chain in PEM: --admin-port is then HTTPS")
+    admin_ssl_keyfile: str | None = setting(None, text, POOL, "FILE",
+        "its private key (default: in the certificate's file)")
+    admin_ssl_ca_certs: str | None = setting(None, text, POOL, "FILE",
+        "authorities of the clients that are let in (default: clients need no certificate)")
     admin_host: str = setting("127.0.0.1", text, POOL, "HOST", "address of --admin-port")
     admin_port: int | None = setting(None, count(0, 65535), POOL, "PORT",
         "health, metrics, stats and drain of a kvstore worker over HTTP; 0: any free one; the "

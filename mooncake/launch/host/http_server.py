@@ -10,11 +10,14 @@ import contextlib
 import dataclasses
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import msgspec
 
 from mooncake.base import ConfigError
 
@@ -26,6 +29,34 @@ MAX_CONNECTIONS = 64
 
 JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Files for HTTPS, in PEM."""
+
+    certfile: str
+    keyfile: str | None = None
+    """None: the key is in `certfile`."""
+    ca_certs: str | None = None
+    """Authorities of the clients that are let in; None: clients need no certificate."""
+
+    def context(self) -> ssl.SSLContext:
+        """Return what a server wraps its connections with.
+
+        Raises:
+            ConfigError: a file is missing or wrong.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # The password is for a key that needs one: reading it must fail rather than ask here.
+            context.load_cert_chain(self.certfile, self.keyfile, password="")
+            if self.ca_certs is not None:
+                context.load_verify_locations(self.ca_certs)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:  # ssl.SSLError is one
+            files = ", ".join(filter(None, (self.certfile, self.keyfile, self.ca_certs)))
+            raise ConfigError(f"TLS cannot be set up with {files}: {error}") from error
+        return context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +90,25 @@ class Route:
 class HttpServer:
     """Answers `routes` on one port until `close`."""
 
-    def __init__(self, host: str, port: int, routes: Mapping[str, Route], flag: str) -> None:
-        """Start to listen; port 0 is any free one. `flag` is the setting that names the port.
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        routes: Mapping[str, Route],
+        flag: str,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """Start to listen; port 0 is any free one. `flag` is the setting that names the port; with
+        `tls` it speaks HTTPS alone.
 
         Raises:
-            ConfigError: the address cannot be bound.
+            ConfigError: the address cannot be bound, or a file of `tls` is wrong.
         """
         self._routes = routes
+        context = None if tls is None else tls.context()
+        self._scheme = "http" if tls is None else "https"
         try:
-            self._server = _Server(host, port, _handler(self._answer))
+            self._server = _Server(host, port, _handler(self._answer), context)
         except OSError as error:
             raise ConfigError(
                 f"{flag}: cannot listen on {host}:{port} ({error.strerror}); "
@@ -82,7 +123,7 @@ class HttpServer:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return url_of(self.host, self.port)
+        return url_of(self.host, self.port, self._scheme)
 
     def close(self) -> None:
         """Stop listening and answering."""
@@ -99,9 +140,9 @@ class HttpServer:
         return route.act(request)
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, scheme: str = "http") -> str:
     """Return the URL of a server at `host`, a name or an address of either kind."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def document(status: HTTPStatus, content: dict[str, Any]) -> Answer:
@@ -120,7 +161,14 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        handler: type[BaseHTTPRequestHandler],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._tls = tls
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._open: dict[Any, None] = {}
         """Connections, oldest first."""
@@ -132,6 +180,14 @@ class _Server(ThreadingHTTPServer):
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept; the thread that answers shakes hands, so that nobody holds up the others."""
+        accepted, address = super().get_request()
+        if self._tls is None:
+            return accepted, address
+        wrapped = self._tls.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+        return wrapped, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread; strangers who hold connections do not keep probes out."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,9 +26,10 @@ class Client:
         url: str,
         api_key: str | None = None,
         sign: Callable[[str, str, str], str] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """`sign` returns the `Authorization` for a method, a path and the server's challenge, in
-        place of a key.
+        place of a key. `tls` checks the server's certificate; None: as this machine does.
         """
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         try:
@@ -37,7 +39,7 @@ class Client:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"url: {url!r} is not like http://127.0.0.1:8000")
         self._url = f"{parts.scheme}://{parts.netloc}"
-        self._tls = parts.scheme == "https"
+        self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         self._host, self._port = parts.hostname, port
         self._prefix = parts.path.rstrip("/")
         self._sign = sign
@@ -86,8 +88,11 @@ class Client:
     def _ask(
         self, method: str, path: str, body: str | None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
+        if self._tls is not None:
+            connection = http.client.HTTPSConnection(
+                self._host, self._port, timeout=TIMEOUT_S, context=self._tls
+            )
         try:
             connection.request(method, self._prefix + path, body, self._headers)
             response = connection.getresponse()

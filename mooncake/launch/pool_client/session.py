@@ -7,6 +7,7 @@ a call or two of these.
 from __future__ import annotations
 
 import os
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -98,7 +99,7 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return [("gateway_address", self.gateway_address)]
 
 
-def locate(url: str, cluster_secret: str) -> PoolSessionConfig:
+def locate(url: str, cluster_secret: str, tls: ssl.SSLContext | None = None) -> PoolSessionConfig:
     """Ask the HTTP API server of a pool node for its address and block layout; return settings for
     a session, which listens at this machine's address on the way to that node. The request is
     signed: the server at `url` does not learn the secret.
@@ -113,7 +114,7 @@ def locate(url: str, cluster_secret: str) -> PoolSessionConfig:
     def sign(method: str, path: str, challenge: str) -> str:
         return sign_request(credential, method, path, challenge)
 
-    about = Client(url, sign=sign).get(STATS_PATH)
+    about = Client(url, sign=sign, tls=tls).get(STATS_PATH)
     try:
         return PoolSessionConfig(
             gateway_address=about["gateway_address"],

@@ -22,7 +22,15 @@ from mooncake.identity import ClusterKeys
 from mooncake.launch.host.credentials import SCHEME, RequestVerifier
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Health, metrics_route, probe_routes
-from mooncake.launch.host.http_server import Answer, HttpServer, Request, Route, document, error
+from mooncake.launch.host.http_server import (
+    Answer,
+    HttpServer,
+    Request,
+    Route,
+    TlsFiles,
+    document,
+    error,
+)
 from mooncake.launch.pool_node import metrics as pool_metrics
 
 ANSWER_S = 5.0
@@ -39,6 +47,8 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     """0: any free one."""
     token_digests: list[bytes] = []
     """SHA-256 of each token accepted as `Authorization: Bearer TOKEN`."""
+    tls: TlsFiles | None = None
+    """On the machine of the node."""
 
 
 class PoolAdmin:
@@ -71,7 +81,7 @@ class PoolAdmin:
                 "POST", self._guarded(self._begin_drain, CredentialRole.OPERATOR)
             ),
         }
-        self._server = HttpServer(settings.host, settings.port, routes, "admin-port")
+        self._server = HttpServer(settings.host, settings.port, routes, "admin-port", settings.tls)
         self.url = self._server.url
 
     def close(self) -> None:

@@ -7,11 +7,14 @@ import contextlib
 import http.client
 import json
 import socket
+import ssl
+import subprocess
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ from mooncake.identity import issue, own_credential
 from mooncake.kvstore.node.counters import COUNTERS
 from mooncake.launch.host.credentials import sign_request
 from mooncake.launch.host.health import Facts, Health
-from mooncake.launch.host.http_server import MAX_BODY_BYTES, MAX_CONNECTIONS
+from mooncake.launch.host.http_server import MAX_BODY_BYTES, MAX_CONNECTIONS, TlsFiles
 from mooncake.launch.pool_client.http_client import Client
 from mooncake.launch.pool_client.session import locate
 from mooncake.launch.pool_node import metrics as pool_metrics
@@ -270,3 +273,68 @@ def test_every_figure_and_counter_has_a_series(api_server: PoolAdmin) -> None:
     whose = 'worker="kv-0"'
     assert f'mooncake_pool_tenant_blocks{{tenant="alice",tier="dram",{whose}}} 2.0' in text
     assert f'mooncake_pool_tenant_quota_blocks{{tenant="alice",tier="ssd",{whose}}} 4.0' in text
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate of its own making for 127.0.0.1, with its key in the same file."""
+    file = tmp_path_factory.mktemp("tls") / "both.pem"
+    command = [
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+        "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
+        "-keyout", str(file), "-out", str(file.with_name("cert.pem")),
+    ]  # fmt: skip
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl command to make a certificate with")
+    file.write_text(file.read_text() + file.with_name("cert.pem").read_text())
+    return file
+
+
+@pytest.fixture(params=[False, True], ids=["https", "mutual"])
+def secure_server(
+    request: pytest.FixtureRequest, certificate: Path, driver: Driver
+) -> Iterator[tuple[PoolAdmin, bool]]:
+    files = TlsFiles(
+        certfile=str(certificate), ca_certs=str(certificate) if request.param else None
+    )
+    opened = PoolAdmin(
+        AdminSettings(tls=files), HELD.cluster, driver, {"node_id": "n"}, Health(60.0), lambda: b""  # type: ignore[arg-type]
+    )  # fmt: skip
+    yield opened, request.param
+    opened.close()
+
+
+def test_the_admin_port_speaks_https_alone(
+    secure_server: tuple[PoolAdmin, bool], certificate: Path
+) -> None:
+    server, asks_clients = secure_server
+    assert server.url.startswith("https://127.0.0.1:")
+
+    def sign(method: str, path: str, challenge: str) -> str:
+        return sign_request(HELD, method, path, challenge)
+
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    strangers = [ssl.create_default_context()]
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))):
+        if asks_clients:
+            strangers.append(ssl.create_default_context(cafile=str(certificate)))
+            trusting.load_cert_chain(certificate)
+        client = Client(server.url, sign=sign, tls=trusting)
+        assert client.get("/v1/pool/stats")["node_id"] == "n", (
+            "one who says nothing holds up nobody"
+        )
+    for stranger in strangers:
+        with pytest.raises(MooncakeError, match="no server answers"):
+            Client(server.url, sign=sign, tls=stranger).get("/v1/pool/stats")
+    with pytest.raises(MooncakeError, match="no server answers"):
+        Client(server.url.replace("https", "http"), sign=sign).get("/v1/pool/stats")
+
+
+def test_a_wrong_certificate_is_named(driver: Driver, tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").write_text("")
+    for file in ("missing.pem", "empty.pem"):
+        settings = AdminSettings(tls=TlsFiles(certfile=str(tmp_path / file)))
+        with pytest.raises(ConfigError, match=f"TLS cannot be set up with .*{file}"):
+            PoolAdmin(settings, HELD.cluster, driver, {}, Health(60.0), lambda: b"")  # type: ignore[arg-type]

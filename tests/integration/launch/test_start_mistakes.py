@@ -145,6 +145,12 @@ MISTAKES = [
         "serve good --role kvstore --cluster-secret-file s --dram 1MiB --bind-host 192.0.2.1",
         "bind-host: 192.0.2.1 is no address of this machine",
     ),
+    (
+        "serve good --role kvstore --cluster-secret-file s --admin-ssl-certfile no.pem",
+        "TLS cannot be set up with no.pem",
+    ),
+    ("serve good --admin-ssl-ca-certs ca.pem", "is for HTTPS: add --admin-ssl-certfile FILE"),
+    ("pool stats --cluster-secret-file s --ssl-ca-certs no.pem", "cannot be set up with no.pem"),
     ("serve good --join 127.0.0.1:1", "add --role prefill|decode|kvstore"),
     ("serve good --role cook --join h:1", "role: 'cook' is not one of prefill, decode, kvstore"),
     (
