@@ -68,6 +68,16 @@ SPEAKERS: dict[type[m.Message], str] = {
     p.ForgetBlocks: "asker", p.FindBlocks: "asker", p.AskPool: "asker", p.FindReplicas: "asker",
 }  # fmt: skip
 """The field of each message of a client that names the client."""
+KEY_FIELDS: dict[type[m.Message], tuple[str, ...]] = {
+    kind: tuple(
+        name
+        for name in kind.__struct_fields__
+        if name in ("keys", "written", "dropped", "corrupt", "head")
+    )
+    for kind in SENDERS
+}
+"""The fields of each message of a client that name blocks."""
+_OF_TENANTS = frozenset(kind for kind in SENDERS if "tenant" in kind.__struct_fields__)
 _ENGINES = frozenset((m.Role.PREFILL, m.Role.DECODE, m.Role.KVSTORE))
 _MARK_BYTES = 6
 _SCOPED = frozenset((_C, _O))
@@ -112,18 +122,24 @@ class Sender:
     channel_key: str
     """In hexadecimal: the key that its connections prove, and that its address ends in."""
     may_send: frozenset[type[m.Message]] = field(init=False)
+    mark: bytes = field(init=False)
+    """Of its tenant."""
+    own_id: str = field(init=False)
+    """How its ids begin."""
     speaks_for_itself: bool = field(init=False)
     """Whether it may name no other process as the sender."""
 
     def __post_init__(self) -> None:
         allowed = frozenset(kind for kind, roles in SENDERS.items() if roles & self.roles)
         object.__setattr__(self, "may_send", allowed)
+        object.__setattr__(self, "mark", tenant_mark(self.tenant or ""))
+        object.__setattr__(self, "own_id", client_id(self.channel_key))
         object.__setattr__(self, "speaks_for_itself", self.roles <= _SCOPED)
 
     def is_own(self, worker: m.WorkerRef) -> bool:
         """Return whether `worker` can only be the sender itself."""
-        return worker.address.endswith(f"#{self.channel_key}") and worker.worker_id.startswith(
-            client_id(self.channel_key)
+        return channel_key_of(worker) == self.channel_key and worker.worker_id.startswith(
+            self.own_id
         )
 
 
@@ -156,11 +172,15 @@ def _beyond_itself(sender: Sender, message: AnyMessage) -> str | None:
         return None if next(keys_in(message), None) is None else f"{sender.name} handles no blocks"
     if sender.tenant is None:
         return None
-    tenant = getattr(message, "tenant", None)
-    if tenant is not None and tenant != sender.tenant and any(keys_in(message)):
-        return f"{sender.name} may store blocks of tenant {sender.tenant!r}, not of {tenant!r}"
-    mark = tenant_mark(sender.tenant)
-    if all(key.endswith(mark) for key in keys_in(message)):
+    if type(message) in _OF_TENANTS:
+        tenant = getattr(message, "tenant", "")
+        if tenant != sender.tenant and any(keys_in(message)):
+            return f"{sender.name} may store blocks of tenant {sender.tenant!r}, not of {tenant!r}"
+    mark = sender.mark
+    for key in keys_in(message):
+        if key[-_MARK_BYTES:] != mark:
+            break
+    else:
         return None
     return f"{sender.name} may name keys of tenant {sender.tenant!r} only"
 
@@ -173,8 +193,6 @@ def speaker_of(message: AnyMessage) -> m.WorkerRef | None:
 
 def keys_in(message: AnyMessage) -> Iterator[BlockKey]:
     """Yield all block keys in a message of a client."""
-    for name in ("keys", "written", "dropped", "corrupt"):
-        yield from getattr(message, name, ())
-    head = getattr(message, "head", None)
-    if head is not None:
-        yield from head.keys
+    for name in KEY_FIELDS[type(message)]:
+        found = getattr(message, name)
+        yield from found.keys if name == "head" else found

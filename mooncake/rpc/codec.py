@@ -53,9 +53,12 @@ def certificate_of(data: bytes | memoryview) -> bytes:
     return bytes(data[_HEAD_BYTES : _HEAD_BYTES + int.from_bytes(data[2:_HEAD_BYTES], "little")])
 
 
-def decode(data: bytes | memoryview) -> AnyMessage:
-    """Return the message in `data`. Raises ProtocolError on malformed data or another version."""
-    start = _HEAD_BYTES + len(certificate_of(data))
+def decode(data: bytes | memoryview, num_head_bytes: int | None = None) -> AnyMessage:
+    """Return the message in `data`. Raises ProtocolError on malformed data or another version.
+
+    num_head_bytes: of its head, which the caller has compared with one that it knows.
+    """
+    start = num_head_bytes or _HEAD_BYTES + len(certificate_of(data))
     try:
         message: AnyMessage = _DECODER.decode(memoryview(data)[start:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -274,16 +274,16 @@ class ZmqChannel:
         """
         data, key = frame.bytes, str(frame.get("User-Id"))
         try:
-            certificate, sender = self._gate.holder(certificate_of(data), key)
+            holder = self._gate.holder(data, key)
         except Forbidden as error:
             self._refuse(key, error.message)
             return None
-        message = decode(data)
-        reason = self._gate.expiry(certificate) or refusal(sender, message)
+        message = decode(data, len(holder.head))
+        reason = self._gate.expiry(holder.certificate) or refusal(holder.sender, message)
         if reason is None:
             return message
         self._refuse(key, reason)
-        self._send_refusal(sender, message, reason)
+        self._send_refusal(holder.sender, message, reason)
         return None
 
     def _refuse(self, key: str, reason: str) -> None:
@@ -316,27 +316,41 @@ class ZmqChannel:
         self._context.destroy(linger=self._limits.linger_ms)
 
 
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """One whose certificate has been checked."""
+
+    head: bytes
+    """What all its messages begin with."""
+    certificate: Certificate
+    sender: Sender
+
+
 class _Gate:
-    """Who is behind a certificate: what has been checked is remembered."""
+    """Who is behind a connection: what has been checked is remembered by the connection's key, so
+    that a further message costs one comparison.
+    """
 
     def __init__(self, credential: Credential, unix_time: Callable[[], float]) -> None:
         self._cluster = credential.cluster
         self._unix_time = unix_time
-        self._known: dict[bytes, tuple[Certificate, Sender]] = {}
+        self._known: dict[str, _Holder] = {}
         self._complained: set[str] = set()
 
-    def holder(self, signed: bytes, channel_key: str) -> tuple[Certificate, Sender]:
-        """Return who sends on a connection that has proven `channel_key`.
+    def holder(self, data: bytes, channel_key: str) -> _Holder:
+        """Return who sent `data` on a connection that has proven `channel_key`.
 
-        Raises Forbidden: the certificate is of another cluster or key.
+        Raises:
+            Forbidden: the certificate is of another cluster or key.
+            ProtocolError: it is no message.
         """
-        found = self._known.get(signed)
-        if found is None:
-            found = self._known[signed] = self._check(signed)
-            while len(self._known) > _MAX_KNOWN:
-                del self._known[next(iter(self._known))]
-        if found[1].channel_key != channel_key:
-            raise Forbidden(f"the key of the connection is not that of {found[0].name!r}")
+        known = self._known.get(channel_key)
+        if known is not None and data.startswith(known.head):
+            return known
+        found = self._check(certificate_of(data), channel_key)
+        self._known[channel_key] = found
+        while len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
         return found
 
     def expiry(self, certificate: Certificate) -> str | None:
@@ -349,12 +363,14 @@ class _Gate:
             return error.message
         return None
 
-    def _check(self, signed: bytes) -> tuple[Certificate, Sender]:
+    def _check(self, signed: bytes, channel_key: str) -> _Holder:
         try:
             certificate = check_certificate(signed, self._cluster)
         except ProtocolError as error:
             raise Forbidden(error.message) from error
-        return certificate, certificate.sender()
+        if certificate.channel_key.hex() != channel_key:
+            raise Forbidden(f"the key of the connection is not that of {certificate.name!r}")
+        return _Holder(head_of(signed), certificate, certificate.sender())
 
     def complain(self, channel_key: str, reason: str) -> None:
         """Log why a message is refused, once for each peer."""
