@@ -34,7 +34,9 @@ class EngineConfig:
     max_steps_in_flight: int = 1
     """Steps submitted to the runner and not ended; they never share a sequence."""
     step_timeout_s: int = 120
-    """An engine whose steps make no progress for this long has failed: its worker ends."""
+    """An engine whose steps make no progress for this long has failed: its worker ends. The first
+    steps, which compile, have ten times as long.
+    """
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -41,6 +41,11 @@ _LONG_STEP_TOKENS = 256
 """Steps of as many prompt tokens report their layers as progress: a slow CPU may need longer than
 `step_timeout_s` for all of them.
 """
+_FIRST_STEPS = 8
+_FIRST_STEP_FACTOR = 10
+"""The first steps may take so many times `step_timeout_s`: kernels are compiled for each new shape,
+and weights are touched for the first time, which a slow disk may have to bring.
+"""
 
 
 class EngineHung(InternalError):
@@ -80,6 +85,7 @@ class Engine:
         self._next_arrival = 0
         self._cost: CostSample | None = None
         self._ticked_s = 0.0
+        self._num_steps_ended = 0
         self.stalled_s = 0.0
         """For how long steps have been in flight without progress."""
 
@@ -156,7 +162,8 @@ class Engine:
         model): usually none, but never to be ignored.
 
         Raises:
-            EngineHung: the steps in flight have made no progress for `step_timeout_s`.
+            EngineHung: the steps in flight have made no progress for `step_timeout_s`; the first
+                steps have ten times as long.
         """
         self._check_progress(now)
         outputs: list[SequenceOutput] = []
@@ -182,15 +189,20 @@ class Engine:
     @property
     def hung(self) -> bool:
         """Whether steps have been in flight for too long without progress."""
-        return self.stalled_s > self.config.step_timeout_s
+        return self.stalled_s > self._limit_s
+
+    @property
+    def _limit_s(self) -> int:
+        is_first = self._num_steps_ended < _FIRST_STEPS
+        return self.config.step_timeout_s * (_FIRST_STEP_FACTOR if is_first else 1)
 
     def _check_progress(self, now: float) -> None:
         passed_s, self._ticked_s = now - self._ticked_s, now
         if self._in_flight:
             self.stalled_s += min(passed_s, _MAX_TICK_S)
         if self.hung:
-            limit_s = self.config.step_timeout_s
-            raise EngineHung(f"step {min(self._in_flight)} made no progress for {limit_s} s")
+            step_id = min(self._in_flight)
+            raise EngineHung(f"step {step_id} made no progress for {self._limit_s} s")
 
     def step(self, step_id: int) -> InFlight:
         """Return a step that was submitted and has not ended.
@@ -212,6 +224,7 @@ class Engine:
         step = self._in_flight.pop(result.step_id, None)
         if step is None:
             raise InternalError(f"the runner ended step {result.step_id}, which is not in flight")
+        self._num_steps_ended += 1
         self.on_progress()
         self._account(step, result, now)
         samples = {sample.sequence_id: sample for sample in result.samples}

@@ -54,17 +54,30 @@ def test_a_failed_step_is_the_fault_of_no_request() -> None:
     bench.engine.check_integrity()
 
 
-def test_a_step_without_progress_ends_the_engine() -> None:
+def after_steps(count: int) -> Bench:
+    """Return an engine that has ended so many steps and has one in flight, at second 0."""
     bench = Bench(step_timeout_s=5)
-    bench.add([1, 2, 3])
-    for second in range(5):
+    sequence = bench.add([1, 2, 3], max_tokens=count + 2)
+    for step_id in range(count):
+        bench.engine.tick(0.0)
+        sample = Sample(sequence_id=sequence.sequence_id, token=7)
+        bench.engine.on_step(StepResult(step_id=step_id, samples=[sample], seconds=0.0), 0.0)
+    bench.engine.tick(0.0)
+    return bench
+
+
+@pytest.mark.parametrize(("num_steps", "limit_s"), [(8, 5), (7, 50), (0, 50)])
+def test_a_step_without_progress_ends_the_engine(num_steps: int, limit_s: int) -> None:
+    """The first steps compile, and touch weights for the first time: they have longer."""
+    bench = after_steps(num_steps)
+    for second in range(limit_s):
         bench.engine.tick(float(second))
     bench.engine.on_progress()
-    for second in range(5, 10):
+    for second in range(limit_s, 2 * limit_s):
         bench.engine.tick(float(second))
     assert not bench.engine.hung
-    with pytest.raises(EngineHung, match="step 0 made no progress for 5 s"):
-        bench.engine.tick(10.5)
+    with pytest.raises(EngineHung, match=f"step {num_steps} made no progress for {limit_s} s"):
+        bench.engine.tick(2 * limit_s + 0.5)
     assert bench.engine.hung
 
 
