@@ -30,6 +30,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "kv_write": {
         REFERENCE: "mooncake_kernels.reference.kv_write:kv_write",
+        "native": "mooncake_kernels.native.glue:kv_write",
         TRITON: "mooncake_kernels.triton.rope:kv_write",
     },
     "merge_attention": {
@@ -50,6 +51,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "route": {
         REFERENCE: "mooncake_kernels.reference.router:route",
+        "native": "mooncake_kernels.native.glue:route",
         TRITON: "mooncake_kernels.triton.router:route",
     },
     "choose": {

@@ -70,7 +70,10 @@ class Backends:
     def route(self) -> Callable[..., Any]:
         """Return the router."""
         if not self.deterministic:
-            made: Callable[..., Any] = kernel("route", TRITON if self.moe == TRITON else REFERENCE)
+            name = TRITON if self.moe == TRITON else REFERENCE
+            if self.attention == NATIVE and self.moe != REFERENCE:
+                name = NATIVE
+            made: Callable[..., Any] = kernel("route", name)
             return made
         choose, multiply = kernel("choose", TRITON), kernel("linear", TRITON)
         return lambda x, weight, bias, routing: choose(multiply(x.float(), weight), bias, routing)

@@ -10,11 +10,13 @@ import torch
 from mooncake_kernels.dispatch import kernel
 from mooncake_kernels.native import build
 from mooncake_kernels.native import experts as native_experts
+from mooncake_kernels.native.glue import prepare_queries
 from mooncake_kernels.native.mla_decode import fits
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.experts_quantized import widen_int4
 from mooncake_kernels.reference.paged import paged_span
 from mooncake_kernels.reference.paged_batch import batch_of_spans
+from mooncake_kernels.reference.router import Routing
 
 from tests.support.kernels.gates import assert_product
 
@@ -96,6 +98,56 @@ def test_mla_decode(block_tokens: int, layout: list[tuple[int, int]]) -> None:
     wanted, wanted_lse = kernel("mla_decode")(q, kv.nan_to_num(), batch, rank)
     assert_product(got, wanted, gate=1e-5)
     torch.testing.assert_close(lse, wanted_lse, atol=1e-4, rtol=1e-5)
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_the_cached_row(rows: int) -> None:
+    rank, rope = 96, 32
+    joined = random(rows, 24 + rank + rope, seed=9).bfloat16()
+    latent, key = joined[:, 24 : 24 + rank], joined[:, 24 + rank :]
+    rotation = torch.polar(torch.full((rows, rope // 2), 0.9), random(rows, rope // 2, seed=10))
+    norm = (random(rank, seed=11).bfloat16(), 1e-6)
+    places = torch.randperm(160, generator=torch.Generator().manual_seed(12))[:rows]
+    places[rows // 2] = -1  # an unused row
+    pages = [torch.zeros(10, 16, rank + rope, dtype=torch.bfloat16) for _ in range(2)]
+    for backend, kv in zip(("native", "reference"), pages, strict=True):
+        kernel("kv_write", backend)(latent, key, rotation, places, norm, kv)
+    assert_product(*pages, gate=1e-5) if rows > 1 else None
+    assert torch.equal(pages[0] == 0, pages[1] == 0), "the same rows and no others"
+    wide = [torch.zeros(10, 16, rank + rope) for _ in range(2)]
+    for backend, kv in zip(("native", "reference"), wide, strict=True):
+        kernel("kv_write", backend)(latent, key, rotation, places, norm, kv)
+    assert torch.equal(*wide), "pages of another dtype go to the reference"
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("rows", [1, 40])
+def test_prepared_queries(rows: int) -> None:
+    q = random(rows, 8, 52, seed=13).bfloat16()
+    rotation = torch.polar(torch.full((rows, 16), 1.1), random(rows, 16, seed=14))
+    wanted = q.clone().mul_(0.07)
+    wanted[..., 20:] = kernel("rotate")(wanted[..., 20:], rotation, True)
+    prepare_queries(q, rotation, 0.07)
+    assert torch.equal(q[..., :20], wanted[..., :20])
+    assert_product(q[..., 20:], wanted[..., 20:], gate=1e-5)
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("rows", [1, 9, 40])
+def test_the_router(rows: int, groups: int, normalize: bool) -> None:
+    x, weight = random(rows, 64, seed=15).bfloat16(), random(16, 64, seed=16) * 0.2
+    bias = random(16, seed=17) * 0.3
+    routing = Routing(3, groups, min(groups, 2), normalize, 2.5)
+    found, shares = kernel("route", "native")(x, weight, bias, routing)
+    wanted, wanted_shares = kernel("route")(x, weight, bias, routing)
+    order, wanted_order = found.argsort(dim=-1), wanted.argsort(dim=-1)
+    assert torch.equal(found.gather(1, order), wanted.gather(1, wanted_order))
+    torch.testing.assert_close(
+        shares.gather(1, order), wanted_shares.gather(1, wanted_order), atol=1e-6, rtol=1e-5
+    )
 
 
 def test_what_compiled_code_does_not_take() -> None:

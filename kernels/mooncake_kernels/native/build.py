@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-_SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in ("experts", "mla_decode")]
+_SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in ("experts", "mla_decode", "glue")]
 _SHARED = Path(__file__).with_name("tiles.h")
 _FLAGS = (
     "-O3", "-std=c++17", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-fopenmp",

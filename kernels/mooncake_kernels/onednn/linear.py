@@ -10,14 +10,15 @@ padded to a ladder: the shapes are few and known, and can all be built before th
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 _SMALL_RUNGS = (1, 2, 4, 8, 16, 32, 64)
-_ROWS_FEW = 16
-"""Up to so many rows a product takes as long as reading its weight."""
+_ROWS_OF_A_PRODUCT = 24
+"""As many rows as could be multiplied in the time that one product more takes."""
 MOST_ROWS_OF_PIECE = 256
 """Rows of an expert are multiplied at most so many at a time: no more shapes than that."""
 
@@ -81,20 +82,22 @@ def rungs(most_rows: int) -> list[int]:
     return made
 
 
-def pieces(rows: int) -> list[int]:
+@functools.cache
+def pieces(rows: int) -> tuple[int, ...]:
     """Return rungs, of `MOST_ROWS_OF_PIECE` at most, that together hold `rows` rows.
 
-    One more product costs a reading of the weight, a padded row its multiplication: many rows are
-    cut so that no more than an eighth of the last piece is padding, few are not.
+    One more product costs a reading of the weight, a padded row its multiplication: rows are cut
+    where that saves more padding than the product costs.
     """
-    made = []
-    while rows > 0:
-        whole = min(rung(rows), MOST_ROWS_OF_PIECE)
-        if whole > _ROWS_FEW and whole - rows > whole // 8:
-            whole = max(step for step in rungs(whole) if step <= rows)
-        made.append(whole)
-        rows -= whole
-    return made
+    if rows <= 0:
+        return ()
+    padded = min(rung(rows), MOST_ROWS_OF_PIECE)
+    whole = (padded, *pieces(rows - padded))
+    if rows >= padded or padded == 1:
+        return whole
+    lower = max(step for step in rungs(padded) if step < padded)
+    cut = (lower, *pieces(rows - lower))
+    return min(whole, cut, key=lambda made: sum(made) + _ROWS_OF_A_PRODUCT * len(made))
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from mooncake_kernels.native import mla_decode as native
+from mooncake_kernels.native.glue import prepare_queries
 
 from mooncake.base import ModelSpec
 from mooncake.model.backends import NATIVE, Backends
@@ -122,6 +123,10 @@ class Mla:
         """Return scaled, rotated queries [rows, heads, nope + rope]."""
         if self._w.query_b is not None and self._w.query_norm is not None:
             query = self._w.query_b(self._w.query_norm(query))
+        if self._reads_pages and self._interleaved and query.is_contiguous():
+            q = query.view(query.shape[0], self._heads, -1)
+            prepare_queries(q, rotation, self._scale)
+            return q
         q = query.mul_(self._scale).view(query.shape[0], self._heads, -1)
         q[..., self._nope :] = self._rope(q[..., self._nope :], rotation)
         return q

@@ -1,0 +1,82 @@
+"""What stands between the products of a decode step on the CPU, each in one call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+
+from mooncake_kernels.native import build
+from mooncake_kernels.reference import kv_write as reference
+from mooncake_kernels.reference import router
+from mooncake_kernels.reference.router import Routing
+
+_FEW_ROWS = 32
+"""Up to so many the router's choice is one call; above, torch's own sorting is the faster."""
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., None]:
+    found: Callable[..., None] = getattr(build.library(), name)
+    found.restype = None  # type: ignore[attr-defined]
+    return found
+
+
+def _at(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def kv_write(
+    latent: torch.Tensor,
+    key: torch.Tensor,
+    rotation: torch.Tensor,
+    places: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    kv: torch.Tensor,
+    kv_scale: float = 1.0,
+) -> None:
+    """As the reference; what is not bfloat16 throughout goes to it."""
+    weight, eps = norm
+    alike = {latent.dtype, key.dtype, weight.dtype, kv.dtype} == {torch.bfloat16}
+    strided = latent.stride(0) == key.stride(0) and latent.stride(1) == key.stride(1) == 1
+    if not (alike and strided and kv.is_contiguous() and kv_scale == 1.0):
+        reference.kv_write(latent, key, rotation, places, norm, kv, kv_scale)
+        return
+    _function("kv_write_bf16")(
+        _at(latent), _at(key), ctypes.c_int64(latent.stride(0)), _at(rotation.contiguous()),
+        _at(places), _at(weight), ctypes.c_double(eps), _at(kv), latent.shape[0], latent.shape[1],
+        key.shape[1], torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def prepare_queries(q: torch.Tensor, rotation: torch.Tensor, scale: float) -> None:
+    """Scale q [rows, heads, nope + rope], contiguous bfloat16, in place, then rotate its last part
+    by rotation [rows, rope / 2] as `reference.rope.rotate` does interleaved pairs.
+    """
+    assert q.is_contiguous()
+    assert q.dtype == torch.bfloat16
+    rows, heads, width = q.shape
+    rope = 2 * rotation.shape[1]
+    _function("prepare_queries_bf16")(
+        _at(q), _at(rotation.contiguous()), ctypes.c_double(scale), rows, heads, width - rope, rope,
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def route(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference; many rows and groups of experts go to it."""
+    rows, num = x.shape[0], weight.shape[0]
+    if rows > _FEW_ROWS or routing.num_groups > 1:
+        return router.route(x, weight, bias, routing)
+    logits = torch.nn.functional.linear(x.float(), weight)
+    experts = torch.empty(rows, routing.top_k, dtype=torch.int64)
+    weights = torch.empty(rows, routing.top_k, dtype=torch.float32)
+    _function("choose_float")(
+        _at(logits), _at(bias), rows, num, routing.top_k, int(routing.normalize),
+        ctypes.c_double(routing.scale), _at(experts), _at(weights), torch.get_num_threads(),
+    )  # fmt: skip
+    return experts, weights
