@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.serve import deaf_gateway
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
@@ -41,10 +43,10 @@ class Cluster:
         self.address = head.wait_for(r"one more gateway: .* --join (\S+)").group(1)
 
     @contextlib.contextmanager
-    def gateway(self) -> Iterator[ServerProcess]:
+    def gateway(self, module: str = "mooncake.cli.main") -> Iterator[ServerProcess]:
         """Run one more gateway for the body."""
         words = ("--role", "gateway", "--join", self.address, "--port", "0")
-        with ServerProcess(*words) as gateway:
+        with ServerProcess(*words, module=module) as gateway:
             gateway.wait_until_serving()
             yield gateway
 
@@ -220,3 +222,26 @@ def test_either_may_be_killed(cluster: Cluster) -> None:
             wait_until(lambda: is_idle(second), "nothing is left")
             assert httpx.get(f"{second.url}/health").status_code == 200
             assert "Traceback" not in second.output
+
+
+def test_a_worker_that_one_gateway_does_not_hear_lives_on(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that loses messages one way costs its gateway that worker, and others nothing."""
+    unheard = tmp_path / "unheard"
+    monkeypatch.setenv(deaf_gateway.DEAF_TO, str(unheard))
+    with cluster.gateway() as well, cluster.gateway(deaf_gateway.__name__) as deaf:
+        wait_until(lambda: len(states(well)) >= 3 and len(states(deaf)) >= 3, "they have met")
+        pids = well.wait_for_workers(WORKERS)
+        assert deaf.wait_for_workers(WORKERS) == pids
+        expected = well.complete(PROMPT, 40)
+        unheard.write_text("decode-1")
+        deaf.wait_for_workers(WORKERS - {"decode-1"})
+        with ThreadPoolExecutor(4) as pool:
+            asked = [(gateway, 40) for gateway in (well, deaf, well, deaf)]
+            ends = [future.result(WAIT_S) for future in begin(pool, asked)]
+        assert ends == [(expected, "length")] * 4
+        assert well.worker_pids() == pids, "the other gateway hears it: it is not lost"
+        unheard.unlink()
+        assert deaf.wait_for_workers(WORKERS) == pids, "it is heard again, and has not restarted"
+        assert deaf.complete(PROMPT, 40) == expected

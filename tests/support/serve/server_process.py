@@ -26,11 +26,12 @@ POLL_S = 0.05
 class ServerProcess:
     """A server on a free port. Use as a context: leaving it sends SIGINT and waits."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, module: str = "mooncake.cli.main") -> None:
+        """Run `serve` with these words; `module` stands in for the command's own."""
         self.lines: list[str] = []
         self.url = ""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "mooncake.cli.main", "serve", *words],
+            [sys.executable, "-m", module, "serve", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
