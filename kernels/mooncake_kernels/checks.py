@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mooncake_kernels.dispatch import REFERENCE, TRITON, backends, kernel, ops
+from mooncake_kernels.dispatch import NATIVE, REFERENCE, TRITON, backends, kernel, ops
 from mooncake_kernels.native import build
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.fp8 import quantize_rows, widen_rows
@@ -17,7 +17,7 @@ from mooncake_kernels.reference.mla_prefill import ExpandedKeys, RaggedBatch
 from mooncake_kernels.reference.paged import paged_span
 from mooncake_kernels.reference.router import Routing
 from mooncake_kernels.reference.sampling import DrawSettings, Penalties
-from mooncake_kernels.synthetic import KIMI_K2_TP8, TINY, Maker, ModelShape
+from mooncake_kernels.synthetic import KIMI_K2_TP8, TINY, TINY_BLOCKED, Maker, ModelShape
 
 EXACT = 0.0
 BF16_GATE = 2e-5
@@ -54,10 +54,11 @@ def check_kernels(device: torch.device) -> Iterator[CheckRow]:
 
     On a GPU with Kimi-K2's widths (few experts and short contexts), else with tiny ones.
     """
-    shape = KIMI_K2_TP8 if device.type == "cuda" else TINY
     for op in ops():
         for backend in backends(op):
             if backend != REFERENCE:
+                tiny = TINY_BLOCKED if backend == NATIVE else TINY
+                shape = KIMI_K2_TP8 if device.type == "cuda" else tiny
                 yield _row(op, backend, shape, device)
 
 
@@ -83,7 +84,7 @@ def _unusable(backend: str, device: torch.device) -> str:
         interpreted = importlib.import_module("mooncake_kernels.triton.device").INTERPRETED
         if device.type != "cuda" and not interpreted.value:
             return "needs a CUDA GPU"
-    if backend == "native":
+    if backend == NATIVE:
         return "computes on the CPU" if device.type != "cpu" else build.why_not() or ""
     weight = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
     if backend == "onednn" and not onednn.supported(weight):

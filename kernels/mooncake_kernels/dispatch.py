@@ -10,6 +10,7 @@ from typing import Any
 
 REFERENCE = "reference"
 TRITON = "triton"
+NATIVE = "native"
 
 _TABLE: dict[str, dict[str, str]] = {
     "rms_norm": {
@@ -30,7 +31,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "kv_write": {
         REFERENCE: "mooncake_kernels.reference.kv_write:kv_write",
-        "native": "mooncake_kernels.native.glue:kv_write",
+        NATIVE: "mooncake_kernels.native.glue:kv_write",
         TRITON: "mooncake_kernels.triton.rope:kv_write",
     },
     "merge_attention": {
@@ -51,7 +52,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "route": {
         REFERENCE: "mooncake_kernels.reference.router:route",
-        "native": "mooncake_kernels.native.glue:route",
+        NATIVE: "mooncake_kernels.native.glue:route",
         TRITON: "mooncake_kernels.triton.router:route",
     },
     "choose": {
@@ -60,7 +61,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "experts": {
         REFERENCE: "mooncake_kernels.reference.experts:StackedExperts",
-        "native": "mooncake_kernels.native.experts:PackedBf16Experts",
+        NATIVE: "mooncake_kernels.native.experts:PackedBf16Experts",
         "onednn": "mooncake_kernels.onednn.experts:PackedExperts",
         TRITON: "mooncake_kernels.triton.experts:StackedExperts",
     },
@@ -70,7 +71,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "experts_int4": {
         REFERENCE: "mooncake_kernels.reference.experts_quantized:Int4Experts",
-        "native": "mooncake_kernels.native.experts:Int4Experts",
+        NATIVE: "mooncake_kernels.native.experts:Int4Experts",
         TRITON: "mooncake_kernels.triton.experts:Int4Experts",
     },
     "draw": {
@@ -91,7 +92,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "mla_decode": {
         REFERENCE: "mooncake_kernels.reference.mla_decode:mla_decode",
-        "native": "mooncake_kernels.native.mla_decode:mla_decode",
+        NATIVE: "mooncake_kernels.native.mla_decode:mla_decode",
         TRITON: "mooncake_kernels.triton.mla_decode:mla_decode",
     },
     "mla_expanded": {

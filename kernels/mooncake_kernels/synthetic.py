@@ -113,3 +113,5 @@ KIMI_K2_TP8 = ModelShape(7168, 8, 512, 64, 128, 128, 384, 8, 256, 163840, 64)
 """One of eight ranks that split heads and every expert."""
 TINY = ModelShape(96, 2, 32, 16, 24, 24, 6, 2, 32, 200, 16)
 """For the interpreter."""
+TINY_BLOCKED = ModelShape(128, 8, 32, 32, 24, 24, 6, 2, 64, 200, 16)
+"""For compiled CPU code, which takes widths in whole blocks."""

@@ -93,7 +93,7 @@ freed = threading.Event()
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        (hang, "failed: decode-0 failed: step 0 made no progress for 1 s"),
+        (hang, "failed: decode-0 failed: step 0 made no progress for 10 s"),
         (stick, "stuck: its loop has not turned for"),
     ],
 )

@@ -23,6 +23,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake.base import ConfigError, Role
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.worker import process
@@ -63,9 +65,8 @@ class World(LocalWorld):
 
     def __init__(self, model_path: str, **settings: Any) -> None:
         super().__init__(model_path, **settings)
-        self.gateway_process = GatewayProcess(
-            self.plan, ZmqChannel("127.0.0.1", secret="s"), "hash-model"
-        )
+        channel = ZmqChannel("127.0.0.1", credential=own_credential("s", CredentialRole.GATEWAY))
+        self.gateway_process = GatewayProcess(self.plan, channel, "hash-model")
         address = self.gateway_process.channel.address
         self.workers = cluster_workers(self.config, self.plan, address, "s", "here")
 
@@ -256,7 +257,7 @@ def submit_to(world: World) -> None:
 
 def test_a_process_whose_step_hangs_is_not_live_and_ends(model: str) -> None:
     async def serve() -> None:
-        world = World(model, prefill=0, decode=1, kvstore=0, step_timeout=2)
+        world = World(model, prefill=0, decode=1, kvstore=0, step_timeout=1)
         with hanging("step", world.settings_of(Role.DECODE)) as child:
             async with world.driven():
                 await world.until(lambda: world.gateway_process.knows(["decode-0"]))
@@ -265,7 +266,7 @@ def test_a_process_whose_step_hangs_is_not_live_and_ends(model: str) -> None:
                 submit_to(world)
                 assert child.stdout is not None
                 told = await asyncio.to_thread(child.stdout.readline)
-                assert told.strip() == "step 0 made no progress for 2 s"
+                assert told.strip() == "step 0 made no progress for 10 s"
                 failed = {"status": "failed", "reason": told.strip()}
                 for probe in ("startup", "ready", "live"):
                     answer = await asyncio.to_thread(ask, url, f"/health/{probe}")
@@ -282,7 +283,7 @@ def test_a_process_whose_step_hangs_is_not_live_and_ends(model: str) -> None:
 
 def test_a_process_whose_loop_no_longer_turns_ends_with_its_stacks(model: str) -> None:
     async def serve() -> None:
-        world = World(model, prefill=0, decode=1, kvstore=0, step_timeout=2)
+        world = World(model, prefill=0, decode=1, kvstore=0, step_timeout=1)
         with hanging("loop", world.settings_of(Role.DECODE)) as child:
             async with world.driven():
                 await world.until(lambda: world.gateway_process.knows(["decode-0"]))

@@ -28,7 +28,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     write_config_only(tmp_path / "good")
     write_config_only(tmp_path / "llama", model_type="llama")
     write_config_only(tmp_path / "linear", rope_scaling={"type": "linear", "factor": 2})
-    write_config_only(tmp_path / "huge", vocab_size=2**36)
+    write_config_only(tmp_path / "huge", vocab_size=2**31 - 1)
     (tmp_path / "empty").mkdir()
     (tmp_path / "a-file").write_text("hello")
     (tmp_path / "s").write_text("a secret\n")

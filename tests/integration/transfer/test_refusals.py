@@ -22,7 +22,7 @@ from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.local.backend import InprocFabric
 from mooncake.transfer.local.copying import CopyPool
 from mooncake.transfer.net.endpoint import ListenAddress
-from mooncake.transfer.net.handshake import AcceptingSide, ConnectingSide, Credentials
+from mooncake.transfer.net.handshake import WORKERS, AcceptingSide, ConnectingSide, Credentials
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.rdma.backend import RdmaBackend, RdmaSettings
 from mooncake.transfer.rdma.memory import RdmaMemory
@@ -65,8 +65,8 @@ class Papers(Credentials):
         )
         return ConnectingSide(us, agreement, hello)
 
-    def accept(self) -> AcceptingSide:
-        return AcceptingSide(self._shown())
+    def accept(self, roles: frozenset[CredentialRole] = WORKERS) -> AcceptingSide:
+        return AcceptingSide(self._shown(), roles)
 
     def _shown(self) -> Credentials:
         secret = self.faults.get("secret")

@@ -428,7 +428,7 @@ class TestWrongDirectories:
             (lambda data: b"\xff" * 8 + data[8:], "header of 18446744073709551615 bytes"),
             (header_of(shape=[3]), r"x in .*does not fit the bytes"),
             (header_of(data_offsets=[8, 0]), "does not fit the bytes"),
-            (header_of(shape=[-2], data_offsets=[0, -8]), "does not fit the bytes"),
+            (header_of(shape=[-2], data_offsets=[0, -8]), "header is malformed"),
             (header_of(data_offsets=[80, 88]), "the file is truncated"),
             (header_of(data_offsets=[0]), "header is malformed"),
             (header_of(shape=None), "header is malformed"),

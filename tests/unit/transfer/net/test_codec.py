@@ -69,7 +69,8 @@ def test_a_refusal_repeats_little_of_what_was_sent(name: str) -> None:
 
 
 def test_a_refusal_of_the_peer_is_shown_in_short() -> None:
-    client = Credentials(engine_id="us", secret="s", ids=SeededIds(1)).connect("them")
+    credential = own_credential("s", CredentialRole.WORKER)
+    client = Credentials(engine_id="us", credential=credential, ids=SeededIds(1)).connect("them")
     with pytest.raises(HandshakeRefused, match="the peer refused: no no") as refused:
         client.step(msgspec.msgpack.encode(Refusal("no " * 5000)))
     assert len(refused.value.message) < 1100
