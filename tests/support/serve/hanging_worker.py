@@ -39,6 +39,7 @@ class HangingModel(HashModel):
         config: EngineConfig,
         pages: memoryview | DeviceMemory,
         num_threads: int | None,
+        descriptor: int | None = None,
     ) -> HangingRunner:
         assert isinstance(pages, memoryview)
         return HangingRunner(FakeRunner(layout, config.num_blocks, memory=pages))
