@@ -229,7 +229,8 @@ class ServeConfig:
     enable_prefix_caching: bool = owned(EngineConfig, "enable_prefix_caching", truth, ENGINE, "",
         "reuse blocks of earlier requests", switch=True)
     step_timeout: int = owned(EngineConfig, "step_timeout_s", count(1), ENGINE, "SECONDS",
-        "a worker whose step makes no progress for this long ends, and others take its requests")
+        "a worker whose step makes no progress for this long (its first steps: ten times as long) "
+        "ends, and others take its requests")
     attention_backend: str = owned(ModelOptions, "attention_backend", OneOf(*ATTENTION_BACKENDS),
         ENGINE, "NAME",
         "auto: triton on a GPU; native (C++, compiled here) in bfloat16 where it can; else "

@@ -220,7 +220,7 @@ class PoolAdminHttp(Target):
         b"/v1/pool/stats",
         b"/v1/pool/drain",
         b"/health",
-        b"Mooncake-HMAC-SHA256 ",
+        b"Mooncake ",
     )
 
     def __init__(self) -> None:
