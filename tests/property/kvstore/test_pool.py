@@ -91,6 +91,9 @@ class Node:
     def send(self, address: str, message: AnyMessage) -> None:
         self.pool.wire.append((address, message))
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def allocate(self, num_bytes: int, label: str) -> Region:
         self.region = SimRegion(1, num_bytes, memoryview(bytearray(num_bytes)))
         return self.region
