@@ -39,6 +39,10 @@ from mooncake.model.options import ATTENTION_BACKENDS, MOE_BACKENDS
 SHAPES = ("1,1,512", "1,1,1024", "8,1,512", "8,1,1024", "1,512,0", "1,2048,0")
 BLOCK_TOKENS, NUM_PAGES = 64, 640
 BF16_BYTES = 2
+COMPILED = (
+    "experts_bf16", "experts_int4", "attention_bf16",
+    "kv_write_bf16", "prepare_queries_bf16", "choose_float",
+)  # fmt: skip
 
 
 class Calls(TorchDispatchMode):
@@ -60,9 +64,9 @@ class Calls(TorchDispatchMode):
         self.num += 0 if viewed else 1
         return made
 
-    def count_compiled(self, code: ctypes.CDLL, names: tuple[str, ...]) -> None:
+    def count_compiled(self, code: ctypes.CDLL) -> None:
         """Count calls of functions of `code` too, in this process from now on."""
-        for name in names:
+        for name in COMPILED:
             setattr(code, name, self._counted(getattr(code, name)))
 
     def _counted(self, function: Callable[..., None]) -> Callable[..., None]:
@@ -130,6 +134,9 @@ def measure(args: argparse.Namespace) -> None:
     """Print a line a shape; runs in a process of its own whose log of oneDNN the parent reads."""
     torch.set_num_threads(args.threads)
     cpu = torch.device("cpu")
+    counts = Calls()
+    if build.why_not() is None:  # before the model is loaded, which keeps the functions it calls
+        counts.count_compiled(build.code())
     model = load_model(
         Checkpoint.open(args.model),
         dtype=torch.bfloat16,
@@ -145,10 +152,6 @@ def measure(args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(0)
     held, bandwidth = sizes(args.model), read_bandwidth()
     print(f"= {bandwidth / 1e9:.1f} GB/s read by {args.threads} threads", flush=True)
-    counts = Calls()
-    if build.why_not() is None:
-        names = ("experts_bf16", "experts_int4", "attention_bf16")
-        counts.count_compiled(build.library(), names)
     with torch.inference_mode():
         for text in args.shapes:
             shape = [int(part) for part in text.split(",")]

@@ -186,7 +186,7 @@ def _beyond_itself(sender: Sender, message: AnyMessage) -> str | None:
 
 
 def speaker_of(message: AnyMessage) -> m.WorkerRef | None:
-    """Return whom a message of a client names as its sender; None: nobody."""
+    """Return whom a message of a client names as its sender; None if it names no one."""
     named = getattr(message, SPEAKERS.get(type(message), ""), None)
     return named if isinstance(named, m.WorkerRef) else None
 

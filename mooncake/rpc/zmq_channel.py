@@ -291,7 +291,7 @@ class ZmqChannel:
         self._gate.complain(key, reason)
 
     def _send_refusal(self, sender: Sender, message: AnyMessage, reason: str) -> None:
-        """Answer a client at the address that is its own; nobody else is sent anything."""
+        """Answer a client at the address that is its own; others are sent nothing."""
         speaker = speaker_of(message)
         if speaker is not None and sender.is_own(speaker):
             ticket = getattr(message, "ticket", 0)

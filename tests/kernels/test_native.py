@@ -189,7 +189,7 @@ def test_the_choice_is_measured_once_for_a_kind_of_layer() -> None:
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and nothing loaded."""
     monkeypatch.setattr(build, "_kept_in", [tmp_path / "mooncake"])
-    monkeypatch.setattr(build, "library", build._loaded)
+    monkeypatch.setattr(build, "code", build._loaded)
     monkeypatch.setattr(build, "_cpu_flags", lambda: build._NEEDED)
     return tmp_path / "mooncake"
 
@@ -197,14 +197,14 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_no_compiler_is_said_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     with pytest.raises(build.CannotBuild, match="no C\\+\\+ compiler: install g\\+\\+"):
-        build.library()
+        build.code()
     assert not list(fresh.iterdir())
 
 
 def test_another_cpu_is_said_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset({"avx512f", "avx512bw"}))
     with pytest.raises(build.CannotBuild, match="this CPU has no avx512_bf16, avx512vl"):
-        build.library()
+        build.code()
 
 
 def test_a_failing_compiler_leaves_nothing(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,16 +212,16 @@ def test_a_failing_compiler_leaves_nothing(fresh: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(build.shutil, "which", lambda name: "/bin/c++")
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(build.CannotBuild, match="failed: tiles"):
-        build.library()
+        build.code()
     assert not list(fresh.iterdir())
 
 
 @needs_compiled_code
 def test_what_is_compiled_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build.library()
+    build.code()
     [kept] = fresh.iterdir()
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    build.library()
+    build.code()
     assert list(fresh.iterdir()) == [kept]
 
 
@@ -229,4 +229,4 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
     fresh.mkdir()
     fresh.chmod(0o777)
     with pytest.raises(build.CannotBuild, match="others may write to"):
-        build.library()
+        build.code()

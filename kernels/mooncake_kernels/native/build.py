@@ -32,7 +32,7 @@ class CannotBuild(Exception):
 def why_not() -> str | None:
     """Return why native code cannot run on this machine, None if it can."""
     try:
-        library()
+        code()
     except CannotBuild as error:
         return str(error)
     return None
@@ -46,7 +46,7 @@ def keep_in(folder: Path) -> None:
     _kept_in[:] = [folder]
 
 
-def library() -> ctypes.CDLL:
+def code() -> ctypes.CDLL:
     """Return the loaded code, compiling it unless it is kept from an earlier start; tried once.
 
     Raises:

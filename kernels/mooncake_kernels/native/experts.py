@@ -43,7 +43,7 @@ class _Call:
 
     def __init__(self, name: str, addresses: list[int], num: int, hidden: int, inner: int) -> None:
         self.kind = name, num, hidden, inner
-        self._function = getattr(build.library(), name)
+        self._function = getattr(build.code(), name)
         self._function.restype = None
         self._addresses = (ctypes.c_uint64 * len(addresses))(*addresses)
         self._num, self._hidden, self._inner = num, hidden, inner

@@ -19,7 +19,7 @@ _FEW_ROWS = 32
 
 @functools.cache
 def _function(name: str) -> Callable[..., None]:
-    found: Callable[..., None] = getattr(build.library(), name)
+    found: Callable[..., None] = getattr(build.code(), name)
     found.restype = None  # type: ignore[attr-defined]
     return found
 

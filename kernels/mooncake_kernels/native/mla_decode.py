@@ -30,7 +30,7 @@ def mla_decode(
     q = q.contiguous()
     out = q.new_empty(rows, heads, rank)
     lse = torch.empty(rows, heads, dtype=torch.float32)
-    function = build.library().attention_bf16
+    function = build.code().attention_bf16
     function.restype = None
     parts = (q, kv, batch.row_start, batch.lengths, batch.page_table)
     function(

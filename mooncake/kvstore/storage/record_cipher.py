@@ -2,7 +2,7 @@
 
 The header page is `block_record`'s, encrypted, behind a magic and the id of the operator's key that
 the others follow from. It hides key, tenant and checksum of the block, and holds the salt that the
-block's own key is made of: once a header is erased, nobody can decrypt the block any more. Pure but
+block's own key is made of: once a header is erased, the block can be decrypted no more. Pure but
 for random salts; knows no files.
 """
 

@@ -18,7 +18,7 @@ def check_ray(config: ServeConfig) -> None:
     """Look at how Ray speaks with other machines, where one is started, used or joined.
 
     Raises:
-        ConfigError: it would speak in clear, and nobody has said that it may.
+        ConfigError: it would speak in clear, and no setting allows that.
     """
     address = config.join or config.ray_address
     host = config.bind_host if address is None else address.rpartition(":")[0]

@@ -129,7 +129,7 @@ class RayWorkers:
         looked_after = self._stopping.is_set() or (
             self._thread is not None and self._thread.is_alive()
         )
-        return [Vitals(failure="" if looked_after else "nobody looks after the workers any more")]
+        return [Vitals(failure="" if looked_after else "the workers' supervisor has ended")]
 
     @property
     def join_address(self) -> str | None:

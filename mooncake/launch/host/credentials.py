@@ -112,7 +112,7 @@ class RequestVerifier:
 
     def signer(self, authorization: str, method: str, path: str) -> Certificate | None:
         """Return who signed the request as an answer to a recent challenge, for the first time;
-        None: nobody of this cluster did.
+        None: no one of this cluster did.
         """
         scheme, _, rest = authorization.partition(" ")
         words = rest.split(" ")

@@ -122,7 +122,7 @@ class Health:
 
 class Watchdog:
     """A thread that looks at `parts` every `LOOK_S` and calls `stuck(why)` when the loop of one has
-    not turned for its limit. Without it time counts only while somebody asks.
+    not turned for its limit. Without it time counts only while probes ask.
     """
 
     def __init__(self, parts: Callable[[], Sequence[Vitals]], stuck: Callable[[str], None]) -> None:

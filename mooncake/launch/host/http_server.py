@@ -182,7 +182,7 @@ class _Server(ThreadingHTTPServer):
         self.server_address = self.socket.getsockname()
 
     def get_request(self) -> tuple[Any, Any]:
-        """Accept; the thread that answers shakes hands, so that nobody holds up the others."""
+        """Accept; the thread that answers shakes hands, so that no client delays the others."""
         accepted, address = super().get_request()
         if self._tls is None:
             return accepted, address

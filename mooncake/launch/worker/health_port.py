@@ -85,7 +85,7 @@ class HealthPort:
         """Return the process' series in Prometheus' text format."""
         worker, vitals = self._worker, self.health.vitals()
         own = HealthFamilies(self._worker_id, self._role, [vitals])
-        if worker is None or vitals.stuck_s:  # nobody would answer
+        if worker is None or vitals.stuck_s:  # no answer would come
             return render([own])
         return render([own, *worker.families()])
 

@@ -1,7 +1,7 @@
 """The processes of an instance's followers: started by its lead, on the lead's machine.
 
 A follower inherits two descriptors, a socket pair with its lead and the group's memory, and not the
-cluster secret: it talks to nobody else.
+cluster secret: it talks to the lead only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A group whose ranks are processes of one machine that map one memory.
 
-Nothing listens and nobody is looked for: the memory has no name, and a rank has its descriptor from
+Nothing listens: the memory has no name, and a rank has its descriptor from
 the process that started it. A rank lays its part down, says so in a counter, and reads the parts of
 the others once their counters say so. Each rank has two places for parts and takes them in turn:
 who has come to one exchange has read all parts of the one before.
