@@ -16,9 +16,9 @@ from pathlib import Path
 
 from benchmarks.support.servers import load, machine
 from mooncake.engine.plan import StepSlot
+from mooncake.engine.step_log import StepWriter, encode
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.parallel.lead import receive, send
-from mooncake.model.parallel.step_log import StepWriter, encode
 
 SHAPES = {
     "decode, 1 sequence at 1,024": (1, 1, 1024),

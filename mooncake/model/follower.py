@@ -19,6 +19,7 @@ import torch
 
 from mooncake.base import MooncakeError
 from mooncake.crypto.keys import KeyRing
+from mooncake.engine.step_log import RankStep, StepReader, UsePages, decode
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.inputs import build_inputs
@@ -31,7 +32,6 @@ from mooncake.model.output_logits import last_rows, prompt_pieces
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.lead import Loaded, receive, send
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
-from mooncake.model.parallel.step_log import RankStep, StepReader, UsePages, decode
 
 _log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from mooncake_kernels.native.experts import Timing, timings
 from mooncake.base import CheckpointError, ConfigError, InternalError, KvLayout
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.step_log import UsePages
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies
@@ -34,7 +35,6 @@ from mooncake.model.loading import load_model
 from mooncake.model.memory import pages_that_fit
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.lead import Lead
-from mooncake.model.parallel.step_log import UsePages
 from mooncake.model.runner import ModelRunner
 from mooncake.transfer.device import DeviceMemory
 

@@ -1,9 +1,8 @@
-"""The lead's side of an instance of several ranks: one log of steps to all followers, and one end
-for all of them.
+"""The lead's links to its followers: a socket pair and a process each, and the thread that watches
+them. What the lead says, and when all end, `engine.ranks` decides.
 
-A follower has a socket pair with the lead and nothing else: it hears what to compute, says once
-that it has loaded, and both see at once when the other's process is gone. A rank that is lost,
-refuses or stands still ends the instance: the others are killed, and the runner says so.
+A follower has that socket pair and nothing else: it hears what to compute, says once that it has
+loaded, and both see at once when the other's process is gone.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ import msgspec
 
 from mooncake.base import CheckpointError, InternalError
 from mooncake.engine.plan import StepSlot
+from mooncake.engine.ranks import LeadRanks
+from mooncake.engine.step_log import RankMessage, UsePages, encode
 from mooncake.model.parallel.shared_memory import SharedGroup
-from mooncake.model.parallel.step_log import RankMessage, StepWriter, UsePages, encode
 
 LENGTH = struct.Struct("<I")
 END_S = 5.0
@@ -58,9 +58,8 @@ class Lead:
         self.group = group
         self._sockets = list(sockets)
         self._processes = list(processes)
-        self._writer = StepWriter()
+        self._ranks = LeadRanks(self)
         self._lock = threading.Lock()
-        self._lost: str | None = None
         self._closed = False
         self._on_lost: Callable[[], None] = lambda: None
         for each in self._sockets:
@@ -95,21 +94,20 @@ class Lead:
 
     def use_pages(self, pages: UsePages, descriptor: int) -> None:
         """Have all followers compute over the memory behind `descriptor`."""
-        self._writer = StepWriter()
-        self._send(pages)
+        self._ranks.use_pages(pages)
         for each in self._sockets:
             socket.send_fds(each, [b"\0"], [descriptor])
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Have followers forget sequences that ended or begin anew, with the next step."""
-        self._writer.forget(sequence_ids)
+        self._ranks.forget(sequence_ids)
 
     def step(self, slots: Sequence[StepSlot], logprob_rows: Mapping[int, int]) -> None:
         """Have all followers compute the slots that this rank is about to compute.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
         """
-        self._send(self._writer.pack(slots, logprob_rows))
+        self._ranks.step(slots, logprob_rows)
 
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Have `on_lost` called, in any thread, when a rank is lost."""
@@ -118,14 +116,22 @@ class Lead:
     @property
     def lost(self) -> str | None:
         """Why this instance cannot go on; None: it can."""
-        return self._lost
+        return self._ranks.lost
 
     def fail(self, why: str) -> None:
         """End all ranks: `why` is what the lead's runner says. Only the first call counts."""
         with self._lock:
-            if self._lost is not None or self._closed:
-                return
-            self._lost = why
+            if not self._closed:
+                self._ranks.fail(why)
+
+    def tell(self, message: RankMessage) -> None:
+        """Send to all followers, in order."""
+        data = encode(message)
+        for each in self._sockets:
+            send(each, data)
+
+    def end(self) -> None:
+        """End all followers at once, and have the runner hear of it."""
         self.group.fail()
         for process in self._processes:
             process.kill()
@@ -150,11 +156,6 @@ class Lead:
                 process.kill()
                 process.wait(END_S)
 
-    def _send(self, message: RankMessage) -> None:
-        data = encode(message)
-        for each in self._sockets:
-            send(each, data)
-
     def _watch_all(self) -> None:
         """Wait for the first follower that goes: none of them says anything once it has loaded."""
         poll = select.poll()
@@ -164,7 +165,9 @@ class Lead:
             poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
         gone = [descriptor for descriptor, _ in poll.poll()]
         if self._watch.fileno() not in gone:
-            self.fail(f"rank {ranks[gone[0]]} of this model has ended")
+            with self._lock:
+                if not self._closed:
+                    self._ranks.gone(ranks[gone[0]])
 
 
 def send(to: socket.socket, data: bytes) -> None:

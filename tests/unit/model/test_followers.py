@@ -15,13 +15,13 @@ import torch
 
 from mooncake.base import CheckpointError, InternalError, SamplingParams
 from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.engine.step_log import UsePages
 from mooncake.model.follower import Follower, _follow
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.parallel.lead import Lead, Loaded, receive, send
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
-from mooncake.model.parallel.step_log import UsePages
 from mooncake.model.runner import ModelRunner
 from mooncake.transfer.memory import allocate_shared
 from tests.support.model.tiny_models import (

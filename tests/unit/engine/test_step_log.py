@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
-from mooncake.base import KvLayout
+import pytest
+
+from mooncake.base import InternalError, KvLayout
 from mooncake.engine.plan import StepSlot
-from mooncake.model.parallel.step_log import (
+from mooncake.engine.step_log import (
     RankStep,
     StepReader,
     StepWriter,
@@ -14,7 +16,12 @@ from mooncake.model.parallel.step_log import (
     decode,
     encode,
 )
-from tests.support.model.tiny_models import slot
+
+
+def slot(
+    sequence: int, start: int, tokens: list[int], pages: list[int], *, sample: bool = True
+) -> StepSlot:
+    return StepSlot(sequence_id=sequence, start=start, tokens=tokens, pages=pages, sample=sample)
 
 
 def carried(writer: StepWriter, reader: StepReader, slots: list[StepSlot]) -> list[StepSlot]:
@@ -41,6 +48,7 @@ def test_plans_come_out_as_they_went_in() -> None:
             start, sample = choose.randrange(2**20), choose.random() < 0.5
             slots.append(slot(sequence, start, tokens, list(table), sample=sample))
         assert carried(writer, reader, slots) == slots
+        assert reader.held == writer.held
 
 
 def test_a_follower_keeps_nothing_of_what_has_ended() -> None:
@@ -48,8 +56,17 @@ def test_a_follower_keeps_nothing_of_what_has_ended() -> None:
     carried(writer, reader, [slot(1, 0, [5], [7]), slot(2, 0, [6], [8])])
     writer.forget([1, 3])
     carried(writer, reader, [slot(2, 1, [6], [8])])
-    assert list(reader._pages) == [2]
+    assert reader.held == {2: 1}
     assert writer.pack([], {}).forgotten == [], "said once"
+
+
+def test_a_step_that_does_not_follow_is_refused() -> None:
+    writer, reader = StepWriter(), StepReader()
+    carried(writer, reader, [slot(1, 0, [5], [7])])
+    writer.pack([slot(1, 1, [6], [7, 8])], {})
+    with pytest.raises(InternalError, match="step 3 came where 2 was due"):
+        carried(writer, reader, [slot(1, 2, [6], [7, 8])])
+    assert reader.held == {1: 1}, "nothing of it was taken"
 
 
 def test_a_decode_step_of_64_takes_less_than_2_kb_whatever_the_context() -> None:

@@ -1,7 +1,8 @@
 """The log by which the lead rank of an instance tells its followers what to compute. Pure.
 
 A follower knows of a sequence only its pages. Each step says what is new: tokens, and pages that
-were added; so a step's bytes do not grow with the contexts.
+were added; so a step's bytes do not grow with the contexts. So no step may be missed: they are
+numbered, and a follower refuses what does not follow.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from mooncake.base import KvLayout
+from mooncake.base import InternalError, KvLayout
 from mooncake.engine.plan import StepSlot
 
 _COUNTS = "I"
@@ -20,7 +21,9 @@ _IDS = "q"
 
 
 class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
-    """Compute over these pages from now on; a descriptor of their memory follows the message."""
+    """Compute over these pages from now on: no sequence is known, and steps count from 1. A
+    descriptor of the pages' memory follows the message.
+    """
 
     layout: KvLayout
     num_pages: int
@@ -30,6 +33,8 @@ class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
 class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):
     """One step, in columns: a number for each slot, or for each token or page of all slots."""
 
+    number: int
+    """Of this step, since the pages were named."""
     ids: bytes
     starts: bytes
     """Tokens computed before."""
@@ -66,22 +71,31 @@ class StepWriter:
     """Packs plans; knows how many pages of each sequence the followers have."""
 
     def __init__(self) -> None:
+        self.number = 0
+        """Of the last step."""
         self._num_pages: dict[int, int] = {}
-        self._forgotten: list[int] = []
+        self._forgotten: dict[int, int] = {}
+        """Of which the next step says so."""
+
+    @property
+    def held(self) -> dict[int, int]:
+        """What a follower holds that has read all steps: sequence -> pages."""
+        return {**self._num_pages, **self._forgotten}
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Have the next step say that these sequences have ended, or begin anew."""
         for sequence_id in sequence_ids:
-            if self._num_pages.pop(sequence_id, None) is not None:
-                self._forgotten.append(sequence_id)
+            if (num_pages := self._num_pages.pop(sequence_id, None)) is not None:
+                self._forgotten[sequence_id] = num_pages
 
     def pack(self, slots: Sequence[StepSlot], logprob_rows: Mapping[int, int]) -> RankStep:
         """Return what followers need of a step's slots.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
         """
+        self.number += 1
         known = self._num_pages
-        forgotten, self._forgotten = self._forgotten, []
+        forgotten, self._forgotten = list(self._forgotten), {}
         tokens, pages, num_pages = array(_COUNTS), array(_COUNTS), array(_COUNTS)
         for slot in slots:
             tokens.extend(slot.tokens)
@@ -90,6 +104,7 @@ class StepWriter:
             num_pages.append(len(slot.pages) - had)
             pages.extend(slot.pages[had:])
         return RankStep(
+            number=self.number,
             ids=array(_IDS, [slot.sequence_id for slot in slots]).tobytes(),
             starts=array(_COUNTS, [slot.start for slot in slots]).tobytes(),
             num_tokens=array(_COUNTS, [len(slot.tokens) for slot in slots]).tobytes(),
@@ -106,10 +121,27 @@ class StepReader:
     """Unpacks what a `StepWriter` packed; keeps the pages of every sequence."""
 
     def __init__(self) -> None:
+        self.number = 0
+        """Of the last step."""
         self._pages: dict[int, list[int]] = {}
 
+    @property
+    def held(self) -> dict[int, int]:
+        """What this follower holds: sequence -> pages."""
+        return {sequence_id: len(pages) for sequence_id, pages in self._pages.items()}
+
     def slots(self, step: RankStep) -> list[StepSlot]:
-        """Return the slots of the plan."""
+        """Return the slots of the plan.
+
+        Raises:
+            InternalError: it is not the step that follows; this rank cannot go on.
+        """
+        if step.number != self.number + 1:
+            raise InternalError(
+                f"step {step.number} came where {self.number + 1} was due: words of the lead are "
+                "lost"
+            )
+        self.number = step.number
         for sequence_id in step.forgotten:
             self._pages.pop(sequence_id, None)
         tokens, pages = _column(_COUNTS, step.tokens), _column(_COUNTS, step.pages)

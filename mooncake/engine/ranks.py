@@ -1,0 +1,67 @@
+"""What the lead of an instance of several ranks decides: one log of steps to all followers, and one
+end for all of them. Pure: links, processes and exchanges are ports.
+
+The ranks compute every step together. So whatever ends one of them, a death, a refusal, an exchange
+that another did not come to, ends the instance: the first such thing is the reason, and is acted
+upon once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from mooncake.engine.plan import StepSlot
+from mooncake.engine.step_log import RankMessage, StepReader, StepWriter, UsePages
+
+
+class Followers(Protocol):
+    """The other ranks of an instance, as its lead reaches them."""
+
+    def tell(self, message: RankMessage) -> None:
+        """Send to all of them, in order; OSError where one has gone."""
+
+    def end(self) -> None:
+        """End all of them at once, whatever they do."""
+
+
+class LeadRanks:
+    """What a lead knows of its followers."""
+
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
+        self._writer = StepWriter()
+        self.lost: str | None = None
+        """Why this instance cannot go on; None: it can."""
+
+    def use_pages(self, pages: UsePages) -> None:
+        """Have all followers compute over these pages, with no sequence known any more."""
+        self._writer = StepWriter()
+        self._followers.tell(pages)
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Have followers forget sequences that ended or begin anew, with the next step."""
+        self._writer.forget(sequence_ids)
+
+    def step(self, slots: Sequence[StepSlot], logprob_rows: Mapping[int, int]) -> None:
+        """Have all followers compute the slots that this rank is about to compute.
+
+        logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
+        """
+        self._followers.tell(self._writer.pack(slots, logprob_rows))
+
+    def gone(self, rank: int) -> None:
+        """A follower's process has ended."""
+        self.fail(f"rank {rank} of this model has ended")
+
+    def fail(self, why: str) -> None:
+        """End all ranks. Only the first call counts."""
+        if self.lost is None:
+            self.lost = why
+            self._followers.end()
+
+    def check_follower(self, reader: StepReader) -> None:
+        """Raise AssertionError where a follower that heard every step holds anything else."""
+        assert reader.number <= self._writer.number, "a follower is ahead of its lead"
+        if reader.number == self._writer.number:
+            assert reader.held == self._writer.held, "a follower holds other pages than its lead"

@@ -1,0 +1,74 @@
+"""What a lead says and when all its ranks end."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake.base import KvLayout
+from mooncake.engine.plan import StepSlot
+from mooncake.engine.ranks import LeadRanks
+from mooncake.engine.step_log import RankMessage, RankStep, StepReader, UsePages
+
+PAGES = UsePages(
+    KvLayout(num_layers=2, block_tokens=4, kv_width=8, dtype="float32", fingerprint="x"), 12, None
+)
+
+
+class Heard:
+    """Followers that keep what they are told."""
+
+    def __init__(self) -> None:
+        self.messages: list[RankMessage] = []
+        self.num_ends = 0
+
+    def tell(self, message: RankMessage) -> None:
+        self.messages.append(message)
+
+    def end(self) -> None:
+        self.num_ends += 1
+
+
+def slots(num_pages: int) -> list[StepSlot]:
+    pages = list(range(num_pages))
+    return [StepSlot(sequence_id=1, start=0, tokens=[5], pages=pages, sample=True)]
+
+
+def test_new_pages_begin_the_log_anew() -> None:
+    heard = Heard()
+    lead = LeadRanks(heard)
+    for _ in range(2):
+        lead.use_pages(PAGES)
+        lead.step(slots(2), {})
+        lead.step(slots(3), {})
+    numbers = [each.number if isinstance(each, RankStep) else 0 for each in heard.messages]
+    assert numbers == [0, 1, 2, 0, 1, 2]
+    assert heard.messages[1] == heard.messages[4], "all pages are new again"
+
+
+def test_the_first_loss_is_the_reason_and_ends_all_once() -> None:
+    heard = Heard()
+    lead = LeadRanks(heard)
+    assert lead.lost is None
+    lead.gone(2)
+    lead.gone(1)
+    lead.fail("step 7: no memory")
+    assert lead.lost == "rank 2 of this model has ended"
+    assert heard.num_ends == 1
+
+
+def test_a_follower_that_holds_something_else_is_found() -> None:
+    heard = Heard()
+    lead = LeadRanks(heard)
+    lead.use_pages(PAGES)
+    reader = StepReader()
+    lead.check_follower(reader)
+    lead.step(slots(2), {})
+    lead.check_follower(reader)  # it has yet to hear of the step
+    step = heard.messages[-1]
+    assert isinstance(step, RankStep)
+    reader.slots(step)
+    lead.forget([1])
+    lead.check_follower(reader)  # it will hear of it with the next step
+    reader._pages[1].append(9)
+    with pytest.raises(AssertionError, match="other pages"):
+        lead.check_follower(reader)
