@@ -4,6 +4,7 @@ it finds small.
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import logging
 import multiprocessing
@@ -158,6 +159,8 @@ def _quietly(work: Callable[[], None], log: Path) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+        if faulthandler.is_enabled():  # pytest's writes to a copy of its own stderr
+            faulthandler.enable(file)
         work()
 
 
