@@ -44,6 +44,7 @@ what the kind needs; without --trace they happen to the small cluster of --seed:
   - {at_s: 10, kind: kill, target: prefill-0}
   - {at_s: 12, kind: cut, target: decode-node-0, other: prefill-node-1, seconds: 5}
   - {at_s: 20, kind: lose, amount: 0.1, seconds: 3}
+Ranks have faults of their own where --shape names them, and in half of the clusters of a --seed.
 kinds:
 """ + "\n".join(f"  {kind:15} {effect}" for kind, effect in KINDS.items())
 

@@ -8,7 +8,7 @@ upon once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from mooncake.engine.plan import StepSlot
@@ -59,6 +59,11 @@ class LeadRanks:
         if self.lost is None:
             self.lost = why
             self._followers.end()
+
+    def check_integrity(self, sequences: Collection[int]) -> None:
+        """Raise AssertionError where followers hold pages of others than these sequences."""
+        others = self._writer.held.keys() - sequences
+        assert not others, f"followers hold pages of sequences that have ended: {sorted(others)}"
 
     def check_follower(self, reader: StepReader) -> None:
         """Raise AssertionError where a follower that heard every step holds anything else."""

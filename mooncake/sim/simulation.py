@@ -16,6 +16,7 @@ from mooncake.base.messages import Role
 from mooncake.base.request import OutputEvent
 from mooncake.base.sampling import SamplingParams
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.step_log import UsePages
 from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.scheduler.config import SchedulerConfig
@@ -27,6 +28,7 @@ from mooncake.sim.world.cost_model import HardwareFigures, InstanceCost, ModelFi
 from mooncake.sim.world.disk import SimDiskConfig
 from mooncake.sim.world.network import NetworkConfig
 from mooncake.sim.world.process import AfterEvent
+from mooncake.sim.world.ranks import RankedRunner
 from mooncake.sim.world.runner import SimRunner, token_at
 from mooncake.sim.world.world import WorkerSpec, World, WorldConfig
 from mooncake.transfer.engine import Region
@@ -34,6 +36,8 @@ from mooncake.transfer.engine import Region
 START_S = 2.0
 """When the first request comes: all workers have been welcomed."""
 LAYER_GROUPS = 4
+EXCHANGE_S = 30.0
+"""Of the ranks of an instance, as in life (`launch.worker.rank_processes`)."""
 REPORT_INTERVAL_S = 1.0
 MAX_NUM_SEQS = 512
 """Seats in a decode batch."""
@@ -100,10 +104,14 @@ class Simulation:
         workload: Workload,
         after_event: AfterEvent | None = None,
         on_output: Callable[[Arrival, OutputEvent], None] | None = None,
+        *,
+        with_ranks: bool = False,
     ) -> None:
         """Build the world. `after_event` is called with each machine after its events, `on_output`
-        with every event that clients receive.
+        with every event that clients receive. `with_ranks`: an instance of a given shape is as many
+        processes, which may fail one by one; else only the duration of its steps is of that shape.
         """
+        self._with_ranks = with_ranks and config.shape is not None
         self._on_output = on_output
         self.config = config
         self.workload = workload
@@ -178,8 +186,15 @@ class Simulation:
         pages: Region,
         deliver: Callable[[msgspec.Struct], None],
     ) -> SimRunner:
-        del pages, spec
-        return SimRunner(heap, self.cost, deliver, num_layers=LAYER_GROUPS, oracle=self._oracle)
+        del spec
+        num_ranks, layout = self.cost.shape.tp, self.layout
+        if not self._with_ranks or num_ranks == 1:
+            return SimRunner(heap, self.cost, deliver, num_layers=LAYER_GROUPS, oracle=self._oracle)
+        return RankedRunner(
+            heap, self.cost, deliver, num_layers=LAYER_GROUPS, oracle=self._oracle,
+            num_ranks=num_ranks, exchange_s=EXCHANGE_S,
+            pages=UsePages(layout, pages.num_bytes // layout.block_bytes, None),
+        )  # fmt: skip
 
     def _specs(self) -> list[WorkerSpec]:
         config = self.config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mooncake.base import ConfigError, FinishReason, SamplingParams
+from mooncake.base import ConfigError, FinishReason, SamplingParams, Shape
 from mooncake.base.messages import Role
 from mooncake.kvstore.storage.disk import DiskBlock
 from mooncake.sim.faults.injector import Injector
@@ -40,6 +40,23 @@ def test_a_trace_outlives_what_is_done_to_its_cluster() -> None:
     assert report.faults == {"cut": 1, "kill": 1, "kill_node": 1, "lose": 1, "skew": 1}
     assert report.endings == {"stop": 40}
     assert [line.split()[2] for line in report.injected] == [fault.kind for fault in KILLS]
+
+
+def test_ranks_of_a_shape_are_processes() -> None:
+    faults = [
+        Fault(at_s=1.0, kind="kill_rank", target="prefill-0/3"),
+        Fault(at_s=1.5, kind="hang_rank", target="decode-1/1", seconds=60.0),
+        Fault(at_s=2.0, kind="slow_rank", target="decode-0/2", seconds=2.0, amount=2.0),
+    ]
+    shaped = config(shape=Shape(tp=4))
+    run = FaultyRun(shaped, Workload.replay(sessions(12)), faults, "ranks")
+    report = run.run()
+    assert report.failure is None, report.last_events
+    assert report.endings == {"stop": 12}
+    starts = {name: one.num_starts for name, one in run.simulation.world.workers.items()}
+    assert {name for name, number in starts.items() if number == 2} == {"prefill-0", "decode-1"}
+    with pytest.raises(ConfigError, match="no 'decode-0/2' in this cluster"):
+        FaultyRun(config(), Workload.replay(sessions(12)), faults[2:], "one rank each")
 
 
 def test_puts_go_on_after_words_within_a_node_were_lost() -> None:

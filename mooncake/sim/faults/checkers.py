@@ -82,6 +82,10 @@ def check_quiet(world: World) -> None:
     assert not busy, "; ".join(busy)
     for _, machine in world.machines():
         machine.check_integrity()
+    for worker_id in world.workers:
+        ranked = world.ranked(worker_id)
+        living = ranked.num_living if ranked is not None else 0
+        assert ranked is None or living == ranked.num_ranks, f"{worker_id} has {living} ranks"
 
 
 def check_index(world: World) -> None:

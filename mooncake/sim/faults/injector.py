@@ -33,6 +33,12 @@ class Injector:
             workers=[spec.worker_id for spec in specs],
             nodes=sorted({spec.node_id for spec in specs}),
             pools=[spec.worker_id for spec in specs if spec.role is Role.KVSTORE],
+            ranks=[
+                f"{spec.worker_id}/{rank}"
+                for spec in specs
+                if (ranked := self._world.ranked(spec.worker_id)) is not None
+                for rank in range(1, ranked.num_ranks)
+            ],
             gateways=tuple(self._world.gateway_hosts),
         )
 
@@ -63,6 +69,8 @@ class Injector:
             case "cut_one_way":
                 cut = world.network.partition_one_way
                 self._cut(cut, fault.target, fault.other, fault.seconds)
+            case "kill_rank" | "hang_rank" | "slow_rank" | "lose_step":
+                self._rank(fault)
             case "slow_disk" | "disk_error":
                 self._disks(fault)
             case "skew":
@@ -78,6 +86,21 @@ class Injector:
     def _cut(self, partition: Callable[..., None], target: str, other: str, seconds: float) -> None:
         partition(target, other, cut=True)
         self._world.heap.after(seconds, lambda: partition(target, other, cut=False))
+
+    def _rank(self, fault: Fault) -> None:
+        worker_id, _, number = fault.target.rpartition("/")
+        ranked, rank = self._world.ranked(worker_id), int(number)
+        if ranked is None:
+            return  # its worker is dead
+        match fault.kind:
+            case "kill_rank":
+                ranked.kill_rank(rank)
+            case "hang_rank":
+                ranked.hang_rank(rank, fault.seconds)
+            case "slow_rank":
+                ranked.slow_rank(rank, fault.amount, fault.seconds)
+            case _:
+                ranked.lose_step(rank)
 
     def _disks(self, fault: Fault) -> None:
         """Return the node's disks; their faults outlive the process that uses them."""

@@ -17,6 +17,10 @@ KINDS = {
     "kill_node": "all workers of node `target` die at once; only missing heartbeats reveal it",
     "hang": "worker `target` stands still for `seconds`",
     "hang_step": "the running step of engine `target` never ends, though it is heard",
+    "kill_rank": "the process of rank `target`, such as decode-0/1, of an instance of several dies",
+    "hang_rank": "rank `target` stands still for `seconds`",
+    "slow_rank": "rank `target` takes `amount` times as long for `seconds`",
+    "lose_step": "the next word of its lead to rank `target` is lost",
     "cut": "no word and no byte passes between nodes `target` and `other` for `seconds`",
     "cut_gateway": "the same between node `target` and the gateway",
     "cut_one_way": "no word passes from `target` to `other`, nodes or gateways, for `seconds`",
@@ -37,6 +41,10 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "kill_node": ("target",),
     "hang": ("target", "seconds"),
     "hang_step": ("target",),
+    "kill_rank": ("target",),
+    "hang_rank": ("target", "seconds"),
+    "slow_rank": ("target", "seconds", "amount"),
+    "lose_step": ("target",),
     "cut": ("target", "other", "seconds"),
     "cut_gateway": ("target", "seconds"),
     "cut_one_way": ("target", "other", "seconds"),
@@ -54,6 +62,7 @@ _SHARES = ("lose", "reorder")
 _NODES = ("kill_node", "cut", "cut_gateway")
 _ENGINES = ("hang_step", "change_role")
 _POOLS = ("slow_disk", "disk_error")
+_RANKS = ("kill_rank", "hang_rank", "slow_rank", "lose_step")
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +89,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[str]
     nodes: list[str]
     pools: list[str]
+    ranks: list[str] = []
+    """Followers, by worker and number."""
     gateways: tuple[str, ...] = (GATEWAY,)
 
     def fitting(self, kind: str) -> list[str]:
@@ -90,6 +101,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             return [*self.nodes, *self.gateways]
         if kind in _POOLS:
             return self.pools
+        if kind in _RANKS:
+            return self.ranks
         if kind in _ENGINES:
             return [worker for worker in self.workers if worker not in self.pools]
         return [*self.workers, GATEWAY] if kind == "skew" else self.workers
@@ -119,10 +132,11 @@ def check_faults(faults: Sequence[Fault], names: Names, source: str) -> None:
                 raise ConfigError(f"{where}: no {name!r} in this cluster; {hint}")
 
 
-def random_fault(random: Random, names: Names, at_s: float) -> Fault:
-    """Draw a fault that can happen in the cluster of `names`."""
-    kinds = [kind for kind in KINDS if names.pools or kind not in _POOLS]
-    kind = random.choice([*kinds, "kill"])  # what happens most in life happens most here
+def random_fault(random: Random, names: Names, at_s: float, *, of_rank: bool = False) -> Fault:
+    """Draw a fault that can happen in the cluster of `names`. `of_rank`: to one of its ranks."""
+    kinds = [kind for kind in KINDS if names.fitting(kind)]
+    # What happens most in life happens most here.
+    kind = random.choice(_RANKS if of_rank else [*kinds, "kill"])
     needs = _NEEDS[kind]
     known = names.fitting(kind)
     target = random.choice(known) if "target" in needs else ""
@@ -130,6 +144,7 @@ def random_fault(random: Random, names: Names, at_s: float) -> Fault:
     others = [name for name in known if name != target or kind == "cut"] or known
     amounts = {
         "slow_disk": [10.0, 1000.0, 1e5],
+        "slow_rank": [3.0, 50.0, 1000.0],
         "skew": [0.1, 1.0, 30.0],
     }.get(kind, [0.02, 0.2, 0.5])
     return Fault(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from mooncake.base.machine import Machine
 from mooncake.base.messages import Role
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan
+from mooncake.engine.step_log import UsePages
 from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
@@ -34,6 +36,7 @@ from mooncake.sim.faults.injector import Injector
 from mooncake.sim.faults.plan import GATEWAY, Fault, check_faults, random_fault
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.network import NetworkConfig
+from mooncake.sim.world.ranks import RankedRunner
 from mooncake.sim.world.runner import SimRunner
 from mooncake.sim.world.world import SupervisorConfig, WorkerSpec, World, WorldConfig
 from mooncake.telemetry.events import Recorders
@@ -41,10 +44,16 @@ from mooncake.transfer.engine import Region
 
 BLOCK_TOKENS = 4
 NUM_LAYERS = 3
+LAYOUT = KvLayout(
+    num_layers=NUM_LAYERS, block_tokens=BLOCK_TOKENS, kv_width=8, dtype="float8_e4m3fn",
+    fingerprint="trial",
+)  # fmt: skip
 MAX_MODEL_LEN = 200
 KEPT_EVENTS = 60
 TWO_GATEWAYS = 0.3
 """Share of clusters that have two gateways."""
+SEVERAL_RANKS = 0.5
+"""Share of clusters some of whose instances have several ranks."""
 START_S = 1.5
 SETTLE_S = 240.0
 """Long enough for every time-out to run out after the last fault."""
@@ -91,6 +100,16 @@ class _StepCost:
         return self._fixed_s + self._token_s * plan.num_tokens
 
 
+def has_ranks(seed: int) -> bool:
+    """Whether some instances of this seed's cluster have several ranks."""
+    return _rank_random(seed).random() < SEVERAL_RANKS
+
+
+def _rank_random(seed: int) -> Random:
+    """Return what draws ranks and their faults: of its own, so that all else is as it was."""
+    return Random(f"ranks of seed {seed}")
+
+
 class Trial:
     """One run of one seed, with random faults or with given ones."""
 
@@ -104,6 +123,10 @@ class Trial:
         self._num_checked: dict[str, int] = {}
         self._orphans: set[str] = set()
         """Requests of a restarted gateway, whose clients are gone."""
+        self._rank_random = _rank_random(seed)
+        self._has_ranks = self._rank_random.random() < SEVERAL_RANKS
+        self._exchange_s = self._rank_random.choice([0.5, 2.0])
+        self._num_ranks: dict[str, int] = {}
         self._calm = NetworkConfig(
             message_jitter_s=self._random.choice([0.0, 0.001, 0.02]),
             link_bytes_per_s=self._random.choice([1e4, 1e6, 50e9]),
@@ -171,6 +194,12 @@ class Trial:
                 random_fault(random, names, random.random() * duration_s * 1.5)
                 for _ in range(random.randrange(1, 12))
             ]
+            if names.ranks:
+                ranks = self._rank_random
+                faults += [
+                    random_fault(ranks, names, ranks.random() * duration_s, of_rank=True)
+                    for _ in range(ranks.randrange(1, 4))
+                ]
         self._injector.schedule(faults, START_S)
         last_s = max((fault.at_s for fault in faults), default=0.0)
         self._settle(START_S + max(duration_s * 1.5, last_s) + 5.0)
@@ -261,11 +290,7 @@ class Trial:
         return workers
 
     def _config(self) -> WorldConfig:
-        random = self._random
-        layout = KvLayout(
-            num_layers=NUM_LAYERS, block_tokens=BLOCK_TOKENS, kv_width=8, dtype="float8_e4m3fn",
-            fingerprint="trial",
-        )  # fmt: skip
+        random, layout = self._random, LAYOUT
         return WorldConfig(
             layout=layout,
             engine={role: self._engine() for role in (Role.PREFILL, Role.DECODE)},
@@ -317,10 +342,24 @@ class Trial:
         pages: Region,
         deliver: Callable[[msgspec.Struct], None],
     ) -> SimRunner:
-        del spec, pages
-        return SimRunner(
-            heap, self._cost, deliver, num_layers=NUM_LAYERS, num_layer_reports=NUM_LAYERS
-        )
+        settings: Any = {"num_layers": NUM_LAYERS, "num_layer_reports": NUM_LAYERS}
+        num_ranks = self._ranks_of(spec.worker_id)
+        if num_ranks == 1:
+            return SimRunner(heap, self._cost, deliver, **settings)
+        return RankedRunner(
+            heap, self._cost, deliver, **settings, num_ranks=num_ranks,
+            pages=UsePages(LAYOUT, pages.num_bytes // LAYOUT.block_bytes, None),
+            exchange_s=self._exchange_s,
+        )  # fmt: skip
+
+    def _ranks_of(self, worker_id: str) -> int:
+        """Return how many ranks an instance has, at each of its starts."""
+        if not self._has_ranks:
+            return 1
+        if worker_id not in self._num_ranks:
+            counts = [1, 2, 4] if self._num_ranks else [2, 4]
+            self._num_ranks[worker_id] = self._rank_random.choice(counts)
+        return self._num_ranks[worker_id]
 
 
 def _disks_of(num_bytes: int) -> list[SsdConfig]:

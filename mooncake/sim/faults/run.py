@@ -40,7 +40,9 @@ class FaultyRun:
         Raises:
             ConfigError: a fault cannot happen in this cluster; `source` says where it stands.
         """
-        self.simulation = Simulation(config, workload, self._after_event, self._check_tokens)
+        self.simulation = Simulation(
+            config, workload, self._after_event, self._check_tokens, with_ranks=True
+        )
         self._world = self.simulation.world
         self._world.network.listener = self._hear
         self._trace: deque[str] = deque(maxlen=KEPT_EVENTS)

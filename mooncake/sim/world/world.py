@@ -35,6 +35,7 @@ from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.world.network import Endpoint, Network, NetworkConfig, SimChannel, SimTransfer
 from mooncake.sim.world.process import AfterEvent, SimProcess
+from mooncake.sim.world.ranks import LEAD, RankedRunner, RanksLost
 from mooncake.sim.world.runner import SimRunner
 from mooncake.telemetry.events import Recorder
 from mooncake.transfer.engine import Region
@@ -274,6 +275,15 @@ class World:
         process = self.workers[worker_id].process
         if process is not None:
             process.hang(seconds)
+            ranked = self.ranked(worker_id)
+            if ranked is not None:
+                ranked.hang_rank(LEAD, seconds)
+
+    def ranked(self, worker_id: str) -> RankedRunner | None:
+        """Return the ranks of a living worker; None: it is dead, or has one rank."""
+        worker = self.workers[worker_id]
+        runner = worker.runner if worker.process is not None else None
+        return runner if isinstance(runner, RankedRunner) else None
 
     def hang_step(self, worker_id: str) -> None:
         """Have an engine's steps never end; its process and its heartbeats go on."""
@@ -301,6 +311,8 @@ class World:
         worker.process.kill()
         if worker.disks is not None:
             worker.disks.kill()
+        if isinstance(worker.runner, RankedRunner):
+            worker.runner.close()
         self.network.detach(worker.address)
         worker.process = worker.machine = worker.address = None
 
@@ -367,10 +379,10 @@ class World:
         gateway = WorkerRef(GATEWAY_ADDRESS, "", GATEWAY_ADDRESS)
         machine.instance.send(gateway, PeerLost(worker=machine.instance.worker))
         assert worker.runner is not None, "an engine without a runner"
+        self._end(worker)
         worker.former.append((worker.spec.role, worker.runner))
         worker.runner = None
         worker.spec = msgspec.structs.replace(worker.spec, role=role)
-        self._end(worker)
         self.heap.after(self.config.supervisor.change_s, lambda: self._restart(worker_id))
 
     def runners(self, role: Role) -> Iterator[Runner]:
@@ -409,7 +421,14 @@ class World:
         layout, engine_config = self.config.layout, self.config.engine[worker.spec.role]
         num_bytes = engine_config.num_blocks * layout.block_bytes
         worker.pages = transfer.allocate(num_bytes, "pages")
-        runner = self._make_runner(worker.spec, self.heap, worker.pages, process.deliver)
+
+        def deliver(event: msgspec.Struct) -> None:
+            if isinstance(event, RanksLost):
+                self.kill(worker.spec.worker_id)  # as its driver ends it
+            else:
+                process.deliver(event)
+
+        runner = self._make_runner(worker.spec, self.heap, worker.pages, deliver)
         worker.runner = runner
         instance = Instance(
             self.config.instance,

@@ -72,3 +72,12 @@ def test_a_follower_that_holds_something_else_is_found() -> None:
     reader._pages[1].append(9)
     with pytest.raises(AssertionError, match="other pages"):
         lead.check_follower(reader)
+
+
+def test_pages_of_a_sequence_that_has_ended_are_found() -> None:
+    lead = LeadRanks(Heard())
+    lead.use_pages(PAGES)
+    lead.step(slots(2), {})
+    lead.check_integrity([1, 2])
+    with pytest.raises(AssertionError, match=r"have ended: \[1\]"):
+        lead.check_integrity([2])
