@@ -30,8 +30,8 @@ from mooncake.model.loading import load_model
 from mooncake.model.options import ModelOptions
 from mooncake.model.output_logits import last_rows, prompt_pieces
 from mooncake.model.parallel.group import Group
+from mooncake.model.parallel.joining import join
 from mooncake.model.parallel.lead import Loaded, receive, send
-from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a follower is started with."""
 
     rank: int
-    num_ranks: int
     model: str
     dtype: str
     options: ModelOptions
@@ -64,6 +63,7 @@ class Follower:
         """Compute over these pages; no sequence is known any more."""
         self._kv = kv
         self._reader = StepReader()
+        self._group.meet()
 
     def step(self, step: RankStep) -> None:
         """Compute this rank's part of a step, all exchanges in the lead's order."""
@@ -86,20 +86,15 @@ class Follower:
 def run(link: socket.socket, memory: int, keys: Callable[[ModelOptions], KeyRing | None]) -> None:
     """Be a follower until the lead goes.
 
-    link: to the lead, whose first message are `FollowerSettings`. memory: descriptor of what the
-    group maps. keys: finds the keys of encrypted weights.
+    link: to the lead, whose first message are `FollowerSettings`. memory: descriptor of the file
+    by which the group is joined. keys: finds the keys of encrypted weights.
     """
     first = receive(link)
     if first is None:
         return
     settings = msgspec.msgpack.decode(first, type=FollowerSettings)
     threading.Thread(target=_end_with, args=(link,), name="lead-watch", daemon=True).start()
-    group = SharedGroup(
-        settings.rank,
-        settings.num_ranks,
-        mmap.mmap(memory, shared_bytes(settings.num_ranks)),
-        settings.timeout_s,
-    )
+    group = join(settings.options, settings.rank, memory, settings.timeout_s)
     try:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from mooncake.base.parallel import Shape
 from mooncake.crypto.keys import KeySource
 
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "native", "triton")
+GLOO = "gloo"
+RANK_BACKENDS = ("auto", "shm", GLOO)
 MOE_BACKENDS = ("auto", "reference", "onednn", "native", "triton")
 KV_DTYPES = {"fp8": "float8_e4m3fn"}
 """Of `--kv-cache-dtype`, besides auto, to a layout's dtype."""
@@ -30,7 +33,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where digests of weight files are kept, so that each is hashed once; None: nowhere."""
     weights_key: KeySource = KeySource(name="weights-key")
     """Where the process that loads encrypted weights finds their key."""
-    num_ranks: int = 1
-    """Processes among which each layer is cut (tensor parallel)."""
+    shape: Shape = Shape()
+    """The processes among which each layer is cut, and how they share out the KVCache."""
+    rank_backend: str = "auto"
+    """What they exchange tensors by; "auto" is "shm", one memory, as they run on one machine."""
     graphs: bool = True
     """On a GPU: decode steps are captured once and replayed."""

@@ -210,7 +210,7 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts, secret: str) 
         ssd_key=ssd_key(config),
         num_threads=plan.num_threads,
         options=msgspec.structs.replace(
-            template.options, device=plan.options.device, num_ranks=plan.options.num_ranks,
+            template.options, device=plan.options.device, shape=plan.options.shape,
             measure_pages=plan.options.measure_pages,
             gpu_memory_utilization=plan.options.gpu_memory_utilization,
             weights_key=plan.options.weights_key,

@@ -71,7 +71,7 @@ def cluster_workers(
             options=plan.options
             if role is Role.KVSTORE
             else msgspec.structs.replace(
-                _on_gpu(plan.options, next(gpus)), num_ranks=plan.ranks[role].shape.tp
+                _on_gpu(plan.options, next(gpus)), shape=plan.ranks[role].shape
             ),
             health=health_settings(config, next(places)),
             admin=admin_settings(config, index) if role is Role.KVSTORE else None,

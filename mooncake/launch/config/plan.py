@@ -318,7 +318,7 @@ def _options(
         device=device,
         measure_pages=device == "cuda" and sized is None,
         graphs=not config.enforce_eager,
-        num_ranks=shapes[Role.PREFILL if config.role == "prefill" else Role.DECODE].tp,
+        shape=shapes[Role.PREFILL if config.role == "prefill" else Role.DECODE],
         cache_dir=str(environment.cache_dir()),
         weights_key=_weights_key(config),
         **values_of(config, ModelOptions),

@@ -40,6 +40,7 @@ from mooncake.model.options import (
     DEVICES,
     KV_DTYPES,
     MOE_BACKENDS,
+    RANK_BACKENDS,
     ModelOptions,
 )
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
@@ -238,6 +239,9 @@ class ServeConfig:
     moe_backend: str = owned(ModelOptions, "moe_backend", OneOf(*MOE_BACKENDS), ENGINE, "NAME",
         "auto: triton on a GPU; native for few tokens and onednn for many where they can; else "
         "reference")
+    rank_backend: str = owned(ModelOptions, "rank_backend", OneOf(*RANK_BACKENDS), ENGINE, "NAME",
+        "what the ranks of an engine exchange tensors by; auto: shm, a memory that they share; "
+        "gloo: connections over loopback, slower")
     deterministic: bool = owned(ModelOptions, "deterministic", truth, ENGINE, "",
         "no result depends on the rest of the batch; slower", switch=True)
     enforce_eager: bool = setting(False, truth, ENGINE, "",

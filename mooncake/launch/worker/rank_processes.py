@@ -1,12 +1,11 @@
 """The processes of an instance's followers: started by its lead, on the lead's machine.
 
-A follower inherits two descriptors, a socket pair with its lead and the group's memory, and not the
+A follower inherits two descriptors, a socket pair with its lead and the group's file, and not the
 cluster secret: it talks to the lead only.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import subprocess
@@ -20,8 +19,8 @@ from mooncake.launch.host import environment
 from mooncake.launch.host.key_source import read_keys
 from mooncake.model.follower import FollowerSettings, run
 from mooncake.model.options import ModelOptions
+from mooncake.model.parallel.joining import join, make_file
 from mooncake.model.parallel.lead import Lead, send
-from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 from mooncake.telemetry.log import configure_logging
 
 EXCHANGE_S = 30.0
@@ -30,13 +29,12 @@ _MAIN = "from mooncake.launch.worker.rank_processes import main; main()"
 
 
 def start_ranks(path: str, dtype: str, options: ModelOptions) -> Lead:
-    """Start the followers of an instance of `options.num_ranks` ranks; they begin to load."""
-    num_ranks = options.num_ranks
-    memory = os.memfd_create("mooncake-ranks", os.MFD_CLOEXEC)
+    """Start the followers of an instance of several ranks; they begin to load."""
+    num_ranks = options.shape.tp
+    memory = make_file(options)
     sockets: list[socket.socket] = []
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        os.ftruncate(memory, shared_bytes(num_ranks))
         for rank in range(1, num_ranks):
             ours, theirs = socket.socketpair()
             sockets.append(ours)
@@ -44,24 +42,21 @@ def start_ranks(path: str, dtype: str, options: ModelOptions) -> Lead:
                 processes.append(_start(theirs.fileno(), memory, options))
             settings = FollowerSettings(
                 rank=rank,
-                num_ranks=num_ranks,
                 model=path,
                 dtype=dtype,
                 options=options,
                 timeout_s=EXCHANGE_S,
             )
             send(ours, msgspec.msgpack.encode(settings))
-        mapped = mmap.mmap(memory, shared_bytes(num_ranks))
+        group = join(options, 0, memory, EXCHANGE_S)
     except BaseException:
+        os.close(memory)
         for each in sockets:
             each.close()
         for process in processes:
             process.kill()
             process.wait()
         raise
-    finally:
-        os.close(memory)
-    group = SharedGroup(0, num_ranks, mapped, EXCHANGE_S)
     return Lead(group, sockets, processes, EXCHANGE_S)
 
 

@@ -45,8 +45,21 @@ class Group(Protocol):
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return all ranks' `x` side by side along the last dimension, in the ranks' order."""
 
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what every rank has for this one: [ranks, ...] in their order, where `x[i]` is
+        what this rank has for rank i.
+        """
+
     def meet(self) -> None:
         """Return once all ranks have come here."""
+
+    def part(self, size: int) -> Group:
+        """Return this rank's group of `size` ranks, of those into which all are cut in order: all
+        ranks call this alike. Of all ranks it is this group itself.
+        """
+
+    def fail(self) -> None:
+        """Have every rank that waits, or comes later, raise `GroupError`; from any thread."""
 
 
 class GroupError(Exception):
@@ -70,8 +83,20 @@ class Solo:
         """Return `x`."""
         return x
 
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`."""
+        return x
+
     def meet(self) -> None:
         """Return."""
+
+    def part(self, size: int) -> Solo:
+        """Return this group."""
+        assert size == 1, "one rank is not cut"
+        return self
+
+    def fail(self) -> None:
+        """Do nothing: nobody waits."""
 
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:

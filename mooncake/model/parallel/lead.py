@@ -21,7 +21,7 @@ from mooncake.base import CheckpointError, InternalError
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks import LeadRanks
 from mooncake.engine.step_log import RankMessage, UsePages, encode
-from mooncake.model.parallel.shared_memory import SharedGroup
+from mooncake.model.parallel.group import Group, GroupError
 
 LENGTH = struct.Struct("<I")
 END_S = 5.0
@@ -49,13 +49,14 @@ class Lead:
 
     def __init__(
         self,
-        group: SharedGroup,
+        group: Group,
         sockets: Sequence[socket.socket],
         processes: Sequence[RankProcess],
         timeout_s: float,
     ) -> None:
         """`sockets` and `processes` of the ranks from 1 on; `timeout_s`: of an exchange."""
         self.group = group
+        self._timeout_s = timeout_s
         self._sockets = list(sockets)
         self._processes = list(processes)
         self._ranks = LeadRanks(self)
@@ -89,14 +90,23 @@ class Lead:
             if error_text:
                 self.close()
                 raise CheckpointError(f"rank {rank}: {error_text}")
-            each.settimeout(self.group.timeout_s)
+            each.settimeout(self._timeout_s)
         self._watcher.start()
 
     def use_pages(self, pages: UsePages, descriptor: int) -> None:
-        """Have all followers compute over the memory behind `descriptor`."""
-        self._ranks.use_pages(pages)
-        for each in self._sockets:
-            socket.send_fds(each, [b"\0"], [descriptor])
+        """Have all followers compute over the memory behind `descriptor`; return when they can.
+
+        Raises:
+            InternalError: one cannot, or ended.
+        """
+        try:
+            self._ranks.use_pages(pages)
+            for each in self._sockets:
+                socket.send_fds(each, [b"\0"], [descriptor])
+            self.group.meet()
+        except (OSError, GroupError) as error:
+            self.fail(f"the ranks of this model do not meet: {error}")
+            raise InternalError(f"{self.lost}") from error
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Have followers forget sequences that ended or begin anew, with the next step."""

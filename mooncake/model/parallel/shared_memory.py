@@ -8,6 +8,7 @@ who has come to one exchange has read all parts of the one before.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
@@ -27,32 +28,41 @@ _YIELDS = 2000
 _SLEEP_S = 50e-6
 
 
-def shared_bytes(size: int) -> int:
-    """Return the bytes of memory that a group of `size` ranks maps."""
-    return (size + 1) * LINE_BYTES + 2 * size * PLACE_BYTES
+def shared_bytes(size: int, part: int = 1) -> int:
+    """Return the bytes of memory that a group of `size` ranks maps, and its parts of `part` ranks
+    where there are any.
+    """
+    own = (size + 1) * LINE_BYTES + 2 * size * PLACE_BYTES
+    return own + (size // part * shared_bytes(part) if 1 < part < size else 0)
 
 
 class SharedGroup:
-    """One rank of a group over `memory`, of `shared_bytes(size)` bytes, zero at first.
+    """One rank of a group over `memory`, of `shared_bytes` bytes, zero at first.
 
     Tensors lie on the CPU. One thread a rank may use it, `fail` any.
     """
 
-    def __init__(self, rank: int, size: int, memory: mmap.mmap, timeout_s: float) -> None:
-        """`timeout_s`: how long the others may take to come to an exchange."""
+    def __init__(
+        self, rank: int, size: int, memory: mmap.mmap, timeout_s: float, first: int = 0
+    ) -> None:
+        """timeout_s: how long the others may take to come to an exchange. first: the byte of
+        `memory` where that of this group begins.
+        """
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
         self.timeout_s = timeout_s
         self._num_exchanges = 0
         self._fence = threading.Lock()
-        words = memoryview(memory)[: (size + 1) * LINE_BYTES].cast("q")
+        self._memory = memory
+        self._first = first
+        begin = first + (size + 1) * LINE_BYTES
+        words = memoryview(memory)[first:begin].cast("q")
         self._counters = words
         self._step = LINE_BYTES // words.itemsize
-        self._failed = size * self._step
+        self._failed = words[size * self._step :]
         whole = torch.frombuffer(memory, dtype=torch.uint8)
-        first = (size + 1) * LINE_BYTES
-        self._places = whole[first : first + 2 * size * PLACE_BYTES].view(2, size, PLACE_BYTES)
+        self._places = whole[begin : begin + 2 * size * PLACE_BYTES].view(2, size, PLACE_BYTES)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' `x`. GroupError: another rank failed, or did not come."""
@@ -65,24 +75,41 @@ class SharedGroup:
         made = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return made.view(*x.shape[:-1], self.size * x.shape[-1])
 
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' parts for this one. GroupError: another rank failed, or did not
+        come.
+        """
+        others = x.reshape(self.size, -1, x.shape[-1]).transpose(0, 1)
+        mine = self.rank
+        pieces = [
+            self._exchange(piece, lambda parts: torch.stack([part[:, mine] for part in parts]))
+            for piece in self._pieces(others)
+        ]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).view(x.shape)
+
     def meet(self) -> None:
         """Wait for all ranks. GroupError: another rank failed, or did not come."""
         self._come()
 
+    def part(self, size: int) -> SharedGroup:
+        """Return this rank's group of `size` ranks, in memory of its own behind this group's."""
+        if size == self.size:
+            return self
+        number = self.rank // size
+        first = self._first + shared_bytes(self.size) + number * shared_bytes(size)
+        made = SharedGroup(self.rank % size, size, self._memory, self.timeout_s, first)
+        made._failed = self._failed
+        return made
+
     def fail(self) -> None:
         """Have every rank that waits, or comes later, raise; from any thread or process."""
-        self._counters[self._failed] = 1
-
-    def close(self) -> None:
-        """Let the memory go."""
-        del self._places
-        self._counters.release()
+        self._failed[0] = 1
 
     def _pieces(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield `x` as [rows, width] in pieces that fit a place."""
+        """Yield `x` in pieces of rows that fit a place."""
         self.traffic.count(x)
-        rows = x.reshape(-1, x.shape[-1])
-        row_bytes = rows.shape[1] * rows.element_size()
+        rows = x if x.dim() > 2 else x.reshape(-1, x.shape[-1])
+        row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
         if row_bytes > PLACE_BYTES:
             raise ValueError(f"a row of {row_bytes} bytes does not fit {PLACE_BYTES}")
         at_once = max(1, PLACE_BYTES // max(1, row_bytes))
@@ -110,7 +137,7 @@ class SharedGroup:
         num_waits = 0
         for other in range(self.size):
             while counters[other * step] < number:
-                if counters[self._failed]:
+                if self._failed[0]:
                     raise GroupError("another rank of this model failed")
                 num_waits += 1
                 if num_waits < _YIELDS:

@@ -19,6 +19,23 @@ class _Meeting:
     def __init__(self, size: int) -> None:
         self.parts: list[torch.Tensor] = [torch.empty(0)] * size
         self.barrier = threading.Barrier(size)
+        self._cut: dict[tuple[int, int], _Meeting] = {}
+        self._cutting = threading.Lock()
+
+    def cut(self, size: int, number: int) -> _Meeting:
+        """Return the meeting of the `number`-th part of `size` ranks."""
+        with self._cutting:
+            made = self._cut.setdefault((size, number), _Meeting(size))
+        if self.barrier.broken:
+            made.barrier.abort()
+        return made
+
+    def abort(self) -> None:
+        """Have everyone who waits here, or in a part of it, raise."""
+        with self._cutting:
+            parts = list(self._cut.values())
+        for meeting in (self, *parts):
+            meeting.barrier.abort()
 
 
 class ThreadGroup:
@@ -45,13 +62,23 @@ class ThreadGroup:
         """Return all ranks' `x` side by side. GroupError: another rank failed."""
         return self._with_all(x, lambda parts: torch.cat(list(parts), dim=-1))
 
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' parts for this one. GroupError: another rank failed."""
+        return self._with_all(x, lambda parts: torch.stack([part[self.rank] for part in parts]))
+
     def meet(self) -> None:
         """Wait for all ranks. GroupError: another rank failed."""
         self._wait()
 
-    def leave(self) -> None:
+    def part(self, size: int) -> ThreadGroup:
+        """Return this rank's group of `size` ranks."""
+        if size == self.size:
+            return self
+        return ThreadGroup(self.rank % size, self._meeting.cut(size, self.rank // size))
+
+    def fail(self) -> None:
         """Have every rank that waits, or comes later, raise: this one has failed."""
-        self._meeting.barrier.abort()
+        self._meeting.abort()
 
     def _with_all(
         self, x: torch.Tensor, make: Callable[[Sequence[torch.Tensor]], torch.Tensor]

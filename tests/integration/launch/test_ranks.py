@@ -49,9 +49,10 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def tokens_of(path: Path, num_ranks: int) -> list[list[int]]:
+def tokens_of(path: Path, num_ranks: int, rank_backend: str = "auto") -> list[list[int]]:
     greedy = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
-    with DirectEngine.open(str(path), tensor_parallel_size=num_ranks, **SETTINGS) as engine:
+    shape = {"tensor_parallel_size": num_ranks, "rank_backend": rank_backend}
+    with DirectEngine.open(str(path), **shape, **SETTINGS) as engine:
         found = engine.generate(prompts(), [greedy] * NUM_PROMPTS)
     assert followers() == []
     return found
@@ -73,6 +74,7 @@ def test_greedy_tokens_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
     expected = tokens_of(path, 1)
     assert all(len(tokens) == NUM_OUTPUT for tokens in expected)
     assert tokens_of(path, 2) == expected
+    assert tokens_of(path, 2, "gloo") == expected
 
 
 @pytest.mark.slow
@@ -108,10 +110,17 @@ def stop(rank: psutil.Process) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
-    [(kill, "rank 1 of this model has ended"), (stop, "rank 1 of this model did not answer")],
+    ("rank_backend", "harm", "message"),
+    [
+        ("shm", kill, "rank 1 of this model has ended"),
+        ("shm", stop, "rank 1 of this model did not answer"),
+        # Whether the connection or the process is missed first is chance.
+        ("gloo", kill, "rank 1 of this model has ended|another rank of this model failed"),
+        ("gloo", stop, "another rank of this model failed or did not answer"),
+    ],
 )
 def test_a_rank_that_is_lost_ends_the_engine(
+    rank_backend: str,
     harm: Callable[[psutil.Process], None],
     message: str,
     tmp_path: Path,
@@ -120,7 +129,8 @@ def test_a_rank_that_is_lost_ends_the_engine(
     monkeypatch.setattr(rank_processes, "EXCHANGE_S", 3.0)
     path = nano(tmp_path / "nano")
     long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-    with DirectEngine.open(str(path), tensor_parallel_size=2, **SETTINGS) as engine:
+    shape = {"tensor_parallel_size": 2, "rank_backend": rank_backend}
+    with DirectEngine.open(str(path), **shape, **SETTINGS) as engine:
         engine.generate([[1, 2]], [SamplingParams(temperature=0, max_tokens=2)])
         [rank] = followers()
         threading.Timer(0.2, harm, [rank]).start()

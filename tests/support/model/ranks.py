@@ -45,7 +45,7 @@ class ThreadRanks:
             try:
                 return work(rank)
             except BaseException:
-                self.groups[rank].leave()
+                self.groups[rank].fail()
                 raise
 
         return list(self._threads.map(run, range(len(self.groups))))

@@ -151,7 +151,7 @@ def test_roles_may_have_shapes_of_their_own(tmp_path: Path) -> None:
     assert plan.total_bytes == 2 * prefill + decode + plan.kvstore.dram_bytes
     assert plan.memory_rows()[0][0] == "weights (bfloat16), prefill"
     workers = cluster_workers(config, plan, "tcp://g:1", "secret", "host")
-    assert {each.worker_id: each.options.num_ranks for each in workers} == {
+    assert {each.worker_id: each.options.shape.tp for each in workers} == {
         "prefill-0": 2, "prefill-1": 2, "decode-0": 1, "kvstore-0": 1,
     }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -10,16 +11,20 @@ from typing import TypeVar
 import pytest
 import torch
 
+from mooncake.base import Shape
+from mooncake.model.options import ModelOptions
 from mooncake.model.parallel import shared_memory
 from mooncake.model.parallel.group import Group, GroupError, Solo, ordered_sum
+from mooncake.model.parallel.joining import join, make_file
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 from mooncake.model.parallel.threads import ThreadGroup
+from mooncake.model.parallel.torch_group import ONE_SHOT_BYTES, TorchGroup
 
 Made = TypeVar("Made")
 
 
 def over_memory(size: int, timeout_s: float = 60.0) -> Sequence[SharedGroup]:
-    memory = mmap.mmap(-1, shared_bytes(size))
+    memory = mmap.mmap(-1, shared_bytes(size, 2))
     return [SharedGroup(rank, size, memory, timeout_s) for rank in range(size)]
 
 
@@ -27,10 +32,19 @@ def of_threads(size: int) -> Sequence[ThreadGroup]:
     return ThreadGroup.make(size)
 
 
+def over_gloo(size: int, timeout_s: float = 30.0) -> Sequence[TorchGroup]:
+    options = ModelOptions(shape=Shape(tp=size), rank_backend="gloo")
+    descriptor = make_file(options)
+    groups = [join(options, rank, os.dup(descriptor), timeout_s) for rank in range(size)]
+    os.close(descriptor)
+    assert all(isinstance(group, TorchGroup) for group in groups)
+    return groups  # type: ignore[return-value]
+
+
 Make = Callable[[int], Sequence[Group]]
 
 
-@pytest.fixture(params=[of_threads, over_memory])
+@pytest.fixture(params=[of_threads, over_memory, over_gloo])
 def make(request: pytest.FixtureRequest) -> Make:
     made: Make = request.param
     return made
@@ -82,6 +96,36 @@ def test_no_rows_are_exchanged_too(make: Make) -> None:
     assert [(x.shape, y.shape) for x, y in made] == [((0, 4), (0, 8))] * 2
 
 
+def test_each_rank_gets_what_the_others_have_for_it(make: Make) -> None:
+    def swap(group: Group) -> torch.Tensor:
+        return group.exchange(torch.arange(3 * 2 * 5).view(3, 2, 5) + 100 * group.rank)
+
+    for rank, found in enumerate(on_all(make(3), swap)):
+        mine = torch.arange(10).view(2, 5) + 10 * rank
+        assert torch.equal(found, torch.stack([mine, mine + 100, mine + 200]))
+
+
+def test_parts_exchange_among_themselves(make: Make) -> None:
+    def work(group: Group) -> tuple[int, list[float], list[float]]:
+        part = group.part(2)
+        assert group.part(4) is group
+        with_all = group.sum(torch.tensor([float(group.rank)]))
+        return part.rank, part.gather(torch.tensor([float(group.rank)])).tolist(), with_all.tolist()
+
+    pairs = [[0.0, 1.0]] * 2 + [[2.0, 3.0]] * 2
+    expected = [(rank % 2, pair, [6.0]) for rank, pair in enumerate(pairs)]
+    assert on_all(make(4), work) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_gloo_sums_large_parts_in_slices_to_the_same_bits(size: int, dtype: torch.dtype) -> None:
+    parts = [torch.randn(1, ONE_SHOT_BYTES // dtype.itemsize + 1).to(dtype) for _ in range(size)]
+    groups = over_gloo(size)
+    for found in on_all(groups, lambda g: g.sum(parts[g.rank])):
+        assert torch.equal(found, ordered_sum(parts))
+
+
 def test_what_is_larger_than_a_place_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "PLACE_BYTES", 4 * 8 * 3)
     x = torch.arange(80.0).view(10, 8)
@@ -97,11 +141,34 @@ def test_a_thread_that_fails_ends_the_others() -> None:
     groups = ThreadGroup.make(2)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(groups[0].sum, torch.ones(1))
-        groups[1].leave()
+        groups[1].fail()
         with pytest.raises(GroupError, match="another rank of this model failed"):
             waiting.result()
     with pytest.raises(GroupError):
         groups[1].gather(torch.ones(1))
+
+
+def test_a_thread_that_fails_ends_its_part() -> None:
+    groups = ThreadGroup.make(4)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(groups[2].part(2).sum, torch.ones(1))
+        groups[0].fail()
+        with pytest.raises(GroupError):
+            waiting.result()
+    with pytest.raises(GroupError):
+        groups[1].part(2).meet()
+
+
+def test_a_process_that_fails_ends_parts_too() -> None:
+    groups = over_memory(4)
+    groups[0].fail()
+    with pytest.raises(GroupError):
+        groups[3].part(2).meet()
+
+
+def test_a_rank_that_never_connects_is_waited_for_no_longer_than_said() -> None:
+    with pytest.raises(GroupError, match="failed or did not answer"):
+        over_gloo(2, timeout_s=0.05)[0].sum(torch.ones(1))
 
 
 def test_a_process_that_fails_ends_the_others() -> None:

@@ -1,0 +1,152 @@
+"""A group over torch's process groups: gloo for tensors of the host, NCCL for those of GPUs.
+
+No default group is made. Ranks find each other through a file that the lead makes and its followers
+inherit, so nothing listens for who wants to join. gloo's own connections go over loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+
+from mooncake.model.parallel.group import GroupError, Traffic, ordered_sum
+
+GLOO, NCCL = "gloo", "nccl"
+LOOPBACK = "127.0.0.1"
+ONE_SHOT_BYTES = 1 << 16
+"""Smaller parts are sent to every rank whole; larger ones are summed in slices, one a rank."""
+
+
+class TorchGroup:
+    """One rank of a group of processes. They connect at the first exchange.
+
+    torch's own sums add in an order that depends on sizes and ranks, so parts are moved as they are
+    and added here.
+    """
+
+    def __init__(
+        self, kind: str, rank: int, size: int, descriptor: int, timeout_s: float, name: str = "all"
+    ) -> None:
+        """kind: "gloo" or "nccl". descriptor: of a file that was empty, the same on all ranks, and
+        stays open as long as this group is used. timeout_s: how long the others may take to come to
+        an exchange. name: tells groups apart that use one file.
+        """
+        self.rank = rank
+        self.size = size
+        self.traffic = Traffic()
+        self._kind = kind
+        self._timeout_s = timeout_s
+        self._name = name
+        self._file = descriptor
+        self._ranks: Any = None
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' `x`. GroupError: another rank failed, or did not come."""
+        self.traffic.count(x)
+        if x.numel() * x.element_size() <= ONE_SHOT_BYTES:
+            return ordered_sum(self._gathered(x).unbind(0))
+        flat = x.reshape(-1)
+        left_out = -flat.numel() % self.size
+        if left_out:
+            flat = torch.cat((flat, flat.new_zeros(left_out)))
+        slices = self._exchanged(flat.view(self.size, -1))
+        total = self._gathered(ordered_sum(slices.unbind(0))).view(-1)
+        return total[: x.numel()].view(x.shape)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' `x` side by side. GroupError: another rank failed, or did not come."""
+        self.traffic.count(x)
+        return torch.cat(self._gathered(x).unbind(0), dim=-1)
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' parts for this one. GroupError: another rank failed, or did not
+        come.
+        """
+        self.traffic.count(x)
+        return self._exchanged(x)
+
+    def meet(self) -> None:
+        """Wait for all ranks. GroupError: another rank failed, or did not come."""
+        self._gathered(torch.zeros(1, device="cuda" if self._kind == NCCL else "cpu"))
+
+    def part(self, size: int) -> TorchGroup:
+        """Return this rank's group of `size` ranks, which connect to each other."""
+        if size == self.size:
+            return self
+        name = f"{self._name}-{size}-{self.rank // size}"
+        return TorchGroup(self._kind, self.rank % size, size, self._file, self._timeout_s, name)
+
+    def fail(self) -> None:
+        """Do nothing: who waits for a rank hears it when the rank's process, and so its connection,
+        ends.
+        """
+
+    def _connected(self) -> Any:
+        """Connect to the other ranks, who do so too, unless done."""
+        if self._ranks is not None:
+            return self._ranks
+        store = FileStore(f"/proc/self/fd/{self._file}", self.size)
+        store.set_timeout(timedelta(seconds=self._timeout_s))
+        make = {GLOO: _gloo, NCCL: _nccl}[self._kind]
+        with _as_group_error():
+            prefixed = PrefixStore(self._name, store)
+            self._ranks = make(prefixed, self.rank, self.size, self._timeout_s)
+        return self._ranks
+
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' `x`, [ranks, *x.shape]."""
+        made = x.new_empty(self.size, *x.shape)
+        gather = self._connected().allgather
+        self._run(lambda to, whence: gather([list(to.view(self.size, -1))], [whence]), made, x)
+        return made
+
+    def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [ranks, ...]: of each rank the part that is this one's place in its `x`."""
+        made = torch.empty_like(x)
+        swap = self._connected().alltoall_base
+        self._run(lambda to, whence: swap(to, whence, [], []), made, x)
+        return made
+
+    def _run(
+        self,
+        exchange: Callable[[torch.Tensor, torch.Tensor], dist.Work],
+        made: torch.Tensor,
+        x: torch.Tensor,
+    ) -> None:
+        """Exchange bytes, whatever `x` is made of."""
+        if not x.numel():
+            return
+        with _as_group_error():
+            exchange(_bytes_of(made), _bytes_of(x.contiguous())).wait()
+
+
+def _bytes_of(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _gloo(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+    # Without a device of its own, gloo would listen on whatever this host's name stands for.
+    loopback = dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
+    options._devices = [loopback]  # noqa: SLF001
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    return dist.ProcessGroupNCCL(store, rank, size, timedelta(seconds=timeout_s))
+
+
+@contextlib.contextmanager
+def _as_group_error() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).splitlines()[0]
+        raise GroupError(f"another rank of this model failed or did not answer: {text}") from error
