@@ -140,7 +140,9 @@ def _gloo(store: Store, rank: int, size: int, timeout_s: float) -> Any:
 
 
 def _nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    return dist.ProcessGroupNCCL(store, rank, size, timedelta(seconds=timeout_s))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 @contextlib.contextmanager
