@@ -94,11 +94,12 @@ def run(link: socket.socket, memory: int, keys: Callable[[ModelOptions], KeyRing
         return
     settings = msgspec.msgpack.decode(first, type=FollowerSettings)
     threading.Thread(target=_end_with, args=(link,), name="lead-watch", daemon=True).start()
-    group = join(settings.options, settings.rank, memory, settings.timeout_s)
+    options = settings.options
+    group = join(options.rank_backend, options.shape, settings.rank, memory, settings.timeout_s)
     try:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
-        model = _load(settings, group, keys(settings.options))
+        model = _load(settings, group, keys(options))
     except MooncakeError as error:
         send(link, msgspec.msgpack.encode(Loaded(error.message)))
         return

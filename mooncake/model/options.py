@@ -9,8 +9,7 @@ from mooncake.crypto.keys import KeySource
 
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "native", "triton")
-GLOO = "gloo"
-RANK_BACKENDS = ("auto", "shm", GLOO)
+RANK_BACKENDS = ("auto", "shm", "gloo")
 MOE_BACKENDS = ("auto", "reference", "onednn", "native", "triton")
 KV_DTYPES = {"fp8": "float8_e4m3fn"}
 """Of `--kv-cache-dtype`, besides auto, to a layout's dtype."""

@@ -30,12 +30,12 @@ _MAIN = "from mooncake.launch.worker.rank_processes import main; main()"
 
 def start_ranks(path: str, dtype: str, options: ModelOptions) -> Lead:
     """Start the followers of an instance of several ranks; they begin to load."""
-    num_ranks = options.shape.tp
-    memory = make_file(options)
+    backend, shape = options.rank_backend, options.shape
+    memory = make_file(backend, shape)
     sockets: list[socket.socket] = []
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(1, num_ranks):
+        for rank in range(1, shape.tp):
             ours, theirs = socket.socketpair()
             sockets.append(ours)
             with theirs:
@@ -48,7 +48,7 @@ def start_ranks(path: str, dtype: str, options: ModelOptions) -> Lead:
                 timeout_s=EXCHANGE_S,
             )
             send(ours, msgspec.msgpack.encode(settings))
-        group = join(options, 0, memory, EXCHANGE_S)
+        group = join(backend, shape, 0, memory, EXCHANGE_S)
     except BaseException:
         os.close(memory)
         for each in sockets:

@@ -9,38 +9,39 @@ import os
 import weakref
 
 from mooncake.base import Shape
-from mooncake.model.options import GLOO, ModelOptions
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
-from mooncake.model.parallel.torch_group import TorchGroup
+from mooncake.model.parallel.torch_group import GLOO, TorchGroup
 
 
-def make_file(options: ModelOptions) -> int:
-    """Return the descriptor of a file by which the ranks of one instance can join one group."""
+def make_file(backend: str, shape: Shape) -> int:
+    """Return the descriptor of a file by which the ranks of one instance can join one group.
+
+    backend: "gloo", or one memory.
+    """
     descriptor = os.memfd_create("mooncake-ranks", os.MFD_CLOEXEC)
-    if options.rank_backend != GLOO:
+    if backend != GLOO:
         try:
-            os.ftruncate(descriptor, _bytes(options.shape))
+            os.ftruncate(descriptor, _bytes(shape))
         except OSError:
             os.close(descriptor)
             raise
     return descriptor
 
 
-def join(options: ModelOptions, rank: int, descriptor: int, timeout_s: float) -> Group:
+def join(backend: str, shape: Shape, rank: int, descriptor: int, timeout_s: float) -> Group:
     """Return the group of all ranks, seen from `rank`.
 
     descriptor: of `make_file`'s file, which is the group's from now on. timeout_s: how long the
     others may take to come to an exchange.
     """
-    size = options.shape.tp
-    if options.rank_backend == GLOO:
-        group = TorchGroup(GLOO, rank, size, descriptor, timeout_s)
+    if backend == GLOO:
+        group = TorchGroup(GLOO, rank, shape.tp, descriptor, timeout_s)
         weakref.finalize(group, os.close, descriptor)
         return group
-    memory = mmap.mmap(descriptor, _bytes(options.shape))
+    memory = mmap.mmap(descriptor, _bytes(shape))
     os.close(descriptor)
-    return SharedGroup(rank, size, memory, timeout_s)
+    return SharedGroup(rank, shape.tp, memory, timeout_s)
 
 
 def _bytes(shape: Shape) -> int:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from mooncake.base import Shape
-from mooncake.model.options import ModelOptions
 from mooncake.model.parallel import shared_memory
 from mooncake.model.parallel.group import Group, GroupError, Solo, ordered_sum
 from mooncake.model.parallel.joining import join, make_file
@@ -33,9 +32,9 @@ def of_threads(size: int) -> Sequence[ThreadGroup]:
 
 
 def over_gloo(size: int, timeout_s: float = 30.0) -> Sequence[TorchGroup]:
-    options = ModelOptions(shape=Shape(tp=size), rank_backend="gloo")
-    descriptor = make_file(options)
-    groups = [join(options, rank, os.dup(descriptor), timeout_s) for rank in range(size)]
+    shape = Shape(tp=size)
+    descriptor = make_file("gloo", shape)
+    groups = [join("gloo", shape, rank, os.dup(descriptor), timeout_s) for rank in range(size)]
     os.close(descriptor)
     assert all(isinstance(group, TorchGroup) for group in groups)
     return groups  # type: ignore[return-value]
