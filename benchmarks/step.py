@@ -40,7 +40,7 @@ SHAPES = ("1,1,512", "1,1,1024", "8,1,512", "8,1,1024", "1,512,0", "1,2048,0")
 BLOCK_TOKENS, NUM_PAGES = 64, 640
 BF16_BYTES = 2
 COMPILED = (
-    "experts_bf16", "experts_int4", "attention_bf16",
+    "experts_bf16", "experts_int4", "experts_fp8", "linear_fp8", "attention_bf16",
     "kv_write_bf16", "prepare_queries_bf16", "choose_float",
 )  # fmt: skip
 

@@ -67,6 +67,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "experts_fp8": {
         REFERENCE: "mooncake_kernels.reference.experts_quantized:Fp8Experts",
+        NATIVE: "mooncake_kernels.native.experts:Fp8Experts",
         TRITON: "mooncake_kernels.triton.experts:Fp8Experts",
     },
     "experts_int4": {

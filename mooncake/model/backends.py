@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from mooncake_kernels import dispatch
 from mooncake_kernels.dispatch import REFERENCE, TRITON, kernel
-from mooncake_kernels.native import build
-from mooncake_kernels.native import experts as native_experts
+from mooncake_kernels.native import build, packed
 from mooncake_kernels.onednn import linear as onednn
 
 from mooncake.base import ConfigError
@@ -39,18 +38,15 @@ class Backends:
     moe: str = AUTO
     deterministic: bool = False
 
-    @property
-    def keeps_quantized(self) -> bool:
-        """Whether FP8 and INT4 weights stay quantized in memory: only our kernels multiply with
-        them.
+    def keeps(self, dtype: torch.dtype, *widths: int) -> bool:
+        """Whether FP8 and INT4 weights of these widths stay so in memory: where our kernels
+        multiply with them, on a GPU Triton's, on the CPU compiled code with bfloat16.
         """
-        return self.moe == TRITON
-
-    def keeps_int4(self, dtype: torch.dtype, hidden: int, inner: int) -> bool:
-        """Whether INT4 experts stay so on the CPU: compiled code multiplies with them there."""
+        if self.moe == TRITON:
+            return True
         if dtype != torch.bfloat16 or self.moe not in (AUTO, NATIVE):
             return False
-        return native_experts.fits(hidden, inner) and build.why_not() is None
+        return build.fits(*widths) and build.why_not() is None
 
     @property
     def draws_on_device(self) -> bool:
@@ -83,12 +79,21 @@ class Backends:
         """Return the product dense layers must use; None: whichever is fastest."""
         return kernel("linear", TRITON) if self.deterministic else None
 
-    def fp8_op(self, name: str) -> Callable[..., Any]:
-        """Return `quantize_rows` or `linear_fp8`, for weights that stay FP8."""
-        made: Callable[..., Any] = kernel(name, self.moe)
-        if self.deterministic and name == "linear_fp8":
-            return functools.partial(made, fixed_tiles=True)
-        return made
+    def fp8_linear(
+        self, weight: torch.Tensor, factors: torch.Tensor
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the product with an e4m3 weight [out, in] that has a factor for each 128 x 128
+        block.
+
+        On a GPU rows of x are quantized in groups of 128 columns, as DeepSeek-V3 does (arXiv
+        2412.19437, 3.3).
+        """
+        if self.moe in (AUTO, NATIVE):
+            return packed.Fp8Linear(weight, factors)
+        quantize, multiply = kernel("quantize_rows", self.moe), kernel("linear_fp8", self.moe)
+        if self.deterministic:
+            multiply = functools.partial(multiply, fixed_tiles=True)
+        return lambda x: multiply(*quantize(x.contiguous()), weight, factors).to(x.dtype)
 
     @property
     def linear_heads(self) -> Callable[..., torch.Tensor]:

@@ -153,17 +153,14 @@ class _Loader:
 
     def _stored(self, name: str) -> QuantizedWeight | None:
         """Return the weight as it is stored, if it may stay so."""
-        if not self._backends.keeps_quantized:
+        part = self._part(name)
+        widths = [
+            size if part is None or part.dim != dim else part.size
+            for dim, size in enumerate(self._shapes[name])
+        ]
+        if not self._backends.keeps(self._dtype, *widths):
             return None
-        return self._source.quantized(name, self._shapes[name], self._part(name))
-
-    def _stored_int4(self, name: str) -> QuantizedWeight | None:
-        """Return an expert's weight if it is INT4 and may stay so on the CPU."""
-        inner = self._spec.moe_intermediate_size // self._group.size
-        if not self._backends.keeps_int4(self._dtype, self._spec.hidden_size, inner):
-            return None
-        weight = self._source.quantized(name, self._shapes[name], self._part(name))
-        return weight if weight is not None and weight.kind == "int4" else None
+        return self._source.quantized(name, self._shapes[name], part)
 
     def _norm(self, name: str, eps: float) -> RmsNorm:
         return RmsNorm(self._read(name), eps, self._backends)
@@ -226,13 +223,9 @@ class _Loader:
             return None
         for _ in names:
             self._count()
-        return Fp8Linear(
-            torch.cat([part.values.view(torch.uint8).to(self._device) for part in parts]).view(
-                torch.float8_e4m3fn
-            ),
-            torch.cat([part.factors.float().to(self._device) for part in parts]),
-            self._backends,
-        )
+        codes = torch.cat([part.values.view(torch.uint8).to(self._device) for part in parts])
+        factors = torch.cat([part.factors.float().to(self._device) for part in parts])
+        return Fp8Linear(self._backends.fp8_linear(codes.view(torch.float8_e4m3fn), factors))
 
     def _bias_or_none(self, name: str) -> torch.Tensor | None:
         if name + ".bias" not in self._shapes:
@@ -257,8 +250,7 @@ class _Loader:
         spec = self._spec
         router = self._read(prefix + "gate.weight", torch.float32)
         bias = self._read(prefix + "gate.e_score_correction_bias", torch.float32)
-        first = prefix + "experts.0.gate_proj.weight"
-        stored = self._stored(first) or self._stored_int4(first)
+        stored = self._stored(prefix + "experts.0.gate_proj.weight")
         if stored is None:
             op, experts = "experts", self._plain_experts(prefix)
         else:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from mooncake_kernels.dispatch import kernel
-from mooncake_kernels.native import build
+from mooncake_kernels.native import build, packed
 from mooncake_kernels.native import experts as native_experts
 from mooncake_kernels.native.glue import prepare_queries
 from mooncake_kernels.native.mla_decode import fits
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.experts_quantized import widen_int4
+from mooncake_kernels.reference.fp8 import widen_blocks
 from mooncake_kernels.reference.paged import paged_span
 from mooncake_kernels.reference.paged_batch import batch_of_spans
 from mooncake_kernels.reference.router import Routing
@@ -22,7 +25,23 @@ from tests.support.kernels.gates import assert_product
 
 CPU = torch.device("cpu")
 needs_compiled_code = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+needs_avx512 = pytest.mark.skipif(
+    build.why_not() is not None or build.isa() is not build.AVX512,
+    reason=f"compiled without {build.AVX512.name}",
+)
 HIDDEN, INNER, NUM = 192, 128, 6
+
+
+@pytest.fixture(params=[build.AVX512, build.AVX2], ids=lambda isa: isa.name)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> build.Isa:
+    """Code as it is compiled for a CPU that has these instructions and no more."""
+    wanted: build.Isa = request.param
+    if not wanted.needed <= build.cpu_flags():
+        pytest.skip(f"this CPU has no {wanted.name}")
+    monkeypatch.setattr(build, "cpu_flags", lambda: wanted.needed)
+    if (reason := build.why_not()) is not None:
+        pytest.skip(reason)
+    return wanted
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -38,45 +57,96 @@ def load(tokens: int, choices: int, seed: int) -> tuple[torch.Tensor, ...]:
     return x, scores.topk(choices, dim=-1).indices, weights
 
 
-@needs_compiled_code
-@pytest.mark.parametrize("tokens", [1, 2, 5, 7, 13, 40])
+def both_ways(layer: Any) -> Iterator[tuple[bool, Any]]:
+    """Yield (whether it is compiled code's, the layer) for each way that it has."""
+    for limit in (0, 10**6):
+        if limit or layer._many is not None:
+            layer._few_tokens = limit
+            yield bool(limit), layer
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 7, 13, 40, 230])
 @pytest.mark.parametrize("choices", [1, 3])
-def test_bf16_experts(tokens: int, choices: int) -> None:
+def test_bf16_experts(isa: build.Isa, tokens: int, choices: int) -> None:
     gate_up = (random(NUM, 2 * INNER, HIDDEN, seed=1) * HIDDEN**-0.5).bfloat16()
     down = (random(NUM, HIDDEN, INNER, seed=2) * INNER**-0.5).bfloat16()
     x, experts, weights = load(tokens, choices, seed=tokens)
     wanted = kernel("experts")(gate_up.float(), down.float())(x.float(), experts, weights)
-    layer = kernel("experts", "native")(gate_up, down)
-    for limit in (0, 64):  # every size takes either way
-        layer._few_tokens = limit
+    for compiled, layer in both_ways(kernel("experts", "native")(gate_up, down)):
         got = layer(x, experts, weights)
         assert got.dtype == torch.bfloat16
-        assert_product(got, wanted, gate=1e-5 if limit else 3e-5)
+        assert_product(got, wanted, gate=1e-5 if compiled else 3e-5)
 
 
-@needs_compiled_code
-@pytest.mark.parametrize("tokens", [1, 3, 8, 40])
-def test_int4_experts_stay_int4(tokens: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    shapes = ((NUM, 2, INNER, HIDDEN), (NUM, HIDDEN, INNER))
-    stored = []
-    for *lead, ins in shapes:
-        words = torch.randint(-(2**31), 2**31, (*lead, ins // 8), generator=generator)
-        scales = torch.rand(*lead, ins // 32, generator=generator) * 0.02 + 0.005
-        stored += [words.to(torch.int32), scales.bfloat16()]
+def int4(*shape: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random words and scales of weights of a shape."""
+    *lead, ins = shape
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**31), 2**31, (*lead, ins // 8), generator=generator)
+    scales = torch.rand(*lead, ins // 32, generator=generator) * 0.02 + 0.005
+    return words.to(torch.int32), scales.bfloat16()
+
+
+def fp8(*shape: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random codes, of all numbers that there are, and factors of weights of a shape."""
+    *lead, outs, ins = shape
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, shape, generator=generator)
+    codes[codes & 127 == 127] = 0  # no number
+    grid = -(-outs // 128), -(-ins // 128)
+    factors = torch.rand(*lead, *grid, generator=generator) * 2e-4 + 1e-4
+    return codes.to(torch.uint8).view(torch.float8_e4m3fn), factors
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 40, 230])
+@pytest.mark.parametrize(("kind", "share"), [("int4", 0.3), ("fp8", 0.51)])
+@pytest.mark.parametrize("inner", [128, 64])
+def test_quantized_experts_stay_so(
+    isa: build.Isa, kind: str, share: float, tokens: int, inner: int
+) -> None:
+    made, widened = (int4, widen_int4) if kind == "int4" else (fp8, widen_blocks)
+    gate_up, down = made(NUM, 2, inner, HIDDEN, seed=3), made(NUM, HIDDEN, inner, seed=4)
     x, experts, weights = load(tokens, 3, seed=20 + tokens)
-    wide = [widen_int4(stored[0], stored[1].float()).flatten(1, 2)]
-    wide.append(widen_int4(stored[2], stored[3].float()))
-    wanted = kernel("experts")(*wide)(x.float(), experts, weights)
-    layer = kernel("experts_int4", "native")(*stored)
-    for limit in (0, 64):
-        layer._few_tokens = limit
-        assert_product(layer(x, experts, weights), wanted, gate=1e-5 if limit else 6e-5)
-    kept = sum(part.numel() * part.element_size() for part in layer._kept)
-    assert kept < 0.3 * 2 * sum(part.numel() for part in wide), "a quarter, and the scales"
+    wide = [widened(values, factors.float())
+            for values, factors in (gate_up, down)]  # fmt: skip
+    wanted = kernel("experts")(wide[0].flatten(1, 2), wide[1])(x.float(), experts, weights)
+    built = kernel(f"experts_{kind}", "native")(*gate_up, *down)
+    for compiled, layer in both_ways(built):
+        assert_product(layer(x, experts, weights), wanted, gate=1e-5 if compiled else 6e-5)
+    kept = [
+        part for weight in (built.gate_up, built.down) for part in (weight.codes, weight.scales)
+    ]
+    in_bf16 = 2 * sum(part.numel() for part in wide)
+    assert sum(part.numel() * part.element_size() for part in kept) < share * in_bf16
 
 
-@needs_compiled_code
+@pytest.mark.parametrize("rows", [1, 6, 7, 250])
+@pytest.mark.parametrize(("outs", "ins"), [(192, 320), (64, 64), (128, 1152)])
+def test_fp8_linear(isa: build.Isa, outs: int, ins: int, rows: int) -> None:
+    codes, factors = fp8(outs, ins, seed=5)
+    x = random(rows, ins, seed=6).bfloat16()
+    wanted = x.float() @ widen_blocks(codes, factors).t()
+    layer = packed.Fp8Linear(codes, factors)
+    assert_product(layer(x), wanted, gate=1e-5)
+    layer._most_rows = 0  # as where AMX multiplies many rows
+    assert_product(layer(x), wanted, gate=3e-5)
+
+
+def test_each_code_is_its_number(isa: build.Isa) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(64, 1)
+    codes[codes & 127 == 127] = 0
+    values = codes.view(torch.float8_e4m3fn)
+    wide = packed.Quantized("fp8", values[:, :128], torch.full((1, 1), 0.5)).wide()
+    assert torch.equal(wide.float(), values[:, :128].float() / 2)
+    eye = torch.eye(256).bfloat16()
+    found = packed.Fp8Linear(values, torch.ones(1, 2))(eye)
+    assert torch.equal(found.float(), values.float().t())
+    numbers, scales = int4(64, 64, seed=8)
+    found = packed.Quantized("int4", numbers, scales).wide()
+    assert torch.equal(found, widen_int4(numbers, scales))
+
+
+@needs_avx512
 @pytest.mark.parametrize("block_tokens", [16, 64])
 @pytest.mark.parametrize("layout", [[(1, 1)], [(1, 70), (3, 131), (1, 64)], [(2, 2), (1, 257)]])
 def test_mla_decode(block_tokens: int, layout: list[tuple[int, int]]) -> None:
@@ -100,9 +170,8 @@ def test_mla_decode(block_tokens: int, layout: list[tuple[int, int]]) -> None:
     torch.testing.assert_close(lse, wanted_lse, atol=1e-4, rtol=1e-5)
 
 
-@needs_compiled_code
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_the_cached_row(rows: int) -> None:
+def test_the_cached_row(isa: build.Isa, rows: int) -> None:
     rank, rope = 96, 32
     joined = random(rows, 24 + rank + rope, seed=9).bfloat16()
     latent, key = joined[:, 24 : 24 + rank], joined[:, 24 + rank :]
@@ -121,9 +190,8 @@ def test_the_cached_row(rows: int) -> None:
     assert torch.equal(*wide), "pages of another dtype go to the reference"
 
 
-@needs_compiled_code
 @pytest.mark.parametrize("rows", [1, 40])
-def test_prepared_queries(rows: int) -> None:
+def test_prepared_queries(isa: build.Isa, rows: int) -> None:
     q = random(rows, 8, 52, seed=13).bfloat16()
     rotation = torch.polar(torch.full((rows, 16), 1.1), random(rows, 16, seed=14))
     wanted = q.clone().mul_(0.07)
@@ -133,11 +201,10 @@ def test_prepared_queries(rows: int) -> None:
     assert_product(q[..., 20:], wanted[..., 20:], gate=1e-5)
 
 
-@needs_compiled_code
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("rows", [1, 9, 40])
-def test_the_router(rows: int, groups: int, normalize: bool) -> None:
+def test_the_router(isa: build.Isa, rows: int, groups: int, normalize: bool) -> None:
     x, weight = random(rows, 64, seed=15).bfloat16(), random(16, 64, seed=16) * 0.2
     bias = random(16, seed=17) * 0.3
     routing = Routing(3, groups, min(groups, 2), normalize, 2.5)
@@ -151,7 +218,7 @@ def test_the_router(rows: int, groups: int, normalize: bool) -> None:
 
 
 def test_what_compiled_code_does_not_take() -> None:
-    assert not native_experts.fits(64, 32)
+    assert not build.fits(64, 32)
     assert not fits(4, 576, 512, 64, torch.bfloat16)
     assert not fits(16, 40, 32, 64, torch.bfloat16)
     assert not fits(16, 576, 512, 64, torch.float32)
@@ -162,9 +229,13 @@ def test_experts_of_other_widths_are_refused_with_words() -> None:
     gate_up, down = torch.zeros(2, 64, 48).bfloat16(), torch.zeros(2, 48, 32).bfloat16()
     with pytest.raises(build.CannotBuild, match="widths 48 and 32, not multiples of 64"):
         kernel("experts", "native")(gate_up, down)
+    with pytest.raises(build.CannotBuild, match="weights of widths 64 and 32"):
+        packed.Fp8Linear(*fp8(64, 32, seed=1))
+    with pytest.raises(build.CannotBuild, match=r"experts of torch.float32"):
+        kernel("experts", "native")(torch.zeros(1, 128, 64), torch.zeros(1, 64, 64))
 
 
-@needs_compiled_code
+@needs_avx512
 def test_another_order_of_packed_weights_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "bytes_of", lambda packed: torch.zeros(1))
     weights = torch.randn(2, 256, 64).bfloat16(), torch.randn(2, 64, 128).bfloat16()
@@ -172,7 +243,7 @@ def test_another_order_of_packed_weights_is_found_out(monkeypatch: pytest.Monkey
         kernel("experts", "native")(*weights)
 
 
-@needs_compiled_code
+@needs_avx512
 def test_the_choice_is_measured_once_for_a_kind_of_layer() -> None:
     native_experts._measured.clear()
     gate_up = random(4, 128, 64, seed=7).bfloat16()
@@ -189,8 +260,8 @@ def test_the_choice_is_measured_once_for_a_kind_of_layer() -> None:
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and nothing loaded."""
     monkeypatch.setattr(build, "_kept_in", [tmp_path / "mooncake"])
-    monkeypatch.setattr(build, "code", build._loaded)
-    monkeypatch.setattr(build, "_cpu_flags", lambda: build._NEEDED)
+    monkeypatch.setattr(build, "_tried", build._tried.__wrapped__)
+    monkeypatch.setattr(build, "cpu_flags", lambda: build.AVX512.needed)
     return tmp_path / "mooncake"
 
 
@@ -199,12 +270,21 @@ def test_no_compiler_is_said_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(build.CannotBuild, match="no C\\+\\+ compiler: install g\\+\\+"):
         build.code()
     assert not list(fresh.iterdir())
+    assert build.unlikely() == build.why_not()
 
 
 def test_another_cpu_is_said_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset({"avx512f", "avx512bw"}))
-    with pytest.raises(build.CannotBuild, match="this CPU has no avx512_bf16, avx512vl"):
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"avx2", "avx512f"}))
+    with pytest.raises(build.CannotBuild, match="this CPU has no f16c, fma"):
         build.code()
+    assert build.unlikely() == build.why_not()
+
+
+def test_instructions_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_bf16 = (build.AVX512.needed | build.AVX2.needed) - {"avx512_bf16"}
+    for flags, wanted in ((build.AVX512.needed, build.AVX512), (without_bf16, build.AVX2)):
+        monkeypatch.setattr(build, "cpu_flags", lambda flags=flags: flags)
+        assert build.isa() is wanted
 
 
 def test_a_failing_compiler_leaves_nothing(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,9 +298,12 @@ def test_a_failing_compiler_leaves_nothing(fresh: Path, monkeypatch: pytest.Monk
 
 @needs_compiled_code
 def test_what_is_compiled_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build.unlikely() is None
+    assert not fresh.exists(), "asking compiles nothing"
     build.code()
     [kept] = fresh.iterdir()
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    assert build.unlikely() is None
     build.code()
     assert list(fresh.iterdir()) == [kept]
 

@@ -1,4 +1,4 @@
-"""Compiles this folder's C++ for the machine at hand and loads it.
+"""Compiles this folder's C++ for the machine at hand and loads it. Needs no torch.
 
 Kept as `native-DIGEST.so` in a folder where one is given; compiling takes a few seconds. Calls go
 by ctypes, so neither torch's headers nor Python's are needed.
@@ -13,16 +13,44 @@ import os
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-_SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in ("experts", "mla_decode", "glue")]
-_SHARED = Path(__file__).with_name("tiles.h")
-_FLAGS = (
-    "-O3", "-std=c++17", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-fopenmp",
-    "-shared", "-fPIC",
-)  # fmt: skip
-_NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16"))
+_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+_HEADERS = ("lanes.h", "tiles.h")
 _COMPILE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Isa:
+    """Instructions that the same sources are compiled for."""
+
+    name: str
+    needed: frozenset[str]
+    """As /proc/cpuinfo calls them."""
+    flags: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+AVX512 = Isa(
+    "AVX512_BF16",
+    frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512vbmi")),
+    ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vbmi"),
+    ("experts.cpp", "linear.cpp", "glue.cpp", "mla_decode.cpp"),
+)
+AVX2 = Isa(
+    "AVX2",
+    frozenset(("avx2", "fma", "f16c")),
+    ("-mavx2", "-mfma", "-mf16c"),
+    ("experts.cpp", "linear.cpp", "glue.cpp"),
+)
+WIDTH = 64
+"""What the widths of compiled products are multiples of, whatever the instructions."""
+
+
+def fits(*widths: int) -> bool:
+    """Return whether compiled products take matrices of these widths."""
+    return not any(width % WIDTH for width in widths)
 
 
 class CannotBuild(Exception):
@@ -36,6 +64,27 @@ def why_not() -> str | None:
     except CannotBuild as error:
         return str(error)
     return None
+
+
+def unlikely() -> str | None:
+    """Return why native code cannot run here, None if it should, without compiling it: what a plan
+    goes by.
+    """
+    try:
+        if not _kept(_kept_in[0] if _kept_in else Path(), isa()).exists():
+            _compiler()
+    except CannotBuild as error:
+        return str(error)
+    return None
+
+
+def isa() -> Isa:
+    """Return the instructions that code is compiled for here. CannotBuild: there are none."""
+    here = cpu_flags()
+    for wanted in (AVX512, AVX2):
+        if wanted.needed <= here:
+            return wanted
+    raise CannotBuild(f"this CPU has no {', '.join(sorted(AVX2.needed - here))}")
 
 
 _kept_in: list[Path] = []
@@ -52,38 +101,45 @@ def code() -> ctypes.CDLL:
     Raises:
         CannotBuild: the CPU lacks instructions, or there is no compiler, or it fails.
     """
-    found = _tried()
+    found = _tried(isa())
     if isinstance(found, CannotBuild):
         raise found
     return found
 
 
 @functools.cache
-def _tried() -> ctypes.CDLL | CannotBuild:
+def _tried(wanted: Isa) -> ctypes.CDLL | CannotBuild:
     try:
-        return _loaded()
+        return _loaded(wanted)
     except CannotBuild as error:
         return error
 
 
-def _loaded() -> ctypes.CDLL:
-    missing = sorted(_NEEDED - _cpu_flags())
-    if missing:
-        raise CannotBuild(f"this CPU has no {', '.join(missing)}")
-    text = b"".join(path.read_bytes() for path in (_SHARED, *_SOURCES))
-    digest = hashlib.sha256(text + " ".join(_FLAGS).encode()).hexdigest()[:16]
+def _loaded(wanted: Isa) -> ctypes.CDLL:
     try:
         with tempfile.TemporaryDirectory() as passing:
-            folder = _checked(_kept_in[0]) if _kept_in else Path(passing)
-            kept = folder / f"native-{digest}.so"
+            kept = _kept(_checked(_kept_in[0]) if _kept_in else Path(passing), wanted)
             if not kept.exists():
-                _compile(kept)
+                _compile(kept, wanted)
             return ctypes.CDLL(str(kept))
     except OSError as error:
         raise CannotBuild(f"compiled code cannot be kept or loaded: {error}") from error
 
 
-def _cpu_flags() -> frozenset[str]:
+def _kept(folder: Path, wanted: Isa) -> Path:
+    """Return the file that code of these sources and flags is kept in."""
+    text = b"".join(_path(name).read_bytes() for name in (*_HEADERS, *wanted.sources))
+    digest = hashlib.sha256(text + " ".join((*_FLAGS, *wanted.flags)).encode()).hexdigest()[:16]
+    return folder / f"native-{digest}.so"
+
+
+def _path(name: str) -> Path:
+    return Path(__file__).with_name(name)
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Return what this CPU has, as /proc/cpuinfo calls it; nothing where that is not there."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -101,15 +157,21 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _compile(target: Path) -> None:
+def _compiler() -> str:
     compiler = shutil.which("g++")
     if compiler is None:
         raise CannotBuild("there is no C++ compiler: install g++")
+    return compiler
+
+
+def _compile(target: Path, wanted: Isa) -> None:
+    compiler = _compiler()
     descriptor, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(descriptor)
     try:
+        sources = [str(_path(source)) for source in wanted.sources]
         done = subprocess.run(
-            [compiler, *_FLAGS, *map(str, _SOURCES), "-o", name],
+            [compiler, *_FLAGS, *wanted.flags, *sources, "-o", name],
             capture_output=True, text=True, timeout=_COMPILE_S, check=False,
         )  # fmt: skip
         if done.returncode:

@@ -1,4 +1,6 @@
-// Routed experts of few tokens in one call: each touched weight is read once.
+// Routed experts in one call: of few tokens each touched weight is read once.
+
+#include <vector>
 
 #include "tiles.h"
 
@@ -8,70 +10,82 @@ struct Group {
     int expert, begin, end;  // of the sorted pairs
 };
 
-template <class Weight, class Of>
+// Pairs of token and choice, sorted by expert, in groups of at most MANY.
+std::vector<Group> grouped(const int64_t* chosen, int pairs, int experts, int32_t* sorted) {
+    std::vector<int> ends(experts + 1, 0);
+    for (int pair = 0; pair < pairs; ++pair) ++ends[chosen[pair] + 1];
+    for (int expert = 0; expert < experts; ++expert) ends[expert + 1] += ends[expert];
+    std::vector<Group> groups;
+    for (int expert = 0; expert < experts; ++expert)
+        for (int begin = ends[expert]; begin < ends[expert + 1]; begin += MANY)
+            groups.push_back({expert, begin, std::min(begin + MANY, ends[expert + 1])});
+    for (int pair = 0; pair < pairs; ++pair) sorted[ends[chosen[pair]]++] = pair;
+    return groups;
+}
+
+// The gated products of one group with a block of gate and of up, to `between`.
+template <class Weight>
+void first_products(const Weight& weight, int block, int hidden, int inner, const Group& group,
+                    const bf16* x, const int32_t* sorted, int choices, bf16* between) {
+    alignas(64) float gates[MANY * OUTS], ups[MANY * OUTS];
+    const bf16* row[MANY];
+    const int num = group.end - group.begin;
+    for (int r = 0; r < num; ++r) row[r] = x + (int64_t)(sorted[group.begin + r] / choices) * hidden;
+    products(weight, block, hidden, num, row, gates);
+    products(weight, inner / OUTS + block, hidden, num, row, ups);
+    for (int i = 0; i < num * OUTS; i += LANES) {
+        const Floats gate = load(gates + i);
+        const Floats value = gate / (all(1.0f) + exponential(all(0.0f) - gate)) * load(ups + i);
+        store(between + (int64_t)(group.begin + i / OUTS) * inner + block * OUTS + i % OUTS, value);
+    }
+}
+
+// Adds the weighted products of one group with a block of down to its tokens' sums.
+template <class Weight>
+void second_products(const Weight& weight, int block, int hidden, int inner, const Group& group,
+                     const bf16* between, const int32_t* sorted, int choices, const float* weights,
+                     float* sums) {
+    alignas(64) float made[MANY * OUTS];
+    const bf16* row[MANY];
+    const int num = group.end - group.begin;
+    for (int r = 0; r < num; ++r) row[r] = between + (int64_t)(group.begin + r) * inner;
+    products(weight, block, inner, num, row, made);
+    for (int r = 0; r < num; ++r) {
+        const int pair = sorted[group.begin + r];
+        float* sum = sums + (int64_t)(pair / choices) * hidden + block * OUTS;
+        const Floats share = all(weights[pair]);
+        for (int i = 0; i < OUTS; i += LANES) store(sum + i, share * load(made + r * OUTS + i) + load(sum + i));
+    }
+}
+
+template <class Of>
 void run(const bf16* x, const int64_t* chosen, const float* weights, int rows, int choices,
          int experts, int hidden, int inner, int32_t* sorted, bf16* between, float* sums, bf16* out,
          int threads, const Of& weight_of) {
-    const int pairs = rows * choices;
-    Group* groups = new Group[experts];
-    int used = 0, filled = 0;
-    for (int expert = 0; expert < experts; ++expert) {
-        int begin = filled;
-        for (int pair = 0; pair < pairs; ++pair)
-            if (chosen[pair] == expert) sorted[filled++] = pair;
-        if (filled > begin) groups[used++] = {expert, begin, filled};
-    }
-    const int inner_blocks = inner / OUTS, hidden_blocks = hidden / OUTS;
+    const std::vector<Group> groups = grouped(chosen, rows * choices, experts, sorted);
+    const int num = groups.size(), inner_blocks = inner / OUTS, hidden_blocks = hidden / OUTS;
 #pragma omp parallel num_threads(threads)
     {
-        const bf16* row[ROWS];
-        float first[ROWS * OUTS], second[ROWS * OUTS];
 #pragma omp for schedule(dynamic, 1)
-        for (int unit = 0; unit < used * inner_blocks; ++unit) {
+        for (int unit = 0; unit < num * inner_blocks; ++unit) {
             const Group& group = groups[unit / inner_blocks];
-            const int block = unit % inner_blocks;
-            const Weight weight = weight_of(group.expert, 0);
-            for (int begin = group.begin; begin < group.end; begin += ROWS) {
-                const int num = group.end - begin < ROWS ? group.end - begin : ROWS;
-                for (int r = 0; r < num; ++r) row[r] = x + (int64_t)(sorted[begin + r] / choices) * hidden;
-                products(weight, block, hidden, num, row, first);
-                products(weight, inner_blocks + block, hidden, num, row, second);
-                for (int i = 0; i < num * OUTS; i += LANES) {
-                    __m512 gate = _mm512_loadu_ps(first + i);
-                    __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
-                    __m512 value = _mm512_mul_ps(_mm512_div_ps(gate, below), _mm512_loadu_ps(second + i));
-                    store(between + (int64_t)(begin + i / OUTS) * inner + block * OUTS + i % OUTS, value);
-                }
-            }
+            first_products(weight_of(group.expert, 0), unit % inner_blocks, hidden, inner, group, x,
+                           sorted, choices, between);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int block = 0; block < hidden_blocks; ++block) {
             for (int token = 0; token < rows; ++token)
                 std::memset(sums + (int64_t)token * hidden + block * OUTS, 0, OUTS * sizeof(float));
-            for (int g = 0; g < used; ++g) {
-                const Group& group = groups[g];
-                const Weight weight = weight_of(group.expert, 1);
-                for (int begin = group.begin; begin < group.end; begin += ROWS) {
-                    const int num = group.end - begin < ROWS ? group.end - begin : ROWS;
-                    for (int r = 0; r < num; ++r) row[r] = between + (int64_t)(begin + r) * inner;
-                    products(weight, block, inner, num, row, first);
-                    for (int r = 0; r < num; ++r) {
-                        const int pair = sorted[begin + r];
-                        float* sum = sums + (int64_t)(pair / choices) * hidden + block * OUTS;
-                        const __m512 share = _mm512_set1_ps(weights[pair]);
-                        for (int i = 0; i < OUTS; i += LANES)
-                            _mm512_storeu_ps(sum + i, _mm512_fmadd_ps(share, _mm512_loadu_ps(first + r * OUTS + i), _mm512_loadu_ps(sum + i)));
-                    }
-                }
-            }
+            for (const Group& group : groups)
+                second_products(weight_of(group.expert, 1), block, hidden, inner, group, between,
+                                sorted, choices, weights, sums);
             for (int token = 0; token < rows; ++token)
                 for (int i = 0; i < OUTS; i += LANES) {
                     const int64_t at = (int64_t)token * hidden + block * OUTS + i;
-                    store(out + at, _mm512_loadu_ps(sums + at));
+                    store(out + at, load(sums + at));
                 }
         }
     }
-    delete[] groups;
 }
 
 }  // namespace
@@ -83,21 +97,31 @@ extern "C" {
 void experts_bf16(const bf16* x, const int64_t* chosen, const float* weights, int rows, int choices,
                   int experts, int hidden, int inner, const uint64_t* addresses, int32_t* sorted,
                   bf16* between, float* sums, bf16* out, int threads) {
-    run<Bf16Weight>(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, between, sums,
-                    out, threads, [=](int expert, int second) {
-                        return Bf16Weight{(const bf16*)addresses[second * experts + expert]};
-                    });
+    run(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, between, sums, out, threads,
+        [=](int expert, int second) { return Bf16Weight{(const bf16*)addresses[second * experts + expert]}; });
 }
 
 // As above; addresses: of the codes and of the scales of gate and up of all experts, then of down.
 void experts_int4(const bf16* x, const int64_t* chosen, const float* weights, int rows, int choices,
                   int experts, int hidden, int inner, const uint64_t* addresses, int32_t* sorted,
                   bf16* between, float* sums, bf16* out, int threads) {
-    run<Int4Weight>(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, between, sums,
-                    out, threads, [=](int expert, int second) {
-                        const int64_t size = (int64_t)(second ? 1 : 2) * hidden * inner;
-                        return Int4Weight{(const uint8_t*)addresses[2 * second] + expert * size / 2,
-                                          (const bf16*)addresses[2 * second + 1] + expert * size / INS};
-                    });
+    run(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, between, sums, out, threads,
+        [=](int expert, int second) {
+            const int64_t size = (int64_t)(second ? 1 : 2) * hidden * inner;
+            return Int4Weight{(const char*)addresses[2 * second] + expert * size / 2,
+                              (const bf16*)addresses[2 * second + 1] + expert * size / Int4Block::GROUP};
+        });
+}
+
+void experts_fp8(const bf16* x, const int64_t* chosen, const float* weights, int rows, int choices,
+                 int experts, int hidden, int inner, const uint64_t* addresses, int32_t* sorted,
+                 bf16* between, float* sums, bf16* out, int threads) {
+    run(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, between, sums, out, threads,
+        [=](int expert, int second) {
+            const int64_t outs = second ? hidden : 2 * inner, ins = second ? inner : hidden;
+            const int64_t groups = outs / OUTS * ((ins + Fp8Block::GROUP - 1) / Fp8Block::GROUP);
+            return Fp8Weight{(const char*)addresses[2 * second] + expert * outs * ins,
+                             (const float*)addresses[2 * second + 1] + expert * groups};
+        });
 }
 }

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from mooncake_kernels.native import build
+from mooncake_kernels.native.packed import Quantized, at, blocked, function
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.onednn.experts import PackedExperts, by_expert
 
@@ -21,30 +22,13 @@ _LONG_TRIAL_S = 0.5
 """No larger number is tried after one that took so long: models are to start soon."""
 _TRIED_CHOICES = 4
 
-_OUTS, _PAIRS = 64, 16
-
-
-def fits(hidden: int, inner: int) -> bool:
-    """Return whether compiled code takes experts of these widths."""
-    return hidden % _OUTS == 0 and inner % _OUTS == 0
-
-
-def blocked(weight: torch.Tensor) -> torch.Tensor:
-    """Return [..., outs, ins] in the order compiled code reads: [..., outs / 64, ins / 32, 16, 64,
-    2], blocks of 64 outs with pairs of ins side by side.
-    """
-    *lead, outs, ins = weight.shape
-    cut = weight.view(*lead, outs // _OUTS, _OUTS, ins // (2 * _PAIRS), _PAIRS, 2)
-    return cut.transpose(-4, -3).transpose(-3, -2).contiguous()
-
 
 class _Call:
     """One compiled function on the weights at `addresses`."""
 
     def __init__(self, name: str, addresses: list[int], num: int, hidden: int, inner: int) -> None:
         self.kind = name, num, hidden, inner
-        self._function = getattr(build.code(), name)
-        self._function.restype = None
+        self._function = function(name)
         self._addresses = (ctypes.c_uint64 * len(addresses))(*addresses)
         self._num, self._hidden, self._inner = num, hidden, inner
 
@@ -61,10 +45,8 @@ class _Call:
         room = torch.empty(pairs + rows * self._hidden, dtype=torch.float32)
         between = torch.empty(pairs, self._inner, dtype=x.dtype)
         self._function(
-            *(ctypes.c_void_p(part.data_ptr()) for part in (x, experts, weights)),
-            rows, choices, self._num, self._hidden, self._inner, self._addresses,
-            ctypes.c_void_p(room.data_ptr()), ctypes.c_void_p(between.data_ptr()),
-            ctypes.c_void_p(room.data_ptr() + 4 * pairs), ctypes.c_void_p(out.data_ptr()),
+            at(x), at(experts), at(weights), rows, choices, self._num, self._hidden, self._inner,
+            self._addresses, at(room), at(between), at(room[pairs:]), at(out),
             torch.get_num_threads(),
         )  # fmt: skip
         return out
@@ -131,38 +113,84 @@ def _measure(few: _Call, many: Experts) -> list[Timing]:
     return found
 
 
-class PackedBf16Experts:
-    """As `reference.experts.StackedExperts`; bfloat16 only. One packed copy of the weights serves
-    both ways.
-    """
+class _Experts:
+    """One layer's experts, computed by whichever way is the faster for a number of tokens."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        """Raises CannotBuild: compiled code cannot read what oneDNN packs here."""
-        num, hidden, inner = down.shape
-        if not fits(hidden, inner):
-            raise build.CannotBuild(f"experts of widths {hidden} and {inner}, not multiples of 64")
-        for weight in (gate_up[0], down[0]):
-            # Which order oneDNN takes is its own business, and may be another on another CPU.
-            if not torch.equal(onednn.bytes_of(onednn.pack(weight)), blocked(weight).flatten()):
-                raise build.CannotBuild("oneDNN packs weights in another order on this CPU")
-        self._many = PackedExperts(gate_up, down)
-        addresses = [onednn.address(weight) for weight in self._many.packed]
-        self._few = _Call("experts_bf16", addresses, num, hidden, inner)
-        self._few_tokens = few_tokens(self._few, self._many)
+    def __init__(self, few: _Call, many: Experts | None) -> None:
+        self._few = few
+        self._many = many
+        self._few_tokens = math.inf if many is None else few_tokens(few, many)
 
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of each token's experts; see the reference."""
-        few = 0 < x.shape[0] <= self._few_tokens
-        return self._few(x, experts, weights) if few else self._many(x, experts, weights)
+        """Return the weighted sum of each token's experts; see `reference.experts`."""
+        if not x.shape[0]:
+            return torch.empty_like(x)
+        if self._many is None or x.shape[0] <= self._few_tokens:
+            return self._few(x, experts, weights)
+        return self._many(x, experts, weights)
 
 
-class Int4Experts:
-    """As `reference.experts_quantized.Int4Experts`, x of bfloat16: weights stay INT4 in memory.
-
-    Many tokens: each expert is widened to bfloat16 while it multiplies.
+class PackedBf16Experts(_Experts):
+    """As `reference.experts.StackedExperts`; bfloat16 only. One packed copy of the weights serves
+    both ways; where oneDNN has no packed products of bfloat16 there is one way.
     """
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """Raises CannotBuild: compiled code cannot run here, or not on these weights."""
+        num, hidden, inner = down.shape
+        _check_widths(hidden, inner)
+        if down.dtype != torch.bfloat16:
+            raise build.CannotBuild(f"experts of {down.dtype}")
+        if build.isa() is build.AVX2:
+            self._kept = [*map(blocked, gate_up), *map(blocked, down)]
+            addresses, many = [kept.data_ptr() for kept in self._kept], None
+        else:
+            for weight in (gate_up[0], down[0]):
+                # Which order oneDNN takes is its own business, and may be another elsewhere.
+                if not torch.equal(onednn.bytes_of(onednn.pack(weight)), blocked(weight).flatten()):
+                    raise build.CannotBuild("oneDNN packs weights in another order on this CPU")
+            many = PackedExperts(gate_up, down)
+            addresses = [onednn.address(weight) for weight in many.packed]
+        super().__init__(_Call("experts_bf16", addresses, num, hidden, inner), many)
+
+
+class _QuantizedExperts(_Experts):
+    """Experts whose weights stay quantized in memory, x of bfloat16.
+
+    The other way than compiled code: each expert is widened to bfloat16 while it multiplies.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        gate_up: tuple[torch.Tensor, torch.Tensor],
+        down: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        num, _, inner = gate_up[0].shape[:3]
+        hidden = down[0].shape[1]
+        _check_widths(hidden, inner)
+        self._num = num
+        self.gate_up = Quantized(kind, *gate_up)
+        self.down = Quantized(kind, *down)
+        addresses = self.gate_up.addresses + self.down.addresses
+        super().__init__(_Call(f"experts_{kind}", addresses, num, hidden, inner), self._widened)
+
+    def _widened(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        return by_expert(x, experts, weights, self._num, self._first, self._second)
+
+    def _first(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.gate_up.wide(2 * expert, 2))
+
+    def _second(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.down.wide(expert))
+
+
+class Int4Experts(_QuantizedExperts):
+    """As `reference.experts_quantized.Int4Experts`, x of bfloat16."""
 
     def __init__(
         self,
@@ -172,56 +200,27 @@ class Int4Experts:
         down_scales: torch.Tensor,
     ) -> None:
         """Raises CannotBuild: compiled code cannot run here, or not on these widths."""
-        num, hidden = down.shape[:2]
-        inner = gate_up.shape[2]
-        if not fits(hidden, inner):
-            raise build.CannotBuild(f"experts of widths {hidden} and {inner}, not multiples of 64")
-        self._kept = [
-            kept
-            for words, scales in (
-                (gate_up.flatten(1, 2), gate_up_scales.flatten(1, 2)), (down, down_scales),
-            )
-            for kept in (_int4_blocks(words), _scale_blocks(scales))
-        ]  # fmt: skip
-        addresses = [kept.data_ptr() for kept in self._kept]
-        self._few = _Call("experts_int4", addresses, num, hidden, inner)
-        self._hidden, self._inner = hidden, inner
-        self._few_tokens = few_tokens(self._few, self._many)
-
-    def __call__(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the weighted sum of each token's experts; see `experts.StackedExperts`."""
-        few = 0 < x.shape[0] <= self._few_tokens
-        return self._few(x, experts, weights) if few else self._many(x, experts, weights)
-
-    def _many(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return by_expert(x, experts, weights, self._kept[0].shape[0], self._gate_up, self._down)
-
-    def _gate_up(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self._wide(0, expert, 2 * self._inner))
-
-    def _down(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self._wide(2, expert, self._hidden))
-
-    def _wide(self, which: int, expert: int, outs: int) -> torch.Tensor:
-        """Return one expert's weight [outs, ins] in bfloat16."""
-        codes, scales = self._kept[which][expert], self._kept[which + 1][expert]
-        ins = codes.shape[1] * 2 * _PAIRS
-        wide = torch.stack((codes & 15, codes >> 4), dim=-1).to(scales.dtype).sub_(8)
-        wide *= scales[:, :, None, :, None]  # [outs / 64, groups, 16, 64, 2]
-        return wide.permute(0, 3, 1, 2, 4).reshape(outs, ins)
+        super().__init__("int4", (gate_up, gate_up_scales), (down, down_scales))
 
 
-def _int4_blocks(words: torch.Tensor) -> torch.Tensor:
-    """Return words [experts, outs, ins / 8] as [experts, outs / 64, ins / 32, 16, 64] uint8."""
-    experts, outs, _ = words.shape
-    octets = words.contiguous().view(torch.uint8).view(experts, outs // _OUTS, _OUTS, -1, _PAIRS)
-    return octets.permute(0, 1, 3, 4, 2).contiguous()
+class Fp8Experts(_QuantizedExperts):
+    """As `reference.experts_quantized.Fp8Experts`, x of bfloat16, but for one thing: x and what
+    stands between the products are multiplied as they are, not quantized.
+    """
+
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        gate_up_factors: torch.Tensor,
+        down: torch.Tensor,
+        down_factors: torch.Tensor,
+    ) -> None:
+        """Raises CannotBuild: compiled code cannot run here, or not on these widths."""
+        super().__init__("fp8", (gate_up, gate_up_factors), (down, down_factors))
 
 
-def _scale_blocks(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales [experts, outs, ins / 32] as [experts, outs / 64, ins / 32, 64] bfloat16."""
-    experts, outs, groups = scales.shape
-    cut = scales.to(torch.bfloat16).view(experts, outs // _OUTS, _OUTS, groups)
-    return cut.transpose(2, 3).contiguous()
+def _check_widths(hidden: int, inner: int) -> None:
+    if not build.fits(hidden, inner):
+        raise build.CannotBuild(
+            f"experts of widths {hidden} and {inner}, not multiples of {build.WIDTH}"
+        )

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
 
 import torch
 
-from mooncake_kernels.native import build
+from mooncake_kernels.native.packed import at, function
 from mooncake_kernels.reference import kv_write as reference
 from mooncake_kernels.reference import router
 from mooncake_kernels.reference.router import Routing
 
 _FEW_ROWS = 32
 """Up to so many the router's choice is one call; above, torch's own sorting is the faster."""
-
-
-@functools.cache
-def _function(name: str) -> Callable[..., None]:
-    found: Callable[..., None] = getattr(build.code(), name)
-    found.restype = None  # type: ignore[attr-defined]
-    return found
-
-
-def _at(tensor: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
 
 
 def kv_write(
@@ -44,9 +31,10 @@ def kv_write(
     if not (alike and strided and kv.is_contiguous() and kv_scale == 1.0):
         reference.kv_write(latent, key, rotation, places, norm, kv, kv_scale)
         return
-    _function("kv_write_bf16")(
-        _at(latent), _at(key), ctypes.c_int64(latent.stride(0)), _at(rotation.contiguous()),
-        _at(places), _at(weight), ctypes.c_double(eps), _at(kv), latent.shape[0], latent.shape[1],
+    rotation = rotation.contiguous()
+    function("kv_write_bf16")(
+        at(latent), at(key), ctypes.c_int64(latent.stride(0)), at(rotation),
+        at(places), at(weight), ctypes.c_double(eps), at(kv), latent.shape[0], latent.shape[1],
         key.shape[1], torch.get_num_threads(),
     )  # fmt: skip
 
@@ -58,9 +46,10 @@ def prepare_queries(q: torch.Tensor, rotation: torch.Tensor, scale: float) -> No
     assert q.is_contiguous()
     assert q.dtype == torch.bfloat16
     rows, heads, width = q.shape
+    rotation = rotation.contiguous()
     rope = 2 * rotation.shape[1]
-    _function("prepare_queries_bf16")(
-        _at(q), _at(rotation.contiguous()), ctypes.c_double(scale), rows, heads, width - rope, rope,
+    function("prepare_queries_bf16")(
+        at(q), at(rotation), ctypes.c_double(scale), rows, heads, width - rope, rope,
         torch.get_num_threads(),
     )  # fmt: skip
 
@@ -75,8 +64,8 @@ def route(
     logits = torch.nn.functional.linear(x.float(), weight)
     experts = torch.empty(rows, routing.top_k, dtype=torch.int64)
     weights = torch.empty(rows, routing.top_k, dtype=torch.float32)
-    _function("choose_float")(
-        _at(logits), _at(bias), rows, num, routing.top_k, int(routing.normalize),
-        ctypes.c_double(routing.scale), _at(experts), _at(weights), torch.get_num_threads(),
+    function("choose_float")(
+        at(logits), at(bias), rows, num, routing.top_k, int(routing.normalize),
+        ctypes.c_double(routing.scale), at(experts), at(weights), torch.get_num_threads(),
     )  # fmt: skip
     return experts, weights

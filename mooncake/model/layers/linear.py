@@ -10,7 +10,6 @@ from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.experts import gated
 from torch.nn import functional
 
-from mooncake.model.backends import Backends
 from mooncake.model.parallel.group import Group
 
 
@@ -56,23 +55,14 @@ class Linear:
 
 
 class Fp8Linear:
-    """`y = x W^T` of an e4m3 weight [out, in] with a factor for each 128 x 128 block.
+    """A product with a weight that stays FP8; `multiply` is `Backends.fp8_linear`'s."""
 
-    Rows of x are quantized in groups of 128 columns, as DeepSeek-V3 does (arXiv 2412.19437, 3.3).
-    """
-
-    def __init__(self, weight: torch.Tensor, factors: torch.Tensor, backends: Backends) -> None:
-        self._weight = weight
-        self._factors = factors
-        self._quantize = backends.fp8_op("quantize_rows")
-        self._multiply = backends.fp8_op("linear_fp8")
+    def __init__(self, multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._multiply = multiply
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out] in x's dtype."""
-        made: torch.Tensor = self._multiply(
-            *self._quantize(x.contiguous()), self._weight, self._factors
-        )
-        return made.to(x.dtype)
+        return self._multiply(x)
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + self(x)`; to: [rows, out]."""

@@ -31,7 +31,8 @@ FIXED = Backends("triton", "triton", deterministic=True)
 class KeptReference(Backends):
     """Plain torch that multiplies with quantized weights too: what the kernels must equal."""
 
-    keeps_quantized = True  # type: ignore[assignment]
+    def keeps(self, dtype: torch.dtype, *widths: int) -> bool:
+        return True
 
 
 KEPT = KeptReference(moe="reference")
@@ -142,7 +143,7 @@ def test_what_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert settle("auto", "auto", gpu) == Backends("triton", "triton")
     assert settle("reference", "auto", gpu) == Backends("reference", "triton")
     assert settle("auto", "auto", gpu, deterministic=True).deterministic
-    assert settle("auto", "reference", gpu).keeps_quantized is False
+    assert not settle("auto", "reference", gpu).keeps(torch.bfloat16, 128, 128)
     with pytest.raises(ConfigError, match="onednn computes on the CPU"):
         settle("auto", "onednn", gpu)
     with pytest.raises(ConfigError, match="deterministic needs"):

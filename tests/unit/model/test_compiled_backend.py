@@ -15,6 +15,7 @@ from mooncake.model.checkpoint.convert import convert_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layers.linear import Fp8Linear
 from mooncake.model.loading import WeightSource, load_model
 from tests.support.model.tiny_models import CPU, forward, random_tokens, slot, source_of, truth
 
@@ -69,19 +70,22 @@ def test_compiled_code_is_no_further_from_float32_than_plain_torch(
 
 
 @needs_compiled_code
-def test_int4_experts_stay_int4_and_mean_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+def test_quantized_weights_stay_so_and_mean_the_same(tmp_path: Path, kind: str) -> None:
     truth("yarn", dtype="float32", **WIDTHS).save_pretrained(tmp_path / "plain")
     (tmp_path / "plain" / "tokenizer.json").write_text("{}")
-    source = Checkpoint.open(convert_checkpoint(tmp_path / "plain", tmp_path / "out", "int4"))
+    source = Checkpoint.open(convert_checkpoint(tmp_path / "plain", tmp_path / "out", kind))
     exact = logits(loaded(source, PLAIN, torch.float32), "float32")
     plain = logits(loaded(source, PLAIN, torch.bfloat16), "bfloat16")
+    kept = {"int4": native_experts.Int4Experts, "fp8": native_experts.Fp8Experts}[kind]
     for backends in (NATIVE, Backends()):
         model = loaded(source, backends, torch.bfloat16)
-        experts = model._layers[1]._mlp._experts
-        assert isinstance(experts, native_experts.Int4Experts)
+        assert isinstance(model._layers[1]._mlp._experts, kept)
+        shared = model._layers[1]._mlp._shared.down
+        assert isinstance(shared, Fp8Linear) == (kind == "fp8")
         assert error(logits(model, "bfloat16"), exact) < max(0.02, 1.3 * error(plain, exact))
     whole = loaded(source, Backends(), torch.float32)
-    assert not isinstance(whole._layers[1]._mlp._experts, native_experts.Int4Experts)
+    assert not isinstance(whole._layers[1]._mlp._experts, kept)
 
 
 def test_what_cannot_be_compiled_is_not_chosen_and_refused_with_its_reason(

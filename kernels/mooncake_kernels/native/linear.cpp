@@ -1,0 +1,98 @@
+// Linear layers on packed weights, and the orders that weights are packed in.
+
+#include "tiles.h"
+
+namespace {
+
+template <class Weight>
+void linear(const bf16* x, int rows, int outs, int ins, const Weight& weight, bf16* out, int threads) {
+    const int blocks = outs / OUTS, pieces = (rows + MANY - 1) / MANY;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int unit = 0; unit < blocks * pieces; ++unit) {
+        const int block = unit / pieces, begin = unit % pieces * MANY, num = std::min(MANY, rows - begin);
+        alignas(64) float made[MANY * OUTS];
+        const bf16* row[MANY];
+        for (int r = 0; r < num; ++r) row[r] = x + (int64_t)(begin + r) * ins;
+        products(weight, block, ins, num, row, made);
+        for (int i = 0; i < num * OUTS; i += LANES)
+            store(out + (int64_t)(begin + i / OUTS) * outs + block * OUTS + i % OUTS, load(made + i));
+    }
+}
+
+// The weight as [outs, ins], each number rounded once.
+template <class Weight>
+void widen(const Weight& weight, int outs, int ins, bf16* out, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int block = 0; block < outs / OUTS; ++block) {
+        const auto here = weight.at(block, ins);
+        for (int pair = 0; pair < ins / 2; ++pair) {
+            Pairs part[PARTS];
+            here.pair(pair, part);
+            for (int p = 0; p < PARTS; ++p) {
+                const Floats scale = here.scale(2 * pair / here.GROUP, p);
+                bf16 first[LANES], second[LANES];
+                store(first, even(part[p]) * scale);
+                store(second, odd(part[p]) * scale);
+                for (int lane = 0; lane < LANES; ++lane) {
+                    bf16* to = out + (int64_t)(block * OUTS + p * LANES + lane) * ins + 2 * pair;
+                    to[0] = first[lane];
+                    to[1] = second[lane];
+                }
+            }
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+int outs_of_a_block() { return OUTS; }
+
+// x: [rows, ins]; out: [rows, outs].
+void linear_bf16(const bf16* x, int rows, int outs, int ins, const bf16* values, bf16* out, int threads) {
+    linear(x, rows, outs, ins, Bf16Weight{values}, out, threads);
+}
+
+void linear_fp8(const bf16* x, int rows, int outs, int ins, const void* codes, const float* factors,
+                bf16* out, int threads) {
+    linear(x, rows, outs, ins, Fp8Weight{codes, factors}, out, threads);
+}
+
+void widen_int4(const void* codes, const bf16* scales, int outs, int ins, bf16* out, int threads) {
+    widen(Int4Weight{codes, scales}, outs, ins, out, threads);
+}
+
+void widen_fp8(const void* codes, const float* factors, int outs, int ins, bf16* out, int threads) {
+    widen(Fp8Weight{codes, factors}, outs, ins, out, threads);
+}
+
+// from: [outs, ins / 2], the even in in the low half.
+void pack_int4(const uint8_t* from, int64_t outs, int ins, Int4Block::Word* to, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t block = 0; block < outs / OUTS; ++block)
+        for (int pair = 0; pair < ins / 2; ++pair) {
+            Int4Block::Word* words = to + block * LANES * ins + (int64_t)pair * 2 * LANES;
+            std::memset(words, 0, 2 * LANES * sizeof *words);
+            for (int out = 0; out < OUTS; ++out) {
+                const uint8_t both = from[(block * OUTS + out) * (ins / 2) + pair];
+                for (int odd = 0; odd < 2; ++odd) {
+                    int word, shift;
+                    Int4Block::place(out, odd, word, shift);
+                    words[word] |= (both >> 4 * odd & 15) << shift;
+                }
+            }
+        }
+}
+
+// from: [outs, ins].
+void pack_fp8(const uint8_t* from, int64_t outs, int ins, uint8_t* to, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t block = 0; block < outs / OUTS; ++block)
+        for (int pair = 0; pair < ins / 2; ++pair)
+            for (int out = 0; out < OUTS; ++out)
+                for (int odd = 0; odd < 2; ++odd)
+                    to[block * OUTS * ins + (int64_t)pair * 2 * OUTS + Fp8Block::place(out, odd)] =
+                        from[(block * OUTS + out) * ins + 2 * pair + odd];
+}
+}

@@ -1,0 +1,129 @@
+"""Weights in the order compiled code reads them, and products with them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from mooncake_kernels.native import build
+from mooncake_kernels.reference.fp8 import GROUP as FP8_BLOCK
+
+_AMX_ROWS = 32
+"""From so many rows on AMX's tiles multiply faster than a weight is widened for them."""
+
+
+def function(name: str) -> Callable[..., None]:
+    """Return a compiled function that returns nothing. CannotBuild: there is no compiled code."""
+    found: Callable[..., None] = getattr(build.code(), name)
+    found.restype = None  # type: ignore[attr-defined]
+    return found
+
+
+def at(tensor: torch.Tensor) -> ctypes.c_void_p:
+    """Return where a tensor's numbers begin."""
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def block_outs() -> int:
+    """Return how many outs a block has."""
+    return int(build.code().outs_of_a_block())
+
+
+def blocked(weight: torch.Tensor) -> torch.Tensor:
+    """Return [..., outs, ins] in the order compiled code reads bfloat16: [..., blocks of outs,
+    ins / 2, outs of a block, 2].
+    """
+    *lead, outs, ins = weight.shape
+    each = block_outs()
+    return weight.view(*lead, outs // each, each, ins // 2, 2).transpose(-3, -2).contiguous()
+
+
+class Quantized:
+    """Weights of one shape whose codes stay as they are, in the order compiled code reads.
+
+    codes: uint8, those of int4 two each. scales: of int4 bfloat16, for groups of 32 ins of each
+    out; of fp8 float32, for groups of 128 ins of a block of outs.
+    """
+
+    def __init__(self, kind: str, values: torch.Tensor, factors: torch.Tensor) -> None:
+        """kind "fp8": values e4m3 [..., outs, ins], factors [..., ceil(outs / 128), ceil(ins /
+        128)]; "int4": values int32 [..., outs, ins / 8], factors [..., outs, ins / 32].
+
+        Raises:
+            CannotBuild: compiled code cannot run here, or not on these widths.
+        """
+        *lead, self._outs, columns = values.shape
+        self._ins = 8 * columns if kind == "int4" else columns
+        if not build.fits(self._outs, self._ins):
+            raise build.CannotBuild(
+                f"weights of widths {self._outs} and {self._ins}, not multiples of {build.WIDTH}"
+            )
+        self._widen = function(f"widen_{kind}")
+        stored = values.contiguous().view(torch.uint8)
+        num = math.prod(lead)
+        self.codes = torch.empty(num, stored.numel() // num, dtype=torch.uint8)
+        function(f"pack_{kind}")(
+            at(stored), ctypes.c_int64(num * self._outs), self._ins, at(self.codes),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        ordered = _int4_scales(factors) if kind == "int4" else _fp8_factors(factors, self._outs)
+        self.scales = ordered.reshape(num, -1)
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the codes and of the scales."""
+        return [self.codes.data_ptr(), self.scales.data_ptr()]
+
+    def wide(self, first: int = 0, num: int = 1) -> torch.Tensor:
+        """Return `num` of the weights from number `first` on, one below the other, [num * outs,
+        ins] bfloat16.
+        """
+        wide = torch.empty(num * self._outs, self._ins, dtype=torch.bfloat16)
+        self._widen(
+            at(self.codes[first]), at(self.scales[first]), num * self._outs, self._ins, at(wide),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return wide
+
+
+def _int4_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales [..., outs, groups] as [..., blocks of outs, groups, outs of a block]."""
+    *lead, outs, groups = scales.shape
+    each = block_outs()
+    cut = scales.to(torch.bfloat16).reshape(*lead, outs // each, each, groups)
+    return cut.transpose(-2, -1).contiguous()
+
+
+def _fp8_factors(factors: torch.Tensor, outs: int) -> torch.Tensor:
+    """Return factors [..., ceil(outs / 128), groups] as [..., blocks of outs, groups]."""
+    each = block_outs()
+    return factors.float().index_select(-2, torch.arange(outs // each) * each // FP8_BLOCK)
+
+
+class Fp8Linear:
+    """`x W^T` of an e4m3 weight [outs, ins] with a factor for each 128 x 128 block; x: [rows, ins]
+    bfloat16, taken as it is.
+    """
+
+    def __init__(self, weight: torch.Tensor, factors: torch.Tensor) -> None:
+        """Raises CannotBuild: compiled code cannot run here, or not on these widths."""
+        self._weight = Quantized("fp8", weight, factors)
+        self._multiply = function("linear_fp8")
+        self._outs = weight.shape[0]
+        self._most_rows = _AMX_ROWS if "amx_bf16" in build.cpu_flags() else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [rows, outs] bfloat16."""
+        rows, ins = x.shape
+        if self._most_rows is not None and rows > self._most_rows:
+            return functional.linear(x, self._weight.wide())
+        x = x.contiguous()
+        out = x.new_empty(rows, self._outs)
+        codes, scales = (ctypes.c_void_p(address) for address in self._weight.addresses)
+        threads = torch.get_num_threads()
+        self._multiply(at(x), rows, self._outs, ins, codes, scales, at(out), threads)
+        return out
