@@ -21,6 +21,7 @@ from benchmarks.gpu import attention, correctness, estimate, experts, rank_slice
 from benchmarks.gpu.measure import Results, free, measured, open_bench, table
 from benchmarks.gpu.work import Bench
 
+CHECKS = ("ops", "engine", "tests")
 CASES = (*attention.CASES, *experts.CASES, *rank_slice.CASES)
 TUNED = (("int4", "tp8", (16, 64, 128, 1)), ("fp8", "ep16", (64,)), ("int4", "tp16", (64,)))
 """(format, split, tokens): what the table's lines and K2 at TP16 look up."""
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = time.monotonic() + arguments.seconds
     bench = open_bench(arguments.tiny)
     results = Results(arguments.out / ("tiny.json" if arguments.tiny else "results.json"))
-    wrong = 0 if arguments.names else _check(bench, results)
+    if not arguments.names:
+        _check(bench, results)
     if arguments.tune:
         _tune(bench, results, arguments.out, end)
     chosen = [case for case in CASES if case.name in arguments.names or not arguments.names]
@@ -59,23 +61,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:
             row = {"verdict": "FAILED", "note": f"{type(error).__name__}: {error}"[:400]}
         results.put(case.name, row)
-        wrong += row["verdict"] in ("WRONG", "FAILED")
         print(f"{case.name}: {row.get('value', row.get('note', ''))} {row['verdict']}", flush=True)
     print("\n".join(table(chosen, results.rows)))
     if not arguments.names:
         print("\n".join(["", *estimate.lines(results.rows)]))
-    return 1 if wrong else 0
+    asked = [*(case.name for case in chosen), *(() if arguments.names else CHECKS)]
+    return 1 if any(results.bad(name) for name in asked) else 0
 
 
-def _check(bench: Bench, results: Results) -> int:
-    """Look at everything once; return how much was wrong."""
-    wrong = 0
-    for name, looks in (
-        ("ops", correctness.findings(bench)),
-        ("engine", _engine_findings(bench)),
-        ("tests", _test_findings(bench)),
+def _check(bench: Bench, results: Results) -> None:
+    """Look at everything once; at what was wrong again when the code has changed."""
+    for name, looks in zip(
+        CHECKS,
+        (correctness.findings(bench), _engine_findings(bench), _test_findings(bench)),
+        strict=True,
     ):
         if results.has(name):
+            if results.bad(name):
+                print(f"{name}: WRONG before: {results.rows[name]['note']}", flush=True)
             continue
         found = []
         try:  # what breaks here is a finding too, and the rest still runs
@@ -89,8 +92,6 @@ def _check(bench: Bench, results: Results) -> int:
         row = {"verdict": "WRONG" if bad else "ok", "note": note or f"{len(found)} looked at"}
         results.put(name, row)
         print(f"{name}: {row['verdict']}, {len(found)} looked at", flush=True)
-        wrong += len(bad)
-    return wrong
 
 
 def _engine_findings(bench: Bench) -> Iterator[correctness.Finding]:

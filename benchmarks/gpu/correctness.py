@@ -25,7 +25,7 @@ from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.checkpoint.presets import init_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/kernels", "tests/unit/model/test_device_pages.py")
+TESTS = ("tests/kernels", "tests/unit/model/device/test_pages.py")
 TESTS_S = 300.0
 """Longer than that they hang: the lines of the table are worth more."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -95,20 +96,38 @@ def free(bench: Bench) -> None:
         torch.cuda.empty_cache()
 
 
+SOURCES = tuple(Path(__file__).resolve().parents[2] / part for part in ("kernels", "mooncake"))
+
+
+def code_digest() -> str:
+    """Return a digest of the code that is measured."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in SOURCES for path in folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 class Results:
     """The JSON file: name -> row. Written after every case."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._code = code_digest()
         self.rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     def has(self, name: str) -> bool:
-        """Whether a case was measured and right before."""
-        return self.rows.get(name, {}).get("verdict") in ("aim", "must", "missed", "ok")
+        """Whether a case was measured and right before, or wrong with this very code."""
+        return name in self.rows and not (
+            self.bad(name) and self.rows[name].get("code") != self._code
+        )
+
+    def bad(self, name: str) -> bool:
+        """Whether a case was found wrong."""
+        return self.rows.get(name, {}).get("verdict") in ("WRONG", "FAILED")
 
     def put(self, name: str, row: dict[str, Any]) -> None:
         """Keep a row."""
-        self.rows[name] = row
+        self.rows[name] = row | {"code": self._code}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self.rows, indent=1) + "\n")
 

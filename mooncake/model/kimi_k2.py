@@ -98,6 +98,8 @@ class KimiK2:
             x = layer.finish(x, query, rotation, queries, kv)
         return x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [rows, vocab] float32 for `forward`'s result, or some of its rows."""
-        return self._head(self._norm(hidden))
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [rows, vocab] float32 for `forward`'s result, or some of its rows; in `out` where
+        it is given.
+        """
+        return self._head(self._norm(hidden), out)

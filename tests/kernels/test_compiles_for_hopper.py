@@ -21,10 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_WGMMA = ("8 heads", "16 rows", "layer ops", "router", "float32")
 """Launches that need not, or cannot, fill wgmma's 64 rows, and products it cannot do exactly."""
 KNOWN_SPILLS = {
-    "decode, 64 heads": 256,
-    "decode, 64 heads, 4 rows": 256,
-    "decode, 64 heads, half pages": 128,
-    "decode, 64 heads, fp8 cache": 768,
+    "decode, 64 heads": 464,
+    "decode, 64 heads, 4 rows": 464,
+    "decode, 64 heads, fixed cuts": 496,
+    "decode, 64 heads, half pages": 240,
+    "decode, 64 heads, fp8 cache": 576,
+    "decode, 8 heads": 128,
 }
 """Most bytes a thread. A 64 x 512 accumulator is half of all registers: of the rest some spills."""
 

@@ -43,15 +43,31 @@ def test_experts_of_other_ranks_get_no_tile() -> None:
 
 def test_all_pairs_on_one_expert() -> None:
     check(torch.full((9, 2), 3), 6, 4)
+    check(torch.full((70, 2), 3), 6, 16)
+
+
+def test_few_kernels_for_all_numbers_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, and whether a tensor begins at a multiple of 16 bytes, make a kernel to compile."""
+    compiled = set()
+
+    def noted(*tensors: torch.Tensor | int, **constants: int) -> None:
+        places = [each.data_ptr() % 16 for each in tensors if isinstance(each, torch.Tensor)]
+        compiled.add((constants["BLOCK"], *places))
+
+    monkeypatch.setattr(expert_order, "_sort_and_tile", {(1,): noted})
+    for tokens in (1, 2, 3, 7, 16, 40, 63, 64, 200, 256):
+        expert_tiles(torch.zeros(tokens, 8, dtype=torch.int64), 384, 16)
+    assert len(compiled) == 3
 
 
 def test_many_pairs_are_sorted_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_order, "_MAX_PAIRS_ONE_PROGRAM", 8)
+    monkeypatch.setattr(expert_order, "_SORTED_BY_ONE", (8,))
     generator = torch.Generator().manual_seed(9)
     check(torch.randint(-1, 6, (30, 2), generator=generator), 5, 4)
 
 
 def test_counting_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_order, "_SORTED_BY_ONE", (8,))
     monkeypatch.setattr(expert_order, "_COUNT_CHUNK", 16)
     generator = torch.Generator().manual_seed(10)
     check(torch.randint(0, 5, (25, 2), generator=generator), 5, 4)

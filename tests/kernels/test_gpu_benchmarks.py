@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +71,12 @@ def test_one_command_goes_on_where_it_stopped(
 ) -> None:
     finding = correctness.Finding("an op as its reference", False, "differs by 1")
     looks: list[str] = []
-    monkeypatch.setattr(correctness, "findings", lambda bench: looks.append("ops") or [finding])
+
+    def ops(bench: Bench) -> Iterator[correctness.Finding]:
+        looks.append("ops")
+        yield finding
+
+    monkeypatch.setattr(correctness, "findings", ops)
     monkeypatch.setattr(correctness, "engine", lambda bench, path: looks.append("engine") or [])
 
     def broken(bench: Bench) -> Work:
@@ -85,22 +90,25 @@ def test_one_command_goes_on_where_it_stopped(
     assert "out of time" in capsys.readouterr().out
     assert main([*run, "--tune"]) == 1
     shown = capsys.readouterr().out
-    assert "WRONG: an op as its reference: differs by 1" in shown
+    assert "ops: WRONG before: an op as its reference: differs by 1" in shown
     assert "broken: RuntimeError: does not compile FAILED" in shown
     assert "output tok/s" in shown
-    assert looks == ["ops", "engine", "ops"], "what was right is not looked at again"
+    assert looks == ["ops", "engine"], "with the same code nothing is looked at again"
     saved = json.loads((tmp_path / "tiny.json").read_text())
     assert saved["ops"]["verdict"] == "WRONG"
     assert saved["router"]["value"] > 0
     (made,) = tmp_path.glob("*.triton-*")
     assert made.name not in [path.name for path in TABLES.glob("*")]
-    # Once more: the tuned table and the router stand; what failed is tried again.
+    # Once more: the tuned table and the router stand; what failed is tried with other code only.
     monkeypatch.setattr(command, "tune_experts", broken)
     saved["router"]["value"] = -1.0
     (tmp_path / "tiny.json").write_text(json.dumps(saved))
     assert main([*run, "--tune"]) == 1
     again = json.loads((tmp_path / "tiny.json").read_text())
     assert again["router"]["value"] == -1.0
+    monkeypatch.setattr(measure, "code_digest", lambda: "other code")
+    assert main(run) == 1
+    assert looks == ["ops", "engine", "ops"], "what was right is not looked at again"
     assert main([*run, "router"]) == 0
     assert json.loads((tmp_path / "tiny.json").read_text())["router"]["value"] > 0
     with pytest.raises(SystemExit):
@@ -120,8 +128,20 @@ def test_what_was_right_is_not_looked_at_again(
         return correctness.Finding("tests compiled", len(run) > 1, "")
 
     monkeypatch.setattr(correctness, "tests", tests)
-    assert [command._check(on_gpu, results) for _ in range(3)] == [1, 0, 0]
+    command._check(on_gpu, results)
+    command._check(on_gpu, results)
+    assert results.bad("tests")
+    assert len(run) == 1, "five minutes of an hour on a GPU, for what is known"
+    monkeypatch.setattr(measure, "code_digest", lambda: "mended")
+    mended = measure.Results(tmp_path / "results.json")
+    for _ in range(2):
+        command._check(on_gpu, mended)
     assert len(run) == 2
+    assert not mended.bad("tests")
+
+
+def test_the_tests_to_be_compiled_are_there() -> None:
+    assert [name for name in correctness.TESTS if not (correctness.ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("name", ["prefill-8k", "grouped-down"])

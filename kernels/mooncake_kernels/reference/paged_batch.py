@@ -7,7 +7,8 @@ only their contents change. The reference reads them to the host and is the defi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from mooncake_kernels.reference.paged import PagedSpan, sent
@@ -20,12 +21,15 @@ class PagedBatch:
     row_start: [seqs + 1] int32, ascending from 0. lengths: [seqs] int32, tokens of each context,
     its query rows included; 0 marks an unused place. page_table: [seqs, max_pages] int32; entries
     past a sequence's last page may hold anything. max_rows: the most rows a sequence may have.
+    plans: what kernels have worked out of the tensors for all layers of a step; so a batch is made
+    anew when what they hold changes.
     """
 
     row_start: torch.Tensor
     lengths: torch.Tensor
     page_table: torch.Tensor
     max_rows: int
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_sequences(self) -> int:

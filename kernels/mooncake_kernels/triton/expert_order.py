@@ -1,7 +1,8 @@
 """Sorts a batch's (token, choice) pairs by expert and cuts each expert's rows into tiles.
 
-All counts stay on the device. Few pairs are sorted by one program; many by torch's stable sort,
-which is slower to start and faster a pair. Both keep pairs of one expert in token order.
+All counts stay on the device. Few pairs are sorted and cut by one program; many are sorted by
+torch's stable sort, which is slower to start and faster a pair, and cut by a program an expert.
+Both keep pairs of one expert in token order.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import triton.language as tl
 
 from mooncake_kernels.triton.device import pow2
 
-_MAX_PAIRS_ONE_PROGRAM = 2048
+_SORTED_BY_ONE = (128, 512, 2048)
+"""Pairs that one program sorts: few sizes, as each is a kernel to compile."""
 _COUNT_CHUNK = 1024
 
 
@@ -38,17 +40,33 @@ class ExpertTiles:
         return self.tile_expert.shape[0]
 
 
-@triton.jit
-def _sort(experts, order, pairs, num_experts, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["pairs"])
+def _sort_and_tile(
+    experts, order, tile_expert, tile_begin, tile_end, num_tiles, pairs, num_experts,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """All in one program; a tile's number follows from its expert, so nobody waits for anybody."""
     i = tl.arange(0, BLOCK)
     expert = tl.load(experts + i, mask=i < pairs, other=-1).to(tl.int32)
     known = (expert >= 0) & (expert < num_experts)
     key = tl.where(known, expert, tl.where(i < pairs, num_experts, num_experts + 1)) * BLOCK + i
-    key = tl.sort(key)
-    tl.store(order + i, key % BLOCK, mask=i < pairs)
+    tl.store(order + i, tl.sort(key) % BLOCK, mask=i < pairs)
+    e = tl.arange(0, BLOCK_E)
+    counts = tl.histogram(tl.where(known, expert, num_experts), BLOCK_E)
+    counts = tl.where(e < num_experts, counts, 0)
+    tiles = (counts + TILE - 1) // TILE
+    row = tl.cumsum(counts, 0) - counts
+    first = tl.cumsum(tiles, 0) - tiles
+    for tile in range(tl.max(tiles, 0)):
+        mine = tile < tiles
+        tl.store(tile_expert + first + tile, e, mask=mine)
+        tl.store(tile_begin + first + tile, row + tile * TILE, mask=mine)
+        end = row + tl.minimum((tile + 1) * TILE, counts)
+        tl.store(tile_end + first + tile, end, mask=mine)
+    tl.store(num_tiles, tl.sum(tiles, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _tile(
     experts, tile_expert, tile_begin, tile_end, num_tiles, pairs, num_experts,
     TILE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -80,20 +98,27 @@ def expert_tiles(experts: torch.Tensor, num_experts: int, tile_rows: int) -> Exp
     """Return the tiles of `experts` [tokens, k] int64; ids outside 0..num_experts - 1 have none."""
     pairs, device = experts.numel(), experts.device
     most = min(pairs, num_experts) + pairs // tile_rows
-    tile_expert, tile_begin, tile_end = torch.empty(3, most, dtype=torch.int32, device=device)
-    num_tiles = torch.zeros(1, dtype=torch.int32, device=device)
+    # Tensors of their own: Triton compiles a kernel anew where one begins at an odd place.
+    tile_expert, tile_begin, tile_end = (
+        torch.empty(most, dtype=torch.int32, device=device) for _ in range(3)
+    )
+    if not pairs:
+        none = torch.zeros(1, dtype=torch.int32, device=device)
+        return ExpertTiles(tile_expert, tile_expert, tile_begin, tile_end, none)
+    num_tiles = torch.empty(1, dtype=torch.int32, device=device)
     flat = experts.contiguous().view(-1)
-    if pairs <= _MAX_PAIRS_ONE_PROGRAM:
+    if pairs <= _SORTED_BY_ONE[-1]:
         order = torch.empty(pairs, dtype=torch.int32, device=device)
-        if pairs:
-            _sort[(1,)](flat, order, pairs, num_experts, BLOCK=pow2(pairs), num_warps=8)
-    else:
-        known = (flat >= 0) & (flat < num_experts)
-        order = flat.where(known, num_experts).sort(stable=True).indices.to(torch.int32)
-    if pairs:
-        _tile[(num_experts,)](
-            flat, tile_expert, tile_begin, tile_end, num_tiles, pairs, num_experts,
-            TILE=tile_rows, CHUNK=min(_COUNT_CHUNK, pow2(pairs)), BLOCK_E=pow2(num_experts + 1),
-            num_warps=4,
+        _sort_and_tile[(1,)](
+            flat, order, tile_expert, tile_begin, tile_end, num_tiles, pairs, num_experts,
+            TILE=tile_rows, BLOCK=next(size for size in _SORTED_BY_ONE if pairs <= size),
+            BLOCK_E=pow2(num_experts + 1), num_warps=8,
         )  # fmt: skip
+        return ExpertTiles(order, tile_expert, tile_begin, tile_end, num_tiles)
+    known = (flat >= 0) & (flat < num_experts)
+    order = flat.where(known, num_experts).sort(stable=True).indices.to(torch.int32)
+    _tile[(num_experts,)](
+        flat, tile_expert, tile_begin, tile_end, num_tiles, pairs, num_experts,
+        TILE=tile_rows, CHUNK=_COUNT_CHUNK, BLOCK_E=pow2(num_experts + 1), num_warps=4,
+    )  # fmt: skip
     return ExpertTiles(order, tile_expert, tile_begin, tile_end, num_tiles)

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
+import triton
 
 from mooncake_kernels.reference.mla_prefill import ExpandedKeys, RaggedBatch
 from mooncake_kernels.reference.paged import PagedSpan, sent
@@ -18,6 +19,9 @@ from mooncake_kernels.triton.merge import merge_attention
 from mooncake_kernels.triton.mla_decode import mla_decode
 from mooncake_kernels.triton.mla_prefill import mla_prefill
 
+_ALIGNED = 4
+"""int32 numbers that rows of a tensor are filled up to: Triton compiles a kernel anew for a tensor
+that begins at an odd place."""
 CHUNK_TOKENS = 32768
 """Keys expanded at a time: 1.3 GB for Kimi-K2's 64 heads in bfloat16."""
 
@@ -94,10 +98,12 @@ def _ragged(spans: Sequence[PagedSpan], begin: int, end: int, device: torch.devi
         row_start.append(row_start[-1] + span.num_rows)
         key_start.append(key_start[-1] + max(0, min(end, span.context) - begin))
         first_seen.append(span.context - span.num_rows + 1 - begin)
-    host = torch.tensor([row_start, key_start, [*first_seen, 0]], dtype=torch.int32)
+    most, count = max(span.num_rows for span in spans), len(spans)
+    host = torch.zeros(3, triton.cdiv(count + 1, _ALIGNED) * _ALIGNED, dtype=torch.int32)
+    for row, values in enumerate((row_start, key_start, first_seen)):
+        host[row, : len(values)] = torch.tensor(values, dtype=torch.int32)
     tensors = sent(host, device)
-    most = max(span.num_rows for span in spans)
-    return RaggedBatch(tensors[0], tensors[1], tensors[2, :-1], most)
+    return RaggedBatch(tensors[0, : count + 1], tensors[1, : count + 1], tensors[2, :count], most)
 
 
 def _expanded(cached: torch.Tensor, key_up: torch.Tensor, value_up: torch.Tensor) -> ExpandedKeys:

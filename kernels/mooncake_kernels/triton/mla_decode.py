@@ -1,13 +1,17 @@
 """Absorbed MLA decode over paged latent KV (contract: `reference.mla_decode`).
 
-Three launches whose shapes depend on the batch's capacity only, so a CUDA graph can hold them:
-`_schedule` cuts contexts into items from the lengths on the device, `_attend` computes one item a
-program in one pass over KV (the values are the keys' first `rank` columns, read once), `_combine`
-merges sequences of several items. All heads of a token share a page's read: rows of a tile are
-(token, head) pairs, so 64 heads fill a warpgroup's 64 rows.
+Launches whose shapes depend on the batch's capacity only, so a CUDA graph can hold them. All heads
+of a token share a page's read: rows of a tile are (token, head) pairs, so 64 heads fill a
+warpgroup's 64 rows. A strip is one tile over its whole context. `_schedule` lines the pages of all
+strips up, once a step; in `_attend` as many programs as the GPU runs at once take equal ranges of
+that line, wherever strips begin and end, in one pass over KV (the values are the keys' first `rank`
+columns, read once). A range begins and ends inside a strip at most once each, so two slots a
+program hold all partial results, whatever the batch is; `_combine` merges them. With `split_pages`
+a strip is cut every so many pages instead, each part has a slot, and strips are taken in groups
+whose slots fit `_SLOT_BYTES`.
 
 Source of split KV with a merge by log-sum-exp: Flash-Decoding; of the schedule from device data:
-FlashMLA's metadata kernel, simplified to whole chunks so that equal contexts are cut equally.
+FlashMLA's metadata kernel.
 """
 
 from __future__ import annotations
@@ -28,44 +32,84 @@ from mooncake_kernels.triton.device import (
 )
 from mooncake_kernels.tuning import WHOLE_PAGES, DecodeTile
 
-_MAX_TILE_ROWS = 64
-_COMBINE_COLUMNS = 128
-_COMBINE_SPLITS = 16
+_TILE_ROWS = 64
+_FLOAT32_ROWS, _FLOAT32_STEP = 16, 32
+"""Of float32, for comparisons only: larger tiles ask for more shared memory than there is."""
+_SEQUENCES_AT_ONCE = 256
+_COMBINE_PARTS = 16
+_COMBINE_PROGRAMS = 1024
+_SLOT_BYTES = 256 * 2**20
 
 
 @triton.jit
-def _schedule(
-    lengths,
-    item_first,
-    num_seqs,
-    programs,
-    FIXED_PAGES: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """Write item_first [num_seqs + 1]: where each sequence's items begin.
+def _num_strips(row_start, s, mask, heads, BLOCK_M: tl.constexpr):
+    """Return how many tiles the rows of sequences `s` make."""
+    rows = tl.load(row_start + s + 1, mask=mask, other=0) - tl.load(
+        row_start + s, mask=mask, other=0
+    )
+    return (rows * heads + BLOCK_M - 1) // BLOCK_M
 
-    FIXED_PAGES > 0 cuts every context alike whatever else is in the batch; 0 aims at `programs`
-    items of equal size in all, at least one for each context and at most `programs + num_seqs`.
+
+@triton.jit(do_not_specialize=["num_seqs", "strip_from", "strip_to"])
+def _schedule(
+    row_start, lengths, first_unit, first_tile, num_seqs, heads, strip_from, strip_to,
+    FIXED_PAGES: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Line up the units of strips `strip_from` to `strip_to`.
+
+    A unit is a page, or FIXED_PAGES of them where that is not 0. Writes first_unit [seqs + 1],
+    where each sequence's units begin, and first_tile [seqs], the first of its tiles that is in.
     """
-    s = tl.arange(0, BLOCK_S)
-    length = tl.load(lengths + s, mask=s < num_seqs, other=0)
-    pages = (length + PAGE - 1) // PAGE
-    if FIXED_PAGES > 0:
-        items = (pages + FIXED_PAGES - 1) // FIXED_PAGES
-    else:
-        chunk = tl.maximum((tl.sum(pages) + programs - 1) // programs, 1)
-        items = tl.where(pages > 0, tl.maximum((pages + chunk // 2) // chunk, 1), 0)
-    tl.store(item_first + s + 1, tl.cumsum(items), mask=s < num_seqs)
-    tl.store(item_first, 0)
+    WIDTH: tl.constexpr = PAGE * (FIXED_PAGES if FIXED_PAGES > 0 else 1)
+    units_before = 0
+    strips_before = 0
+    tl.store(first_unit, 0)
+    for begin in range(0, num_seqs, BLOCK_S):
+        s = begin + tl.arange(0, BLOCK_S)
+        mask = s < num_seqs
+        units = (tl.load(lengths + s, mask=mask, other=0) + WIDTH - 1) // WIDTH
+        strips = _num_strips(row_start, s, mask, heads, BLOCK_M)
+        before = strips_before + tl.cumsum(strips, 0) - strips
+        skipped = tl.minimum(tl.maximum(strip_from - before, 0), strips)
+        taken = tl.minimum(tl.maximum(strip_to - before, 0), strips) - skipped
+        tl.store(first_tile + s, skipped, mask=mask)
+        tl.store(first_unit + s + 1, units_before + tl.cumsum(units * taken, 0), mask=mask)
+        units_before += tl.sum(units * taken, 0)
+        strips_before += tl.sum(strips, 0)
 
 
 @triton.jit
 def _find(ends, value, num, BLOCK: tl.constexpr):
     """Return how many of the ascending `ends` [num] are at most `value`."""
-    i = tl.arange(0, BLOCK)
-    end = tl.load(ends + i, mask=i < num, other=2147483647)
-    return tl.sum((end <= value).to(tl.int32))
+    found = 0
+    for begin in range(0, num, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        end = tl.load(ends + i, mask=i < num, other=2147483647)
+        found += tl.sum((end <= value).to(tl.int32))
+    return found
+
+
+@triton.jit
+def _part(
+    row_start, lengths, first_unit, first_tile, seq, unit, end, heads,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, FIXED: tl.constexpr,
+):  # fmt: skip
+    """Return (rows m of the strip, whether they are there, their places in q and out; the part's
+    first unit of the strip, the one behind its last, how many the strip has).
+
+    Reads anew whatever is known of it: cheaper than registers held while the pages go by.
+    """
+    row0 = tl.load(row_start + seq, volatile=True)
+    num_rows = tl.load(row_start + seq + 1, volatile=True) - row0
+    length = tl.load(lengths + seq, volatile=True)
+    units = (length + PAGE * WIDTH - 1) // (PAGE * WIDTH)
+    inside = unit - tl.load(first_unit + seq, volatile=True)
+    tile = tl.load(first_tile + seq, volatile=True) + inside // units
+    begin = inside % units
+    stop = begin + 1 if FIXED else tl.minimum(begin + end - unit, units)
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    at = (row0 * heads + m).to(tl.int64)
+    return m, m < num_rows * heads, at, begin, stop, units
 
 
 @triton.jit
@@ -109,105 +153,130 @@ def _attend_pages(
     return acc * kv_scale, total, best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _attend(
-    q, kv, page_table, row_start, lengths, item_first, part_out, part_lse, out, lse,
-    num_seqs, heads, table_stride, part_rows, kv_scale,
+    q, kv, page_table, row_start, lengths, first_unit, first_tile, part_out, part_lse, out, lse,
+    num_seqs, heads, table_stride, kv_scale,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, FIXED_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one item. Writes the result if the context is one item, else a part."""
-    tile = tl.program_id(0)
-    item = tl.program_id(1)
-    seq = _find(item_first + 1, item, num_seqs, BLOCK_S)
-    if seq >= num_seqs:
-        return
-    row0 = tl.load(row_start + seq)
-    num_rows = tl.load(row_start + seq + 1) - row0
-    if tile * BLOCK_M >= num_rows * heads:
-        return
-    item0 = tl.load(item_first + seq)
-    items = tl.load(item_first + seq + 1) - item0
-    length = tl.load(lengths + seq)
-    pages = (length + PAGE - 1) // PAGE
-    per_item = (pages + items - 1) // items
-    first = (item - item0) * per_item
-    last = tl.minimum(first + per_item, pages)
-
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = m < num_rows * heads
-    limit = length - num_rows + m // heads + 1
+    """Attend over a range of units; a strip that is whole here is done, others go to slots."""
+    WIDTH: tl.constexpr = FIXED_PAGES if FIXED_PAGES > 0 else 1
+    program = tl.program_id(0)
+    all_units = tl.load(first_unit + num_seqs)
+    each = (all_units + tl.num_programs(0) - 1) // tl.num_programs(0)
+    unit = program * each
+    end = tl.minimum(unit + each, all_units)
     c = tl.arange(0, BLOCK_C)
     r = tl.arange(0, BLOCK_R)
-    at = (row0 * heads + m).to(tl.int64)
-    row = q + at[:, None] * (RANK + ROPE)
-    mask_c = there[:, None] & (c < RANK)[None, :]
-    q_latent = tl.load(row + c[None, :], mask=mask_c, other=0.0)
-    q_rope = tl.load(row + RANK + r[None, :], mask=there[:, None] & (r < ROPE)[None, :], other=0.0)
-    acc, total, best = _attend_pages(
-        q_latent, q_rope, kv, page_table + seq.to(tl.int64) * table_stride, first, last, length,
-        limit, kv_scale, RANK, ROPE, BLOCK_C, BLOCK_R, PAGE, BLOCK_M, BLOCK_N, STAGES,
-    )  # fmt: skip
-    seen = total > 0
-    result = acc / tl.where(seen, total, 1.0)[:, None]
-    log_sum = tl.where(seen, (best + tl.log2(tl.where(seen, total, 1.0))) * LN_2, float("-inf"))
-    if items == 1:
-        tl.store(
-            out + at[:, None] * RANK + c[None, :], narrow(result, out.dtype.element_ty), mask_c
-        )
-        tl.store(lse + at, log_sum, there)
-    else:
-        part = item.to(tl.int64) * part_rows + m
-        tl.store(part_out + part[:, None] * RANK + c[None, :], result, mask_c)
-        tl.store(part_lse + part, log_sum, there)
+    while unit < end:
+        seq = _find(first_unit + 1, unit, num_seqs, BLOCK_S)
+        m, there, at, begin, stop, _ = _part(
+            row_start, lengths, first_unit, first_tile, seq, unit, end, heads,
+            PAGE, WIDTH, BLOCK_M, FIXED_PAGES > 0,
+        )  # fmt: skip
+        length = tl.load(lengths + seq)
+        num_rows = tl.load(row_start + seq + 1) - tl.load(row_start + seq)
+        limit = length - num_rows + m // heads + 1
+        row = q + at[:, None] * (RANK + ROPE)
+        mask_c = there[:, None] & (c < RANK)[None, :]
+        mask_r = there[:, None] & (r < ROPE)[None, :]
+        q_latent = tl.load(row + c[None, :], mask=mask_c, other=0.0)
+        q_rope = tl.load(row + RANK + r[None, :], mask=mask_r, other=0.0)
+        acc, total, best = _attend_pages(
+            q_latent, q_rope, kv, page_table + seq.to(tl.int64) * table_stride, begin * WIDTH,
+            tl.minimum(stop * WIDTH, (length + PAGE - 1) // PAGE), length, limit, kv_scale,
+            RANK, ROPE, BLOCK_C, BLOCK_R, PAGE, BLOCK_M, BLOCK_N, STAGES,
+        )  # fmt: skip
+        seen = total > 0
+        safe = tl.where(seen, total, 1.0)
+        result = acc / safe[:, None]
+        log_sum = tl.where(seen, (best + tl.log2(safe)) * LN_2, float("-inf"))
+        m, there, at, begin, stop, units = _part(
+            row_start, lengths, first_unit, first_tile, seq, unit, end, heads,
+            PAGE, WIDTH, BLOCK_M, FIXED_PAGES > 0,
+        )  # fmt: skip
+        mask_c = there[:, None] & (c < RANK)[None, :]
+        if (begin == 0) & (stop == units):
+            to = out + at[:, None] * RANK + c[None, :]
+            tl.store(to, narrow(result, out.dtype.element_ty), mask_c)
+            tl.store(lse + at, log_sum, there)
+        else:
+            slot = unit if FIXED_PAGES > 0 else 2 * program + (begin == 0).to(tl.int32)
+            part = slot.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            tl.store(part_out + part[:, None] * RANK + c[None, :], result, mask_c)
+            tl.store(part_lse + part, log_sum, there)
+        unit += stop - begin
 
 
 @triton.jit
+def _slots(begin, each, i, FIXED_PAGES: tl.constexpr):
+    """Return the slots of parts `i` of the strip whose units begin at `begin`."""
+    if FIXED_PAGES > 0:
+        return begin + i
+    else:  # noqa: RET505
+        return 2 * (begin // each + i) + (i == 0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "programs"])
 def _combine(
-    row_start, item_first, part_out, part_lse, out, lse, num_seqs, heads, part_rows,
-    RANK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
+    row_start, lengths, first_unit, first_tile, part_out, part_lse, out, lse,
+    num_seqs, heads, programs,
+    RANK: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, FIXED_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one (row, head) in some columns; rows that see nothing become 0."""
+    """Merge the parts of some heads of one row; rows that see nothing become 0."""
+    WIDTH: tl.constexpr = PAGE * (FIXED_PAGES if FIXED_PAGES > 0 else 1)
     row = tl.program_id(0)
-    head = tl.program_id(1)
-    c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
-    at = row.to(tl.int64) * heads + head
     seq = _find(row_start + 1, row, num_seqs, BLOCK_S)
-    items = 0
-    item0 = 0
-    m = 0
+    units = 0
+    line = 0
+    tile0 = 0
+    taken = 0
+    m0 = 0
     if seq < num_seqs:
-        item0 = tl.load(item_first + seq)
-        items = tl.load(item_first + seq + 1) - item0
-        m = (row - tl.load(row_start + seq)) * heads + head
-    if items == 1:
-        return
+        units = (tl.load(lengths + seq) + WIDTH - 1) // WIDTH
+        line = tl.load(first_unit + seq)
+        tile0 = tl.load(first_tile + seq)
+        taken = tl.load(first_unit + seq + 1) - line
+        m0 = (row - tl.load(row_start + seq)) * heads
+    each = (tl.load(first_unit + num_seqs) + programs - 1) // programs
+    each = tl.maximum(each, 1)
     p = tl.arange(0, BLOCK_P)
-    best = float("-inf")
-    total = 0.0
-    for begin in range(0, items, BLOCK_P):
-        part = (item0 + begin + p).to(tl.int64) * part_rows + m
-        each = tl.load(part_lse + part, mask=begin + p < items, other=float("-inf")) * LOG2_E
-        new_best = tl.maximum(best, tl.max(each, 0))
-        base = tl.where(new_best == float("-inf"), 0.0, new_best)
-        total = total * tl.exp2(best - base) + tl.sum(tl.exp2(each - base), 0)
-        best = new_best
-    seen = total > 0
-    log_sum = tl.where(seen, best + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-    acc = tl.zeros([BLOCK_C], tl.float32)
-    for begin in range(0, items, BLOCK_P):
-        part = (item0 + begin + p).to(tl.int64) * part_rows + m
-        each = tl.load(part_lse + part, mask=begin + p < items, other=float("-inf")) * LOG2_E
-        weight = tl.where(each > float("-inf"), tl.exp2(each - log_sum), 0.0)
-        values = tl.load(
-            part_out + part[:, None] * RANK + c[None, :],
-            mask=(weight > 0)[:, None] & (c < RANK)[None, :],
-            other=0.0,
-        )
-        acc += tl.sum(values * weight[:, None], 0)
-    tl.store(out + at * RANK + c, narrow(acc, out.dtype.element_ty), mask=c < RANK)
-    tl.store(lse + at, log_sum * LN_2)
+    c = tl.arange(0, BLOCK_C)
+    for head in range(tl.program_id(1), heads, tl.num_programs(1)):
+        m = m0 + head
+        begin = line + (m // BLOCK_M - tile0) * units
+        parts = units if FIXED_PAGES > 0 else (begin + units - 1) // each - begin // each + 1
+        here = (begin >= line) & (begin < line + taken)
+        if (units == 0) | (here & (parts > 1)):
+            parts = tl.where(units == 0, 0, parts)
+            best = float("-inf")
+            total = 0.0
+            acc = tl.zeros([BLOCK_C], tl.float32)
+            for first in range(0, parts, BLOCK_P):
+                i = first + p
+                part = _slots(begin, each, i, FIXED_PAGES).to(tl.int64) * BLOCK_M + m % BLOCK_M
+                log_sum = tl.load(part_lse + part, mask=i < parts, other=float("-inf")) * LOG2_E
+                new_best = tl.maximum(best, tl.max(log_sum, 0))
+                base = tl.where(new_best == float("-inf"), 0.0, new_best)
+                weight = tl.exp2(log_sum - base)
+                values = tl.load(
+                    part_out + part[:, None] * RANK + c[None, :],
+                    mask=(weight > 0)[:, None] & (c < RANK)[None, :],
+                    other=0.0,
+                )
+                shrink = tl.exp2(best - base)
+                acc = acc * shrink + tl.sum(values * weight[:, None], 0)
+                total = total * shrink + tl.sum(weight, 0)
+                best = new_best
+            seen = total > 0
+            safe = tl.where(seen, total, 1.0)
+            at = row.to(tl.int64) * heads + head
+            result = narrow(acc / safe, out.dtype.element_ty)
+            tl.store(out + at * RANK + c, result, mask=c < RANK)
+            tl.store(lse + at, tl.where(seen, (best + tl.log2(safe)) * LN_2, float("-inf")))
 
 
 def mla_decode(
@@ -222,46 +291,74 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out [rows, heads, rank] in q's dtype, lse [rows, heads] float32); see the reference.
 
-    `block_tokens` must be a power of two of at least 16; q and kv contiguous. split_pages: 0 cuts
-    contexts so that the batch fills the GPU; a number cuts each context every so many pages, which
-    makes a sequence's result independent of the rest of the batch.
+    `block_tokens` must be a power of two of at least 16; q and kv contiguous. split_pages: 0 shares
+    pages out equally among as many programs as the GPU runs at once; a number cuts each context
+    every so many pages, which makes a sequence's result independent of the rest of the batch.
     """
     rows, heads, width = q.shape
     page, seqs = kv.shape[1], batch.num_sequences
-    step_tokens = tile.step_tokens or page
+    exact = q.dtype == torch.float32
+    step_tokens = tile.step_tokens or (min(page, _FLOAT32_STEP) if exact else page)
     if page < 16 or page & (page - 1):
         raise ValueError(f"pages of {page} tokens; the kernel takes powers of two from 16 on")
     if step_tokens < 16 or page % step_tokens:
         raise ValueError(f"steps of {step_tokens} tokens do not cut pages of {page}")
     if not (q.is_contiguous() and kv.is_contiguous() and batch.page_table.is_contiguous()):
         raise ValueError("q, kv and page_table must be contiguous")
-    tile_rows = min(_MAX_TILE_ROWS, pow2(batch.max_rows * heads, 16))
-    if split_pages:  # the size of a tile chooses the instruction, and that the order of sums
-        tile_rows = _MAX_TILE_ROWS
-    tiles = triton.cdiv(batch.max_rows * heads, tile_rows)
-    programs = max(1, num_programs(q.device) // tiles)
+    tile_rows = _FLOAT32_ROWS if exact else _TILE_ROWS
+    if not split_pages:  # the size of a tile chooses the instruction, and that the order of sums
+        tile_rows = min(tile_rows, pow2(batch.max_rows * heads, 16))
+    few = tile_rows < _TILE_ROWS  # then two programs fit a multiprocessor
+    programs = num_programs(q.device) * (2 if few else 1)
     most_pages = batch.page_table.shape[1]
-    items = seqs * triton.cdiv(most_pages, split_pages) if split_pages else programs + seqs
-    part_rows, block_s = tiles * tile_rows, pow2(seqs)
-    item_first = torch.empty(seqs + 1, dtype=torch.int32, device=q.device)
-    part_out = torch.empty(items, part_rows, rank, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(items, part_rows, dtype=torch.float32, device=q.device)
+    most_strips = rows * heads // tile_rows + seqs
+    slots, group = 2 * programs, most_strips
+    if split_pages:
+        parts = max(1, triton.cdiv(most_pages, split_pages))
+        group = min(most_strips, max(1, _SLOT_BYTES // (parts * tile_rows * rank * 4)))
+        slots = group * parts if parts > 1 else 0
+    part_out = torch.empty(slots, tile_rows, rank, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(slots, tile_rows, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads, rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-    _schedule[(1,)](
-        batch.lengths, item_first, seqs, programs,
-        FIXED_PAGES=split_pages, PAGE=page, BLOCK_S=block_s,
-    )  # fmt: skip
-    _attend[(tiles, items)](
-        q, kv, batch.page_table, batch.row_start, batch.lengths, item_first,
-        part_out, part_lse, out, lse, seqs, heads, most_pages, part_rows, kv_scale,
-        RANK=rank, ROPE=width - rank, BLOCK_C=pow2(rank, 16), BLOCK_R=pow2(width - rank, 16),
-        PAGE=page, BLOCK_M=tile_rows, BLOCK_N=step_tokens, BLOCK_S=block_s,
-        STAGES=tile.stages, num_warps=8 if tile_rows == _MAX_TILE_ROWS else 4,
-    )  # fmt: skip
-    columns = min(_COMBINE_COLUMNS, pow2(rank))
-    _combine[(rows, heads, triton.cdiv(rank, columns))](
-        batch.row_start, item_first, part_out, part_lse, out, lse, seqs, heads, part_rows,
-        RANK=rank, BLOCK_C=columns, BLOCK_P=_COMBINE_SPLITS, BLOCK_S=block_s, num_warps=4,
-    )  # fmt: skip
+    if not rows:
+        return out, lse
+    for strip in range(0, most_strips, group):
+        plan = _plan(batch, heads, page, tile_rows, split_pages, (strip, strip + group))
+        _attend[(programs,)](
+            q, kv, batch.page_table, batch.row_start, batch.lengths, *plan,
+            part_out, part_lse, out, lse, seqs, heads, most_pages, kv_scale,
+            RANK=rank, ROPE=width - rank, BLOCK_C=pow2(rank, 16), BLOCK_R=pow2(width - rank, 16),
+            PAGE=page, BLOCK_M=tile_rows, BLOCK_N=step_tokens, BLOCK_S=_SEQUENCES_AT_ONCE,
+            STAGES=tile.stages, FIXED_PAGES=split_pages, num_warps=4 if few else 8,
+        )  # fmt: skip
+        _combine[(rows, min(heads, triton.cdiv(_COMBINE_PROGRAMS, rows)))](
+            batch.row_start, batch.lengths, *plan, part_out, part_lse, out, lse,
+            seqs, heads, programs,
+            RANK=rank, PAGE=page, BLOCK_M=tile_rows, BLOCK_C=pow2(rank), BLOCK_P=_COMBINE_PARTS,
+            BLOCK_S=_SEQUENCES_AT_ONCE, FIXED_PAGES=split_pages, num_warps=4,
+        )  # fmt: skip
     return out, lse
+
+
+def _plan(
+    batch: PagedBatch,
+    heads: int,
+    page: int,
+    tile_rows: int,
+    split_pages: int,
+    strips: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (first_unit, first_tile) of `_schedule`, made once for all layers of a step."""
+    key = "mla_decode", heads, page, tile_rows, split_pages, strips
+    if key not in batch.plans:
+        seqs, device = batch.num_sequences, batch.lengths.device
+        first_unit = torch.empty(seqs + 1, dtype=torch.int32, device=device)
+        first_tile = torch.empty(seqs, dtype=torch.int32, device=device)
+        _schedule[(1,)](
+            batch.row_start, batch.lengths, first_unit, first_tile, seqs, heads, *strips,
+            FIXED_PAGES=split_pages, PAGE=page, BLOCK_M=tile_rows, BLOCK_S=_SEQUENCES_AT_ONCE,
+        )  # fmt: skip
+        batch.plans[key] = first_unit, first_tile
+    made: tuple[torch.Tensor, torch.Tensor] = batch.plans[key]
+    return made

@@ -115,6 +115,8 @@ class DecodeGraphs:
         self._copies = copies or HostCopies()
         self._values = torch.zeros(4, most_rows, dtype=torch.int64, device=model.device)
         self._table = torch.zeros(most_rows, most_pages, dtype=torch.int32, device=model.device)
+        # One for all sizes: a graph keeps its outputs, and float32 logits are large.
+        self._logits = torch.empty(most_rows, model.spec.vocab_size, device=model.device)
         self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=model.device)
         self._written: list[list[int]] = [[] for _ in range(most_rows)]
         self._sizes = ladder(most_rows)
@@ -210,7 +212,7 @@ class DecodeGraphs:
             inputs = StepInputs(
                 values[_TOKENS, :size], positions, values[_PLACES, :size], queries, queries, ()
             )
-            return self._model.logits(self._model.forward(inputs, self._kv))
+            return self._model.logits(self._model.forward(inputs, self._kv), self._logits[:size])
 
         return step
 

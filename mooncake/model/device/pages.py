@@ -127,7 +127,7 @@ class PageMemory:
                 return
             rows, index = self._rows(length), self._index(ranges, length)
             packed = there[: index.numel() * length].view(-1, length)
-            packed.copy_(rows.index_select(0, index), non_blocking=True)
+            packed.copy_(rows.index_select(0, index).view(torch.uint8), non_blocking=True)
 
         self._device.run(True, work, done)
 
@@ -144,14 +144,17 @@ class PageMemory:
                 return
             rows, index = self._rows(length), self._index(ranges, length)
             packed = here[: index.numel() * length].to(rows.device, non_blocking=True)
-            rows.index_copy_(0, index, packed.view(-1, length))
+            rows.index_copy_(0, index, packed.view(-1, length).view(rows.dtype))
 
         self._device.run(False, work, done)
 
     def _rows(self, length: int) -> torch.Tensor:
-        """Return the pages as `[rows, length]` uint8, less what is left over at the end."""
+        """Return the pages as rows of `length` bytes, less what is left over at the end. They are
+        int64 where the length allows: a GPU's threads move one element each.
+        """
         count = self.num_bytes // length
-        return self._bytes[: count * length].view(count, length)
+        rows = self._bytes[: count * length].view(count, length)
+        return rows if length % 8 else rows.view(torch.int64)
 
     def _index(self, ranges: Ranges, length: int) -> torch.Tensor:
         """Return the rows of `ranges`, int64, on the device."""

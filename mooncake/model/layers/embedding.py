@@ -43,9 +43,11 @@ class Head:
         self._tied_weight = weight if tied else None
         self._multiply = multiply or functional.linear
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [rows, vocab] float32 for `hidden` [rows, hidden]."""
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [rows, vocab] float32 for `hidden` [rows, hidden]; in `out` where it is given."""
         if self._linear is not None:
-            return self._group.gather(self._linear(hidden)).float()
-        assert self._tied_weight is not None
-        return self._multiply(hidden, self._tied_weight).float()
+            made = self._group.gather(self._linear(hidden))
+        else:
+            assert self._tied_weight is not None
+            made = self._multiply(hidden, self._tied_weight)
+        return made.float() if out is None else out.copy_(made)

@@ -46,10 +46,13 @@ def decode(
     dtype: torch.dtype = BF16,
     kv_dtype: torch.dtype = BF16,
     step_tokens: int = 0,
+    split_pages: int = 0,
 ) -> None:
     batch = PagedBatch(ints(9), ints(8), ints(8, 64), rows)
     q, kv = zeros(8 * rows, heads, 576, dtype=dtype), zeros(2, 64, 576, dtype=kv_dtype)
-    kernel("mla_decode", "triton")(q, kv, batch, 512, 1.0, tile=DecodeTile(2, step_tokens))
+    kernel("mla_decode", "triton")(
+        q, kv, batch, 512, 1.0, split_pages=split_pages, tile=DecodeTile(2, step_tokens)
+    )
 
 
 def prefill(rows: int) -> None:
@@ -95,7 +98,8 @@ def layer_ops() -> None:
     kernel("merge_attention", "triton")(zeros(8, 2, 64, 512), torch.zeros(8, 2, 64))
     for rows in (16, 256):
         quantized = zeros(rows, HIDDEN, dtype=FP8), torch.zeros(rows, 56)
-        kernel("linear_fp8", "triton")(*quantized, zeros(2112, HIDDEN, dtype=FP8), zeros(17, 56))
+        factors = torch.zeros(17, 56)  # as the loader gives them
+        kernel("linear_fp8", "triton")(*quantized, zeros(2112, HIDDEN, dtype=FP8), factors)
 
 
 def fixed_products() -> None:
@@ -127,7 +131,9 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "decode, 64 heads, fp8 cache": lambda: decode(64, 1, kv_dtype=FP8),
     "decode, 8 heads": lambda: decode(8, 1),
     "decode, 64 heads, 4 rows": lambda: decode(64, 4),
+    "decode, 64 heads, fixed cuts": lambda: decode(64, 1, split_pages=64),
     "decode, 8 heads, float32": lambda: decode(8, 1, torch.float32, torch.float32),
+    "decode, 64 heads, float32": lambda: decode(64, 2, torch.float32, torch.float32),
     "prefill, 256 rows": lambda: prefill(256),
     "prefill, 16 rows": lambda: prefill(16),
     **{

@@ -96,6 +96,16 @@ def test_replays_give_what_steps_do_and_touch_no_other_page(model: KimiK2) -> No
     assert recorder.replayed == [4, 2, 4, 1]
 
 
+def test_all_sizes_share_one_tensor_of_logits() -> None:
+    """Each captured size keeps its outputs: 8 GB at 1,024 sequences of Kimi-K2."""
+    model = load_model(source_of(truth("plain")), dtype=torch.float32, device=CPU)
+    with torch.inference_mode():
+        graphs = DecodeGraphs(model, kv_for(model.spec), EagerSteps(), most_rows=4, most_pages=2)
+        found = [graphs.logits([slot(n, 3, [n], [n]) for n in range(rows)]) for rows in (1, 3, 4)]
+    assert [each.shape[0] for each in found] == [1, 3, 4]
+    assert len({each.untyped_storage().data_ptr() for each in found}) == 1
+
+
 def test_what_cannot_be_replayed() -> None:
     model = load_model(source_of(truth("plain")), dtype=torch.float32, device=CPU)
     with torch.inference_mode():

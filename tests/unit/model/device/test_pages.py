@@ -73,6 +73,19 @@ def test_slices_are_gathered_and_odd_ranges_are_not() -> None:
     assert row_bytes(RANGES["odd"]) is None
 
 
+def test_slices_are_gathered_eight_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, moved = pages("bfloat16"), []
+    gather = torch.Tensor.index_select
+
+    def seen(self: torch.Tensor, *args: object) -> torch.Tensor:
+        moved.append(self.dtype)
+        return gather(self, *args)
+
+    monkeypatch.setattr(torch.Tensor, "index_select", seen)
+    read_now(memory, [(page * SLICE // 2, SLICE // 2) for page in (5, 0, 13, 2)])
+    assert moved == [torch.int64]
+
+
 class Gate:
     """A mark that is reached when a test says so."""
 
