@@ -25,6 +25,7 @@ SUMMARIES = {
     "chat": "talk to a server in the terminal",
     "pool": "look at a pool node, put and get",
     "credential": "make a credential of fewer rights than the cluster secret",
+    "certificates": "make certificates for TLS between hosts",
     "bench": "measure a server or an engine",
     "simulate": "play a trace, or faults, on a simulated cluster",
     "plan": "the smallest cluster for a trace and limits",

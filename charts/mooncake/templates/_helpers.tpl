@@ -36,6 +36,13 @@
 {{- fail (printf "gateway.args: %s: probes have no client certificate; ask for them at the ingress" .) }}
 {{- end }}
 {{- end }}
+{{- range $role := list "head" "prefill" "decode" "kvstore" }}
+{{- range (index $.Values $role).args }}
+{{- if regexMatch "^--health-ssl-" (toString .) }}
+{{- fail (printf "%s.args: %s: name the authority of all pods in tls.authority; probes have no client certificate" $role .) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if $keyless }}
 {{- fail "gateway.allowKeyless: all who reach the API could use it; give secret.apiKeys=true and secret.existing=NAME, or gateway.allowKeyless=true" }}
 {{- end }}
@@ -68,8 +75,15 @@ env:
     valueFrom: {fieldRef: {fieldPath: status.podIP}}
   - name: MOONCAKE_CLUSTER_SECRET
     valueFrom: {secretKeyRef: {name: {{ include "mooncake.secret" .root }}, key: cluster-secret}}
-  - name: MOONCAKE_RAY_WITHOUT_TLS
-    value: {{ .root.Values.ray.withoutTls | quote }}
+{{- if .root.Values.tls.authority }}
+  - {name: RAY_USE_TLS, value: "1"}
+  - {name: RAY_TLS_SERVER_CERT, value: {{ include "mooncake.podTls" . }}/cert.pem}
+  - {name: RAY_TLS_SERVER_KEY, value: {{ include "mooncake.podTls" . }}/key.pem}
+  - {name: RAY_TLS_CA_CERT, value: {{ include "mooncake.podTls" . }}/ca.pem}
+{{- else }}
+  - {name: MOONCAKE_RAY_WITHOUT_TLS, value: {{ .root.Values.tls.allowClear | quote }}}
+  - {name: MOONCAKE_HTTP_WITHOUT_TLS, value: {{ .root.Values.tls.allowClear | quote }}}
+{{- end }}
   - name: RAY_AUTH_MODE
     value: token
   - name: RAY_AUTH_TOKEN
@@ -86,13 +100,40 @@ env:
      answers them on its API's port, the others on their health port. */}}
 {{- define "mooncake.probes" -}}
 {{- $port := ternary "http" "health" (eq .role "gateway") }}
-{{- $scheme := ternary "HTTPS" "HTTP" (not (empty (.values.tlsSecret | default ""))) }}
+{{- $tls := ternary .root.Values.gateway.tlsSecret .root.Values.tls.authority (eq .role "gateway") }}
+{{- $scheme := ternary "HTTPS" "HTTP" (not (empty $tls)) }}
 {{- range $kind, $path := dict "startup" "startup" "liveness" "live" "readiness" "ready" }}
 {{ $kind }}Probe:
   httpGet: {path: /health/{{ $path }}, port: {{ $port }}, scheme: {{ $scheme }}}
   {{- range $name, $value := index $.values.probes $kind }}
   {{ $name }}: {{ $value }}
   {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Where a pod keeps the certificate that it signed itself. */}}
+{{- define "mooncake.podTls" -}}
+/etc/mooncake-pod-tls
+{{- end -}}
+
+{{- define "mooncake.podTlsMount" -}}
+{{- if .Values.tls.authority }}
+- {name: pod-tls, mountPath: {{ include "mooncake.podTls" . }}}
+{{- end }}
+{{- end -}}
+
+{{- define "mooncake.podTlsVolumes" -}}
+{{- with .Values.tls.authority }}
+- name: authority
+  secret: {secretName: {{ . }}, items: [{key: tls.crt, path: ca.pem}, {key: tls.key, path: ca-key.pem}]}
+- name: pod-tls
+  emptyDir: {medium: Memory, sizeLimit: 1Mi}
+{{- end }}
+{{- end -}}
+
+{{/* The flags of a port's HTTPS: (dict "root" $ "port" "health"). */}}
+{{- define "mooncake.portTls" -}}
+{{- if .root.Values.tls.authority }} --{{ .port }}-ssl-certfile {{ include "mooncake.podTls" . }}/cert.pem --{{ .port }}-ssl-keyfile {{ include "mooncake.podTls" . }}/key.pem
 {{- end }}
 {{- end -}}
 
@@ -104,6 +145,23 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 automountServiceAccountToken: false
 {{- with .root.Values.podSecurityContext }}
 securityContext: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .root.Values.tls.authority }}
+initContainers:
+  - name: certificate
+    image: "{{ .root.Values.image.repository }}{{ with .root.Values.image.tag }}:{{ . }}{{ end }}"
+    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+    {{- with .root.Values.securityContext }}
+    securityContext: {{- toYaml . | nindent 6 }}
+    {{- end }}
+    env:
+      - name: POD_IP
+        valueFrom: {fieldRef: {fieldPath: status.podIP}}
+    command: [mooncake, certificates, host, --authority, /etc/mooncake-authority, --name, $(POD_IP),
+      --name, {{ include "mooncake.name" .root }}-{{ .role }}, --out, {{ include "mooncake.podTls" . }}]
+    volumeMounts:
+      - {name: authority, mountPath: /etc/mooncake-authority, readOnly: true}
+      {{- include "mooncake.podTlsMount" .root | nindent 6 }}
 {{- end }}
 {{- with .values.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}

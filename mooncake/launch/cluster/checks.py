@@ -9,20 +9,30 @@ from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan, check_memory
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host.http_server import TlsFiles
 from mooncake.launch.pool_node.disks import check_disks
 
 WILDCARDS = ("0.0.0.0", "::", "*")
 
 
-def check_ray(config: ServeConfig) -> None:
-    """Look at how Ray speaks with other machines, where one is started, used or joined.
+def ray_environment(config: ServeConfig) -> dict[str, str]:
+    """Return the environment in which Ray is started, used or joined.
 
     Raises:
-        ConfigError: it would speak in clear, and no setting allows that.
+        ConfigError: it would speak in clear with other machines, and no setting allows that, or a
+            file for TLS is wrong.
     """
     address = config.join or config.ray_address
     host = config.bind_host if address is None else address.rpartition(":")[0]
-    environment.check_ray_tls(host, environment.variables(), without_tls=config.ray_without_tls)
+    environ = environment.with_ray_tls(
+        environment.variables(),
+        config.ray_ssl_certfile, config.ray_ssl_keyfile, config.ray_ssl_ca_certs,
+    )  # fmt: skip
+    environment.check_ray_tls(host, environ, without_tls=config.ray_without_tls)
+    if (files := environment.ray_tls(environ)) is not None:
+        certfile, keyfile, ca_certs = files
+        TlsFiles(certfile=certfile, keyfile=keyfile, ca_certs=ca_certs).context()
+    return environ
 
 
 def check_start(config: ServeConfig, plan: ServePlan) -> None:
@@ -34,7 +44,7 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
     """
     check_memory(plan, machine_facts.available_bytes())
     if not config.colocated and config.role is None:
-        check_ray(config)
+        ray_environment(config)
     tls = api_config(config).tls
     if tls is not None:
         check_tls(tls)
@@ -45,7 +55,8 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
         )
     if config.ray_address is None:  # else workers may run on other machines
         for worker in cluster_workers(config, plan, "", "", machine_facts.host_name()):
-            if worker.admin is not None and worker.admin.tls is not None:
-                worker.admin.tls.context()
+            for files in (worker.health.tls, worker.admin.tls if worker.admin else None):
+                if files is not None:
+                    files.context()
             if worker.role is Role.KVSTORE:
                 check_disks(worker.kvstore, worker.ssd_key)

@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -59,6 +60,10 @@ SEAL = "cluster facts"
 """What the key of the seal on them is for."""
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray insists on one; nothing of ours is ever put there."""
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""The first bytes of HTTP/2, with a frame of no settings."""
+SETTINGS_FRAME = 4
+"""Kind of the frame with which HTTP/2 is answered."""
 CONNECT_S = 10.0
 """Ray's store must answer within so long."""
 AGENTS_S = 0.5
@@ -320,15 +325,59 @@ def cluster_secret(address: str, given: str | None) -> str:
 
 
 def _reach(address: str) -> None:
-    """Raise ConfigError when `address` refuses connections."""
+    """Raise ConfigError when `address` refuses connections, or one of us speaks TLS and the other
+    does not, or does not trust the other.
+    """
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    files = environment.ray_tls(os.environ)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        with socket.create_connection((host, int(port)), timeout=CONNECT_S) as plain:
+            if files is None:
+                first = _greeted(plain)
+            else:
+                with _client_tls(files).wrap_socket(plain, server_hostname=host) as wrapped:
+                    first = _greeted(wrapped)
+    except ssl.SSLError as error:
+        raise _distrust(address, error.reason or str(error)) from error
     except OSError as error:
         raise ConfigError(
             f"no Ray cluster at {address}: {error.strerror or error}; is `mooncake serve` running "
             "there, and this the address that it printed?"
         ) from error
+    if first != SETTINGS_FRAME and files is not None:
+        raise _distrust(address, "it hung up")
+    if first != SETTINGS_FRAME:
+        raise ConfigError(
+            f"ray-ssl-certfile: Ray at {address} does not answer in clear: give certificates of "
+            "its authority, --ray-ssl-certfile, --ray-ssl-keyfile and --ray-ssl-ca-certs"
+        )
+
+
+def _distrust(address: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"ray-ssl-certfile: Ray at {address} and this machine do not trust each other's "
+        f"certificates, or Ray speaks in clear there ({why})"
+    )
+
+
+def _client_tls(files: tuple[str, str, str]) -> ssl.SSLContext:
+    certfile, keyfile, ca_certs = files
+    context = ssl.create_default_context(cafile=ca_certs)
+    context.load_cert_chain(certfile, keyfile, password="")
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def _greeted(connection: socket.socket) -> int | None:
+    """Begin to speak HTTP/2, as Ray does; return the kind of the frame that is answered. A server
+    that asks for a client's certificate refuses it here, not in the handshake.
+    """
+    connection.sendall(GREETING)
+    head = b""
+    while len(head) < 9 and (more := connection.recv(9 - len(head))):
+        head += more
+    return head[3] if len(head) == 9 else None
 
 
 def _decode_facts(found: bytes | None, cluster: ClusterKeys) -> ClusterFacts:

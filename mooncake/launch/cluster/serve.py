@@ -25,7 +25,7 @@ from mooncake.api.http.event_loop import run_in_loop
 from mooncake.base import IdSource, Role, SystemIds, Unavailable
 from mooncake.base.rights import CredentialRole
 from mooncake.launch.cluster import report
-from mooncake.launch.cluster.checks import check_ray, check_start
+from mooncake.launch.cluster.checks import check_start, ray_environment
 from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess, listen
 from mooncake.launch.cluster.headless import HeadlessPort
 from mooncake.launch.cluster.workers import health_settings
@@ -110,8 +110,7 @@ def serve(config: ServeConfig) -> int:
 
 def _serve_joined(config: ServeConfig) -> int:
     """Be one more gateway of a running cluster."""
-    check_ray(config)
-    environment.prepare_ray(config.bind_host)
+    environment.prepare_ray(config.bind_host, ray_environment(config))
     from mooncake.launch.cluster.joined_gateway import JoinedCluster
 
     cluster = JoinedCluster(config)
@@ -148,7 +147,7 @@ def _make(config: ServeConfig, plan: ServePlan, ids: IdSource) -> tuple[Workers,
 
         local = ColocatedWorkers(config, plan)
         return local, GatewayProcess(plan, local.gateway_channel, config.names[0], ids=ids)
-    environment.prepare_ray(config.bind_host)
+    environment.prepare_ray(config.bind_host, ray_environment(config))
     from mooncake.identity import own_credential
     from mooncake.launch.cluster.ray_workers import RayWorkers
     from mooncake.rpc.zmq_channel import ZmqChannel
@@ -160,8 +159,7 @@ def _make(config: ServeConfig, plan: ServePlan, ids: IdSource) -> tuple[Workers,
 
 
 def _join(config: ServeConfig) -> int:
-    check_ray(config)
-    environment.prepare_ray(config.bind_host)
+    environment.prepare_ray(config.bind_host, ray_environment(config))
     configure_logging("join", sys.stderr, level=config.log_level, form=config.log_format)
     from mooncake.launch.cluster import ray_workers
 

@@ -112,7 +112,7 @@ def health_settings(config: ServeConfig, place: int = 0) -> HealthSettings:
         raise ConfigError(
             f"health-port: worker {place + 1} would take {port}; give a smaller one, or 0"
         )
-    return HealthSettings(host=config.health_host, port=port)
+    return HealthSettings(host=config.health_host, port=port, tls=_tls_files(config, "health"))
 
 
 def admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None:
@@ -121,14 +121,17 @@ def admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None:
         return None
     port = config.admin_port + index if config.admin_port else 0
     digests = [hashlib.sha256(token.encode()).digest() for token in config.admin_token]
-    tls = None
-    if config.admin_ssl_certfile is not None:
-        tls = TlsFiles(
-            certfile=config.admin_ssl_certfile,
-            keyfile=config.admin_ssl_keyfile,
-            ca_certs=config.admin_ssl_ca_certs,
-        )
+    tls = _tls_files(config, "admin")
     return AdminSettings(host=config.admin_host, port=port, token_digests=digests, tls=tls)
+
+
+def _tls_files(config: ServeConfig, port: str) -> TlsFiles | None:
+    """Return the files of the `admin` or `health` port's HTTPS, as they are on its machine."""
+    names = ("certfile", "keyfile", "ca_certs")
+    certfile, keyfile, ca_certs = (getattr(config, f"{port}_ssl_{name}") for name in names)
+    if certfile is None:
+        return None
+    return TlsFiles(certfile=certfile, keyfile=keyfile, ca_certs=ca_certs)
 
 
 def instance_settings(config: ServeConfig, device: str) -> InstanceConfig:

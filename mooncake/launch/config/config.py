@@ -16,6 +16,7 @@ from mooncake.launch.config import options
 from mooncake.launch.config.options import flag, nearest
 from mooncake.launch.config.settings import LIMITS, ServeConfig
 from mooncake.launch.host.credentials import read_secret
+from mooncake.launch.host.environment import is_loopback
 
 Settings = TypeVar("Settings")
 
@@ -37,6 +38,10 @@ REFUSED = {
     "swap-space": "preempted sequences are kept in the pool: --kvstore-dram-bytes",
 }
 """Flags that people bring from vLLM, each with what to do here instead."""
+
+
+HEALTH = tuple(name for name in options.options_of(ServeConfig) if name.startswith("health_"))
+"""Settings of health ports."""
 
 
 def resolve(
@@ -179,9 +184,10 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
             "decode_set",
         ):  # fmt: skip
             both("colocated", name, "colocated is one process with one engine")
-        for name in ("health_host", "health_port"):
+        for name in HEALTH:
             both("colocated", name, "the API answers /health and /metrics for the one process")
     _check_roles(config, written)
+    _check_tls(config, written)
     if config.joins_by_ray and config.role != "gateway":
         return
     if not config.model and config.role != "gateway":
@@ -189,17 +195,30 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
             "no model: give a checkpoint directory, e.g. mooncake serve checkpoints/k2-small "
             "(`mooncake model init` writes one)"
         )
-    for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
-        if name in written and config.ssl_certfile is None:
-            raise ConfigError(f"{flag(name)} is for HTTPS: add --ssl-certfile FILE")
-    for name in ("admin_ssl_keyfile", "admin_ssl_ca_certs"):
-        if name in written and config.admin_ssl_certfile is None:
-            raise ConfigError(f"{flag(name)} is for HTTPS: add --admin-ssl-certfile FILE")
-    if config.ssl_cert_reqs and config.ssl_ca_certs is None:
-        raise ConfigError("ssl-cert-reqs: say whose certificates: --ssl-ca-certs FILE")
     for name in ("api_key", "admin_token"):
         if any(not key.isascii() for key in getattr(config, name)):
             raise ConfigError(f"{flag(name)}: only ASCII characters can travel in a header")
+
+
+def _check_tls(config: ServeConfig, written: Mapping[str, object]) -> None:
+    for port in ("", "admin_", "health_", "ray_"):
+        certfile = f"{port}ssl_certfile"
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+            if port + name in written and getattr(config, certfile) is None:
+                raise ConfigError(f"{flag(port + name)} is for TLS: add --{flag(certfile)} FILE")
+    if config.ssl_cert_reqs and config.ssl_ca_certs is None:
+        raise ConfigError("ssl-cert-reqs: say whose certificates: --ssl-ca-certs FILE")
+    if config.ray_ssl_certfile and config.ray_ssl_ca_certs is None:
+        raise ConfigError("ray-ssl-certfile: say whom Ray trusts: --ray-ssl-ca-certs FILE")
+    for port in ("admin", "health"):
+        host, certfile = getattr(config, f"{port}_host"), f"{port}_ssl_certfile"
+        plain = getattr(config, certfile) is None and not config.http_without_tls
+        if plain and not is_loopback(host):
+            raise ConfigError(
+                f"{port}-host: at {host} --{port}-port would speak plain HTTP: add "
+                f"--{flag(certfile)} FILE (`mooncake certificates` makes one), or "
+                "--http-without-tls where the network is private"
+            )
 
 
 def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
@@ -227,7 +246,7 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
 
 def _check_gateway(written: Mapping[str, object]) -> None:
     """Refuse what is not for one gateway to decide: all of a cluster place requests alike."""
-    for name in ("health_host", "health_port"):
+    for name in HEALTH:
         if name in written:
             raise ConfigError(
                 f"{flag(name)}: a gateway answers /health and /metrics on --port; leave it out"

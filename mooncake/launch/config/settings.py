@@ -133,6 +133,12 @@ class ServeConfig:
         "one process, one engine for everything, no Ray", switch=True)
     ray_address: str | None = setting(None, host_and_port, CLUSTER, "HOST:PORT",
         "use this Ray cluster, start none")
+    ray_ssl_certfile: str | None = setting(None, text, CLUSTER, "FILE",
+        "certificate of this machine in PEM: Ray speaks TLS, with those of the same authority only")
+    ray_ssl_keyfile: str | None = setting(None, text, CLUSTER, "FILE",
+        "its private key (default: in the certificate's file)")
+    ray_ssl_ca_certs: str | None = setting(None, text, CLUSTER, "FILE",
+        "authorities of the machines of the cluster")
     ray_without_tls: bool = setting(False, truth, CLUSTER, "", "Ray may speak in clear beyond this "
         "machine: who reads the network can run programs here", switch=True,
         env="MOONCAKE_RAY_WITHOUT_TLS")
@@ -167,6 +173,15 @@ class ServeConfig:
         "the same for InfiniBand")
     bind_host: str = setting("127.0.0.1", text, CLUSTER, "HOST",
         "address workers listen on for each other")
+    health_ssl_certfile: str | None = setting(None, text, CLUSTER, "FILE",
+        "certificate chain in PEM: --health-port is then HTTPS")
+    health_ssl_keyfile: str | None = setting(None, text, CLUSTER, "FILE",
+        "its private key (default: in the certificate's file)")
+    health_ssl_ca_certs: str | None = setting(None, text, CLUSTER, "FILE",
+        "authorities of the probes that are let in (default: probes need no certificate; those of "
+        "Kubernetes have none)")
+    http_without_tls: bool = setting(False, truth, CLUSTER, "", "health and admin ports may speak "
+        "plain HTTP beyond this machine", switch=True, env="MOONCAKE_HTTP_WITHOUT_TLS")
     health_host: str = setting("127.0.0.1", text, CLUSTER, "HOST", "address of --health-port")
     health_port: int = setting(0, count(0, 65535), CLUSTER, "PORT",
         "/health and /metrics of each worker's process (with --headless also of this one, which "

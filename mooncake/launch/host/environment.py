@@ -85,10 +85,10 @@ def only_gpu(device: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {SEEN_GPUS: number if names is None else names[int(number)]}
 
 
-def prepare_ray(bind_host: str) -> None:
-    """Set what must stand in this process before ray is imported."""
+def prepare_ray(bind_host: str, environ: Mapping[str, str]) -> None:
+    """Set what must stand in this process before ray is imported, on top of `environ`."""
     wanted = {**QUIET, **OWN_SIGNALS, **(LOOPBACK_RAY if is_loopback(bind_host) else {})}
-    os.environ.update(missing(wanted, os.environ))
+    os.environ.update({**wanted, **environ})
 
 
 def cache_dir() -> Path:
@@ -109,8 +109,34 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+RAY_TLS = "RAY_USE_TLS"
 RAY_TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 """Variables that name Ray's certificate, its key, and the certificates of those it trusts."""
+
+
+def with_ray_tls(
+    environ: Mapping[str, str], certfile: str | None, keyfile: str | None, ca_certs: str | None
+) -> dict[str, str]:
+    """Return `environ` with what has Ray speak TLS with these files in PEM; None: as it is."""
+    if certfile is None or ca_certs is None:
+        return dict(environ)
+    paths = [str(Path(path).absolute()) for path in (certfile, keyfile or certfile, ca_certs)]
+    return {**environ, RAY_TLS: "1", **dict(zip(RAY_TLS_FILES, paths, strict=True))}
+
+
+def ray_tls(environ: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Return the files of `RAY_TLS_FILES`; None: Ray speaks in clear.
+
+    Raises:
+        ConfigError: one is not there.
+    """
+    if environ.get(RAY_TLS, "0").lower() not in ("1", "true"):
+        return None
+    for name in RAY_TLS_FILES:
+        if not Path(environ.get(name) or "/nonexistent").is_file():
+            raise ConfigError(f"{name}: {RAY_TLS}=1 needs it to name a file in PEM form")
+    certfile, keyfile, ca_certs = (environ[name] for name in RAY_TLS_FILES)
+    return certfile, keyfile, ca_certs
 
 
 def check_ray_tls(host: str, environ: Mapping[str, str], *, without_tls: bool) -> None:
@@ -120,18 +146,13 @@ def check_ray_tls(host: str, environ: Mapping[str, str], *, without_tls: bool) -
         ConfigError: `host` is not this machine alone, and TLS is not set up, or its files are not
             there. `without_tls`: the operator wants it so.
     """
-    wanted = environ.get("RAY_USE_TLS") == "1"
-    if not wanted and (without_tls or is_loopback(host.strip("[]"))):
-        return
-    if not wanted:
+    if ray_tls(environ) is None and not (without_tls or is_loopback(host.strip("[]"))):
         raise ConfigError(
             f"ray-without-tls: at {host} Ray would speak without TLS, and who reads its token can "
-            f"run programs on all machines: set RAY_USE_TLS=1 and {', '.join(RAY_TLS_FILES)} on "
-            "all machines, or say --ray-without-tls where the network is private"
+            "run programs on all machines: give --ray-ssl-certfile, --ray-ssl-keyfile and "
+            "--ray-ssl-ca-certs on all machines (`mooncake certificates` makes the files), or say "
+            "--ray-without-tls where the network is private"
         )
-    for name in RAY_TLS_FILES:
-        if not Path(environ.get(name) or "/nonexistent").is_file():
-            raise ConfigError(f"{name}: RAY_USE_TLS=1 needs it to name a file in PEM form")
 
 
 def restart_with(environ: Mapping[str, str]) -> None:

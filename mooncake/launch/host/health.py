@@ -14,7 +14,14 @@ from http import HTTPStatus
 import msgspec
 
 from mooncake.base import Clock, MonotonicClock
-from mooncake.launch.host.http_server import PROMETHEUS, Answer, HttpServer, Route, document
+from mooncake.launch.host.http_server import (
+    PROMETHEUS,
+    Answer,
+    HttpServer,
+    Route,
+    TlsFiles,
+    document,
+)
 from mooncake.telemetry.health import Probe, Status, Vitals, judge
 
 ANSWER_S = 0.5
@@ -44,6 +51,8 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free one."""
+    tls: TlsFiles | None = None
+    """On the machine of the process; None: plain HTTP."""
 
 
 class Health:
@@ -173,7 +182,7 @@ def open_health_port(
     """Open the health port of a process: probes and metrics, nothing else, no credential.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: the address cannot be bound, or a file of `tls` is wrong.
     """
     routes = probe_routes(parts) | metrics_route(metrics)
-    return HttpServer(settings.host, settings.port, routes, "health-port")
+    return HttpServer(settings.host, settings.port, routes, "health-port", settings.tls)

@@ -106,7 +106,7 @@ class HttpServer:
         """
         self._routes = routes
         context = None if tls is None else tls.context()
-        self._scheme = "http" if tls is None else "https"
+        self.scheme = "http" if tls is None else "https"
         try:
             self._server = _Server(host, port, _handler(self._answer), context)
         except OSError as error:
@@ -123,7 +123,7 @@ class HttpServer:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return url_of(self.host, self.port, self._scheme)
+        return url_of(self.host, self.port, self.scheme)
 
     def close(self) -> None:
         """Stop listening and answering."""

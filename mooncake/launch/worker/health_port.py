@@ -60,7 +60,7 @@ class HealthPort:
         self._worker: Told | None = None
         self._server = open_health_port(settings, lambda: [self.health.vitals()], self.metrics)
         host = own_host if self._server.host in WILDCARDS else self._server.host
-        self.url = url_of(host, self._server.port)
+        self.url = url_of(host, self._server.port, self._server.scheme)
         self._watchdog = Watchdog(lambda: [self.health.vitals()], self._end_process)
 
     @contextlib.contextmanager

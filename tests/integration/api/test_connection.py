@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +22,7 @@ from mooncake.api.http.connection import UVICORN, check_uvicorn
 from mooncake.api.http.server import bind
 from mooncake.base import ConfigError
 from tests.support.api.server import ScriptedBackend, live_api_server, says
+from tests.support.certificates import Host
 
 LIMIT_S = 60.0
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
@@ -288,26 +287,14 @@ def test_a_client_that_reads_nothing_is_cut_off() -> None:
     asyncio.run(main())
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsConfig:
-    """A certificate of its own making for 127.0.0.1."""
-    directory = tmp_path_factory.mktemp("tls")
-    tls = TlsConfig(certfile=str(directory / "cert.pem"), keyfile=str(directory / "key.pem"))
-    command = [
-        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-        "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
-        "-keyout", str(tls.keyfile), "-out", tls.certfile,
-    ]  # fmt: skip
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("no openssl command to make a certificate with")
-    return tls
+@pytest.fixture
+def certificate(tls_host: Host) -> TlsConfig:
+    return TlsConfig(certfile=tls_host.cert, keyfile=tls_host.key)
 
 
-def test_https_serves_and_streams(certificate: TlsConfig) -> None:
+def test_https_serves_and_streams(certificate: TlsConfig, tls_host: Host) -> None:
     async def main() -> None:
-        trust = ssl.create_default_context(cafile=certificate.certfile)
+        trust = tls_host.trusting()
         async with (
             live_api_server(ScriptedBackend(says("hello")), config=config(tls=certificate)) as url,
             httpx.AsyncClient(verify=trust, timeout=LIMIT_S) as client,
@@ -321,22 +308,17 @@ def test_https_serves_and_streams(certificate: TlsConfig) -> None:
     asyncio.run(main())
 
 
-def test_a_client_certificate_can_be_asked_for(certificate: TlsConfig) -> None:
+def test_a_client_certificate_can_be_asked_for(tls_host: Host) -> None:
     async def main() -> None:
         tls = TlsConfig(
-            certfile=certificate.certfile,
-            keyfile=certificate.keyfile,
-            ca_certs=certificate.certfile,
-            cert_reqs=2,
+            certfile=tls_host.cert, keyfile=tls_host.key, ca_certs=tls_host.ca, cert_reqs=2
         )
         async with live_api_server(ScriptedBackend(says("hello")), config=config(tls=tls)) as url:
             secure = url.replace("http:", "https:")
-            trust = ssl.create_default_context(cafile=certificate.certfile)
-            async with httpx.AsyncClient(verify=trust, timeout=LIMIT_S) as client:
+            async with httpx.AsyncClient(verify=tls_host.trusting(), timeout=LIMIT_S) as client:
                 with pytest.raises(httpx.HTTPError):
                     await client.get(f"{secure}/health")
-            known = ssl.create_default_context(cafile=certificate.certfile)
-            known.load_cert_chain(certificate.certfile, certificate.keyfile)
+            known = tls_host.trusting(proven=True)
             async with httpx.AsyncClient(verify=known, timeout=LIMIT_S) as client:
                 assert (await client.get(f"{secure}/health")).status_code == 200
 

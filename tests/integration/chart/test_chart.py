@@ -20,14 +20,18 @@ import jsonschema
 import pytest
 import yaml
 
+from mooncake.base import ConfigError
 from mooncake.cli.main import make_parser
+from mooncake.cli.main import run as run_command
 from mooncake.crypto.keys import KeySource
 from mooncake.launch.config import options
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import environment
 from mooncake.launch.host.health import PROBE_PATHS
 from tests.support import kube_api
 from tests.support.api.server import ScriptedBackend, says, tiny_model
+from tests.support.certificates import Host, make_host
 
 CHART = Path(__file__).parents[3] / "charts" / "mooncake"
 SETTINGS = (
@@ -92,7 +96,7 @@ def test_templates_use_flags_that_exist() -> None:
         "--head", "--address", "--node-ip-address", "--num-cpus", "--include-dashboard",
         "--disable-usage-stats", "--object-store-memory",
     }  # fmt: skip
-    of_drain = {"--url", "--wait"}
+    of_drain = {"--url", "--wait", "--ssl-ca-certs"}
     for template in (CHART / "templates").glob("*.yaml"):
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", template.read_text()):
             assert flag in known | of_ray | of_drain, f"{template.name}: {flag}"
@@ -129,7 +133,9 @@ def served(container: dict[str, Any]) -> ServeConfig:
     [command] = re.findall(r"exec mooncake (serve .*)", script)
     arguments = vars(make_parser().parse_args(shlex.split(command)))
     known = options.options_of(ServeConfig)
-    return resolve({name: value for name, value in arguments.items() if name in known}, None, {})
+    environ = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    given = {name: value for name, value in arguments.items() if name in known}
+    return resolve(given, None, environ)
 
 
 @needs_helm
@@ -347,13 +353,90 @@ def test_a_certificate_is_mounted_and_probes_use_https() -> None:
 
 
 @needs_helm
+def test_with_an_authority_each_pod_makes_itself_a_certificate_and_its_ports_speak_tls(
+    tmp_path: Path,
+) -> None:
+    documents = rendered(*SETTINGS, "tls.authority=our-ca", "monitoring.serviceMonitor=true")
+    monitors = {
+        d["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]: d["spec"]["endpoints"]
+        for d in documents
+        if d["kind"] == "ServiceMonitor"
+    }
+    ca = {"ca": {"secret": {"name": "our-ca", "key": "tls.crt"}}}
+    for role, (document, container) in pods(documents).items():
+        spec = document["spec"]["template"]["spec"]
+        volumes = {each["name"]: each for each in spec["volumes"]}
+        assert volumes["authority"]["secret"]["secretName"] == "our-ca"
+        places = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        assert "authority" not in places, "the key that signs is with the one who signs"
+        host = certificate_of(spec["initContainers"], places["pod-tls"], tmp_path / role)
+        host.trusting(proven=True)
+        variables = {each["name"]: each.get("value", "") for each in container["env"]}
+        ray = environment.ray_tls(
+            {name: moved(text, places, host) for name, text in variables.items()}
+        )
+        assert ray == (host.cert, host.key, host.ca)
+        if role == "gateway":
+            continue
+        config = served(container)
+        ports = ["health", "admin"] if role == "kvstore" else ["health"]
+        for port in ports:
+            files = (getattr(config, f"{port}_ssl_{name}") for name in ("certfile", "keyfile"))
+            assert [moved(file, places, host) for file in files] == [host.cert, host.key]
+        for kind in ("startup", "liveness", "readiness"):
+            assert container[f"{kind}Probe"]["httpGet"]["scheme"] == "HTTPS"
+        assert (monitors[role][0]["scheme"], monitors[role][0]["tlsConfig"]) == ("https", ca)
+    drain = pods(documents)["kvstore"][1]["lifecycle"]["preStop"]["exec"]["command"][-1]
+    arguments = make_parser().parse_args(shlex.split(drain.split("||")[0])[1:])
+    assert (arguments.url, arguments.ssl_ca_certs) == (
+        "https://$POD_IP:8100", f"{places['pod-tls']}/ca.pem"
+    )  # fmt: skip
+
+
+def certificate_of(containers: list[dict[str, Any]], place: str, here: Path) -> Host:
+    """Run what a pod runs before its own container, with folders of this machine."""
+    [container] = containers
+    make_host(here)
+    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    assert mounts == {"/etc/mooncake-authority": "authority", place: "pod-tls"}
+    folders = {"/etc/mooncake-authority": str(here / "ca"), place: str(here / "host")}
+    words = [
+        folders.get(each, each.replace("$(POD_IP)", "10.1.2.3")) for each in container["command"]
+    ]
+    assert run_command(words[1:]) == 0
+    return Host(*(str(here / "host" / name) for name in ("cert.pem", "key.pem", "ca.pem")))
+
+
+def moved(text: str, places: dict[str, str], host: Host) -> str:
+    """Return a path of a pod as it is on this machine."""
+    return text.replace(places["pod-tls"].rstrip("/"), str(Path(host.cert).parent))
+
+
+@needs_helm
 @pytest.mark.parametrize(
-    ("flag", "cure"),
-    [("--ssl-certfile=/c.pem", "tlsSecret"), ("--ssl-ca-certs", "probes have no client cert")],
+    ("role", "flag", "cure"),
+    [
+        ("gateway", "--ssl-certfile=/c.pem", "tlsSecret"),
+        ("gateway", "--ssl-ca-certs", "probes have no client cert"),
+        ("decode", "--health-ssl-ca-certs", "probes have no client cert"),
+        ("head", "--health-ssl-certfile=/c.pem", "tls.authority"),
+    ],
 )
-def test_flags_that_no_probe_could_pass_are_refused(flag: str, cure: str) -> None:
+def test_flags_that_no_probe_could_pass_are_refused(role: str, flag: str, cure: str) -> None:
     with pytest.raises(ValueError, match=cure):
-        rendered(*SETTINGS, f"gateway.args={{{flag}}}")
+        rendered(*SETTINGS, f"{role}.args={{{flag}}}")
+
+
+@needs_helm
+def test_without_an_authority_pods_speak_in_clear_only_if_that_is_wanted() -> None:
+    [container] = [c for role, (_, c) in pods(rendered(*SETTINGS)).items() if role == "head"]
+    assert served(container).ray_without_tls
+    [container] = [
+        c for role, (_, c) in pods(rendered(*SETTINGS, "tls.allowClear=false")).items()
+        if role == "head"
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="health-port would speak plain HTTP"):
+        served(container)
 
 
 @needs_helm

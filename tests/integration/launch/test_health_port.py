@@ -6,7 +6,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
+import http.client
 import json
+import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -32,16 +35,17 @@ from mooncake.launch.worker.health_port import HealthPort
 from mooncake.launch.worker.metrics import GAUGES
 from mooncake.launch.worker.process import Worker, WorkerSettings, no_progress
 from mooncake.rpc.zmq_channel import ZmqChannel
+from tests.support.certificates import Host
 from tests.support.model.checkpoints import write_config_only
 from tests.support.serve.local_world import HashModel, LocalWorld, request
 
 WAIT_S = 60.0
 
 
-def ask(url: str, path: str) -> tuple[int, Any]:
+def ask(url: str, path: str, tls: ssl.SSLContext | None = None) -> tuple[int, Any]:
     """GET and return (status, body); JSON is read."""
     try:
-        with urllib.request.urlopen(url + path, timeout=10) as reply:
+        with urllib.request.urlopen(url + path, timeout=10, context=tls) as reply:
             body = reply.read()
             is_json = reply.headers["Content-Type"] == "application/json"
             return reply.status, json.loads(body) if is_json else body.decode()
@@ -215,6 +219,39 @@ def test_only_probes_and_metrics_are_answered(
         text = ask(url, "/metrics")[1]
         assert 'mooncake_pool_dram_blocks{worker="kvstore-0"}' in text
         assert "a-secret" not in text
+    world.gateway_process.channel.close()
+
+
+@pytest.mark.parametrize("mutual", [False, True], ids=["https", "mutual"])
+def test_it_speaks_https_alone_where_it_has_a_certificate(
+    model: str, ports: list[HealthPort], tls_host: Host, mutual: bool
+) -> None:
+    """Also the URL that the gateway shows; a client that says nothing holds up nobody."""
+    files = {"health_ssl_certfile": tls_host.cert, "health_ssl_keyfile": tls_host.key}
+    if mutual:
+        files["health_ssl_ca_certs"] = tls_host.ca
+    world = World(model, prefill=0, decode=1, kvstore=1, **files)
+    strangers = [ssl.create_default_context(), *([tls_host.trusting()] if mutual else [])]
+
+    async def serve() -> None:
+        async with world.driven():
+            await world.until(lambda: world.gateway_process.knows(["kvstore-0"]))
+            assert world.health_urls() == {"kvstore-0": ports[0].url}
+
+    with running(world.settings_of(Role.KVSTORE)) as started:
+        until(lambda: started)
+        [port] = ports
+        assert port.url.startswith("https://127.0.0.1:")
+        asyncio.run(serve())
+        with socket.create_connection(("127.0.0.1", int(port.url.rpartition(":")[2]))):
+            known = tls_host.trusting(proven=mutual)
+            assert ask(port.url, "/health/live", known)[0] == 200
+            assert 'mooncake_health{probe="live"' in ask(port.url, "/metrics", known)[1]
+            for stranger in strangers:
+                with pytest.raises((OSError, http.client.HTTPException)):
+                    ask(port.url, "/health/live", stranger)
+            with pytest.raises((OSError, http.client.HTTPException)):
+                ask(port.url.replace("https", "http"), "/health/live")
     world.gateway_process.channel.close()
 
 

@@ -8,7 +8,6 @@ import http.client
 import json
 import socket
 import ssl
-import subprocess
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from mooncake.launch.pool_client.session import locate
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from mooncake.launch.worker.metrics import render
+from tests.support.certificates import Host
 
 SECRET = "the cluster secret"
 OPERATOR = CredentialRole.OPERATOR
@@ -275,29 +275,14 @@ def test_every_figure_and_counter_has_a_series(api_server: PoolAdmin) -> None:
     assert f'mooncake_pool_tenant_quota_blocks{{tenant="alice",tier="ssd",{whose}}} 4.0' in text
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate of its own making for 127.0.0.1, with its key in the same file."""
-    file = tmp_path_factory.mktemp("tls") / "both.pem"
-    command = [
-        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-        "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
-        "-keyout", str(file), "-out", str(file.with_name("cert.pem")),
-    ]  # fmt: skip
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("no openssl command to make a certificate with")
-    file.write_text(file.read_text() + file.with_name("cert.pem").read_text())
-    return file
-
-
 @pytest.fixture(params=[False, True], ids=["https", "mutual"])
 def secure_server(
-    request: pytest.FixtureRequest, certificate: Path, driver: Driver
+    request: pytest.FixtureRequest, tls_host: Host, driver: Driver
 ) -> Iterator[tuple[PoolAdmin, bool]]:
     files = TlsFiles(
-        certfile=str(certificate), ca_certs=str(certificate) if request.param else None
+        certfile=tls_host.cert,
+        keyfile=tls_host.key,
+        ca_certs=tls_host.ca if request.param else None,
     )
     opened = PoolAdmin(
         AdminSettings(tls=files), HELD.cluster, driver, {"node_id": "n"}, Health(60.0), lambda: b""  # type: ignore[arg-type]
@@ -307,7 +292,7 @@ def secure_server(
 
 
 def test_the_admin_port_speaks_https_alone(
-    secure_server: tuple[PoolAdmin, bool], certificate: Path
+    secure_server: tuple[PoolAdmin, bool], tls_host: Host
 ) -> None:
     server, asks_clients = secure_server
     assert server.url.startswith("https://127.0.0.1:")
@@ -315,12 +300,11 @@ def test_the_admin_port_speaks_https_alone(
     def sign(method: str, path: str, challenge: str) -> str:
         return sign_request(HELD, method, path, challenge)
 
-    trusting = ssl.create_default_context(cafile=str(certificate))
+    trusting = tls_host.trusting(proven=asks_clients)
     strangers = [ssl.create_default_context()]
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))):
         if asks_clients:
-            strangers.append(ssl.create_default_context(cafile=str(certificate)))
-            trusting.load_cert_chain(certificate)
+            strangers.append(tls_host.trusting())
         client = Client(server.url, sign=sign, tls=trusting)
         assert client.get("/v1/pool/stats")["node_id"] == "n", (
             "one who says nothing holds up nobody"

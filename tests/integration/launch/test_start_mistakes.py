@@ -32,6 +32,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a-file").write_text("hello")
     (tmp_path / "s").write_text("a secret\n")
+    (tmp_path / "ca").mkdir()
+    (tmp_path / "ca" / "ca-key.pem").write_text("a key")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "listed").mkdir()
@@ -64,7 +66,7 @@ MISTAKES = [
     ("serve good --block-size 0", "block-size: must be at least 1"),
     ("serve good --api-keys-file nowhere.yaml", "api-keys-file: cannot read nowhere.yaml"),
     ("serve good --api-keys-file typo.yaml", "must hold `keys:` and a list under it"),
-    ("serve good --ssl-keyfile a-file", "ssl-keyfile is for HTTPS: add --ssl-certfile FILE"),
+    ("serve good --ssl-keyfile a-file", "ssl-keyfile is for TLS: add --ssl-certfile FILE"),
     ("serve good --ssl-certfile a-file", "TLS cannot be set up with a-file"),
     ("serve good --ssl-certfile a-file --ssl-cert-reqs 2", "say whose certificates"),
     ("serve good --kvstore-dram-bytes lots", "kvstore-dram-bytes: 'lots' is not a size"),
@@ -149,7 +151,26 @@ MISTAKES = [
         "serve good --role kvstore --cluster-secret-file s --admin-ssl-certfile no.pem",
         "TLS cannot be set up with no.pem",
     ),
-    ("serve good --admin-ssl-ca-certs ca.pem", "is for HTTPS: add --admin-ssl-certfile FILE"),
+    ("serve good --admin-ssl-ca-certs ca.pem", "is for TLS: add --admin-ssl-certfile FILE"),
+    ("serve good --health-ssl-keyfile k.pem", "is for TLS: add --health-ssl-certfile FILE"),
+    ("serve good --health-ssl-certfile no.pem", "TLS cannot be set up with no.pem"),
+    (
+        "serve good --health-host 0.0.0.0",
+        "health-host: at 0.0.0.0 --health-port would speak plain HTTP: add --health-ssl-certfile",
+    ),
+    (
+        "serve --role decode --join h:1 --health-host 192.0.2.1",
+        "or --http-without-tls where the network is private",
+    ),
+    (
+        "serve good --role kvstore --cluster-secret-file s --admin-host 192.0.2.1",
+        "admin-host: at 192.0.2.1 --admin-port would speak plain HTTP",
+    ),
+    (
+        "certificates authority --out ca",
+        "ca/ca-key.pem is there already: what it signed would be lost",
+    ),
+    ("certificates host --authority empty --name h --out there", "authority: empty has no ca.pem"),
     ("pool stats --cluster-secret-file s --ssl-ca-certs no.pem", "cannot be set up with no.pem"),
     ("serve good --join 127.0.0.1:1", "add --role prefill|decode|kvstore"),
     ("serve good --role cook --join h:1", "role: 'cook' is not one of prefill, decode, kvstore"),
@@ -161,7 +182,17 @@ MISTAKES = [
         "serve good --role decode --cluster-secret-file s --join 192.0.2.1:6379",
         "or say --ray-without-tls where the network is private",
     ),
-    ("serve good --ray-address 192.0.2.1:6379", "set RAY_USE_TLS=1 and RAY_TLS_SERVER_CERT"),
+    ("serve good --ray-address 192.0.2.1:6379", "give --ray-ssl-certfile, --ray-ssl-keyfile and"),
+    ("serve good --ray-ssl-ca-certs ca.pem", "is for TLS: add --ray-ssl-certfile FILE"),
+    ("serve good --ray-ssl-certfile c.pem", "say whom Ray trusts: --ray-ssl-ca-certs FILE"),
+    (
+        "serve good --ray-ssl-certfile no.pem --ray-ssl-ca-certs no.pem",
+        "RAY_TLS_SERVER_CERT: RAY_USE_TLS=1 needs it to name a file in PEM form",
+    ),
+    (
+        "serve good --ray-ssl-certfile a-file --ray-ssl-ca-certs a-file",
+        "TLS cannot be set up with",
+    ),
     ("serve good --ray-address here", "ray-address: 'here' is not HOST:PORT"),
     ("serve good --slo-ttft-s 0", "slo-ttft-s: '0' is not a number above zero"),
     ("serve good --max-model-length 5", "unknown setting max-model-length (did you mean"),

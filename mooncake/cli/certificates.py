@@ -1,0 +1,145 @@
+"""`mooncake certificates`: a small authority, and certificates of hosts that it signs, for TLS."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mooncake.base import ConfigError
+from mooncake.cli.command import Command
+from mooncake.launch.config.options import number, setting, text, texts, truth
+from mooncake.launch.host.credentials import write_private
+
+if TYPE_CHECKING:
+    from mooncake.identity.certificates import Pem
+
+CA_CERTIFICATE = "ca.pem"
+CA_KEY = "ca-key.pem"
+CERTIFICATE = "cert.pem"
+KEY = "key.pem"
+
+AUTHORITY_EXAMPLES = """\
+mooncake certificates authority --out ca
+mooncake certificates authority --out ca --days 730 --json
+"""
+HOST_EXAMPLES = """\
+mooncake certificates host --authority ca --name 10.0.0.7 --name node-7 --out node-7
+mooncake serve DIR --bind-host 10.0.0.7 --ray-ssl-certfile node-7/cert.pem \
+--ray-ssl-keyfile node-7/key.pem --ray-ssl-ca-certs node-7/ca.pem
+"""
+NOTES = f"""\
+An authority is {CA_CERTIFICATE} and {CA_KEY}; a host {CERTIFICATE}, {KEY} and the {CA_CERTIFICATE}
+that signed it. Only this user may read them. Who has {CA_KEY} can be any host: keep it off them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Authority:
+    """Settings of `mooncake certificates authority`."""
+
+    # fmt: off
+    out: str = setting("", text, "files", "DIR", "where it is written", required=True)
+    name: str = setting("mooncake", text, "certificate", "NAME", "of the authority")
+    days: float = setting(3650.0, number, "certificate", "N", "from now on that it counts")
+    json: bool = setting(False, truth, "output", "", "print what was made as JSON", switch=True)
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Host:
+    """Settings of `mooncake certificates host`."""
+
+    # fmt: off
+    authority: str = setting("", text, "files", "DIR", "of the authority", required=True)
+    out: str = setting("", text, "files", "DIR",
+        "where it is written; an older one there is replaced", required=True)
+    name: tuple[str, ...] = setting((), texts, "certificate", "NAME",
+        "address or name by which others reach the host, may be repeated; 127.0.0.1 and localhost "
+        "are added", repeat=True, required=True)
+    days: float | None = setting(None, number, "certificate", "N",
+        "from now on that it counts (default: as long as the authority's)")
+    json: bool = setting(False, truth, "output", "", "print what was made as JSON", switch=True)
+    # fmt: on
+
+
+def authority(wanted: Authority) -> int:
+    """Write an authority, never over another one.
+
+    Raises:
+        ConfigError: there is one already, or the directory cannot be written.
+    """
+    from mooncake.identity.certificates import make_authority
+
+    place = Path(wanted.out)
+    if (place / CA_KEY).exists():
+        raise ConfigError(f"out: {place / CA_KEY} is there already: what it signed would be lost")
+    _check_days(wanted.days)
+    made = make_authority(wanted.name, wanted.days)
+    _write(place, {CA_CERTIFICATE: made.certificate, CA_KEY: made.key})
+    _tell(made, [place / CA_CERTIFICATE, place / CA_KEY], wanted.json)
+    return 0
+
+
+def host(wanted: Host) -> int:
+    """Write a host's certificate and key, and the certificate of the authority.
+
+    Raises:
+        ConfigError: there is no authority, or the directory cannot be written.
+    """
+    from mooncake.identity.certificates import Pem, make_host_certificate
+
+    source, place = Path(wanted.authority), Path(wanted.out)
+    try:
+        signer = Pem((source / CA_CERTIFICATE).read_text(), (source / CA_KEY).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"authority: {source} has no {CA_CERTIFICATE} and {CA_KEY} ({error}); "
+            "`mooncake certificates authority` makes them"
+        ) from error
+    _check_days(wanted.days)
+    made = make_host_certificate(signer, wanted.name, wanted.days)
+    files = {CERTIFICATE: made.certificate, KEY: made.key, CA_CERTIFICATE: signer.certificate}
+    _write(place, files)
+    _tell(made, [place / name for name in files], wanted.json)
+    return 0
+
+
+def _check_days(days: float | None) -> None:
+    if days is not None and not days > 0:
+        raise ConfigError(f"days: must be more than 0, not {days:g}")
+
+
+def _write(place: Path, files: dict[str, str]) -> None:
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_private(place / name, content)
+    except OSError as error:
+        raise ConfigError(f"out: cannot write {place}: {error.strerror}") from error
+
+
+def _tell(made: Pem, files: list[Path], as_json: bool) -> None:
+    from mooncake.identity.certificates import expiry, fingerprint
+
+    facts = {
+        "files": [str(file) for file in files],
+        "expires": expiry(made).isoformat(),
+        "sha256": fingerprint(made),
+    }
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    print(f"{', '.join(facts['files'])}: until {expiry(made):%Y-%m-%d}, SHA-256 {facts['sha256']}")
+
+
+COMMANDS = (
+    Command(
+        words="certificates authority", summary="make an authority that signs hosts' certificates",
+        examples=AUTHORITY_EXAMPLES, notes=NOTES, settings=Authority, run=authority,
+    ),
+    Command(
+        words="certificates host", summary="make the certificate of a host, for TLS at both ends",
+        examples=HOST_EXAMPLES, notes=NOTES, settings=Host, run=host,
+    ),
+)  # fmt: skip

@@ -1,0 +1,182 @@
+"""A small certificate authority for TLS within a cluster: its own certificate, and those of hosts.
+
+It makes and reads PEM; files are the caller's. X.509 is for what cannot prove a credential: Ray,
+probes, browsers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from collections.abc import Sequence
+
+import msgspec
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from mooncake.base import ConfigError
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Every host's own names: processes of one machine reach each other by them."""
+SKEW = datetime.timedelta(hours=1)
+"""Certificates count from so long ago: clocks of other machines may be behind."""
+MAX_NAME = 64
+"""Characters of a common name in X.509."""
+
+_SigningKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
+"""Of an authority; RSA: one that others made."""
+_USE = {
+    "digital_signature": False,
+    "content_commitment": False,
+    "key_encipherment": False,
+    "data_encipherment": False,
+    "key_agreement": False,
+    "key_cert_sign": False,
+    "crl_sign": False,
+    "encipher_only": False,
+    "decipher_only": False,
+}
+
+
+class Pem(msgspec.Struct, frozen=True):
+    """A certificate and its private key, both in PEM."""
+
+    certificate: str
+    key: str
+
+    def __repr__(self) -> str:
+        return "Pem()"  # one of the fields is a secret
+
+
+def make_authority(name: str, days: float) -> Pem:
+    """Return an authority of its own making, which counts for `days` from now."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    named = _name(name)
+    builder = (
+        _builder(named, named, key.public_key(), _after(days))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(
+            x509.KeyUsage(**{**_USE, "key_cert_sign": True, "crl_sign": True}), critical=True
+        )
+    )
+    return _signed(builder, key, key)
+
+
+def make_host_certificate(authority: Pem, names: Sequence[str], days: float | None) -> Pem:
+    """Return a certificate by which a host proves itself at both ends of a connection, under its
+    `names` and addresses, and under `LOOPBACK`. `days`: from now on that it counts; None: as long
+    as the authority's.
+
+    Raises:
+        ConfigError: `authority` is none, or would expire before, or a name cannot stand in a
+            certificate.
+    """
+    own, own_key = _read_authority(authority)
+    end = own.not_valid_after_utc if days is None else _after(days)
+    if end > own.not_valid_after_utc:
+        raise ConfigError(
+            f"days: the authority itself counts until {own.not_valid_after_utc:%Y-%m-%d} only"
+        )
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = (
+        _builder(_name(names[0]), own.subject, key.public_key(), end)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.KeyUsage(**{**_USE, "digital_signature": True}), critical=True)
+        .add_extension(
+            x509.ExtendedKeyUsage(
+                [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+            ),
+            critical=False,
+        )
+        .add_extension(
+            x509.SubjectAlternativeName(
+                [_general(each) for each in dict.fromkeys([*names, *LOOPBACK])]
+            ),
+            critical=False,
+        )
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(own_key.public_key()), critical=False
+        )
+    )
+    return _signed(builder, key, own_key)
+
+
+def expiry(pem: Pem) -> datetime.datetime:
+    """Return until when a certificate counts, in UTC."""
+    return x509.load_pem_x509_certificate(pem.certificate.encode()).not_valid_after_utc
+
+
+def fingerprint(pem: Pem) -> str:
+    """Return the SHA-256 of a certificate, as `openssl x509 -fingerprint` prints it."""
+    own = x509.load_pem_x509_certificate(pem.certificate.encode())
+    return own.fingerprint(hashes.SHA256()).hex(":").upper()
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:MAX_NAME])])
+
+
+def _general(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(name)
+    except ValueError as error:
+        raise ConfigError(
+            f"name: {name!r} is neither an address nor a host name of ASCII letters"
+        ) from error
+
+
+def _after(days: float) -> datetime.datetime:
+    try:
+        return datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    except OverflowError as error:
+        raise ConfigError(f"days: {days:g} is longer than calendars go") from error
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, end: datetime.datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.datetime.now(datetime.UTC) - SKEW)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _signed(
+    builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, by: _SigningKey
+) -> Pem:
+    certificate = builder.sign(by, hashes.SHA256())
+    return Pem(
+        certificate.public_bytes(serialization.Encoding.PEM).decode(),
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ).decode(),
+    )
+
+
+def _read_authority(pem: Pem) -> tuple[x509.Certificate, _SigningKey]:
+    try:
+        certificate = x509.load_pem_x509_certificate(pem.certificate.encode())
+        key = serialization.load_pem_private_key(pem.key.encode(), password=None)
+        limits = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound) as error:
+        raise ConfigError(f"authority: no certificate and plain key of one: {error}") from error
+    if not isinstance(key, _SigningKey):
+        raise ConfigError("authority: its key is neither elliptic nor RSA")
+    if not limits.ca or certificate.public_key() != key.public_key():
+        raise ConfigError("authority: certificate and key are no authority's, or of two")
+    return certificate, key
