@@ -40,7 +40,7 @@ class Relay:
 
     def __init__(
         self,
-        target_port: int,
+        target: int | Callable[[], tuple[str, int] | None],
         *,
         target_host: str = "127.0.0.1",
         host: str = "127.0.0.1",
@@ -48,7 +48,8 @@ class Relay:
         records: bool = False,
         is_cut: Callable[[Passage], bool] = lambda _passage: False,
     ) -> None:
-        self._target = (target_host, target_port)
+        """`target`: a port, or who names an address for each connection; None refuses it."""
+        self._target = target if callable(target) else lambda: (target_host, target)
         self._records = records
         self._is_cut = is_cut
         self._lock = threading.Lock()
@@ -82,7 +83,9 @@ class Relay:
         if self._is_cut(passage):
             return
         try:
-            server = passage.server = socket.create_connection(self._target)
+            if (target := self._target()) is None:
+                raise ConnectionRefusedError
+            server = passage.server = socket.create_connection(target)
         except OSError:
             passage.close()
             return

@@ -29,9 +29,9 @@ from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
 from mooncake.launch.host.health import PROBE_PATHS
-from tests.support import kube_api
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 from tests.support.certificates import Host, make_host
+from tests.support.kubelet import api as kube_api
 
 CHART = Path(__file__).parents[3] / "charts" / "mooncake"
 SETTINGS = (

@@ -1,0 +1,249 @@
+"""The small kubelet does what Kubernetes does, where the chart relies on it."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.kubelet import network
+from tests.support.kubelet.api import merged
+from tests.support.kubelet.cluster import Cluster
+from tests.support.kubelet.sandbox import Image
+
+pytestmark = pytest.mark.skipif(network.why_not() != "", reason=network.why_not())
+
+SERVE = "exec python3 -m http.server 80 --directory /tmp"
+"""Ready once it listens. As pid 1 without a handler it ignores SIGTERM, and is killed."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    path = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
+    with Cluster(tmp_path, {"plain": Image({"PATH": path})}, nodes=2) as running:
+        yield running
+
+
+def workload(kind: str, name: str, script: str, **more: Any) -> dict[str, Any]:
+    """Return a workload of one container that runs `script`; `more`: of container, pod, spec."""
+    container = {
+        "name": "main", "image": "plain", "command": ["/bin/sh", "-ec", script],
+        **more.get("container", {}),
+    }  # fmt: skip
+    pod = {"terminationGracePeriodSeconds": 1, "containers": [container], **more.get("pod", {})}
+    template = {"metadata": {"labels": {"app": name}}, "spec": pod}
+    spec = {"replicas": 1, "selector": {"matchLabels": {"app": name}}, "template": template}
+    return {
+        "kind": kind, "apiVersion": "apps/v1", "metadata": {"name": name},
+        "spec": {**spec, **more.get("spec", {})},
+    }  # fmt: skip
+
+
+READY = {"readinessProbe": {"httpGet": {"port": 80}, "periodSeconds": 1}}
+
+
+def pods(cluster: Cluster, name: str) -> list[dict[str, Any]]:
+    return cluster.api.listed("pods", {"app": name})
+
+
+def log(cluster: Cluster, pod: str) -> str:
+    file = cluster.folder / "logs" / f"{pod}.main.log"
+    return file.read_text() if file.exists() else ""
+
+
+def test_a_service_reaches_ready_pods_by_name_and_from_outside(cluster: Cluster) -> None:
+    cluster.api.put("deployments", workload("Deployment", "web", SERVE, container=READY))
+    service = {"selector": {"app": "web"}, "ports": [{"port": 8080, "targetPort": 80}]}
+    meta = {"name": "web"}
+    cluster.api.put("services", {"kind": "Service", "metadata": meta, "spec": service})
+    cluster.wait_until_rolled_out()
+    with urllib.request.urlopen(cluster.url("web"), timeout=5) as answer:
+        assert answer.status == 200
+    ask = (
+        "python3 -c 'import urllib.request as u;"
+        'print(u.urlopen("http://web:8080", timeout=5).status)\'; sleep 60'
+    )
+    cluster.api.put("deployments", workload("Deployment", "asks", ask))
+    cluster.wait_for(lambda: any("200" in log(cluster, p) for p in cluster.pods), "an answer")
+
+
+def test_environment_and_volumes_follow_their_secrets_and_wait_for_them(cluster: Cluster) -> None:
+    env = [
+        {"name": "OWN", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "WORD", "valueFrom": {"secretKeyRef": {"name": "s", "key": "word"}}},
+        {"name": "BOTH", "value": "$(OWN)/$(WORD)"},
+    ]
+    container = {
+        "env": env, "volumeMounts": [{"name": "s", "mountPath": "/etc/s", "readOnly": True}],
+        "securityContext": {"readOnlyRootFilesystem": True, "runAsUser": 1000,
+                            "capabilities": {"drop": ["ALL"]}, "allowPrivilegeEscalation": False},
+    }  # fmt: skip
+    script = (
+        "echo $BOTH; id -u; touch /x || echo read-only; echo y > /etc/s/word || echo fixed;"
+        "until grep -q new /etc/s/word; do sleep 0.1; done; echo followed; sleep 60"
+    )
+    volumes = {"volumes": [{"name": "s", "secret": {"secretName": "s"}}]}
+    cluster.api.put(
+        "statefulsets", workload("StatefulSet", "set", script, container=container, pod=volumes)
+    )
+    cluster.wait_for(lambda: "secrets s is not there" in cluster.report(), "it waits")
+    secret = {"kind": "Secret", "metadata": {"name": "s"}}
+    cluster.api.put("secrets", secret | {"data": {"word": base64.b64encode(b"old").decode()}})
+    cluster.wait_for(lambda: "fixed" in log(cluster, "set-0"), "its words")
+    said = log(cluster, "set-0").split()
+    assert {"set-0/old", "1000", "read-only", "fixed"} <= set(said)
+    cluster.api.put("secrets", secret | {"data": {"word": base64.b64encode(b"new").decode()}})
+    cluster.wait_for(lambda: "followed" in log(cluster, "set-0"), "the new word")
+
+
+def test_hook_signal_and_grace_come_in_this_order(cluster: Cluster) -> None:
+    up = {"readinessProbe": {"exec": {"command": ["test", "-e", "/tmp/up"]}, "periodSeconds": 1}}
+    hook = {"preStop": {"exec": {"command": ["sh", "-c", "echo hook > /tmp/h"]}}}
+    wait = "touch /tmp/up; while true; do sleep 0.05; done"
+    polite = f"trap 'cat /tmp/h; echo term; exit 0' TERM; {wait}"
+    cluster.api.put(
+        "statefulsets",
+        workload("StatefulSet", "polite", polite, container={**up, "lifecycle": hook}),
+    )
+    deaf = f"trap '' TERM; {wait}"
+    cluster.api.put("statefulsets", workload("StatefulSet", "deaf", deaf, container=up))
+    cluster.wait_until_rolled_out()
+    for name in ("polite", "deaf"):
+        cluster.scale("statefulsets", name, 0)
+    cluster.wait_for(lambda: not cluster.pods, "no pods")
+    ended = {each.pod: each for each in cluster.ended}
+    assert (ended["polite-0"].code, ended["polite-0"].killed) == (0, False)
+    assert ended["deaf-0"].killed
+    assert ended["deaf-0"].seconds >= 1
+    assert log(cluster, "polite-0").split()[-2:] == ["hook", "term"]
+
+
+def test_what_is_not_live_or_ends_is_started_again(cluster: Cluster) -> None:
+    probe = {"exec": {"command": ["test", "!", "-e", "/tmp/ill"]}, "periodSeconds": 1}
+    live = {"livenessProbe": probe | {"failureThreshold": 1}}
+    once = "sleep 0.5; touch /tmp/ill; sleep 60"
+    cluster.api.put("statefulsets", workload("StatefulSet", "ill", once, container=live))
+    cluster.api.put("statefulsets", workload("StatefulSet", "ends", "echo again; exit 3"))
+
+    def restarts(name: str) -> int:
+        [pod] = pods(cluster, name)
+        return sum(each["restartCount"] for each in pod["status"].get("containerStatuses", []))
+
+    cluster.wait_for(lambda: pods(cluster, "ill") and restarts("ill"), "a restart")
+    cluster.wait_for(lambda: pods(cluster, "ends") and restarts("ends"), "a restart")
+
+
+def test_a_deployment_surges_keeps_its_history_and_goes_back(cluster: Cluster) -> None:
+    web = workload(
+        "Deployment", "web", SERVE, container=READY,
+        spec={"strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}},
+    )  # fmt: skip
+    cluster.api.put("deployments", web)
+    cluster.wait_until_rolled_out()
+    [first] = pods(cluster, "web")
+    fewest = []
+
+    def change(script: str) -> None:
+        container = {"name": "main", "command": ["/bin/sh", "-ec", script]}
+        template = {"template": {"spec": {"containers": [container]}}}
+        cluster.api.patch("deployments", "web", {"spec": template})
+
+        def done() -> bool:
+            with cluster.api.lock:
+                fewest.append(sum("True" in str(p["status"]) for p in pods(cluster, "web")))
+            return cluster.is_rolled_out()
+
+        cluster.wait_for(done, "the rollout")
+
+    change(f"true; {SERVE}")
+    [second] = pods(cluster, "web")
+    change(SERVE)
+    [third] = pods(cluster, "web")
+    assert min(fewest) >= 1, "the old pod serves until the new one is ready"
+    assert len({each["metadata"]["name"] for each in (first, second, third)}) == 3
+    code = "pod-template-hash"
+    assert third["metadata"]["labels"][code] == first["metadata"]["labels"][code]
+    revisions = cluster.api.listed("replicasets")
+    assert len(revisions) == 2
+    cluster.wait_for(lambda: len(cluster.pods) == 1, "the old pods' end")
+
+
+def test_a_stateful_set_replaces_one_pod_at_a_time_and_keeps_names_and_claims(
+    cluster: Cluster,
+) -> None:
+    claim = {"metadata": {"name": "disk"}, "spec": {}}
+    disk = {**READY, "volumeMounts": [{"name": "disk", "mountPath": "/disk"}]}
+    script = f"echo $HOSTNAME >> /disk/starts; wc -l /disk/starts; {SERVE}"
+    more = {"replicas": 2, "volumeClaimTemplates": [claim], "podManagementPolicy": "Parallel"}
+    made = workload("StatefulSet", "set", script, container=disk, spec=more)
+    cluster.api.put("statefulsets", made)
+    cluster.wait_until_rolled_out()
+    before = {p["metadata"]["name"]: p["metadata"]["uid"] for p in pods(cluster, "set")}
+    away = []
+
+    def done() -> bool:
+        with cluster.api.lock:
+            away.append(sum("True" not in str(p["status"]) for p in pods(cluster, "set")))
+        return cluster.is_rolled_out()
+
+    cluster.restart("statefulsets", "set")
+    cluster.wait_for(done, "the rollout")
+    after = {p["metadata"]["name"]: p["metadata"]["uid"] for p in pods(cluster, "set")}
+    assert set(before) == set(after) == {"set-0", "set-1"}
+    assert not set(before.values()) & set(after.values())
+    assert max(away) <= 1
+    assert "2 /disk/starts" in log(cluster, "set-0")
+
+
+def test_a_drained_node_is_left_one_pod_at_a_time(cluster: Cluster) -> None:
+    web = workload("Deployment", "web", SERVE, container=READY, spec={"replicas": 2})
+    cluster.api.put("deployments", web)
+    budget = {"maxUnavailable": 1, "selector": {"matchLabels": {"app": "web"}}}
+    cluster.api.put(
+        "poddisruptionbudgets", {"metadata": {"name": "web"}, "spec": budget, "kind": "x"}
+    )
+    cluster.wait_until_rolled_out()
+    nodes = {each["spec"]["nodeName"] for each in pods(cluster, "web")}
+    assert nodes == {"node-0", "node-1"}
+    cluster.drain("node-0")
+    cluster.wait_until_rolled_out()
+    assert {each["spec"]["nodeName"] for each in pods(cluster, "web")} == {"node-1"}
+    too_much = {"resources": {"requests": {"nvidia.com/gpu": 1}}}
+    cluster.api.put("deployments", workload("Deployment", "gpu", SERVE, container=too_much))
+    cluster.wait_for(lambda: pods(cluster, "gpu"), "its pod")
+    assert "nodeName" not in pods(cluster, "gpu")[0]["spec"]
+
+
+def test_names_that_nobody_has_are_refused(cluster: Cluster) -> None:
+    ask = "getent hosts nothing-here || echo unknown; sleep 60"
+    cluster.api.put("statefulsets", workload("StatefulSet", "asks", ask))
+    cluster.wait_for(lambda: "unknown" in log(cluster, "asks-0"), "an answer")
+    empty = {"selector": {"app": "none"}, "ports": [{"port": 80}]}
+    meta = {"name": "empty"}
+    cluster.api.put("services", {"kind": "Service", "metadata": meta, "spec": empty})
+    service = cluster.api.objects["services", "empty"]["spec"]
+    cluster.wait_for(lambda: ("empty", 80) in cluster.relays, "its relay")
+    with pytest.raises(OSError, match="(?i)closed|refused|reset"):
+        urllib.request.urlopen(f"http://{service['clusterIP']}:80", timeout=5)
+
+
+def test_strategic_merges() -> None:
+    value = {"a": 1, "list": [{"name": "x", "v": 1}, {"name": "y"}], "plain": [1, 2]}
+    change = {
+        "a": None, "plain": [3], "$setElementOrder/list": [],
+        "list": [{"name": "x", "v": 2}, {"name": "y", "$patch": "delete"}],
+    }  # fmt: skip
+    assert merged(value, change) == {"list": [{"name": "x", "v": 2}], "plain": [3]}
+    assert merged({"m": {"a": 1}}, {"m": {"$patch": "replace", "b": 2}}) == {"m": {"b": 2}}
+    kept = {"m": {"$retainKeys": ["b"], "b": 2}}
+    assert merged({"m": {"a": 1}}, kept) == {"m": {"b": 2}}
+
+
+def test_this_machine_has_what_it_takes() -> None:
+    assert all(map(shutil.which, ("ip", "unshare", "nsenter", "setpriv", "hostname")))

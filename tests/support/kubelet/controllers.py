@@ -1,0 +1,288 @@
+"""What Kubernetes' controllers and its scheduler do with the objects: pods made, placed, replaced.
+
+Decisions only: `reconcile` reads and writes the API's objects, again and again, and starts nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+from tests.support.kubelet.api import KubeApi, Object
+from tests.support.kubelet.manifests import is_ready, part, quantity, requests, template_hash
+
+HASH = "pod-template-hash"
+REVISION = "deployment.kubernetes.io/revision"
+
+
+class Controllers:
+    """Deployments with their ReplicaSets, StatefulSets, and the scheduler."""
+
+    def __init__(self, api: KubeApi) -> None:
+        self._api = api
+        self._numbers = itertools.count(1)
+
+    def reconcile(self) -> None:
+        """Take one step from what there is towards what is wanted."""
+        with self._api.lock:
+            for each in self._api.listed("deployments"):
+                self._deployment(each)
+            for each in self._api.listed("replicasets"):
+                self._replica_set(each)
+            for each in self._api.listed("statefulsets"):
+                self._stateful_set(each)
+            for kind in ("replicasets", "pods"):
+                for each in self._api.listed(kind):
+                    self._collect(kind, each)
+            self._schedule()
+
+    def evict(self, name: str) -> bool:
+        """Delete a pod unless a PodDisruptionBudget forbids it; return whether it was."""
+        with self._api.lock:
+            pod = self._api.get("pods", name)
+            if pod is None:
+                return True
+            labels = pod["metadata"]["labels"]
+            for budget in self._api.listed("poddisruptionbudgets"):
+                selected = budget["spec"]["selector"]["matchLabels"]
+                if selected.items() <= labels.items() and not self._may_go(budget, selected, pod):
+                    return False
+            self._api.delete("pods", name)
+            return True
+
+    def _may_go(self, budget: Object, selected: dict[str, str], pod: Object) -> bool:
+        pods = self._api.listed("pods", selected)
+        expected = sum(
+            owner["spec"].get("replicas", 1)
+            for kind in ("deployments", "statefulsets")
+            for owner in self._api.listed(kind)
+            if selected.items() <= owner["spec"]["template"]["metadata"]["labels"].items()
+        )
+        spec = budget["spec"]
+        if "minAvailable" in spec:
+            needed = part(spec["minAvailable"], expected, up=True)
+        else:
+            needed = expected - part(spec["maxUnavailable"], expected, up=True)
+        healthy = sum(is_ready(each) for each in pods)
+        return not is_ready(pod) or healthy > needed
+
+    # -- Deployments
+
+    def _deployment(self, deployment: Object) -> None:
+        spec = deployment["spec"]
+        wanted = spec.get("replicas", 1)
+        new, old = self._replica_sets(deployment)
+        pods = {each["metadata"]["name"]: self._pods_of("ReplicaSet", each) for each in [new, *old]}
+        ready = {name: sum(map(is_ready, those)) for name, those in pods.items()}
+        strategy = spec.get("strategy", {})
+        if strategy.get("type") == "Recreate":
+            for each in old:
+                each["spec"]["replicas"] = 0
+            if not any(pods[each["metadata"]["name"]] for each in old):
+                new["spec"]["replicas"] = wanted
+            return
+        limits = strategy.get("rollingUpdate") or {}
+        surge = part(limits.get("maxSurge", "25%"), wanted, up=True)
+        missing = part(limits.get("maxUnavailable", "25%"), wanted, up=False)
+        if not surge and not missing:
+            missing = 1
+        available = sum(ready.values())
+        total = sum(each["spec"]["replicas"] for each in [new, *old])
+        if (room := wanted + surge - total) > 0 or new["spec"]["replicas"] > wanted:
+            new["spec"]["replicas"] = min(wanted, new["spec"]["replicas"] + max(0, room))
+        else:
+            starting = new["spec"]["replicas"] - ready[new["metadata"]["name"]]
+            useless = max(0, total - starting - (wanted - missing))
+            for each in old:  # what is not ready serves nobody
+                gone = min(useless, each["spec"]["replicas"] - ready[each["metadata"]["name"]])
+                each["spec"]["replicas"] -= gone
+                useless -= gone
+            spare = max(0, available - (wanted - missing))
+            for each in old:
+                gone = min(spare, each["spec"]["replicas"])
+                each["spec"]["replicas"] -= gone
+                spare -= gone
+        deployment["status"] = {
+            "observedGeneration": deployment["metadata"]["generation"],
+            "replicas": sum(map(len, pods.values())),
+            "updatedReplicas": len(pods[new["metadata"]["name"]]),
+            "readyReplicas": available,
+            "availableReplicas": available,
+        }
+        limit = spec.get("revisionHistoryLimit", 10)
+        idle = [
+            each
+            for each in old
+            if not each["spec"]["replicas"] and not pods[each["metadata"]["name"]]
+        ]
+        for each in idle[: max(0, len(idle) - limit)]:
+            self._api.remove("replicasets", each["metadata"]["name"])
+
+    def _replica_sets(self, deployment: Object) -> tuple[Object, list[Object]]:
+        """Return the ReplicaSet of the template as it is, and those of older ones."""
+        name, template = deployment["metadata"]["name"], deployment["spec"]["template"]
+        owned = [s for s in self._api.listed("replicasets") if _owner(s) == ("Deployment", name)]
+        revision = max((int(s["metadata"]["annotations"][REVISION]) for s in owned), default=0)
+        code = template_hash(template)
+        [new, *_] = [s for s in owned if s["metadata"]["labels"][HASH] == code] or [None]
+        if new is None:
+            made = copy.deepcopy(template)
+            made["metadata"].setdefault("labels", {})[HASH] = code
+            new = self._api.put(
+                "replicasets",
+                {
+                    "kind": "ReplicaSet",
+                    "apiVersion": "apps/v1",
+                    "metadata": {
+                        "name": f"{name}-{code}",
+                        "labels": made["metadata"]["labels"],
+                        "annotations": {REVISION: str(revision + 1)},
+                        "ownerReferences": [{"kind": "Deployment", "name": name}],
+                    },
+                    "spec": {"replicas": 0, "template": made},
+                },
+            )
+        elif int(new["metadata"]["annotations"][REVISION]) < revision:  # gone back to
+            new["metadata"]["annotations"][REVISION] = str(revision + 1)
+        deployment["metadata"].setdefault("annotations", {})[REVISION] = new["metadata"][
+            "annotations"
+        ][REVISION]
+        old = [s for s in owned if s is not new]
+        return new, sorted(old, key=lambda s: int(s["metadata"]["annotations"][REVISION]))
+
+    def _replica_set(self, owner: Object) -> None:
+        pods = self._pods_of("ReplicaSet", owner)
+        excess = len(pods) - owner["spec"]["replicas"]
+        for _ in range(-excess):
+            name = f"{owner['metadata']['name']}-{next(self._numbers):05d}"
+            self._make("ReplicaSet", owner, name, owner["spec"]["template"])
+        for pod in sorted(pods, key=is_ready)[: max(0, excess)]:
+            self._api.delete("pods", pod["metadata"]["name"])
+
+    # -- StatefulSets
+
+    def _stateful_set(self, owner: Object) -> None:
+        spec, own = owner["spec"], owner["metadata"]["name"]
+        wanted, code = spec.get("replicas", 1), template_hash(spec["template"])
+        in_order = spec.get("podManagementPolicy", "OrderedReady") == "OrderedReady"
+        pods = {
+            each["metadata"]["name"]: each
+            for each in self._api.listed("pods")
+            if _owner(each) == ("StatefulSet", own)
+        }
+        named = [f"{own}-{number}" for number in range(wanted)]
+        status = {
+            "observedGeneration": owner["metadata"]["generation"],
+            "replicas": len(pods),
+            "readyReplicas": sum(is_ready(each) for each in pods.values()),
+            "updatedReplicas": sum(_revision(each) == code for each in pods.values()),
+        }
+        owner["status"] = status
+        for name in named:
+            if name not in pods:
+                pods[name] = self._make_stateful(owner, name, code)
+            if in_order and not is_ready(pods[name]):
+                return
+        for name in sorted(set(pods) - set(named), key=_ordinal, reverse=True):
+            self._api.delete("pods", name)
+            if in_order:
+                return
+        strategy = spec.get("updateStrategy", {})
+        first = (strategy.get("rollingUpdate") or {}).get("partition", 0)
+        if strategy.get("type") == "OnDelete":
+            return
+        for name in reversed(named[first:]):
+            if _revision(pods[name]) != code and "deletionTimestamp" not in pods[name]["metadata"]:
+                self._api.delete("pods", name)
+                return
+            if not is_ready(pods[name]):
+                return
+
+    def _make_stateful(self, owner: Object, name: str, code: str) -> Object:
+        spec = owner["spec"]
+        template = copy.deepcopy(spec["template"])
+        template["metadata"].setdefault("labels", {})["controller-revision-hash"] = code
+        template["spec"] |= {"hostname": name, "subdomain": spec.get("serviceName", "")}
+        for claim in spec.get("volumeClaimTemplates", []):
+            claimed = claim["metadata"]["name"]
+            volume = {"name": claimed, "persistentVolumeClaim": {"claimName": f"{claimed}-{name}"}}
+            template["spec"].setdefault("volumes", []).append(volume)
+        return self._make("StatefulSet", owner, name, template)
+
+    # -- what they share
+
+    def _make(self, kind: str, owner: Object, name: str, template: Object) -> Object:
+        made = copy.deepcopy(template)
+        return self._api.put(
+            "pods",
+            {
+                "kind": "Pod",
+                "apiVersion": "v1",
+                "metadata": {
+                    **made["metadata"],
+                    "name": name,
+                    "ownerReferences": [{"kind": kind, "name": owner["metadata"]["name"]}],
+                },
+                "spec": made["spec"],
+                "status": {"phase": "Pending"},
+            },
+        )
+
+    def _pods_of(self, kind: str, owner: Object) -> list[Object]:
+        """Return the pods of an owner that are not about to end."""
+        wanted = kind, owner["metadata"]["name"]
+        return [
+            each
+            for each in self._api.listed("pods")
+            if _owner(each) == wanted and "deletionTimestamp" not in each["metadata"]
+        ]
+
+    def _collect(self, kind: str, value: Object) -> None:
+        """Delete what belongs to an object that is gone."""
+        owner, name = _owner(value), value["metadata"]["name"]
+        if owner is None or self._api.get(f"{owner[0].lower()}s", owner[1]) is not None:
+            return
+        if kind == "replicasets" or "deletionTimestamp" not in value["metadata"]:
+            self._api.delete(kind, name)
+
+    def _schedule(self) -> None:
+        """Give each pod without a node one that has what it asks for."""
+        pods = self._api.listed("pods")
+        for pod in pods:
+            if "nodeName" in pod["spec"] or "deletionTimestamp" in pod["metadata"]:
+                continue
+            wanted, selected = requests(pod), pod["spec"].get("nodeSelector", {})
+            fitting = []
+            for node in self._api.listed("nodes", selected):
+                own = [each for each in pods if each["spec"].get("nodeName") == _name(node)]
+                if not node["spec"].get("unschedulable") and _fits(node, own, wanted):
+                    fitting.append((len(own), _name(node)))
+            if fitting:
+                pod["spec"]["nodeName"] = min(fitting)[1]
+
+
+def _fits(node: Object, pods: list[Object], wanted: dict[str, float]) -> bool:
+    there = {name: quantity(value) for name, value in node["status"]["allocatable"].items()}
+    for each in pods:
+        for name, value in requests(each).items():
+            there[name] = there.get(name, 0) - value
+    return all(there.get(name, 0) >= value for name, value in wanted.items())
+
+
+def _name(value: Object) -> str:
+    return str(value["metadata"]["name"])
+
+
+def _owner(value: Object) -> tuple[str, str] | None:
+    for owner in value["metadata"].get("ownerReferences", []):
+        return owner["kind"], owner["name"]
+    return None
+
+
+def _revision(pod: Object) -> Any:
+    return pod["metadata"]["labels"].get("controller-revision-hash")
+
+
+def _ordinal(name: str) -> int:
+    return int(name.rpartition("-")[2])
