@@ -229,7 +229,7 @@ def test_names_that_nobody_has_are_refused(cluster: Cluster) -> None:
     cluster.api.put("services", {"kind": "Service", "metadata": meta, "spec": empty})
     service = cluster.api.objects["services", "empty"]["spec"]
     cluster.wait_for(lambda: ("empty", 80) in cluster.relays, "its relay")
-    with pytest.raises(OSError, match="(?i)closed|refused|reset"):
+    with pytest.raises(OSError, match=r"(?i)closed|refused|reset"):
         urllib.request.urlopen(f"http://{service['clusterIP']}:80", timeout=5)
 
 
