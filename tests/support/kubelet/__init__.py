@@ -1,0 +1,1 @@
+"""A small Kubernetes on this machine, for the chart's tests."""
