@@ -104,13 +104,13 @@ def _document(found: Fit) -> dict[str, Any]:
 
 
 def _show_experts(timings: list[dict[str, Any]], console: Console) -> None:
-    """Print how one layer's experts were timed both ways, to choose between them."""
+    """Print how one layer's experts were timed by each candidate, to choose between them."""
     table = Table(title="experts of one layer on this CPU", title_justify="left")
-    for heading in ("kind", "tokens", "each weight read once, ms", "oneDNN's tiles, ms", "taken"):
+    for heading in ("kind", "tokens", "compiled code, ms", "oneDNN (widened first), ms", "taken"):
         table.add_column(heading, justify="right")
     for found in timings:
         few_s, many_s = found["few_s"], found["many_s"]
-        taken = "read once" if few_s <= many_s else "tiles"
+        taken = "compiled" if few_s <= many_s else "oneDNN"
         table.add_row(
             found["kind"], str(found["tokens"]), f"{1e3 * few_s:.2f}", f"{1e3 * many_s:.2f}", taken
         )

@@ -103,20 +103,32 @@ class Backends:
         )
         return made
 
-    def experts(self, op: str, *stored: torch.Tensor) -> Any:
-        """Return the layer of experts made of `stored`; op: "experts", "…_fp8" or "…_int4"."""
-        name = self.moe
+    def experts(self, op: str, *stored: torch.Tensor) -> tuple[Any, str]:
+        """Return the layer of experts made of `stored`, and by what it computes, in words; op:
+        "experts", "…_fp8" or "…_int4".
+
+        Raises:
+            ConfigError: the backend that is asked for cannot compute these.
+        """
+        name, why = self.moe, ""
         if name in (AUTO, NATIVE):
             try:
-                return kernel(op, NATIVE)(*stored)
+                made = kernel(op, NATIVE)(*stored)
+                return made, f"{NATIVE}: {made.choice}"
             except build.CannotBuild as error:
                 if name == NATIVE:
                     raise ConfigError(f"moe-backend=native: {error}") from error
+                why = f", since there is no native code for them: {error}"
                 name = ONEDNN if onednn.supported(stored[0]) else REFERENCE
+        if name == ONEDNN and not onednn.supported(stored[0]):
+            raise ConfigError(
+                f"moe-backend=onednn: it computes bfloat16 on CPUs that have it, not "
+                f"{stored[0].dtype} here; use auto or reference"
+            )
         made = kernel(op, name)(*stored)
         if self.deterministic:
             made.fix_tiles(_FIXED_ROWS_OF_EXPERT)
-        return made
+        return made, name + why
 
 
 def settle(

@@ -115,12 +115,12 @@ def run(link: socket.socket, memory: int, keys: Callable[[ModelOptions], KeyRing
 
 def _load(settings: FollowerSettings, group: Group, keys: KeyRing | None) -> KimiK2:
     options = settings.options
-    device = torch.device("cpu")
+    device, dtype = torch.device("cpu"), SPEC_DTYPES[settings.dtype]
     return load_model(
         Checkpoint.open(Path(settings.model), keys),
-        dtype=SPEC_DTYPES[settings.dtype],
+        dtype=dtype,
         device=device,
-        backends=settle(options.attention_backend, options.moe_backend, device),
+        backends=settle(options.attention_backend, options.moe_backend, device, dtype=dtype),
         group=group,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
 from mooncake.model.parallel.group import Group, Solo
 from mooncake.model.placing import Placer
+
+_log = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
@@ -105,6 +108,7 @@ class _Loader:
         self._group = to.group
         self._shapes = tensor_shapes(source.spec)
         self._done = 0
+        self._told = False  # by what experts are computed: all layers are alike
 
     def model(self) -> KimiK2:
         spec = self._spec
@@ -257,7 +261,11 @@ class _Loader:
             op, experts = f"experts_{stored.kind}", self._stored_experts(prefix, stored.kind)
         shared = self._mlp(prefix + "shared_experts.") if spec.n_shared_experts else None
         weights = MoeWeights(router, bias, op, experts, shared)
-        return Moe(spec, weights, self._backends, self._group)
+        made = Moe(spec, weights, self._backends, self._group)
+        if not self._told:
+            self._told = True
+            _log.info("%s are computed by %s", op, made.experts_by)
+        return made
 
     def _plain_experts(self, prefix: str) -> tuple[torch.Tensor, ...]:
         count, hidden = self._spec.n_routed_experts, self._spec.hidden_size

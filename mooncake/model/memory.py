@@ -6,24 +6,33 @@ Used by `--dry-run` and at start-up; the numbers are computed, not measured.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from mooncake_kernels.native import build
 
 from mooncake.base import DTYPE_BYTES, ConfigError, ModelSpec, Shape, format_bytes
 from mooncake.model.checkpoint.quant_format import (
     FP8_BLOCK,
     INT4_GROUP,
     Fp8Block,
-    Int4Group,
     QuantFormat,
     fp8_scale_shape,
     is_quantized,
 )
 from mooncake.model.checkpoint.tensor_cuts import cut_of, part_shape
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.options import ModelOptions
 
 _ROUTER_PARTS = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
 _WIDENED = "kv_b_proj.weight"
 """Never kept in FP8: attention multiplies with its two halves, cut apart."""
+_JOINED = (
+    ("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
+    ("q_proj.weight", "kv_a_proj_with_mqa.weight"),
+    ("gate_proj.weight", "up_proj.weight"),
+)
 
 
 @dataclass(frozen=True)
@@ -89,38 +98,89 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     return ParameterCount(total=total, router=router, active=total - idle)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Quantized weights that stay in memory as they are stored, of which widths they may be."""
+
+    format: QuantFormat
+    multiple_of: int = 1
+
+
+def kept_by(options: ModelOptions, dtype: str, stored: QuantFormat | None) -> Kept | None:
+    """Return what engines that run so keep of a checkpoint `stored` so; None: all is widened.
+
+    On a GPU Triton multiplies with quantized weights, on the CPU code that is compiled when the
+    model is loaded, with bfloat16.
+    """
+    if stored is None:
+        return None
+    if options.device != "cpu":
+        return Kept(stored) if options.moe_backend in ("auto", "triton") else None
+    if dtype != "bfloat16" or options.moe_backend not in ("auto", "native"):
+        return None
+    folder = None if options.cache_dir is None else Path(options.cache_dir)
+    return Kept(stored, build.WIDTH) if build.unlikely(folder) is None else None
+
+
 def weights_bytes(
-    spec: ModelSpec, dtype: str, *, num_ranks: int = 1, kept: QuantFormat | None = None
+    spec: ModelSpec, dtype: str, *, num_ranks: int = 1, kept: Kept | None = None
 ) -> int:
     """Return the bytes of the weights that one of `num_ranks` ranks holds: its parts (see
     `tensor_cuts`), routers in float32, the rest in `dtype`.
 
-    kept: the checkpoint's format where the backends multiply with weights as they are stored; None:
-    quantized weights are widened when they are loaded.
+    kept: what stays as the checkpoint stores it; None: quantized weights are widened when they are
+    loaded.
     """
-    total = 0
-    for name, shape in tensor_shapes(spec).items():
-        part = part_shape(shape, cut_of(spec, name, num_ranks), num_ranks)
-        total += _held_bytes(name, part, dtype, kept)
-    return total
+    parts = {
+        name: part_shape(shape, cut_of(spec, name, num_ranks), num_ranks)
+        for name, shape in tensor_shapes(spec).items()
+    }
+    return sum(_held_bytes(name, parts, dtype, kept) for name in parts)
 
 
-def _held_bytes(name: str, shape: tuple[int, ...], dtype: str, kept: QuantFormat | None) -> int:
-    """Return the bytes of a tensor of `shape` in memory, factors of quantized blocks included."""
+def _held_bytes(
+    name: str, parts: Mapping[str, tuple[int, ...]], dtype: str, kept: Kept | None
+) -> int:
+    """Return the bytes of a tensor in memory, factors of quantized blocks included."""
+    shape = parts[name]
+    size = math.prod(shape)
     if name.endswith(_ROUTER_PARTS):
-        return math.prod(shape) * DTYPE_BYTES["float32"]
-    if is_quantized(kept, name):
-        if (
-            isinstance(kept, Fp8Block)
-            and kept.block == (FP8_BLOCK, FP8_BLOCK)
-            and not name.endswith(_WIDENED)
-        ):
-            factors = math.prod(fp8_scale_shape(shape, kept.block))
-            return math.prod(shape) + factors * DTYPE_BYTES["float32"]
-        grouped = isinstance(kept, Int4Group) and kept.group_size == INT4_GROUP
-        if grouped and ".mlp.experts." in name and shape[1] % INT4_GROUP == 0:
-            return math.prod(shape) // 2 + math.prod(shape) // INT4_GROUP * DTYPE_BYTES[dtype]
-    return math.prod(shape) * DTYPE_BYTES[dtype]
+        return size * DTYPE_BYTES["float32"]
+    if kept is None or not is_quantized(kept.format, name):
+        return size * DTYPE_BYTES[dtype]
+    expert = ".mlp.experts." in name
+    if isinstance(kept.format, Fp8Block):
+        stays = _fits(shape, kept) if expert else _stays_fp8(name, parts, kept)
+        if stays and kept.format.block == (FP8_BLOCK, FP8_BLOCK):
+            factors = math.prod(fp8_scale_shape(shape, kept.format.block))
+            return size + factors * DTYPE_BYTES["float32"]
+    elif expert and kept.format.group_size == INT4_GROUP and not shape[1] % INT4_GROUP:
+        packed = size // 2 + size // INT4_GROUP * DTYPE_BYTES[dtype]
+        return packed if _fits(shape, kept) else size * DTYPE_BYTES[dtype]
+    return size * DTYPE_BYTES[dtype]
+
+
+def _fits(shape: tuple[int, ...], kept: Kept) -> bool:
+    return not any(width % kept.multiple_of for width in shape)
+
+
+def _stays_fp8(name: str, parts: Mapping[str, tuple[int, ...]], kept: Kept) -> bool:
+    """Whether a dense weight stays FP8: not where attention cuts it, a bias is added, or the layer
+    it is joined into would not have whole blocks.
+    """
+    joined = [name]
+    for first, second in _JOINED:
+        stem = name.removesuffix(first).removesuffix(second)
+        if stem != name and stem + first in parts and stem + second in parts:
+            joined = [stem + first, stem + second]
+            if parts[stem + first][0] % FP8_BLOCK:
+                return False
+    return not any(
+        other.endswith(_WIDENED)
+        or other.removesuffix("weight") + "bias" in parts
+        or not _fits(parts[other], kept)
+        for other in joined
+    )
 
 
 def workspace_bytes(

@@ -66,12 +66,13 @@ def why_not() -> str | None:
     return None
 
 
-def unlikely() -> str | None:
+def unlikely(kept_in: Path | None = None) -> str | None:
     """Return why native code cannot run here, None if it should, without compiling it: what a plan
-    goes by.
+    goes by. `kept_in`: where it may lie from an earlier start.
     """
     try:
-        if not _kept(_kept_in[0] if _kept_in else Path(), isa()).exists():
+        if kept_in is None or not _kept(kept_in, isa()).exists():
+            isa()
             _compiler()
     except CannotBuild as error:
         return str(error)

@@ -121,6 +121,18 @@ class _Experts:
         self._many = many
         self._few_tokens = math.inf if many is None else few_tokens(few, many)
 
+    @property
+    def choice(self) -> str:
+        """How many tokens go which way, and why."""
+        code = f"code compiled for {build.isa().name}"
+        if self._many is None:
+            return f"{code}, any number of tokens"
+        last = _measured[self._few.kind][-1]
+        return (
+            f"{code} for up to {self._few_tokens} tokens, oneDNN for more (measured with "
+            f"{last.tokens}: {1e3 * last.few_s:.1f} ms a layer and {1e3 * last.many_s:.1f})"
+        )
+
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:

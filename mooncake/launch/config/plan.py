@@ -31,9 +31,10 @@ from mooncake.launch.config.shipped import figures
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.key_source import key_source, read_keys
 from mooncake.model.checkpoint.files import CheckpointFiles
-from mooncake.model.checkpoint.quant_format import QuantFormat, parse_quantization
+from mooncake.model.checkpoint.quant_format import Fp8Block, QuantFormat, parse_quantization
 from mooncake.model.checkpoint.revision import PIECE_BYTES
 from mooncake.model.checkpoint.tensor_cuts import check_cuts
+from mooncake.model.memory import kept_by
 from mooncake.model.options import KV_DTYPES, ModelOptions
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.world.cost_model import HardwareFigures
@@ -105,6 +106,12 @@ class ServePlan:
         engines = sum(number * self.engine_bytes(role) for role, number in self.engines)
         return engines + self.num_kvstores * self.kvstore.dram_bytes
 
+    @property
+    def _weights_as(self) -> str:
+        kept = kept_by(self.options, self.model.dtype, self.model.quantization)
+        name = "" if kept is None else "FP8, " if isinstance(kept.format, Fp8Block) else "INT4, "
+        return name + self.model.dtype
+
     def memory_rows(self) -> list[tuple[str, str, str]]:
         """Return what takes memory, for a table: (what, each, all together)."""
         rows = []
@@ -114,7 +121,7 @@ class ServePlan:
             rank, of_whom = self.ranks[role], "" if alike else f", {role.value}"
             pages = f"{rank.num_pages} pages of {self.engine.block_tokens} tokens"
             rows += [
-                (f"weights ({self.model.dtype}){of_whom}", rank.weights, number * rank.shape.tp),
+                (f"weights ({self._weights_as}){of_whom}", rank.weights, number * rank.shape.tp),
                 (f"KV cache, {pages}{of_whom}", rank.kv, number * self._num_copies(rank)),
                 (f"activations and libraries{of_whom}", rank.overhead, number * rank.shape.tp),
             ]
@@ -201,12 +208,11 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         spec=model.spec,
         dtype=model.dtype,
         quantization=model.quantization,
-        keeps_quantized=options.device == "cuda",
+        options=options,
         layout=layout,
         step_tokens=config.max_num_batched_tokens,
         step_sequences=config.max_num_seqs,
         max_model_len=model.max_model_len,
-        on_gpu=options.device == "cuda",
     )
     num_pages = _num_pages(config, model, layout.block_bytes)
     ranks = {}

@@ -14,10 +14,12 @@ from mooncake.model.checkpoint.tensor_cuts import check_cuts
 from mooncake.model.memory import (
     GpuMemory,
     communication_bytes,
+    kept_by,
     room_for_pages,
     weights_bytes,
     workspace_bytes,
 )
+from mooncake.model.options import ModelOptions
 
 HOST_LIBRARY_BYTES = 400 * 2**20
 """Of an engine's process: interpreter, tensor library, Ray."""
@@ -37,13 +39,15 @@ class RankNeeds:
     dtype: str
     quantization: QuantFormat | None
     """The checkpoint's format."""
-    keeps_quantized: bool
-    """Whether weights stay as they are stored: only on a GPU."""
+    options: ModelOptions
     layout: KvLayout
     step_tokens: int
     step_sequences: int
     max_model_len: int
-    on_gpu: bool
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.options.device != "cpu"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +102,7 @@ def rank_memory(needs: RankNeeds, shape: Shape, num_pages: int) -> RankMemory:
             needs.spec,
             needs.dtype,
             num_ranks=shape.tp,
-            kept=needs.quantization if needs.keeps_quantized else None,
+            kept=kept_by(needs.options, needs.dtype, needs.quantization),
         ),
         activations=workspace_bytes(
             needs.spec,

@@ -47,7 +47,7 @@ class Moe:
         self._router = weights.router
         self._router_bias = weights.router_bias
         self._shared = weights.shared
-        self._experts = backends.experts(weights.experts_op, *weights.experts)
+        self._experts, self.experts_by = backends.experts(weights.experts_op, *weights.experts)
         self._route = backends.route
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:

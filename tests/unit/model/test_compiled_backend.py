@@ -106,6 +106,23 @@ def test_what_cannot_be_compiled_is_not_chosen_and_refused_with_its_reason(
 @needs_compiled_code
 def test_experts_of_odd_widths_go_by_another_backend_or_are_refused() -> None:
     weights = torch.zeros(2, 64, 48).bfloat16(), torch.zeros(2, 48, 32).bfloat16()
-    assert Backends().experts("experts", *weights) is not None
+    _, by = Backends().experts("experts", *weights)
+    assert by.startswith("onednn, since there is no native code for them: experts of widths 48")
     with pytest.raises(ConfigError, match="moe-backend=native: experts of widths 48 and 32"):
         NATIVE.experts("experts", *weights)
+
+
+@needs_compiled_code
+def test_the_log_says_by_what_experts_are_computed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mooncake.model.loading")
+    source = source_of(truth("yarn", **WIDTHS))
+    loaded(source, Backends(), torch.bfloat16)
+    loaded(source, Backends(), torch.float32)
+    compiled, plain = (record.getMessage() for record in caplog.records)
+    assert compiled.startswith("experts are computed by native: code compiled for ")
+    assert plain.startswith("experts are computed by reference, since there is no native code")
+
+
+def test_onednn_is_refused_for_what_it_cannot_compute() -> None:
+    with pytest.raises(ConfigError, match=r"moe-backend=onednn: .* not torch.float32 here"):
+        Backends(moe="onednn").experts("experts", torch.zeros(1, 128, 64), torch.zeros(1, 64, 64))

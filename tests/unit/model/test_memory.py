@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from mooncake_kernels.native import build, packed
 
 from mooncake.base import KvLayout, Shape
-from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
+from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS, convert_checkpoint
+from mooncake.model.checkpoint.presets import init_checkpoint
 from mooncake.model.checkpoint.quant_format import parse_quantization
+from mooncake.model.checkpoint.weights import Checkpoint
+from mooncake.model.loading import load_model
 from mooncake.model.memory import (
+    Kept,
     communication_bytes,
     count_parameters,
+    kept_by,
     weights_bytes,
     workspace_bytes,
 )
+from mooncake.model.options import ModelOptions
 from tests.support.model.specs import KIMI_K2, small_spec
 from tests.support.model.tiny_models import CONFIGS, source_of, truth
 
@@ -64,7 +74,7 @@ def test_kimi_k2_is_counted_as_it_is_stored(kind: str, stored: float) -> None:
     wider than on disk.
     """
     spec = small_spec(**KIMI_K2)
-    kept = parse_quantization(QUANTIZATION_CONFIGS[kind])
+    kept = Kept(parse_quantization(QUANTIZATION_CONFIGS[kind]))
     assert weights_bytes(spec, "bfloat16", kept=kept) == pytest.approx(stored, rel=0.005)
     assert weights_bytes(spec, "bfloat16") == pytest.approx(2.05e12, rel=0.005)
 
@@ -72,7 +82,7 @@ def test_kimi_k2_is_counted_as_it_is_stored(kind: str, stored: float) -> None:
 def test_ranks_hold_parts_and_what_is_whole_on_each() -> None:
     """Eight ranks of Kimi-K2 in INT4: 76.5 GB each."""
     spec = small_spec(**KIMI_K2)
-    kept = parse_quantization(QUANTIZATION_CONFIGS["int4"])
+    kept = Kept(parse_quantization(QUANTIZATION_CONFIGS["int4"]))
     whole, part = (
         weights_bytes(spec, "bfloat16", num_ranks=number, kept=kept) for number in (1, 8)
     )
@@ -87,7 +97,63 @@ def test_blocks_that_no_kernel_takes_are_widened() -> None:
     spec = small_spec(moe_intermediate_size=64)
     odd = {**QUANTIZATION_CONFIGS["fp8"], "weight_block_size": [64, 64]}
     wide = weights_bytes(spec, "bfloat16")
-    assert weights_bytes(spec, "bfloat16", kept=parse_quantization(odd)) == wide
+    assert weights_bytes(spec, "bfloat16", kept=Kept(parse_quantization(odd))) == wide
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize(
+    "widths",
+    [{}, {"q_lora_rank": 192}, {"q_lora_rank": None}, {"moe_intermediate_size": 96},
+     {"attention_bias": True}],
+)  # fmt: skip
+def test_what_stays_quantized_on_the_cpu_is_counted_as_it_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, widths: dict[str, Any]
+) -> None:
+    if (reason := build.why_not()) is not None:
+        pytest.skip(reason)
+    shape = {
+        "num_hidden_layers": 2, "hidden_size": 256, "moe_intermediate_size": 128,
+        "intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 64,
+    }  # fmt: skip
+    plain = init_checkpoint("k2-nano", 0, tmp_path / "plain", overrides={**shape, **widths})
+    source = Checkpoint.open(convert_checkpoint(plain, tmp_path / "out", kind))
+    held: list[tuple[int, int]] = []
+    made = packed.Quantized.__init__
+
+    def recorded(weight: packed.Quantized, *given: Any) -> None:
+        made(weight, *given)
+        numbers = weight.codes.numel() * (2 if kind == "int4" else 1)
+        held.append((numbers, weight.codes.nbytes + weight.scales.nbytes))
+
+    monkeypatch.setattr(packed.Quantized, "__init__", recorded)
+    load_model(source, dtype=torch.bfloat16, device=torch.device("cpu"))
+    kept = kept_by(ModelOptions(), "bfloat16", source.quantization)
+    wide, planned = (weights_bytes(source.spec, "bfloat16", kept=each) for each in (None, kept))
+    saved = sum(2 * numbers - size for numbers, size in held)
+    # Factors of FP8 are held for each block of outs that is multiplied, not for each 128.
+    more = sum(size - numbers for numbers, size in held) if kind == "fp8" else 0
+    assert saved <= wide - planned <= saved + more
+    assert bool(held) == (widths != {"moe_intermediate_size": 96} or kind == "fp8")
+
+
+def test_nothing_stays_quantized_where_nothing_multiplies_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    int4 = parse_quantization(QUANTIZATION_CONFIGS["int4"])
+    monkeypatch.setattr(build, "unlikely", lambda folder=None: None)
+    for options, dtype, stays in (
+        (ModelOptions(), "bfloat16", True),
+        (ModelOptions(), "float32", False),
+        (ModelOptions(moe_backend="native"), "bfloat16", True),
+        (ModelOptions(moe_backend="onednn"), "bfloat16", False),
+        (ModelOptions(device="cuda"), "float32", True),
+        (ModelOptions(device="cuda", moe_backend="reference"), "bfloat16", False),
+    ):
+        assert (kept_by(options, dtype, int4) is not None) == stays
+    monkeypatch.setattr(build, "unlikely", lambda folder=None: "there is no C++ compiler")
+    assert kept_by(ModelOptions(), "bfloat16", int4) is None
+    assert kept_by(ModelOptions(device="cuda"), "bfloat16", int4) == Kept(int4)
+    assert kept_by(ModelOptions(), "bfloat16", None) is None
 
 
 def test_ranks_that_exchange_need_room_for_it() -> None:

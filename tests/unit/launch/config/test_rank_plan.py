@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mooncake_kernels.native import build
 
 from mooncake.base import ConfigError, Role
 from mooncake.cli import main as cli
@@ -78,6 +79,20 @@ def test_what_is_advised_fits(tmp_path: Path) -> None:
     wanted = {"tensor_parallel_size": 8, "hardware": "h200x8"}
     check_memory(plan_for(model, decode_context_parallel_size=8, **wanted), None)
     check_memory(plan_for(model, max_model_len=16_000, **wanted), None)
+
+
+def test_quantized_weights_on_the_cpu_take_what_they_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_k2(tmp_path / "k2", "int4")
+    monkeypatch.setattr(build, "unlikely", lambda folder=None: None)
+    plan = plan_for(model, device="cpu")
+    assert rank_of(plan).weights == pytest.approx(594e9, rel=0.005)
+    assert plan.memory_rows()[0][0] == "weights (INT4, bfloat16)"
+    monkeypatch.setattr(build, "unlikely", lambda folder=None: "there is no C++ compiler")
+    wide = plan_for(model, device="cpu")
+    assert rank_of(wide).weights == pytest.approx(2.05e12, rel=0.005)
+    assert wide.memory_rows()[0][0] == "weights (bfloat16)"
 
 
 def test_a_node_has_so_many_gpus(tmp_path: Path) -> None:
