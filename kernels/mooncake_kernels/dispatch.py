@@ -15,6 +15,7 @@ NATIVE = "native"
 _TABLE: dict[str, dict[str, str]] = {
     "rms_norm": {
         REFERENCE: "mooncake_kernels.reference.norm:rms_norm",
+        NATIVE: "mooncake_kernels.native.glue:rms_norm",
         TRITON: "mooncake_kernels.triton.norm:rms_norm",
     },
     "add_rms_norm": {

@@ -49,6 +49,11 @@ class Backends:
         return build.fits(*widths) and build.why_not() is None
 
     @property
+    def compiled(self) -> bool:
+        """Whether compiled code takes dense products of few rows."""
+        return self.attention == NATIVE
+
+    @property
     def draws_on_device(self) -> bool:
         """Whether a kernel draws the tokens, so that a step never waits for the host."""
         return self.attention == TRITON

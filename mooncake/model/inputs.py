@@ -7,7 +7,7 @@ either form of attention works on a slice of the rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -122,17 +122,15 @@ def build_inputs(
         if slot.sample or slot.sequence_id in whole
     ]
     outputs = _arranged(read, prefers_absorbed)
-    rows = [
-        torch.arange(want.count) + first_row[want.slot.sequence_id] + want.skipped
-        for want, _ in outputs
-    ]
     queries = _queries(computed, None, kv_shape)  # checks the page tables that _places relies on
     return StepInputs(
         tokens=torch.tensor([token for want, _ in computed for token in want.slot.tokens]),
         positions=_joined([want.positions() for want, _ in computed]),
         places=_joined([_places(want, kv_shape[1]) for want, _ in computed]),
         queries=queries,
-        outputs=_queries(outputs, _joined(rows), kv_shape),
+        outputs=queries
+        if outputs == computed
+        else _queries(outputs, _joined([_rows(want, first_row) for want, _ in outputs]), kv_shape),
         output_rows=_output_rows(outputs),
     )
 
@@ -195,6 +193,10 @@ def _span(want: _Wanted, first_row: int, kv_shape: torch.Size) -> PagedSpan:
         return paged_span(first_row, want.count, want.context, want.slot.pages, kv_shape)
     except ValueError as error:
         raise ValueError(f"sequence {want.slot.sequence_id}: {error}") from error
+
+
+def _rows(want: _Wanted, first_row: Mapping[int, int]) -> torch.Tensor:
+    return torch.arange(want.count) + first_row[want.slot.sequence_id] + want.skipped
 
 
 def _places(want: _Wanted, block_tokens: int) -> torch.Tensor:

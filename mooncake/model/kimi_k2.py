@@ -23,19 +23,24 @@ from mooncake.model.layers.rope import Rope
 class Layer:
     """One decoder layer: attention and a dense or expert layer, each normed first and added."""
 
-    def __init__(
-        self, input_norm: RmsNorm, attention: Mla, output_norm: RmsNorm, mlp: GatedMlp | Moe
-    ) -> None:
-        self._input_norm = input_norm
+    def __init__(self, attention: Mla, output_norm: RmsNorm, mlp: GatedMlp | Moe) -> None:
         self._attention = attention
         self._output_norm = output_norm
         self._mlp = mlp
+        self.takes = attention.takes
+        self.write_kv = attention.write_kv
 
-    def write_kv(
-        self, x: torch.Tensor, rotation: torch.Tensor, places: torch.Tensor, kv: KvTensors
+    def in_one(
+        self,
+        x: torch.Tensor,
+        rotation: torch.Tensor,
+        places: torch.Tensor,
+        queries: Queries,
+        kv: KvTensors,
     ) -> torch.Tensor:
-        """Store the KV of all rows of `x` [rows, hidden]; return what `finish` wants of them."""
-        return self._attention.write_kv(self._input_norm(x), rotation, places, kv)
+        """Return the layer's output for all rows, whose KV is written; needs `takes`."""
+        x = self._attention.in_one(x, rotation, places, queries, kv)
+        return self._mlp.add(self._output_norm(x), x)
 
     def finish(
         self,
@@ -83,12 +88,16 @@ class KimiK2:
         rotation = self._rope.rotation(inputs.positions)
         last = len(self._layers) - 1
         for number, layer in enumerate(self._layers):
+            queries = inputs.queries if number < last else inputs.outputs
+            if queries.rows is None and layer.takes(queries, kv):
+                x = layer.in_one(x, rotation, inputs.places, queries, kv)
+                if after_write is not None:
+                    after_write(number)
+                continue
             query = layer.write_kv(x, rotation, inputs.places, kv)
             if after_write is not None:
                 after_write(number)
-            queries = inputs.queries
             if number == last:
-                queries = inputs.outputs
                 if queries.rows is not None:
                     x, query, rotation = (
                         part.index_select(0, queries.rows) for part in (x, query, rotation)

@@ -126,6 +126,7 @@ class _Loader:
             tied=tied,
             multiply=self._backends.linear,
             group=self._group if cut else None,
+            compiled=self._backends.compiled,
         )
         return KimiK2(spec, embedding, layers, norm, head, rope)
 
@@ -173,9 +174,9 @@ class _Loader:
         spec, prefix = self._spec, f"model.layers.{number}."
         dense = number < spec.first_k_dense_replace
         attention = self._attention(prefix + "self_attn.")
+        input_norm = self._norm(prefix + "input_layernorm.weight", spec.rms_norm_eps)
         return Layer(
-            self._norm(prefix + "input_layernorm.weight", spec.rms_norm_eps),
-            Mla(spec, number, attention, rope, self._backends, self._group.size),
+            Mla(spec, number, input_norm, attention, rope, self._backends, self._group.size),
             self._norm(prefix + "post_attention_layernorm.weight", spec.rms_norm_eps),
             self._dense(prefix + "mlp.") if dense else self._moe(prefix + "mlp."),
         )
@@ -208,7 +209,7 @@ class _Loader:
         biases = [self._bias_or_none(name) for name in names]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if all(bias is None for bias in biases):
-            return Linear(weight, multiply=multiply)
+            return Linear(weight, multiply=multiply, compiled=self._backends.compiled)
         filled = [
             part.new_zeros(part.shape[0]) if bias is None else bias
             for part, bias in zip(weights, biases, strict=True)

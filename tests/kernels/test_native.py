@@ -13,8 +13,10 @@ from mooncake_kernels.dispatch import kernel
 from mooncake_kernels.native import build, packed
 from mooncake_kernels.native import experts as native_experts
 from mooncake_kernels.native.glue import prepare_queries
+from mooncake_kernels.native.linear import FewRows, FewRowsMlp
 from mooncake_kernels.native.mla_decode import fits
 from mooncake_kernels.onednn import linear as onednn
+from mooncake_kernels.reference.experts import gated
 from mooncake_kernels.reference.experts_quantized import widen_int4
 from mooncake_kernels.reference.fp8 import widen_blocks
 from mooncake_kernels.reference.paged import paged_span
@@ -314,3 +316,55 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
     fresh.chmod(0o777)
     with pytest.raises(build.CannotBuild, match="others may write to"):
         build.code()
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("width", [96, 100, 7])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_norms(rows: int, width: int) -> None:
+    joined, weight = random(rows, width + 8, seed=30).bfloat16(), random(width, seed=31).bfloat16()
+    x = joined[:, 8:]
+    wanted = kernel("rms_norm")(x, weight, 1e-5)
+    assert_product(kernel("rms_norm", "native")(x, weight, 1e-5), wanted, gate=1e-5)
+    wide = kernel("rms_norm", "native")(x.float(), weight.float(), 1e-5)
+    assert torch.equal(wide, kernel("rms_norm")(x.float(), weight.float(), 1e-5))
+
+
+def few_rows(outs: int, ins: int, seed: int) -> tuple[torch.Tensor, FewRows]:
+    weight = (random(outs, ins, seed=seed) * ins**-0.5).bfloat16()
+    packed = onednn.pack(weight)
+    made = FewRows(weight, packed)
+    made.kept = packed
+    return weight, made
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("rows", [1, 2, 6, 7, 13])
+def test_products_of_few_rows(rows: int) -> None:
+    weight, few = few_rows(192, 96, seed=32)
+    joined, add = random(rows, 160, seed=33).bfloat16(), random(rows, 192, seed=34).bfloat16()
+    x = joined[:, 64:]
+    wanted = x.float() @ weight.float().T
+    assert_product(few(x), wanted, gate=1e-5)
+    assert_product(few(x, add), wanted + add.float(), gate=1e-5)
+    wide = few(x, wide=True)
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide, wanted, atol=1e-4, rtol=1e-4)
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("rows", [1, 5, 13])
+def test_a_gated_layer_of_few_rows(rows: int) -> None:
+    gate_up, first = few_rows(2 * INNER, HIDDEN, seed=35)
+    down, second = few_rows(HIDDEN, INNER, seed=36)
+    x, to = random(rows, HIDDEN, seed=37).bfloat16(), random(rows, HIDDEN, seed=38).bfloat16()
+    wanted = gated(x.float() @ gate_up.float().T) @ down.float().T
+    layer = FewRowsMlp(first, second, lambda x: x)
+    assert_product(layer(x, to), wanted + to.float(), gate=1e-5)
+
+
+@needs_compiled_code
+def test_products_of_odd_widths_are_left_to_the_library() -> None:
+    for outs, ins in ((48, 64), (64, 48)):
+        with pytest.raises(build.CannotBuild):
+            few_rows(outs, ins, seed=39)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
-_HEADERS = ("lanes.h", "tiles.h")
+_HEADERS = ("lanes.h", "rows.h", "tiles.h")
 _COMPILE_S = 120.0
 
 

@@ -60,8 +60,8 @@ void second_products(const Weight& weight, int block, int hidden, int inner, con
 
 template <class Of>
 void run(const bf16* x, const int64_t* chosen, const float* weights, int rows, int choices,
-         int experts, int hidden, int inner, int32_t* sorted, bf16* between, float* sums, bf16* out,
-         int threads, const Of& weight_of) {
+         int experts, int hidden, int inner, int32_t* sorted, bf16* between, float* sums,
+         const bf16* add, bf16* out, int threads, const Of& weight_of) {
     const std::vector<Group> groups = grouped(chosen, rows * choices, experts, sorted);
     const int num = groups.size(), inner_blocks = inner / OUTS, hidden_blocks = hidden / OUTS;
 #pragma omp parallel num_threads(threads)
@@ -75,7 +75,10 @@ void run(const bf16* x, const int64_t* chosen, const float* weights, int rows, i
 #pragma omp for schedule(dynamic, 1)
         for (int block = 0; block < hidden_blocks; ++block) {
             for (int token = 0; token < rows; ++token)
-                std::memset(sums + (int64_t)token * hidden + block * OUTS, 0, OUTS * sizeof(float));
+                for (int i = 0; i < OUTS; i += LANES) {
+                    const int64_t at = (int64_t)token * hidden + block * OUTS + i;
+                    store(sums + at, add ? wide(add + at) : all(0.0f));
+                }
             for (const Group& group : groups)
                 second_products(weight_of(group.expert, 1), block, hidden, inner, group, between,
                                 sorted, choices, weights, sums);
@@ -94,18 +97,19 @@ extern "C" {
 
 // x, out: [rows, hidden]; chosen, weights: [rows, choices]. addresses: of each expert's gate and up,
 // then of each expert's down. Room: sorted [pairs], between [pairs, inner], sums [rows, hidden].
+// add: [rows, hidden], added before the sum is rounded, or null.
 void experts_bf16(const bf16* x, const int64_t* chosen, const float* weights, int rows, int choices,
                   int experts, int hidden, int inner, const uint64_t* addresses, int32_t* sorted,
-                  bf16* between, float* sums, bf16* out, int threads) {
-    run(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, between, sums, out, threads,
+                  bf16* between, float* sums, const bf16* add, bf16* out, int threads) {
+    run(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, between, sums, add, out, threads,
         [=](int expert, int second) { return Bf16Weight{(const bf16*)addresses[second * experts + expert]}; });
 }
 
 // As above; addresses: of the codes and of the scales of gate and up of all experts, then of down.
 void experts_int4(const bf16* x, const int64_t* chosen, const float* weights, int rows, int choices,
                   int experts, int hidden, int inner, const uint64_t* addresses, int32_t* sorted,
-                  bf16* between, float* sums, bf16* out, int threads) {
-    run(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, between, sums, out, threads,
+                  bf16* between, float* sums, const bf16* add, bf16* out, int threads) {
+    run(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, between, sums, add, out, threads,
         [=](int expert, int second) {
             const int64_t size = (int64_t)(second ? 1 : 2) * hidden * inner;
             return Int4Weight{(const char*)addresses[2 * second] + expert * size / 2,
@@ -115,8 +119,8 @@ void experts_int4(const bf16* x, const int64_t* chosen, const float* weights, in
 
 void experts_fp8(const bf16* x, const int64_t* chosen, const float* weights, int rows, int choices,
                  int experts, int hidden, int inner, const uint64_t* addresses, int32_t* sorted,
-                 bf16* between, float* sums, bf16* out, int threads) {
-    run(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, between, sums, out, threads,
+                 bf16* between, float* sums, const bf16* add, bf16* out, int threads) {
+    run(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, between, sums, add, out, threads,
         [=](int expert, int second) {
             const int64_t outs = second ? hidden : 2 * inner, ins = second ? inner : hidden;
             const int64_t groups = outs / OUTS * ((ins + Fp8Block::GROUP - 1) / Fp8Block::GROUP);

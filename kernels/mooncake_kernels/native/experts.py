@@ -23,19 +23,29 @@ _LONG_TRIAL_S = 0.5
 _TRIED_CHOICES = 4
 
 
-class _Call:
+Kind = tuple[str, int, int, int]
+"""Function, experts, hidden, inner."""
+
+
+class Call:
     """One compiled function on the weights at `addresses`."""
 
     def __init__(self, name: str, addresses: list[int], num: int, hidden: int, inner: int) -> None:
-        self.kind = name, num, hidden, inner
+        self.kind: Kind = name, num, hidden, inner
         self._function = function(name)
         self._addresses = (ctypes.c_uint64 * len(addresses))(*addresses)
         self._num, self._hidden, self._inner = num, hidden, inner
 
     def __call__(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        add: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """As `StackedExperts`; `add` [tokens, hidden] is added before the sum is rounded."""
         rows, choices = experts.shape
+        add = None if add is None else add.contiguous()
         x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
         assert (x.dtype, experts.dtype, weights.dtype) == (
             torch.bfloat16, torch.int64, torch.float32,
@@ -46,8 +56,8 @@ class _Call:
         between = torch.empty(pairs, self._inner, dtype=x.dtype)
         self._function(
             at(x), at(experts), at(weights), rows, choices, self._num, self._hidden, self._inner,
-            self._addresses, at(room), at(between), at(room[pairs:]), at(out),
-            torch.get_num_threads(),
+            self._addresses, at(room), at(between), at(room[pairs:]),
+            None if add is None else at(add), at(out), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -66,7 +76,7 @@ class Timing:
     many_s: float
 
 
-_measured: dict[tuple[str, int, int, int], list[Timing]] = {}
+_measured: dict[Kind, list[Timing]] = {}
 
 
 def timings() -> list[Timing]:
@@ -74,28 +84,29 @@ def timings() -> list[Timing]:
     return [timing for found in _measured.values() for timing in found]
 
 
-def few_tokens(few: _Call, many: Experts) -> int:
-    """Return up to how many tokens `few` is the faster way, measured once for each kind of layer.
+def few_tokens(kind: Kind, few: Experts, many: Experts, most: int = _TRIED_TOKENS[-1]) -> int:
+    """Return up to how many tokens, `most` at most, `few` is the faster way; measured once for each
+    `kind`.
 
     Above some number oneDNN's larger tiles (and AMX, where there is) multiply faster than the
     weights are read.
     """
-    if few.kind not in _measured:
-        _measured[few.kind] = _measure(few, many)
+    if kind not in _measured:
+        _measured[kind] = _measure(kind, few, many, most)
     limit = 0
-    for timing in _measured[few.kind]:
+    for timing in _measured[kind]:
         if timing.few_s > timing.many_s:
             break
         limit = timing.tokens
     return limit
 
 
-def _measure(few: _Call, many: Experts) -> list[Timing]:
+def _measure(kind: Kind, few: Experts, many: Experts, most: int) -> list[Timing]:
     """Time both ways on more and more tokens until `few` loses."""
-    name, num, hidden, _ = few.kind
+    name, num, hidden, _ = kind
     generator = torch.Generator().manual_seed(0)
     found: list[Timing] = []
-    for tokens in _TRIED_TOKENS:
+    for tokens in (*(tried for tried in _TRIED_TOKENS if tried < most), most):
         started = time.perf_counter()
         x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
         choices = min(num, _TRIED_CHOICES)
@@ -116,10 +127,10 @@ def _measure(few: _Call, many: Experts) -> list[Timing]:
 class _Experts:
     """One layer's experts, computed by whichever way is the faster for a number of tokens."""
 
-    def __init__(self, few: _Call, many: Experts | None) -> None:
+    def __init__(self, few: Call, many: Experts | None) -> None:
         self._few = few
         self._many = many
-        self._few_tokens = math.inf if many is None else few_tokens(few, many)
+        self._few_tokens = math.inf if many is None else few_tokens(few.kind, few, many)
 
     @property
     def choice(self) -> str:
@@ -165,7 +176,7 @@ class PackedBf16Experts(_Experts):
                     raise build.CannotBuild("oneDNN packs weights in another order on this CPU")
             many = PackedExperts(gate_up, down)
             addresses = [onednn.address(weight) for weight in many.packed]
-        super().__init__(_Call("experts_bf16", addresses, num, hidden, inner), many)
+        super().__init__(Call("experts_bf16", addresses, num, hidden, inner), many)
 
 
 class _QuantizedExperts(_Experts):
@@ -187,7 +198,7 @@ class _QuantizedExperts(_Experts):
         self.gate_up = Quantized(kind, *gate_up)
         self.down = Quantized(kind, *down)
         addresses = self.gate_up.addresses + self.down.addresses
-        super().__init__(_Call(f"experts_{kind}", addresses, num, hidden, inner), self._widened)
+        super().__init__(Call(f"experts_{kind}", addresses, num, hidden, inner), self._widened)
 
     def _widened(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

@@ -1,4 +1,4 @@
-"""What stands between the products of a decode step on the CPU, each in one call."""
+"""What stands between the products of a step on the CPU, each in one call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from mooncake_kernels.native.packed import at, function
 from mooncake_kernels.reference import kv_write as reference
+from mooncake_kernels.reference import norm as norms
 from mooncake_kernels.reference import router
 from mooncake_kernels.reference.router import Routing
 
@@ -54,18 +55,33 @@ def prepare_queries(q: torch.Tensor, rotation: torch.Tensor, scale: float) -> No
     )  # fmt: skip
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As the reference; what is not [rows, width] of bfloat16 goes to it."""
+    if x.dtype != torch.bfloat16 or weight.dtype != x.dtype or x.dim() != 2 or x.stride(1) != 1:
+        return norms.rms_norm(x, weight, eps)
+    rows, width = x.shape
+    out = x.new_empty(rows, width)
+    function("rms_norm_bf16")(
+        at(x), ctypes.c_int64(x.stride(0)), at(weight), ctypes.c_double(eps), rows, width, at(out),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
 def route(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference; many rows and groups of experts go to it."""
-    rows, num = x.shape[0], weight.shape[0]
-    if rows > _FEW_ROWS or routing.num_groups > 1:
+    """As the reference; many rows, groups of experts and other dtypes go to it."""
+    (rows, hidden), num = x.shape, weight.shape[0]
+    if rows > _FEW_ROWS or routing.num_groups > 1 or x.dtype != torch.bfloat16:
         return router.route(x, weight, bias, routing)
-    logits = torch.nn.functional.linear(x.float(), weight)
+    x = x.contiguous()
     experts = torch.empty(rows, routing.top_k, dtype=torch.int64)
-    weights = torch.empty(rows, routing.top_k, dtype=torch.float32)
-    function("choose_float")(
-        at(logits), at(bias), rows, num, routing.top_k, int(routing.normalize),
-        ctypes.c_double(routing.scale), at(experts), at(weights), torch.get_num_threads(),
+    floats = torch.empty(rows * (num + routing.top_k), dtype=torch.float32)
+    logits, weights = floats[: rows * num], floats[rows * num :].view(rows, routing.top_k)
+    function("route_bf16")(
+        at(x), at(weight), at(bias), rows, hidden, num, routing.top_k, int(routing.normalize),
+        ctypes.c_double(routing.scale), at(logits), at(experts), at(weights),
+        torch.get_num_threads(),
     )  # fmt: skip
     return experts, weights

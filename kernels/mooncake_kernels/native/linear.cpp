@@ -4,18 +4,15 @@
 
 namespace {
 
-template <class Weight>
-void linear(const bf16* x, int rows, int outs, int ins, const Weight& weight, bf16* out, int threads) {
+// Calls take(row, block, products) for all rows and blocks.
+template <class Weight, class Take>
+void linear(const bf16* x, int64_t stride, int rows, int outs, int ins, const Weight& weight, int threads,
+            const Take& take) {
     const int blocks = outs / OUTS, pieces = (rows + MANY - 1) / MANY;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int unit = 0; unit < blocks * pieces; ++unit) {
-        const int block = unit / pieces, begin = unit % pieces * MANY, num = std::min(MANY, rows - begin);
-        alignas(64) float made[MANY * OUTS];
-        const bf16* row[MANY];
-        for (int r = 0; r < num; ++r) row[r] = x + (int64_t)(begin + r) * ins;
-        products(weight, block, ins, num, row, made);
-        for (int i = 0; i < num * OUTS; i += LANES)
-            store(out + (int64_t)(begin + i / OUTS) * outs + block * OUTS + i % OUTS, load(made + i));
+        const int block = unit / pieces, begin = unit % pieces * MANY, end = std::min(begin + MANY, rows);
+        each_product(weight, block, ins, begin, end, x, stride, [&](int row, const float* sums) { take(row, block, sums); });
     }
 }
 
@@ -49,14 +46,23 @@ extern "C" {
 
 int outs_of_a_block() { return OUTS; }
 
-// x: [rows, ins]; out: [rows, outs].
-void linear_bf16(const bf16* x, int rows, int outs, int ins, const bf16* values, bf16* out, int threads) {
-    linear(x, rows, outs, ins, Bf16Weight{values}, out, threads);
+// x: [rows, ins], `stride` numbers from row to row; out: [rows, outs], float32 where `widened`, else
+// bfloat16 with `add` [rows, outs] (or nothing) added before rounding.
+void linear_bf16(const bf16* x, int64_t stride, int rows, int outs, int ins, const bf16* values, const bf16* add,
+                 void* out, int widened, int threads) {
+    linear(x, stride, rows, outs, ins, Bf16Weight{values}, threads, [=](int row, int block, const float* sums) {
+        const int64_t at = (int64_t)row * outs + block * OUTS;
+        if (widened) std::memcpy((float*)out + at, sums, OUTS * sizeof(float));
+        else store_sums(sums, add ? add + at : nullptr, (bf16*)out + at);
+    });
 }
 
+// x: [rows, ins]; out: [rows, outs].
 void linear_fp8(const bf16* x, int rows, int outs, int ins, const void* codes, const float* factors,
                 bf16* out, int threads) {
-    linear(x, rows, outs, ins, Fp8Weight{codes, factors}, out, threads);
+    linear(x, ins, rows, outs, ins, Fp8Weight{codes, factors}, threads, [=](int row, int block, const float* sums) {
+        store_sums(sums, nullptr, out + (int64_t)row * outs + block * OUTS);
+    });
 }
 
 void widen_int4(const void* codes, const bf16* scales, int outs, int ins, bf16* out, int threads) {

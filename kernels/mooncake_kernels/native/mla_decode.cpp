@@ -1,8 +1,10 @@
 // Absorbed MLA of few rows over paged latent KV: each page is read where it lies, scored, and added
-// with running maxima and sums. A unit of work is one row and HEADS heads.
+// with running maxima and sums. A unit of work is one row and HEADS heads. Alone, and as the middle of
+// a whole attention layer of few rows.
 
-#include <cmath>
+#include <omp.h>
 
+#include "rows.h"
 #include "tiles.h"
 
 namespace {
@@ -23,28 +25,28 @@ inline __m512 sums_of(const __m512* a) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(d[0], d[1], 0x88), _mm512_shuffle_f32x4(d[0], d[1], 0xDD));
 }
 
-// The scores of `tokens` keys for each head: to[head][token].
-void score(const bf16* q, int width, const bf16* keys, int tokens, float (*to)[MOST_TOKENS]) {
-    for (int token = 0; token < tokens; token += 2) {
-        const bf16* first = keys + (int64_t)token * width;
-        const bf16* second = token + 1 < tokens ? first + width : first;
-        __m512 sums[2 * HEADS];
+// Products of R rows with each of `num` rows [num, width] that lie one after another: to[r][i], `step`
+// numbers from row to row. width: a multiple of 32.
+template <int R>
+void dots(const bf16* const* x, int width, const bf16* rows, int num, float* to, int64_t step) {
+    constexpr int N = 16 / R, WORD = 2 * LANES;
+    for (int first = 0; first < num; first += N) {
+        const bf16* row[N];
+        for (int n = 0; n < N; ++n) row[n] = rows + (int64_t)(first + n < num ? first + n : num - 1) * width;
+        __m512 sums[16];
         for (auto& sum : sums) sum = _mm512_setzero_ps();
         for (int at = 0; at < width; at += WORD) {
-            const __m512bh k0 = (__m512bh)_mm512_loadu_si512(first + at);
-            const __m512bh k1 = (__m512bh)_mm512_loadu_si512(second + at);
-            for (int head = 0; head < HEADS; ++head) {
-                const __m512bh part = (__m512bh)_mm512_loadu_si512(q + head * width + at);
-                sums[head] = _mm512_dpbf16_ps(sums[head], part, k0);
-                sums[HEADS + head] = _mm512_dpbf16_ps(sums[HEADS + head], part, k1);
+            __m512bh part[N];
+            for (int n = 0; n < N; ++n) part[n] = (__m512bh)_mm512_loadu_si512(row[n] + at);
+            for (int r = 0; r < R; ++r) {
+                const __m512bh value = (__m512bh)_mm512_loadu_si512(x[r] + at);
+                for (int n = 0; n < N; ++n) sums[n * R + r] = _mm512_dpbf16_ps(sums[n * R + r], value, part[n]);
             }
         }
-        alignas(64) float both[2 * HEADS];
-        _mm512_store_ps(both, sums_of(sums));
-        for (int head = 0; head < HEADS; ++head) {
-            to[head][token] = both[head];
-            if (token + 1 < tokens) to[head][token + 1] = both[HEADS + head];
-        }
+        alignas(64) float made[16];
+        _mm512_store_ps(made, sums_of(sums));
+        for (int n = 0; n < N && first + n < num; ++n)
+            for (int r = 0; r < R; ++r) to[r * step + first + n] = made[n * R + r];
     }
 }
 
@@ -98,49 +100,173 @@ float share(float* scores, int tokens, float& maximum, float& sum, bf16* to) {
     return kept;
 }
 
+// Tokens of some sequences in pages [any, tokens, width]; see `attention_bf16`.
+struct Paged {
+    const bf16* pages;
+    const int32_t *row_start, *lengths, *table;
+    int sequences, columns, tokens, width, rank;
+};
+
+// Attention of HEADS heads q [HEADS, width] of row `row`; lse: null where nobody wants it.
+void attend(const Paged& of, int row, const bf16* q, bf16* out, float* lse) {
+    int sequence = 0;
+    while (of.row_start[sequence + 1] <= row) ++sequence;
+    const int seen = of.lengths[sequence] - (of.row_start[sequence + 1] - 1 - row);
+    const int32_t* table = of.table + (int64_t)sequence * of.columns;
+    alignas(64) float scores[HEADS][MOST_TOKENS], made[HEADS][MOST_RANK];
+    alignas(64) bf16 shares[HEADS][MOST_TOKENS];
+    float maximum[HEADS], sum[HEADS], kept[HEADS];
+    const bf16* head_of[HEADS];
+    for (int head = 0; head < HEADS; ++head) {
+        head_of[head] = q + head * of.width;
+        maximum[head] = -INFINITY;
+        sum[head] = 0;
+        std::memset(made[head], 0, of.rank * sizeof(float));
+    }
+    for (int begin = 0; begin < seen; begin += of.tokens) {
+        const int num = seen - begin < of.tokens ? seen - begin : of.tokens;
+        const bf16* page = of.pages + (int64_t)table[begin / of.tokens] * of.tokens * of.width;
+        dots<HEADS>(head_of, of.width, page, num, scores[0], MOST_TOKENS);
+        for (int head = 0; head < HEADS; ++head)
+            kept[head] = share(scores[head], num, maximum[head], sum[head], shares[head]);
+        gather(shares, page, of.width, num, of.rank, kept, made);
+    }
+    for (int head = 0; head < HEADS; ++head) {
+        const float factor = sum[head] > 0 ? 1 / sum[head] : 0;
+        if (lse) lse[head] = sum[head] > 0 ? maximum[head] + std::log(sum[head]) : -INFINITY;
+        for (int at = 0; at < of.rank; at += WORD) {
+            alignas(64) float ordered[WORD];  // four of the low vector, four of the high, ...
+            for (int i = 0; i < WORD; ++i)
+                ordered[i] = made[head][at + i % 8 / 4 * LANES + i / 8 * 4 + i % 4] * factor;
+            for (int i = 0; i < WORD; i += LANES)
+                store(out + (int64_t)head * of.rank + at + i, _mm512_load_ps(ordered + i));
+        }
+    }
+}
+
+// to[row] = the products of x[row], `stride` numbers apart, with weight [outs, ins] as it is; `step`
+// numbers from row to row of `to`. room: [8, outs].
+void product_of_head(const bf16* weight, int outs, int ins, const bf16* x, int64_t stride, int rows, bf16* to,
+                     int64_t step, float* room) {
+    for (int begin = 0; begin < rows; begin += 8) {
+        const int num = rows - begin < 8 ? rows - begin : 8;
+        const bf16* row[8];
+        for (int r = 0; r < 8; ++r) row[r] = x + (begin + (r < num ? r : num - 1)) * stride;
+        if (num == 1) dots<1>(row, ins, weight, outs, room, outs);
+        else if (num == 2) dots<2>(row, ins, weight, outs, room, outs);
+        else if (num <= 4) dots<4>(row, ins, weight, outs, room, outs);
+        else dots<8>(row, ins, weight, outs, room, outs);
+        for (int r = 0; r < num; ++r)
+            for (int at = 0; at < outs; at += LANES)
+                store(to + (begin + r) * step + at, _mm512_loadu_ps(room + r * outs + at));
+    }
+}
+
 }  // namespace
+
+extern "C" {
 
 // q: [rows, heads, width]; pages: [any, tokens, width]; row_start: [sequences + 1]; lengths: of each
 // context; table: [sequences, columns]; out: [rows, heads, rank]; lse: [rows, heads]. Row i of n of a
 // sequence sees its first length - n + 1 + i tokens.
-extern "C" void attention_bf16(const bf16* q, const bf16* pages, const int32_t* row_start,
-                               const int32_t* lengths, const int32_t* table, int sequences,
-                               int columns, int heads, int tokens, int width, int rank, bf16* out,
-                               float* lse, int threads) {
+void attention_bf16(const bf16* q, const bf16* pages, const int32_t* row_start, const int32_t* lengths,
+                    const int32_t* table, int sequences, int columns, int heads, int tokens, int width,
+                    int rank, bf16* out, float* lse, int threads) {
+    const Paged paged{pages, row_start, lengths, table, sequences, columns, tokens, width, rank};
     const int groups = heads / HEADS, rows = row_start[sequences];
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int unit = 0; unit < rows * groups; ++unit) {
-        const int row = unit / groups, first_head = unit % groups * HEADS;
-        int sequence = 0;
-        while (row_start[sequence + 1] <= row) ++sequence;
-        const int seen = lengths[sequence] - (row_start[sequence + 1] - 1 - row);
-        const int64_t place = (int64_t)row * heads + first_head;
-        alignas(64) float scores[HEADS][MOST_TOKENS], made[HEADS][MOST_RANK];
-        alignas(64) bf16 shares[HEADS][MOST_TOKENS];
-        float maximum[HEADS], sum[HEADS], kept[HEADS];
-        for (int head = 0; head < HEADS; ++head) {
-            maximum[head] = -INFINITY;
-            sum[head] = 0;
-            std::memset(made[head], 0, rank * sizeof(float));
-        }
-        for (int begin = 0; begin < seen; begin += tokens) {
-            const int num = seen - begin < tokens ? seen - begin : tokens;
-            const bf16* page = pages + (int64_t)table[(int64_t)sequence * columns + begin / tokens] * tokens * width;
-            score(q + place * width, width, page, num, scores);
-            for (int head = 0; head < HEADS; ++head)
-                kept[head] = share(scores[head], num, maximum[head], sum[head], shares[head]);
-            gather(shares, page, width, num, rank, kept, made);
-        }
-        for (int head = 0; head < HEADS; ++head) {
-            const float factor = sum[head] > 0 ? 1 / sum[head] : 0;
-            lse[place + head] = sum[head] > 0 ? maximum[head] + std::log(sum[head]) : -INFINITY;
-            for (int at = 0; at < rank; at += WORD) {
-                alignas(64) float ordered[WORD];  // four of the low vector, four of the high, ...
-                for (int i = 0; i < WORD; ++i)
-                    ordered[i] = made[head][at + i % 8 / 4 * LANES + i / 8 * 4 + i % 4] * factor;
-                for (int i = 0; i < WORD; i += LANES)
-                    store(out + (place + head) * rank + at + i, _mm512_load_ps(ordered + i));
-            }
-        }
+        const int64_t place = (int64_t)unit * HEADS;
+        attend(paged, unit / groups, q + place * width, out + place * rank, lse + place);
     }
+}
+
+// The weights of one attention layer; `native/mla_layer.py` fills it. query_b: null where queries are
+// not compressed, and `query_rank` is all their width then. Packed: query_kv_a, query_b, output. As they
+// are: key_up [heads, rank, nope], value_up [heads, value, rank].
+struct MlaLayer {
+    const bf16 *input_norm, *query_kv_a, *query_norm, *query_b, *kv_norm, *key_up, *value_up, *output;
+    double input_eps, inner_eps, scale;
+    int32_t hidden, query_rank, heads, nope, rope, rank, value;
+};
+
+// Numbers of `room` that `mla_layer_bf16` needs for each row, beside those for each thread.
+int64_t mla_layer_room(const MlaLayer* l) {
+    return l->query_rank + l->rank + l->rope + (int64_t)l->heads * (l->nope + 2 * l->rope + 2 * l->rank + l->value);
+}
+
+// out = x + attention of the normed rows x [rows, hidden], whose KV is written to its places first.
+void mla_layer_bf16(const MlaLayer* l, const bf16* x, const float* rotation, const int64_t* places, bf16* pages,
+                    int tokens, const int32_t* row_start, const int32_t* lengths, const int32_t* table,
+                    int sequences, int columns, bf16* room, bf16* out, int threads) {
+    const int rows = row_start[sequences], heads = l->heads, head_width = l->nope + l->rope, width = l->rank + l->rope;
+    const int joined_width = l->query_rank + width, query_width = heads * head_width, groups = heads / HEADS;
+    const int normed_width = l->hidden > l->query_rank ? l->hidden : l->query_rank;
+    const int attended_width = heads * l->value;
+    const Paged paged{pages, row_start, lengths, table, sequences, columns, tokens, width, l->rank};
+    bf16* joined = room;
+    bf16* queries = joined + (int64_t)rows * joined_width;
+    bf16* absorbed = queries + (int64_t)rows * query_width;
+    bf16* latents = absorbed + (int64_t)rows * heads * width;
+    bf16* attended = latents + (int64_t)rows * heads * l->rank;
+    bf16* of_threads = attended + (int64_t)rows * attended_width;
+#pragma omp parallel num_threads(threads)
+    {
+        // Each thread norms all rows for itself: sooner done than waiting for one another.
+        bf16* normed = of_threads + (int64_t)omp_get_thread_num() * rows * normed_width;
+        float made[8 * MOST_RANK];
+        for (int row = 0; row < rows; ++row)
+            norm(x + (int64_t)row * l->hidden, l->input_norm, l->hidden, l->input_eps, normed + (int64_t)row * l->hidden);
+#pragma omp for schedule(dynamic, 1)
+        for (int block = 0; block < joined_width / OUTS; ++block)
+            each_product(Bf16Weight{l->query_kv_a}, block, l->hidden, 0, rows, normed, l->hidden, [=](int row, const float* sums) {
+                store_sums(sums, nullptr, joined + (int64_t)row * joined_width + block * OUTS);
+            });
+        if (l->query_b)
+            for (int row = 0; row < rows; ++row)
+                norm(joined + (int64_t)row * joined_width, l->query_norm, l->query_rank, l->inner_eps, normed + (int64_t)row * l->query_rank);
+        const int blocks = l->query_b ? query_width / OUTS : 0;
+#pragma omp for schedule(dynamic, 1)
+        for (int unit = 0; unit < blocks + rows; ++unit) {
+            if (unit < blocks) {
+                each_product(Bf16Weight{l->query_b}, unit, l->query_rank, 0, rows, normed, l->query_rank, [=](int row, const float* sums) {
+                    store_sums(sums, nullptr, queries + (int64_t)row * query_width + unit * OUTS);
+                });
+                continue;
+            }
+            const int row = unit - blocks;
+            const bf16* from = joined + (int64_t)row * joined_width;
+            if (!l->query_b) std::memcpy(queries + (int64_t)row * query_width, from, query_width * sizeof(bf16));
+            if (places[row] < 0) continue;
+            bf16* to = pages + places[row] * width;
+            norm(from + l->query_rank, l->kv_norm, l->rank, l->inner_eps, to);
+            turn(from + l->query_rank + l->rank, rotation + (int64_t)row * l->rope, l->rope, to + l->rank);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int head = 0; head < heads; ++head) {
+            for (int row = 0; row < rows; ++row) {
+                bf16* query = queries + (int64_t)row * query_width + head * head_width;
+                prepare_query(query, rotation + (int64_t)row * l->rope, (float)l->scale, l->nope, l->rope);
+                std::memcpy(absorbed + ((int64_t)row * heads + head) * width + l->rank, query + l->nope, l->rope * sizeof(bf16));
+            }
+            product_of_head(l->key_up + (int64_t)head * l->rank * l->nope, l->rank, l->nope, queries + head * head_width,
+                            query_width, rows, absorbed + (int64_t)head * width, (int64_t)heads * width, made);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int unit = 0; unit < rows * groups; ++unit) {
+            const int64_t place = (int64_t)unit * HEADS;
+            attend(paged, unit / groups, absorbed + place * width, latents + place * l->rank, nullptr);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int head = 0; head < heads; ++head)
+            product_of_head(l->value_up + (int64_t)head * l->value * l->rank, l->value, l->rank, latents + (int64_t)head * l->rank,
+                            (int64_t)heads * l->rank, rows, attended + (int64_t)head * l->value, attended_width, made);
+#pragma omp for schedule(dynamic, 1)
+        for (int block = 0; block < l->hidden / OUTS; ++block)
+            each_product(Bf16Weight{l->output}, block, attended_width, 0, rows, attended, attended_width, [=](int row, const float* sums) {
+                const int64_t at = (int64_t)row * l->hidden + block * OUTS;
+                store_sums(sums, x + at, out + at);
+            });
+    }
+}
 }

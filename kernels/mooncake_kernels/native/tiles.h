@@ -252,4 +252,24 @@ void products(const Weight& weight, int block, int ins, int num, const bf16* con
     }
 }
 
+// Stores OUTS sums as bfloat16, `add` (or nothing) added before they are rounded.
+inline void store_sums(const float* sums, const bf16* add, bf16* to) {
+    for (int i = 0; i < OUTS; i += LANES) {
+        const Floats sum = load(sums + i);
+        store(to + i, add ? sum + wide(add + i) : sum);
+    }
+}
+
+// Calls take(row, its OUTS products) for rows `begin` to `end`, at most MANY, of x and one block of
+// outs; `stride` numbers from row to row.
+template <class Weight, class Take>
+void each_product(const Weight& weight, int block, int ins, int begin, int end, const bf16* x, int64_t stride,
+                  const Take& take) {
+    alignas(64) float made[MANY * OUTS];
+    const bf16* row[MANY];
+    for (int r = begin; r < end; ++r) row[r - begin] = x + r * stride;
+    products(weight, block, ins, end - begin, row, made);
+    for (int r = begin; r < end; ++r) take(r, made + (r - begin) * OUTS);
+}
+
 }  // namespace

@@ -37,16 +37,19 @@ class Head:
         tied: bool,
         multiply: Callable[..., torch.Tensor] | None = None,
         group: Group | None = None,
+        compiled: bool = False,
     ) -> None:
+        """multiply, compiled: see `Linear`."""
         self._group = group or Solo()
-        self._linear = None if tied else Linear(weight, multiply=multiply)
+        self._linear = None if tied else Linear(weight, multiply=multiply, compiled=compiled)
         self._tied_weight = weight if tied else None
         self._multiply = multiply or functional.linear
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return [rows, vocab] float32 for `hidden` [rows, hidden]; in `out` where it is given."""
         if self._linear is not None:
-            made = self._group.gather(self._linear(hidden))
+            sole = self._group.size == 1
+            made = self._linear.wide(hidden) if sole else self._group.gather(self._linear(hidden))
         else:
             assert self._tied_weight is not None
             made = self._multiply(hidden, self._tied_weight)

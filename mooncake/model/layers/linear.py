@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from mooncake_kernels.native import build
+from mooncake_kernels.native.linear import FewRows, FewRowsMlp
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.experts import gated
 from torch.nn import functional
@@ -28,6 +31,7 @@ class Linear:
 
     bfloat16 on the CPU is packed for oneDNN (the given weight can then be freed); every other kind
     keeps the tensor as it is. `multiply` (contract: `reference.linear`) replaces either.
+    `few`: the same by compiled code, where it can read this weight, for few rows.
     """
 
     def __init__(
@@ -35,20 +39,41 @@ class Linear:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         multiply: Callable[..., torch.Tensor] | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
+        """compiled: use compiled code for few rows, where it can be had."""
         self._packed = multiply is None and onednn.supported(weight)
         self._weight = onednn.pack(weight) if self._packed else weight
         self._bias = bias
         self._multiply = multiply or functional.linear
+        self.few: FewRows | None = None
+        if compiled and self._packed and bias is None:
+            with contextlib.suppress(build.CannotBuild):
+                self.few = FewRows(weight, self._weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out]."""
+        if self.few is not None and 0 < x.shape[0] <= self.few.most:
+            return self.few(x)
+        return self.by_library(x)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [rows, out] in float32, of sums that were rounded only where a library does."""
+        if self.few is not None and 0 < x.shape[0] <= self.few.most:
+            return self.few(x, wide=True)
+        return self.by_library(x).float()
+
+    def by_library(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [rows, out] by the product for any number of rows."""
         if self._packed:
             return onednn.linear(x, self._weight, self._bias)
         return self._multiply(x, self._weight, self._bias)
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + self(x)`, in one pass where the backend can; to: [rows, out]."""
+        if self.few is not None and 0 < x.shape[0] <= self.few.most:
+            return self.few(x, to)
         if self._packed:
             return onednn.linear_add(x, self._weight, self._bias, to)
         return self._multiply(x, self._weight, self._bias).add_(to)
@@ -94,7 +119,23 @@ class GatedMlp:
     def __init__(self, gate_up: Product, down: Product) -> None:
         self.gate_up = gate_up
         self.down = down
+        self._few = _few_rows(gate_up, down)
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + mlp(x)`; x and to: [rows, hidden]."""
+        if self._few is not None and 0 < x.shape[0] <= self._few.most:
+            return self._few(x, to)
         return self.down.add(gated(self.gate_up(x)), to)
+
+
+def _few_rows(gate_up: Product, down: Product) -> FewRowsMlp | None:
+    """Return the whole layer by one call of compiled code for few rows, if it can be had."""
+    if not (isinstance(gate_up, Linear) and isinstance(down, Linear)):
+        return None
+    if gate_up.few is None or down.few is None:
+        return None
+    with contextlib.suppress(build.CannotBuild):
+        return FewRowsMlp(
+            gate_up.few, down.few, lambda x: down.by_library(gated(gate_up.by_library(x)))
+        )
+    return None

@@ -6,17 +6,20 @@ over a long context, expanded for long chunks. Which form a row takes is decided
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
+from mooncake_kernels.native import build
 from mooncake_kernels.native import mla_decode as native
 from mooncake_kernels.native.glue import prepare_queries
+from mooncake_kernels.native.mla_layer import LayerWeights, MlaLayer
 
 from mooncake.base import ModelSpec
 from mooncake.model.backends import NATIVE, Backends
 from mooncake.model.inputs import PrefersAbsorbed, Queries
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.linear import Product
+from mooncake.model.layers.linear import Linear, Product
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
 
@@ -54,6 +57,7 @@ class Mla:
         self,
         spec: ModelSpec,
         layer: int,
+        input_norm: RmsNorm,
         weights: MlaWeights,
         rope: Rope,
         backends: Backends,
@@ -61,6 +65,7 @@ class Mla:
     ) -> None:
         """`num_ranks`: among how many ranks the heads are shared out; `weights` has one's."""
         self._layer = layer
+        self._input_norm = input_norm
         self._w = weights
         self._rope = rope
         self._heads = spec.num_attention_heads // num_ranks
@@ -75,12 +80,58 @@ class Mla:
         self._mla_expanded = backends.op("mla_expanded")
         self._reads_pages = backends.attention == NATIVE
         self._linear_heads = backends.linear_heads
+        self._few = self._few_rows(spec) if self._reads_pages and self._interleaved else None
+
+    def _few_rows(self, spec: ModelSpec) -> MlaLayer | None:
+        """Return the whole layer by one call of compiled code for few rows, if it can be had."""
+        w = self._w
+        products = [
+            part.few if isinstance(part, Linear) else None
+            for part in (w.query_kv_a, w.query_b, w.output)
+        ]
+        query_kv_a, query_b, output = products
+        if query_kv_a is None or output is None or (w.query_b is not None and query_b is None):
+            return None
+        with contextlib.suppress(build.CannotBuild):
+            return MlaLayer(
+                LayerWeights(
+                    input_norm=(self._input_norm.weight, self._input_norm.eps),
+                    query_kv_a=query_kv_a,
+                    query_norm=(w.query_norm.weight, w.query_norm.eps) if w.query_norm else None,
+                    query_b=query_b,
+                    kv_norm=(w.kv_norm.weight, w.kv_norm.eps),
+                    key_up=w.key_up,
+                    value_up=w.value_up,
+                    output=output,
+                    scale=self._scale,
+                    rope=spec.qk_rope_head_dim,
+                )
+            )
+        return None
+
+    def takes(self, queries: Queries, kv: KvTensors) -> bool:
+        """Whether `in_one` computes these rows, which are all rows of their step."""
+        alone = not queries.expanded and queries.batch is None and queries.few_rows
+        few = self._few
+        return alone and few is not None and few.takes(queries.num_rows, kv.layers[self._layer])
+
+    def in_one(
+        self,
+        x: torch.Tensor,
+        rotation: torch.Tensor,
+        places: torch.Tensor,
+        queries: Queries,
+        kv: KvTensors,
+    ) -> torch.Tensor:
+        """Return what `attend` does after `write_kv`, for rows of which `takes` holds."""
+        assert self._few is not None
+        return self._few(x, rotation, places, kv.layers[self._layer], queries.host_batch)
 
     def write_kv(
         self, x: torch.Tensor, rotation: torch.Tensor, places: torch.Tensor, kv: KvTensors
     ) -> torch.Tensor:
-        """Store the KV of normed input `x` [rows, hidden] and return the queries' first stage."""
-        joined = self._w.query_kv_a(x)
+        """Store the KV of all rows of `x` [rows, hidden] and return the queries' first stage."""
+        joined = self._w.query_kv_a(self._input_norm(x))
         query = joined[:, : -self._kv_width]
         latent = joined[:, -self._kv_width : self._rank - self._kv_width]
         key = joined[:, self._rank - self._kv_width :]

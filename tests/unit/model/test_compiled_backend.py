@@ -8,6 +8,7 @@ import pytest
 import torch
 from mooncake_kernels.native import build
 from mooncake_kernels.native import experts as native_experts
+from mooncake_kernels.native.mla_layer import MlaLayer
 
 from mooncake.base import ConfigError, KvLayout
 from mooncake.model.backends import Backends, settle
@@ -67,6 +68,36 @@ def test_compiled_code_is_no_further_from_float32_than_plain_torch(
     assert calls
     assert exact.std() > 0.5, "flat logits would make this comparison empty"
     assert error(found, exact) < max(0.02, 1.3 * error(plain, exact))
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("compressed", [True, False])
+def test_whole_layers_of_few_rows_give_what_their_separate_ops_do(
+    compressed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms, products, cached rows and attention in one call; no router, as an expert chosen
+    otherwise would hide what differs.
+    """
+    widths = {
+        "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32 if compressed else None,
+        "vocab_size": 256, "attention_bias": False, "first_k_dense_replace": 3,
+        "kv_lora_rank": 64 if compressed else 96,
+    }  # fmt: skip
+    calls = []
+    run = MlaLayer.__call__
+    monkeypatch.setattr(MlaLayer, "__call__", lambda *given: calls.append(1) or run(*given))
+    model = loaded(source_of(truth("yarn", **(WIDTHS | widths))), NATIVE, torch.bfloat16)
+    for layer in model._layers:
+        assert layer._attention._few is not None
+        layer._attention._few.most = 64  # whatever was measured on this machine
+    found = logits(model, "bfloat16")
+    assert len(calls) == 3, "all layers of the second step; the first has a long chunk"
+    for layer in model._layers:
+        layer._attention._few = None
+    separate = logits(model, "bfloat16")
+    assert len(calls) == 3
+    assert separate.std() > 0.5, "flat logits would make this comparison empty"
+    assert error(found, separate) < 0.005
 
 
 @needs_compiled_code
