@@ -30,33 +30,52 @@ def _dot(w, x, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _int4_half(codes, scales, x_dtype: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Return weights [BLOCK_W, 64] of codes [BLOCK_W, 64] and their groups' scales [BLOCK_W, 2]."""
-    wide = tl.broadcast_to(scales[:, :, None], [BLOCK_W, 2, 32])
-    wide = tl.reshape(wide, [BLOCK_W, 64])
+def _scale(packed, group: tl.constexpr):
+    """Return the bfloat16 scale of one of the four groups that an int64 holds."""
+    bits = (packed >> (16 * group)).to(tl.int16)
+    if INTERPRETED:
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505
+        return bits.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _int4_half(codes, first, second, x_dtype: tl.constexpr):
+    """Return weights [., 64] of codes [., 64]; first, second: [.], the scales of their halves."""
+    j = tl.arange(0, 64)[None, :]
+    wide = tl.where(j < 32, first[:, None], second[:, None])
     if INTERPRETED:
         return (codes.to(tl.float32) - 8.0) * wide.to(tl.float32)
-    else:  # noqa: RET505
+    elif x_dtype == tl.bfloat16:
+        # 0x4300 is 128, whose last bit of mantissa is 1: 128 + code by an `or`, exactly.
+        return ((codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0) * wide
+    else:
         return (codes.to(tl.int8) - 8).to(x_dtype) * wide
 
 
 @triton.jit
 def _add(
-    acc, x, x_high, x_factor, w, factors, rows, k, N, K,
+    acc, x, x_high, x_factor, w, factors, first_row, k, N, K,
     FORMAT: tl.constexpr, SWAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Add one step of BLOCK_K columns from `k` on of the matrix `w` [N, K] to acc."""
+    """Add one step of BLOCK_K columns from `k` on, and BLOCK_W rows, of `w` [N, K] to acc."""
+    rows = first_row + tl.arange(0, BLOCK_W)
     live = rows < N
     if FORMAT == INT4:
         j = tl.arange(0, 64)
-        g = tl.arange(0, 2)
         line = rows.to(tl.int64) + k // 128 * N
         codes = tl.load(w + line[:, None] * 64 + j[None, :], mask=live[:, None], other=0)
-        at = factors + line[:, None] * 4 + g[None, :]
-        scales = tl.load(at, mask=live[:, None], other=0.0)
-        later_scales = tl.load(at + 2, mask=live[:, None], other=0.0)
-        acc = _dot(_int4_half(codes & 15, scales, x.dtype, BLOCK_W), x, acc, SWAP)
-        acc = _dot(_int4_half(codes >> 4, later_scales, x.dtype, BLOCK_W), x_high, acc, SWAP)
+        if factors.dtype.element_ty == tl.bfloat16:  # a row's four scales are one number
+            packed = tl.load(factors.to(tl.pointer_type(tl.int64)) + line, mask=live, other=0)
+            a, b, c, d = _scale(packed, 0), _scale(packed, 1), _scale(packed, 2), _scale(packed, 3)
+        else:
+            at = factors + line * 4
+            a = tl.load(at, mask=live, other=0.0)
+            b = tl.load(at + 1, mask=live, other=0.0)
+            c = tl.load(at + 2, mask=live, other=0.0)
+            d = tl.load(at + 3, mask=live, other=0.0)
+        acc = _dot(_int4_half(codes & 15, a, b, x.dtype), x, acc, SWAP)
+        acc = _dot(_int4_half(codes >> 4, c, d, x.dtype), x_high, acc, SWAP)
     else:
         column = k + tl.arange(0, BLOCK_K)
         tile = tl.load(
@@ -65,13 +84,11 @@ def _add(
             other=0.0,
         )
         if FORMAT == FP8:
-            blocks = (K + 127) // 128
-            factor = tl.load(factors + rows // 128 * blocks + k // 128, mask=live, other=0.0)
-            if SWAP:
-                scale = factor[:, None] * x_factor[None, :]
-            else:
-                scale = x_factor[:, None] * factor[None, :]
-            acc += _dot(tile, x, tl.zeros(acc.shape, tl.float32), SWAP) * scale
+            # A tile lies in one block of 128 rows: one factor for all of it.
+            factor = tl.load(factors + first_row // 128 * ((K + 127) // 128) + k // 128)
+            scale = x_factor * factor
+            part = _dot(tile, x, tl.zeros(acc.shape, tl.float32), SWAP)
+            acc += part * (scale[None, :] if SWAP else scale[:, None])
         else:
             acc = _dot(tile, x, acc, SWAP)
     return acc
@@ -140,12 +157,12 @@ def gate_up_kernel(
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             part, later, factor = _tokens(x, x_factors, token, live, k, K, FORMAT, BLOCK_T, BLOCK_K)
             gate = _add(
-                gate, part, later, factor, gate_w, gate_factors, n, k, N, K,
+                gate, part, later, factor, gate_w, gate_factors, block * BLOCK_W, k, N, K,
                 FORMAT, SWAP, BLOCK_W, BLOCK_K,
             )  # fmt: skip
             up = _add(
-                up, part, later, factor, gate_w + matrix, gate_factors + matrix_factors, n, k, N, K,
-                FORMAT, SWAP, BLOCK_W, BLOCK_K,
+                up, part, later, factor, gate_w + matrix, gate_factors + matrix_factors,
+                block * BLOCK_W, k, N, K, FORMAT, SWAP, BLOCK_W, BLOCK_K,
             )  # fmt: skip
         result = gate / (1.0 + tl.exp(-gate)) * up
         if SWAP:
@@ -181,7 +198,7 @@ def down_kernel(
             part, later, factor = _tokens(x, x_factors, row, live, k, K, FORMAT, BLOCK_T, BLOCK_K)
             acc = _add(
                 acc, part, later, factor, w + expert * matrix, factors + expert * matrix_factors,
-                n, k, N, K, FORMAT, SWAP, BLOCK_W, BLOCK_K,
+                block * BLOCK_W, k, N, K, FORMAT, SWAP, BLOCK_W, BLOCK_K,
             )  # fmt: skip
         pair = tl.load(order + row, mask=live, other=0).to(tl.int64)
         weight = tl.load(pair_weights + pair, mask=live, other=0.0)

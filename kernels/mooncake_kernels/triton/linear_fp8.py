@@ -44,12 +44,13 @@ def _linear(
             a = tl.load(x_row + column, mask=(m < M)[:, None] & (column < K), other=0.0)
             b = tl.load(w_row + column, mask=(n < N)[:, None] & (column < K), other=0.0)
             of_row = tl.load(x_factors + m * steps + step, mask=m < M, other=0.0)
-            of_block = tl.load(factors + n // 128 * steps + step, mask=n < N, other=0.0)
+            # A tile lies in one block of 128 rows of weights: one factor for all of it.
+            scale = of_row * tl.load(factors + inside // size * BLOCK_N // 128 * steps + step)
             zero = tl.zeros(acc.shape, tl.float32)
             if SWAP:
-                acc += dot(b, tl.trans(a), zero) * of_block[:, None] * of_row[None, :]
+                acc += dot(b, tl.trans(a), zero) * scale[None, :]
             else:
-                acc += dot(a, tl.trans(b), zero) * of_row[:, None] * of_block[None, :]
+                acc += dot(a, tl.trans(b), zero) * scale[:, None]
         if SWAP:
             at = m.to(tl.int64)[None, :] * N + n[:, None]
             mask = (m < M)[None, :] & (n < N)[:, None]
