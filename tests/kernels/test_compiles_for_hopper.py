@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.kernels import hopper_table
 from tests.support.kernels.hopper_compiler import HOPPER_SHARED_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ KNOWN_SPILLS = {
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
@@ -41,11 +42,32 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.kernels.hopper_launches"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+@pytest.fixture(scope="module")
+def launches(compiled: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = compiled["kernels"]
+    return found
+
+
+@pytest.mark.slow
+def test_the_kept_numbers_are_what_compiles(compiled: dict[str, Any]) -> None:
+    kept = hopper_table.kept()
+    if compiled["triton"] != kept["triton"]:
+        pytest.skip(f"made with Triton {kept['triton']}, this is {compiled['triton']}")
+    assert compiled["kernels"] == kept["kernels"], (
+        "python -m tests.support.kernels.hopper_launches --write"
+    )
+
+
+def test_the_readme_shows_the_kept_numbers() -> None:
+    shown = hopper_table.README.read_text(encoding="utf-8").splitlines()
+    assert [line for line in hopper_table.table(hopper_table.kept()) if line not in shown] == []
 
 
 @pytest.mark.slow

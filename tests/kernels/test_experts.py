@@ -119,6 +119,13 @@ def test_int4_bytes_hold_the_codes_where_the_kernel_looks() -> None:
         assert torch.equal(again, wide[:, step * 128 : (step + 1) * 128])
 
 
+def test_codes_are_widened_exactly_by_an_or() -> None:
+    """What the compiled kernel does in place of a conversion, which the interpreter does not."""
+    codes = torch.arange(16, dtype=torch.int16)
+    widened = (codes | 0x4300).view(torch.bfloat16) - 136
+    assert torch.equal(widened, (codes - 8).to(torch.bfloat16))
+
+
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_the_rule_of_thumb_when_there_is_no_table(tokens: int) -> None:
     gate_up, down = plain(2, 16, 32, seed=20)

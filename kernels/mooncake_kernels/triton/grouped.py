@@ -46,7 +46,7 @@ def _int4_half(codes, first, second, x_dtype: tl.constexpr):
     wide = tl.where(j < 32, first[:, None], second[:, None])
     if INTERPRETED:
         return (codes.to(tl.float32) - 8.0) * wide.to(tl.float32)
-    elif x_dtype == tl.bfloat16:
+    elif x_dtype == tl.bfloat16:  # noqa: RET505
         # 0x4300 is 128, whose last bit of mantissa is 1: 128 + code by an `or`, exactly.
         return ((codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0) * wide
     else:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import triton
 import triton.backends.nvidia
 from mooncake_kernels.dispatch import kernel
 from mooncake_kernels.reference.mla_prefill import ExpandedKeys, RaggedBatch
@@ -24,6 +25,7 @@ from mooncake_kernels.reference.sampling import DrawSettings, Penalties
 from mooncake_kernels.triton import experts as experts_module
 from mooncake_kernels.tuning import DecodeTile, default_experts_config
 
+from tests.support.kernels import hopper_table
 from tests.support.kernels.hopper_compiler import Compiled, compiling
 
 HIDDEN, INNER, EXPERTS, TOP_K = 7168, 256, 384, 8
@@ -96,10 +98,12 @@ def layer_ops() -> None:
         args = joined[:, 1536:2048], joined[:, 2048:], turn, places, norm, cache, 0.5
         kernel("kv_write", "triton")(*args)
     kernel("merge_attention", "triton")(zeros(8, 2, 64, 512), torch.zeros(8, 2, 64))
-    for rows in (16, 256):
-        quantized = zeros(rows, HIDDEN, dtype=FP8), torch.zeros(rows, 56)
-        factors = torch.zeros(17, 56)  # as the loader gives them
-        kernel("linear_fp8", "triton")(*quantized, zeros(2112, HIDDEN, dtype=FP8), factors)
+
+
+def linear_fp8(rows: int) -> None:
+    quantized = zeros(rows, HIDDEN, dtype=FP8), torch.zeros(rows, 56)
+    factors = torch.zeros(17, 56)  # as the loader gives them
+    kernel("linear_fp8", "triton")(*quantized, zeros(2112, HIDDEN, dtype=FP8), factors)
 
 
 def fixed_products() -> None:
@@ -149,6 +153,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         for tokens in (512, 1024, 4096)
     },
     "layer ops": layer_ops,
+    "linear_fp8, 16 rows": lambda: linear_fp8(16),
+    "linear_fp8, 256 rows": lambda: linear_fp8(256),
     "fixed products": fixed_products,
     "router": router,
     "sampling": sampling,
@@ -157,18 +163,50 @@ LAUNCHES: dict[str, Callable[[], None]] = {
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Return (registers, bytes of stack) of a thread; a stack means registers were spilled."""
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    found = re.search(r"REG:(\d+) STACK:(\d+)", _looked_at("cuobjdump", "-res-usage", cubin))
+    assert found
+    return int(found[1]), int(found[2])
+
+
+def _looked_at(tool: str, flag: str, cubin: bytes) -> str:
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
-    assert found, done.stderr
-    return int(found[1]), int(found[2])
+        done = subprocess.run([path, flag, file.name], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def loops(cubin: bytes) -> tuple[int, int, int]:
+    """Return (instructions in all; those of the longest loop that holds no other one; how many of
+    these move spilled registers).
+    """
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in _looked_at("nvdisasm", "-c", cubin).splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*);", line):
+            code.append(instruction[1])
+    jumps = [
+        (labels[target[1]], place)
+        for place, text in enumerate(code)
+        if (target := re.search(r"BRA.*`\((\.L_x_\d+)\)", text))
+    ]
+    found = {(first, last) for first, last in jumps if first < last}
+    inner = [
+        (first, last)
+        for first, last in found
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in found)
+    ]
+    first, last = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, -1))
+    spills = sum(bool(re.search(r"\b(LDL|STL)", text)) for text in code[first : last + 1])
+    return len(code), last + 1 - first, spills
 
 
 def described(launch: str, made: Compiled) -> dict[str, object]:
     registers, stack = resources(made.cubin)
+    instructions, loop, loop_spills = loops(made.cubin)
     return {
         "launch": launch,
         "kernel": made.name,
@@ -176,6 +214,9 @@ def described(launch: str, made: Compiled) -> dict[str, object]:
         "warps": made.num_warps,
         "registers": registers,
         "stack_bytes": stack,
+        "instructions": instructions,
+        "loop": loop,
+        "loop_spills": loop_spills,
         "wgmma": made.uses_wgmma,
     }
 
@@ -188,7 +229,9 @@ def main() -> None:
         with compiling() as compiled:
             launch()
         found += [described(name, made) for made in compiled]
-    json.dump(found, sys.stdout)
+    if "--write" in sys.argv[1:]:
+        hopper_table.write(found, triton.__version__)
+    json.dump({"triton": triton.__version__, "kernels": found}, sys.stdout)
 
 
 if __name__ == "__main__":
