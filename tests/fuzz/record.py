@@ -11,11 +11,17 @@ from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import numpy as np
 import openai
 from safetensors.numpy import save
 
+from mooncake.base import Drain, SeededIds, WorkerRef
+from mooncake.base.messages import WhoAreYou
 from mooncake.bench.http_wire import request_head
+from mooncake.crypto.keys import Key, KeyRing
+from mooncake.identity import issue
+from mooncake.identity.credential import PREFIX
 from mooncake.kvstore.storage.block_record import (
     PAGE_BYTES,
     BlockHeader,
@@ -23,8 +29,11 @@ from mooncake.kvstore.storage.block_record import (
     pack_block_header,
     pack_file_header,
 )
+from mooncake.kvstore.storage.record_cipher import EXTRA_BYTES
+from mooncake.launch.host.credentials import RequestVerifier, sign_request
+from mooncake.model.checkpoint.encryption import StoredFile, new_manifest
 from mooncake.model.checkpoint.presets import PRESETS, preset_config
-from mooncake.rpc.codec import encode
+from mooncake.rpc.codec import NO_CERTIFICATE, encode, head_of
 from mooncake.sim.faults.random_faults import Trial
 from mooncake.transfer.net.handshake import HandshakeRefused
 from mooncake.transfer.rdma import wire as rdma
@@ -35,8 +44,15 @@ from tests.support.api.server import ScriptedBackend, live_api_server, says, tin
 from tests.support.fuzz.campaign import CORPUS
 from tests.support.fuzz.target import framed
 from tests.support.fuzz.targets.http import ROUTES
-from tests.support.fuzz.targets.messages import control_seed, credentials, genuine_handshake
-from tests.support.fuzz.targets.transfers import conversation
+from tests.support.fuzz.targets.messages import (
+    ROLES,
+    SECRET,
+    control_seed,
+    credentials,
+    genuine_handshake,
+)
+from tests.support.fuzz.targets.storage import SealedWeights, record_cipher, sealed_file
+from tests.support.fuzz.targets.transfers import PROTECTIONS, conversation
 from tests.support.relay import Relay
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,8 +85,9 @@ SPECIAL_SCHEMAS: list[Any] = [
 def main() -> None:
     """Write all seeds anew."""
     made = {
-        "rpc": rpc(), "handshake": handshake(), "control": control(), **transfers(),
-        "ssd-records": records(), "safetensors": safetensors(), "model-config": configs(),
+        "rpc": rpc(), "proofs": proofs(), "handshake": handshake(), "control": control(),
+        **transfers(), "ssd-records": records(), "sealed-records": sealed_records(),
+        "sealed-weights": sealed_weights(), "safetensors": safetensors(), "model-config": configs(),
         "lark": {name: text.encode() for name, text in GRAMMARS.items()},
         "regex": {f"{number}": text.encode() for number, text in enumerate(PATTERNS)},
         "schemas": schemas(), **asyncio.run(http()), "pool-admin": pool_admin(),
@@ -100,9 +117,32 @@ def rpc() -> dict[str, bytes]:
     return dict(sorted(found.items()))
 
 
+def proofs() -> dict[str, bytes]:
+    """Return a message of each role, one with all that it begins with, a credential and a signed
+    request.
+    """
+    ref = WorkerRef("w", "e", "tcp://127.0.0.1:1#ab")
+    spoken = [encode(each)[len(NO_CERTIFICATE) :] for each in (Drain(), WhoAreYou(gateway=ref))]
+    found = {
+        f"{role.value}-{n}": bytes((index,)) + message
+        for index, role in enumerate(ROLES)
+        for n, message in enumerate(spoken)
+    }
+    held, kind = issue(SECRET, "worker", [ROLES[0]], tenant="acme", ids=SeededIds(0)), len(ROLES)
+    challenge = RequestVerifier(held.cluster, lambda: 0.0).challenge()
+    request = sign_request(held, "GET", "/v1/pool/stats", challenge)
+    text = held.text.removeprefix(PREFIX)
+    return found | {
+        "whole": bytes((kind,)) + head_of(held.signed) + spoken[0],
+        "credential": bytes((kind + 1,)) + text.encode(),
+        "request": bytes((kind + 2,)) + request.encode(),
+    }
+
+
 def handshake() -> dict[str, bytes]:
     """Return both sides of a handshake, a refusal, and one with the wrong secret."""
-    said, answered = genuine_handshake()
+    genuine = genuine_handshake()
+    said, answered = genuine.said, genuine.answered
     stranger = credentials("client", 3).connect("other", ["earlier"] * 3)
     refused = credentials("owner", 2).accept().step(said[1])
     with contextlib.suppress(HandshakeRefused):
@@ -144,10 +184,13 @@ def control() -> dict[str, bytes]:
 def transfers() -> dict[str, dict[str, bytes]]:
     """Return what a client and an owner say to each other over a TCP connection."""
     asked, answered = conversation()
-    return {
-        "tcp-owner": {"whole": b"\0" + asked, "in-pieces": bytes((5,)) + asked},
-        "tcp-client": {"whole": b"\0" + answered, "in-pieces": bytes((14,)) + answered},
-    }
+    found: dict[str, dict[str, bytes]] = {"tcp-owner": {}, "tcp-client": {}}
+    for number, protection in enumerate(PROTECTIONS):
+        for name, cut, altered in (("whole", 0, 0), ("in-pieces", 14, 0), ("altered", 0, 9)):
+            how = bytes((cut, number + altered * len(PROTECTIONS)))
+            found["tcp-owner"][f"{protection.value}-{name}"] = how + asked
+            found["tcp-client"][f"{protection.value}-{name}"] = how + answered
+    return found
 
 
 def records() -> dict[str, bytes]:
@@ -158,6 +201,34 @@ def records() -> dict[str, bytes]:
         pack_block_header(page, BlockHeader(bytes(range(32)), 2**63 + 5, 65_536, 77, tenant))
         found[f"block-{len(tenant)}"] = b"\0" + bytes(page)
     return {name: data.rstrip(b"\0") for name, data in found.items()}
+
+
+def sealed_records() -> dict[str, bytes]:
+    """Return encrypted slots as a pool node writes them, and what lies in them."""
+    cipher, block = record_cipher(), memoryview(bytes(range(256)))
+    found = {}
+    for tenant in ("", "tenant-ü"):
+        page = memoryview(bytearray(PAGE_BYTES))
+        pack_block_header(page, BlockHeader(bytes(range(32)), 7, len(block), 77, tenant))
+        found[f"plain-{len(tenant)}"] = b"\1" + bytes(page) + bytes(block)
+        out = memoryview(bytearray(len(block) + EXTRA_BYTES))
+        of_block, _ = cipher.seal(tenant, 7, block, out)
+        cipher.seal_header(page, of_block)
+        found[f"sealed-{len(tenant)}"] = b"\0" + bytes(page) + bytes(out[: len(block)])
+    return found
+
+
+def sealed_weights() -> dict[str, bytes]:
+    """Return a manifest and a file, as `mooncake model encrypt` writes them."""
+    plain, key = SealedWeights.plain, bytes(range(32))
+    stored = {"a.safetensors": StoredFile(len(plain), "0" * 64)}
+    size = SealedWeights.chunk_bytes
+    manifest = msgspec.json.encode(new_manifest(stored, size, key, KeyRing([Key(bytes(32))])))
+    file = sealed_file("a.safetensors", plain, size, key)
+    return {
+        "manifest": b"\0" + manifest, "known": b"\1" + manifest, "file": b"\2\0\xff" + file,
+        "part": b"\2\x50\x90" + file,
+    }  # fmt: skip
 
 
 def safetensors() -> dict[str, bytes]:

@@ -90,15 +90,15 @@ def read_manifest(directory: Path) -> Manifest | None:
         return None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: does not say how weights are encrypted ({error})"
+            f"{path}: does not say how weights are encrypted ({error!s:.200})"
         ) from error
     if not 0 < manifest.chunk_bytes <= MAX_CHUNK_BYTES or not manifest.files:
         raise CheckpointError(f"{path}: does not say how weights are encrypted")
     for name, file in manifest.files.items():
         if not _NAME.fullmatch(name) or file.num_bytes < 0 or not _DIGEST.fullmatch(file.digest):
-            raise CheckpointError(f"{path}: {name!r} is no file of weights")
+            raise CheckpointError(f"{path}: {name!r:.200} is no file of weights")
     return manifest
 
 
@@ -145,14 +145,15 @@ def data_key_of(directory: Path, manifest: Manifest, keys: KeyRing) -> bytes:
     if key is None:
         raise ConfigError(
             f"weights-key: {directory} was encrypted with another key (its id is "
-            f"{manifest.key.key_id}; the id of the key given is {keys.first.id.hex()})"
+            f"{manifest.key.key_id:.64}; the id of the key given is {keys.first.id.hex()})"
         )
     try:
         data_key = unseal(key.derive(_WRAPPING), manifest.key.data_key)
     except Altered as error:
         raise CheckpointError(f"{path}: its key was altered; restore the file") from error
     whole = len(data_key) == KEY_BYTES
-    if not (whole and hmac.compare_digest(manifest.with_tag(data_key).tag, manifest.tag)):
+    wanted = manifest.with_tag(data_key).tag.encode()
+    if not (whole and hmac.compare_digest(wanted, manifest.tag.encode(errors="replace"))):
         raise CheckpointError(f"{path}: was altered; restore the file")
     return data_key
 

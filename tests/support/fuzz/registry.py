@@ -8,11 +8,14 @@ from tests.support.fuzz.target import Target
 
 _PLACES = {
     "rpc": ("messages", "Rpc"),
+    "proofs": ("messages", "Proofs"),
     "handshake": ("messages", "Handshake"),
     "control": ("messages", "Control"),
     "tcp-owner": ("transfers", "TcpOwner"),
     "tcp-client": ("transfers", "TcpClient"),
     "ssd-records": ("storage", "SsdRecords"),
+    "sealed-records": ("storage", "SealedRecords"),
+    "sealed-weights": ("storage", "SealedWeights"),
     "safetensors": ("storage", "Safetensors"),
     "model-config": ("storage", "ModelConfig"),
     "lark": ("grammars", "Lark"),

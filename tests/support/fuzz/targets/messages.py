@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from mooncake.base.any_message import AnyMessage
-from mooncake.base.errors import MooncakeError, ProtocolError
+from mooncake.base.errors import ConfigError, Forbidden, MooncakeError, ProtocolError
 from mooncake.base.ids import SeededIds
-from mooncake.base.rights import CredentialRole
-from mooncake.identity import issue
-from mooncake.rpc.codec import NO_CERTIFICATE, decode, encode
+from mooncake.base.rights import CredentialRole, refusal
+from mooncake.identity import Credential, issue, own_credential
+from mooncake.identity.credential import PREFIX
+from mooncake.launch.host.credentials import RequestVerifier
+from mooncake.rpc.codec import NO_CERTIFICATE, decode, encode, head_of
+from mooncake.rpc.zmq_channel import _Gate
 from mooncake.transfer.net.control_link import ControlLink
 from mooncake.transfer.net.handshake import (
     AcceptingSide,
@@ -18,6 +22,7 @@ from mooncake.transfer.net.handshake import (
     HandshakeRefused,
 )
 from mooncake.transfer.net.protection import Protection
+from mooncake.transfer.net.seals import Seals
 from mooncake.transfer.rdma.wire import CODEC as RDMA
 from mooncake.transfer.shm.wire import CODEC as SHM
 from mooncake.transfer.staging.wire import CODEC as STAGING
@@ -46,30 +51,84 @@ class Rpc(Target):
         return type(message).__name__
 
 
-def credentials(engine_id: str, seed: int) -> Credentials:
+def credentials(engine_id: str, seed: int, protection: Protection = Protection.NONE) -> Credentials:
     """Return what an engine proves itself with; keys and nonces repeat."""
     credential = issue(SECRET, engine_id, [CredentialRole.WORKER], ids=SeededIds(seed))
     return Credentials(
         engine_id=engine_id,
         credential=credential,
         ids=SeededIds(seed),
-        protection=Protection.NONE,
+        protection=protection,
     )
 
 
-def genuine_handshake() -> tuple[list[bytes], list[bytes]]:
-    """Return what a client of `credentials("client", 1)` and an owner of `credentials("owner", 2)`
-    say to each other.
+@dataclass(frozen=True)
+class Shaken:
+    """What a client of `credentials("client", 1)` and an owner of `credentials("owner", 2)` say to
+    each other, and how they seal what follows.
     """
+
+    said: list[bytes]
+    answered: list[bytes]
+    to_owner: Seals
+    to_client: Seals
+
+
+def genuine_handshake(protection: Protection = Protection.NONE) -> Shaken:
+    """Have both shake hands, as they always do."""
     client = credentials("client", 1).connect("owner")
-    owner = credentials("owner", 2).accept()
+    owner = credentials("owner", 2, protection).accept()
     said, answered = [client.first_message], [owner.step(client.first_message)]
     while (more := client.step(answered[-1])) is not None:
         said.append(more)
         answered.append(owner.step(more))
-    assert client.done
-    assert owner.identity is not None
-    return said, answered
+    assert client.channel is not None
+    assert owner.channel is not None
+    return Shaken(said, answered, client.channel.sent, owner.channel.sent)
+
+
+ROLES = tuple(CredentialRole)
+
+
+class Proofs(Target):
+    """What shows who somebody is. The first byte says what the rest is: a message of the holder of
+    a role's credential; a message with whatever it begins with; the text of a credential; or the
+    header of a signed request.
+    """
+
+    name = "proofs"
+    modules = ("mooncake.identity.credential", "mooncake.rpc.zmq_channel", "mooncake.base.rights")
+    shape = Shape.MSGPACK
+    skip = 1
+    allowed = (ProtocolError, Forbidden, ConfigError)
+    tokens = (PREFIX.encode(), b"Mooncake ", b"=", b"\xc0")
+
+    def __init__(self) -> None:
+        self._held = [
+            issue(SECRET, role.value, [role], tenant="acme", ids=SeededIds(index))
+            for index, role in enumerate(ROLES)
+        ]
+        self._gate = _Gate(self._held[0], lambda: 0.0)
+        self._verifier = RequestVerifier(self._held[0].cluster, lambda: 0.0, lambda: 0.0)
+
+    def run(self, data: bytes) -> str:
+        kind, rest = data[0] if data else 0, data[1:]
+        if kind < len(ROLES):
+            return self._message(self._held[kind], head_of(self._held[kind].signed) + rest)
+        if kind == len(ROLES):
+            return self._message(self._held[0], rest)
+        if kind == len(ROLES) + 1:
+            given = own_credential(PREFIX + rest.decode("latin-1"), *ROLES)
+            return f"credential {given.certificate.name[:20]}"
+        signer = self._verifier.signer(rest.decode("latin-1"), "GET", "/v1/pool/stats")
+        assert signer is None or signer in [each.certificate for each in self._held]
+        return f"signed {signer is not None}"
+
+    def _message(self, held: Credential, data: bytes) -> str:
+        holder = self._gate.holder(data, held.certificate.channel_key.hex())
+        assert holder.certificate == held.certificate, "a certificate that was not signed"
+        message: AnyMessage = decode(data, len(holder.head))
+        return f"{type(message).__name__} {refusal(holder.sender, message) is None}"
 
 
 class Handshake(Target):
@@ -81,7 +140,7 @@ class Handshake(Target):
     allowed = (HandshakeRefused,)
 
     def __init__(self) -> None:
-        self._said, self._answered = genuine_handshake()
+        self._genuine = genuine_handshake()
 
     def run(self, data: bytes) -> str:
         frames = frames_of(data[1:])[:MAX_STEPS]
@@ -97,7 +156,7 @@ class Handshake(Target):
             if side.refusal is not None:
                 break
         if side.identity is not None:
-            assert frames[0] == self._said[0], "an identity that was not proven"
+            assert frames[0] == self._genuine.said[0], "an identity that was not proven"
         return f"owner {len(answers)} {refusal_word(HandshakeRefused(side.refusal or 'none'))}"
 
     def _client(self, side: ConnectingSide, frames: list[bytes]) -> str:
@@ -106,7 +165,7 @@ class Handshake(Target):
             side.step(frame)
             num_steps += 1
             if side.done:
-                assert frames[0] == self._answered[0], "an owner that was not proven"
+                assert frames[0] == self._genuine.answered[0], "an owner that was not proven"
                 break
         return f"client {num_steps} {side.done}"
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
+from collections.abc import Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -14,9 +18,13 @@ from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.handshake import ConnectingSide
 from mooncake.transfer.net.io_loop import READABLE, WRITABLE
+from mooncake.transfer.net.protection import Protection
+from mooncake.transfer.net.seals import Seals
 from mooncake.transfer.plan import Slice
 from mooncake.transfer.regions import Gates, RegionTable
+from mooncake.transfer.tcp import wire
 from mooncake.transfer.tcp.connection import Connection
+from mooncake.transfer.tcp.frames import Outgoing
 from mooncake.transfer.tcp.request import ConnectionFailure, ConnectionLimits, ConnectionState
 from mooncake.transfer.tcp.server import ServerConnection, ServerLimits
 from mooncake.transfer.tcp.wire import pack_handshake
@@ -26,7 +34,7 @@ from tests.support.fuzz.targets.messages import credentials, genuine_handshake
 
 REGION_BYTES = 4096
 MARGIN_BYTES = 4096
-FIRST_REGION = 1
+FIRST_REGION, UNKNOWN_REGION = 1, 7
 
 
 class Memory:
@@ -45,13 +53,94 @@ class Memory:
         assert self._all[-MARGIN_BYTES:] == margin, "bytes behind a region were written"
 
 
+PROTECTIONS = tuple(Protection)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What a peer sends after the handshake, sealed with the keys of the connection."""
+
+    sent: bytes
+    heads: list[range]
+    """Where whole heads lie in it, without how many ranges they have: that is read first."""
+    altered_at: int | None
+    """Where a relay has changed a bit."""
+
+    @property
+    def head_is_altered(self) -> bool:
+        return any(self.altered_at in head for head in self.heads)
+
+
+def sealed(frames: Iterable[Frame], how: int, seals: Seals, least_bytes: int) -> Stream:
+    """Seal `frames`, and change a bit of them where `how` says so; 0: nowhere. Heads of less than
+    `least_bytes` are not whole.
+    """
+    sent, heads = bytearray(), []
+    for messages, pieces in frames:
+        outgoing = Outgoing(messages, pieces, seals)
+        begin = len(sent)
+        while not outgoing.is_sent:
+            views = list(outgoing.views())
+            sent += b"".join(views)
+            outgoing.advance(sum(map(len, views)))
+        if len(messages[0]) >= least_bytes:
+            heads.append(range(begin + 4, begin + len(messages[0]) + seals.num_tag_bytes))
+    altered_at = (how - 1) * len(sent) // 85 if how and sent else None
+    if altered_at is not None:
+        sent[altered_at] ^= 0x10
+    return Stream(bytes(sent), heads, altered_at)
+
+
+Frame = tuple[list[bytes], list[memoryview]]
+"""Messages, each with a tag of its own, and the pieces of a payload."""
+
+
+def requests_of(data: bytes) -> Iterator[Frame]:
+    """Return the requests in `data`, as far as they can be told apart; the rest is one message."""
+    while len(data) >= wire.HEAD_BYTES:
+        kind, _, num_ranges, _, num_bytes = struct.unpack_from("<BBHQQ", data)
+        length = wire.HEADER_BYTES + wire.RANGE_BYTES * max(1, num_ranges)
+        if len(data) < length:
+            data = data[: wire.HEAD_BYTES - 1]  # a head that is not whole
+            break
+        head, data = data[:length], data[length:]
+        payload = memoryview(data[: num_bytes if kind == wire.WRITE else 0])
+        data = data[len(payload) :]
+        ranges = head[wire.HEADER_BYTES :]
+        ranges = ranges[: len(ranges) // wire.RANGE_BYTES * wire.RANGE_BYTES]
+        pieces = []
+        for _, _, size in wire.parse_ranges(memoryview(ranges)):
+            pieces.append(payload[:size])
+            payload = payload[size:]
+        yield [head], [piece for piece in (*pieces, payload) if piece]
+    if data:
+        yield [data], []
+
+
+def answers_of(data: bytes) -> Iterator[Frame]:
+    """The same of answers."""
+    while len(data) >= wire.HEADER_BYTES:
+        kind, _, _, _, num_bytes = struct.unpack_from("<BBHQQ", data)
+        head, data = data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
+        more = data[: num_bytes if kind in (wire.DATA, wire.REFUSED) else 0]
+        data = data[len(more) :]
+        if kind == wire.REFUSED:
+            yield [head, more], []
+        else:
+            yield [head], [memoryview(more)] if more else []
+    if data:
+        yield [data], []
+
+
 class TcpOwner(Target):
-    """What a proven client asks of the owner. The first byte says how the rest is cut."""
+    """What a proven client asks of the owner. The first byte says how the rest is cut, the second
+    how it is sealed, and where a relay changes a bit of it.
+    """
 
     name = "tcp-owner"
     modules = (
         "mooncake.transfer.tcp.server", "mooncake.transfer.tcp.wire",
-        "mooncake.transfer.tcp.frames", "mooncake.transfer.regions",
+        "mooncake.transfer.tcp.frames", "mooncake.transfer.net.seals", "mooncake.transfer.regions",
     )  # fmt: skip
     max_bytes = 131_072
     tokens: ClassVar = tuple(
@@ -61,27 +150,32 @@ class TcpOwner(Target):
 
     def __init__(self) -> None:
         self._memory = Memory()
-        said, _ = genuine_handshake()
-        self._opening = b"".join(map(pack_handshake, said))
+        self._genuine = {each: genuine_handshake(each) for each in PROTECTIONS}
 
     def run(self, data: bytes) -> str:
-        how = data[0] if data else 0
+        how, sealing = data[:2].ljust(2, b"\0")
+        protection = PROTECTIONS[sealing % len(PROTECTIONS)]
+        genuine = self._genuine[protection]
+        stream = Stream(data[2:], [], None)
+        if protection is not Protection.NONE:
+            frames, seals = requests_of(data[2:]), copy(genuine.to_owner)
+            stream = sealed(frames, sealing // len(PROTECTIONS), seals, wire.HEAD_BYTES)
         loop, (ours, theirs) = LoopStub(), pair()
         ended: list[object] = []
         listener = SimpleNamespace(forget=ended.append, fenced=lambda identity: [])
         server: Any = SimpleNamespace(
-            credentials=credentials("owner", 2), table=self._memory.table, limits=ServerLimits(),
-            listener=listener, stats=LinkStats("served"),
+            credentials=credentials("owner", 2, protection), table=self._memory.table,
+            limits=ServerLimits(), listener=listener, stats=LinkStats("served"),
         )  # fmt: skip
         connection = ServerConnection(server, ours, loop)
         connection.start()
-        theirs.sendall(self._opening)
+        theirs.sendall(b"".join(map(pack_handshake, genuine.said)))
         for _ in range(2):
             turn(loop, ours, theirs)
         assert connection.identity is not None
         num_answered = 0
         try:
-            for piece in pieces_of(data[1:], how):
+            for piece in pieces_of(stream.sent, how):
                 left = piece
                 while left and not ended:
                     left = left[send_some(theirs, left) :]
@@ -89,7 +183,9 @@ class TcpOwner(Target):
             for _ in range(4):
                 num_answered += turn(loop, ours, theirs)
             assert len(ended) <= 1
-            return f"{'ended' if ended else 'lives'} {num_answered.bit_length()}"
+            assert ended or not stream.head_is_altered, "an altered request was obeyed"
+            word = "ended" if ended else "lives"
+            return f"{protection.value} {word} {num_answered.bit_length()}"
         finally:
             connection.close()
             theirs.close()
@@ -122,23 +218,31 @@ def turn(loop: LoopStub, ours: socket.socket, theirs: socket.socket) -> int:
 
 class TcpClient(Target):
     """What an owner answers to a READ, a WRITE and a READ of ours. The first byte says how the
-    answers are cut; even: the owner has proven itself before.
+    answers are cut; even: the owner has proven itself before. The second says how they are sealed
+    then, and where a relay changes a bit of them.
     """
 
     name = "tcp-client"
     modules = (
         "mooncake.transfer.tcp.connection", "mooncake.transfer.tcp.wire",
-        "mooncake.transfer.tcp.frames",
+        "mooncake.transfer.tcp.frames", "mooncake.transfer.net.seals",
     )  # fmt: skip
     max_bytes = 131_072
 
     def __init__(self) -> None:
         self._memory = Memory()
-        _, answered = genuine_handshake()
-        self._opening = b"".join(map(pack_handshake, answered))
+        self._genuine = {each: genuine_handshake(each) for each in PROTECTIONS}
 
     def run(self, data: bytes) -> str:
-        how = data[0] if data else 0
+        how, sealing = data[:2].ljust(2, b"\0")
+        protection = PROTECTIONS[sealing % len(PROTECTIONS)]
+        genuine = self._genuine[protection]
+        opening, stream = b"", Stream(data[2:], [], None)
+        if how % 2 == 0:
+            opening = b"".join(map(pack_handshake, genuine.answered))
+            if protection is not Protection.NONE:
+                frames, seals = answers_of(data[2:]), copy(genuine.to_client)
+                stream = sealed(frames, sealing // len(PROTECTIONS), seals, wire.HEADER_BYTES)
         loop, (ours, theirs) = LoopStub(), pair()
         owner = _ClientSide()
         connection = Connection(
@@ -147,16 +251,16 @@ class TcpClient(Target):
         with mock.patch.object(socket, "socket", return_value=ours):
             connection.wake()
         loop.run(ours, WRITABLE)
-        opening = b"" if how % 2 else self._opening
         try:
-            for piece in pieces_of(opening + data[1:], how // 2):
+            for piece in pieces_of(opening + stream.sent, how // 2):
                 left = piece
                 while left and not owner.failures:
                     left = left[send_some(theirs, left) :]
                     turn(loop, ours, theirs)
             turn(loop, ours, theirs)
             self._check(owner, connection)
-            return " ".join([connection.state.value, *sorted(owner.endings)])
+            assert owner.failures or not stream.head_is_altered, "an altered answer was believed"
+            return " ".join([protection.value, connection.state.value, *sorted(owner.endings)])
         finally:
             connection.abort("over")
             theirs.close()
@@ -178,7 +282,7 @@ class _ClientSide:
         self.failures: list[ConnectionFailure] = []
         self.endings: list[str] = []
         self.num_taken = 0
-        self._due = [Op.READ, Op.WRITE, Op.READ]
+        self._due = [(Op.READ, FIRST_REGION), (Op.WRITE, FIRST_REGION), (Op.READ, UNKNOWN_REGION)]
 
     @property
     def has_work(self) -> bool:
@@ -187,8 +291,8 @@ class _ClientSide:
     def take(self) -> Part | None:
         if not self._due:
             return None
-        operation = self._due.pop(0)
-        ops = [TransferOp(FIRST_REGION, 64, 7, 0, 256)]
+        operation, region = self._due.pop(0)
+        ops = [TransferOp(FIRST_REGION, 64, region, 0, 256)]
         peer = SegmentRef(engine_id="owner", endpoints={}, host="here")
         batch = TransferBatch(op=operation, peer=peer, ops=ops)
         job = Job(self.num_taken, batch, 0.0, self._ended)
@@ -217,8 +321,8 @@ class _ClientSide:
 
 
 def conversation() -> tuple[bytes, bytes]:
-    """Return what a client and an owner say to each other after the handshake: two READs and a
-    WRITE.
+    """Return what a client and an owner say to each other after the handshake: a READ, a WRITE, and
+    a READ that is refused.
     """
     memory, loop, side = Memory(), LoopStub(), _ClientSide()
     (client, at_client), (owner, at_owner) = pair(), pair()
@@ -233,7 +337,10 @@ def conversation() -> tuple[bytes, bytes]:
     with mock.patch.object(socket, "socket", return_value=client):
         connection.wake()
     loop.run(client, WRITABLE)
-    said, answered = (len(b"".join(map(pack_handshake, each))) for each in genuine_handshake())
+    genuine = genuine_handshake()
+    said, answered = (
+        len(b"".join(map(pack_handshake, each))) for each in (genuine.said, genuine.answered)
+    )
     asks, answers = bytearray(), bytearray()
     while len(side.endings) < 3:
         for source, target, record in ((at_client, at_owner, asks), (at_owner, at_client, answers)):

@@ -212,6 +212,29 @@ class TestDamage:
         (sealed / MANIFEST_NAME).write_text(json.dumps(manifest))
         assert f"{MANIFEST_NAME}: was altered" in refusal(sealed)
 
+    @pytest.mark.parametrize(
+        ("old", "new", "reason"),
+        [
+            (b"mooncake-weights-1", b"\xff\xfe", "does not say how weights are encrypted"),
+            (b'"tag": "', '"tag": "é'.encode(), f"{MANIFEST_NAME}: was altered"),
+            (b'"tag": "', b'"tag": "\\ud800', "does not say how weights are encrypted"),
+            (b'"key_id": "', b'"key_id": "' + b"a" * 10_000, "was encrypted with another key"),
+            (b'"files": {', b'"files": {"' + b"a" * 10_000 + b'": 1,', "does not say how weights"),
+        ],
+    )  # fmt: skip
+    def test_nonsense_in_the_manifest_is_a_short_error(
+        self, sealed: Path, old: bytes, new: bytes, reason: str
+    ) -> None:
+        """Found by fuzzing: it was a traceback, or an error as long as the file."""
+        file = sealed / MANIFEST_NAME
+        whole = file.read_bytes()
+        assert old in whole
+        file.write_bytes(whole.replace(old, new))
+        with pytest.raises((CheckpointError, ConfigError)) as refused:
+            read_all(sealed, ring(1))
+        assert reason in str(refused.value)
+        assert len(str(refused.value)) < 1000
+
     @pytest.mark.parametrize("move", ["in the file", "between files", "files swapped"])
     def test_moved_chunks_are_found(self, sealed: Path, move: str) -> None:
         first, second = (sealed / f"{name}.enc" for name in NAMES)
