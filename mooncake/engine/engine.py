@@ -343,7 +343,7 @@ class Engine:
         sequences: list[Sequence] = []
         for sequence, num_tokens in batch.shares.values():
             if not sequence.known_to_runner:
-                starts += self._start(sequence, now)
+                starts.append(self._start(sequence, now))
             start = sequence.num_computed
             slots.append(
                 StepSlot(
@@ -369,25 +369,19 @@ class Engine:
         self._in_flight[step_id] = InFlight(plan, sequences, now)
         self._runner.submit(plan)
 
-    def _start(self, sequence: Sequence, now: float) -> list[SequenceStart]:
+    def _start(self, sequence: Sequence, now: float) -> SequenceStart:
         sequence.known_to_runner = True
         if sequence.started_s is None:
             sequence.started_s = now
             self.counters["sequences_started"] += 1
             self.counters["tokens_reused"] += sequence.num_cached_tokens
             self.counters["wait_s"] += now - sequence.added_s
-        if sequence.sequence_id in self._ended:
-            # Preempted and back before the runner was told to forget it: it is still known there.
-            del self._ended[sequence.sequence_id]
-            return []
-        return [
-            SequenceStart(
-                sequence_id=sequence.sequence_id,
-                sampling=sequence.request.sampling,
-                prompt_tokens=sequence.prompt_tokens,
-                output_tokens=list(sequence.output_tokens),
-            )
-        ]
+        return SequenceStart(
+            sequence_id=sequence.sequence_id,
+            sampling=sequence.request.sampling,
+            prompt_tokens=sequence.prompt_tokens,
+            output_tokens=list(sequence.output_tokens),
+        )
 
     def _commit(
         self, sequence: Sequence, slot: StepSlot, logprobs: list[TokenLogprobs] | None

@@ -36,7 +36,9 @@ class StepSlot(msgspec.Struct, frozen=True, kw_only=True):
     """The number of tokens whose KV lies in the pages already."""
     tokens: list[int]
     pages: list[int]
-    """The whole page table of the sequence, covering start + len(tokens) tokens."""
+    """The whole page table of the sequence, covering start + len(tokens) tokens. From step to step
+    it only grows, until the sequence starts anew.
+    """
     sample: bool
     """Sample the token after the last one."""
 
@@ -48,7 +50,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     starts: list[SequenceStart]
     slots: list[StepSlot]
     ended: list[int]
-    """Sequences the runner may forget. None of them is in `starts` or `slots`."""
+    """Sequences the runner may forget, before all else of this step. One that was preempted and is
+    back is in `starts` as well: its pages are others.
+    """
     report_layers: bool = False
     """Emit `LayerDone` when the KV of each layer is written."""
 

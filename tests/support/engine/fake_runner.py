@@ -117,6 +117,7 @@ class _State:
         self.sampling = start.sampling
         self.num_prompt_tokens = len(start.prompt_tokens)
         self.history = History(layout, [*start.prompt_tokens, *start.output_tokens])
+        self.pages: list[int] = []
 
 
 class FakeRunner:
@@ -244,13 +245,16 @@ class FakeRunner:
         writable: set[int] = set()
         for slot in plan.slots:
             name = f"step {plan.step_id}, sequence {slot.sequence_id}"
-            known = self._states[slot.sequence_id].history
+            state = self._states[slot.sequence_id]
+            known = state.history
             stop = slot.start + len(slot.tokens)
             assert slot.tokens, f"{name}: nothing to compute"
             assert slot.tokens == known.tokens[slot.start : stop], f"{name}: other tokens"
             assert slot.sample == (stop == len(known.tokens)), f"{name}: sample is {slot.sample}"
             assert len(slot.pages) * self._layout.block_tokens >= stop, f"{name}: too few pages"
             assert len(set(slot.pages)) == len(slot.pages), f"{name}: a page twice"
+            assert slot.pages[: len(state.pages)] == state.pages, f"{name}: other pages"
+            state.pages = list(slot.pages)
             written = set(slot.pages[slot.start // self._layout.block_tokens :])
             assert not written & writable, f"{name}: writes to another's page"
             writable |= written

@@ -83,6 +83,20 @@ def test_a_preempted_sequence_is_started_anew_with_its_tokens() -> None:
         assert bench.tokens[sequence.sequence_id] == want
 
 
+def test_a_sequence_that_is_back_in_the_step_that_preempted_it_starts_anew() -> None:
+    """Its pages are now the other's, of the same tokens: a runner that goes on adding to those it
+    had would read what is not this sequence's any more.
+    """
+    bench = Bench(num_blocks=4, max_chunk_tokens=4)
+    sequences = [bench.add([1] * 4, max_tokens=9) for _ in range(2)]
+    bench.run()
+    [again] = [plan for plan in bench.runner.plans if plan.ended and plan.starts]
+    assert again.ended == [start.sequence_id for start in again.starts]
+    for sequence in sequences:
+        want = expected_output(bench.layout, sequence.request)
+        assert bench.tokens[sequence.sequence_id] == want
+
+
 def displaced(bench: Bench, **settings: Any) -> Sequence:
     """Return a batch sequence that lost all its pages to a premium one in mid-prompt."""
     low = bench.add(PROMPT, priority=Priority.BATCH, **settings)

@@ -102,6 +102,7 @@ def test_a_failed_step_leaves_rubbish() -> None:
         (plan(1, slot(5, [6], [2, 0], sample=False)), "sample is False"),
         (plan(1, slot(5, [6], [2])), "too few pages"),
         (plan(1, slot(5, [6], [2, 2])), "a page twice"),
+        (plan(1, slot(5, [6], [3, 0])), "other pages"),
         (plan(1), "computes something"),
         (plan(1, slot(5, [], [2, 0])), "nothing to compute"),
         (plan(1, slot(5, [6], [2, 0]), ended=[4]), "never started"),
