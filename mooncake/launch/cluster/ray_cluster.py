@@ -23,10 +23,14 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.experimental.internal_kv import _internal_kv_get as kv_get
 from ray.experimental.internal_kv import _internal_kv_put as kv_put
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from mooncake.base import ConfigError, MooncakeError
 from mooncake.base.rights import CredentialRole
@@ -51,6 +55,9 @@ _log = logging.getLogger(__name__)
 _raylet: Any = importlib.import_module("ray._raylet")
 """Ray's own client of its store; the typed ways to it all take a process into the cluster."""
 
+_groups: Any = importlib.import_module("ray.util.placement_group")
+"""Ray declares no types for these."""
+
 _logs: Any = importlib.import_module("ray._private.ray_logging")
 """Ray has no public way to print workers' lines without its prefix."""
 
@@ -69,6 +76,10 @@ CONNECT_S = 10.0
 AGENTS_S = 0.5
 """Ray's helpers get this long to end by themselves."""
 POLL_S = 0.2
+PLACE_S = 10.0
+"""So long Ray may take to set a worker's GPUs aside."""
+HERE_SHARE = 0.001
+"""Of the resource that stands for one machine: a bundle that asks for it lies there."""
 STOP_S = 10.0
 """A worker that has not stopped by itself after this long is killed."""
 SAVE_S = 5.0
@@ -180,11 +191,13 @@ class _Entry:
     actor: Any
     run: Any
     """The Ray call that lasts as long as the worker."""
+    gpus: PlacementGroup | None = None
+    """What is set aside for all its ranks, and stays so while it starts again."""
     state_call: Any = None
     state: State | None = None
     pidfd: int | None = None
     lost: bool = False
-    """Its death has been told; the Ray call has yet to fail."""
+    """Its death has been told, and nothing has been heard of it since."""
     early_deaths: int = 0
     retry_at_s: float | None = None
 
@@ -229,6 +242,7 @@ def connect(address: str | None, bind_host: str, *, bare_lines: bool) -> None:
         options = {
             "_temp_dir": str(private_dir()),  # its logs and sockets are open to all otherwise
             "num_cpus": 0,
+            "num_gpus": machine_facts.num_gpus(),
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "_node_ip_address": bind_host,
@@ -462,26 +476,37 @@ class Supervisor:
             ray.wait(runs, num_returns=len(runs), timeout=STOP_S)
         for entry in self._entries:
             ray.kill(entry.actor, no_restart=True)
+            if entry.gpus is not None:
+                _groups.remove_placement_group(entry.gpus)
             self._forget_process(entry)
 
     def _launch(self, settings: WorkerSettings, *, here_only: bool) -> _Entry:
+        """Start a worker: one actor, whose process starts that of each further rank. What Ray
+        starts again after a death is that actor, so no rank comes back without the others.
+        """
         strategy: Any = "SPREAD"
-        if here_only:
+        gpus: PlacementGroup | None = None
+        if settings.num_gpus:
+            gpus = _set_aside(settings, here_only=here_only)
+            strategy = PlacementGroupSchedulingStrategy(gpus, placement_group_bundle_index=0)
+        elif here_only:
             node = ray.get_runtime_context().get_node_id()
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         actor: Any = (
             ray.remote(WorkerActor)
             .options(
                 num_cpus=0,
+                num_gpus=settings.num_gpus,  # Ray names them to the process: it sees no others
                 max_restarts=-1,
                 max_task_retries=0,
                 max_concurrency=4,
                 scheduling_strategy=strategy,
-                runtime_env={"env_vars": environment.of_worker(os.environ, here_only=here_only)},
+                runtime_env={"env_vars": {**environment.QUIET, **environment.COMPUTE}},
             )
             .remote(settings.worker_id)
         )
-        return _Entry(settings, actor, _call_run(actor, settings, self._secret_file))
+        run = _call_run(actor, settings, self._secret_file)
+        return _Entry(settings, actor, run, gpus=gpus)
 
     def _step(self) -> None:
         """Wait a moment; deal with what has happened."""
@@ -498,7 +523,6 @@ class Supervisor:
         for entry in self._entries:
             if entry.retry_at_s is not None and time.monotonic() >= entry.retry_at_s:
                 entry.retry_at_s = None
-                entry.lost = False
                 entry.run = _call_run(entry.actor, entry.settings, self._secret_file)
             self._ask_state(entry)
 
@@ -509,6 +533,9 @@ class Supervisor:
             refusal = ray.get(entry.run)
         except RayError as error:
             _log.debug("%s: %s", worker_id, error)
+            if entry.lost and entry.state is None and isinstance(error, ActorUnavailableError):
+                entry.retry_at_s = time.monotonic() + POLL_S  # Ray has yet to start it again
+                return
             entry.early_deaths = 0 if entry.state and entry.state.ready else entry.early_deaths + 1
             self._tell_lost(entry)
         else:
@@ -523,13 +550,14 @@ class Supervisor:
 
     def _tell_lost(self, entry: _Entry) -> None:
         self._forget_process(entry)
+        entry.state_call = None  # it asked the process that died
         if not entry.lost:
             entry.lost = True
             self._lost(entry.settings.worker_id)
 
     def _ask_state(self, entry: _Entry) -> None:
         """Keep one question about its state open until the worker is ready."""
-        if entry.retry_at_s is not None or entry.lost or (entry.state and entry.state.ready):
+        if entry.retry_at_s is not None or (entry.state and entry.state.ready):
             return
         if entry.state_call is None:
             entry.state_call = entry.actor.state.remote()
@@ -541,6 +569,7 @@ class Supervisor:
             entry.state = msgspec.msgpack.decode(ray.get(call), type=State)
         except RayError:
             return
+        entry.lost = False
         if entry.pidfd is None:
             self._watch_process(entry, entry.state)
 
@@ -560,6 +589,36 @@ class Supervisor:
             self._poll.unregister(entry.pidfd)
             os.close(entry.pidfd)
             entry.pidfd = None
+
+
+def _set_aside(settings: WorkerSettings, *, here_only: bool) -> PlacementGroup:
+    """Set the GPUs of all ranks of a worker aside: one bundle, so they are of one node.
+
+    Raises:
+        MooncakeError: no node has so many that are free.
+    """
+    bundle: dict[str, float] = {"GPU": settings.num_gpus}
+    known: Any = ray.nodes
+    living = [node for node in known() if node["Alive"]]
+    nodes = [node["Resources"] for node in living]
+    if here_only:
+        own = ray.get_runtime_context().get_node_id()
+        [here] = [node["Resources"] for node in living if node["NodeID"] == own]
+        nodes = [here]
+        names = [name for name in here if name.startswith("node:") and "internal" not in name]
+        bundle[names[0]] = HERE_SHARE
+    group: PlacementGroup = _groups.placement_group([bundle], strategy="STRICT_PACK")
+    if group.wait(PLACE_S):
+        return group
+    _groups.remove_placement_group(group)
+    there = ", ".join(f"{node.get('GPU', 0):g}" for node in nodes)
+    resources: Any = ray.available_resources
+    free = resources().get("GPU", 0.0)
+    raise MooncakeError(
+        f"{settings.worker_id}: its ranks need {settings.num_gpus:g} free GPUs of one node; "
+        f"{'this machine has' if here_only else 'the nodes have'} {there}, and {free:g} are free "
+        "in all"
+    )
 
 
 def _call_run(actor: Any, settings: WorkerSettings, secret_file: str) -> Any:

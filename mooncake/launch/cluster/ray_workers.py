@@ -22,6 +22,7 @@ from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import (
     admin_settings,
     cluster_workers,
+    gpus_of,
     health_settings,
     instance_settings,
     rdma_settings,
@@ -209,6 +210,7 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts, secret: str) 
         kvstore=plan.kvstore,
         ssd_key=ssd_key(config),
         num_threads=plan.num_threads,
+        num_gpus=gpus_of(plan, Role(config.role)),
         options=msgspec.structs.replace(
             template.options, device=plan.options.device, shape=plan.options.shape,
             measure_pages=plan.options.measure_pages,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 
 import msgspec
@@ -21,10 +22,12 @@ from mooncake.launch.host.http_server import TlsFiles
 from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.process import WorkerSettings
-from mooncake.model.options import ModelOptions
 from mooncake.transfer.factory import choose_protocols
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.rdma.backend import RdmaSettings
+
+GPU_SHARES = 10_000
+"""Ray counts resources in so small shares."""
 
 
 def cluster_workers(
@@ -42,7 +45,6 @@ def cluster_workers(
     }
     node = config.node_id or host
     num_nodes = max(1, plan.num_kvstores)
-    gpus = itertools.cycle(range(max(1, machine_facts.num_gpus())))
     places = itertools.count(1 if config.headless else 0)
     return [
         WorkerSettings(
@@ -65,14 +67,13 @@ def cluster_workers(
             kvstore=_own_pool(plan, f"{role.value}-{index}"),
             ssd_key=ssd_key(config),
             num_threads=plan.num_threads,
+            num_gpus=gpus_of(plan, role),
             self_profile=config.self_profile,
             log_level=config.log_level,
             log_format=config.log_format,
             options=plan.options
             if role is Role.KVSTORE
-            else msgspec.structs.replace(
-                _on_gpu(plan.options, next(gpus)), shape=plan.ranks[role].shape
-            ),
+            else msgspec.structs.replace(plan.options, shape=plan.ranks[role].shape),
             health=health_settings(config, next(places)),
             admin=admin_settings(config, index) if role is Role.KVSTORE else None,
         )
@@ -81,11 +82,16 @@ def cluster_workers(
     ]
 
 
-def _on_gpu(options: ModelOptions, number: int) -> ModelOptions:
-    """Return the options of an engine, each of which has its own GPU while there are enough."""
-    if options.device != "cuda":
-        return options
-    return msgspec.structs.replace(options, device=f"cuda:{number}")
+def gpus_of(plan: ServePlan, role: Role) -> float:
+    """Return the GPUs that a worker takes: one a rank, while there are enough on this machine, else
+    the share that is left to each engine.
+    """
+    if role is Role.KVSTORE or plan.options.device != "cuda":
+        return 0.0
+    there, wanted = machine_facts.num_gpus(), plan.num_ranks
+    if wanted <= there or not there:
+        return float(plan.ranks[role].shape.tp)
+    return math.floor(GPU_SHARES / math.ceil(wanted / there)) / GPU_SHARES
 
 
 def _own_pool(plan: ServePlan, worker_id: str) -> KvStoreConfig:

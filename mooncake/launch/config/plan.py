@@ -86,6 +86,11 @@ class ServePlan:
         return self.num_prefills + self.num_decodes
 
     @property
+    def num_ranks(self) -> int:
+        """Of all workers with a model."""
+        return sum(number * self.ranks[role].shape.tp for role, number in self.engines)
+
+    @property
     def engines(self) -> list[tuple[Role, int]]:
         """Roles with a model, each with how many of its workers run on this machine."""
         counts = (Role.PREFILL, self.num_prefills), (Role.DECODE, self.num_decodes)

@@ -57,34 +57,6 @@ def missing(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, 
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
-def of_worker(environ: Mapping[str, str], *, here_only: bool) -> dict[str, str]:
-    """Return what Ray is to set for a worker's process; on this machine, the GPUs we may see: its
-    own processes there may have been started to see others.
-    """
-    seen = {SEEN_GPUS: environ[SEEN_GPUS]} if here_only and SEEN_GPUS in environ else {}
-    return {**QUIET, **COMPUTE, **seen}
-
-
-def only_gpu(device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what a process must set before torch is imported to see no GPU but the one `device`
-    ("cuda:1") names, as "cuda"; nothing for other devices.
-
-    Whatever asks for the current GPU then means that one, on all threads: kernels that are
-    launched, captured steps, events. Else it would be the first, whichever the tensors lie on.
-
-    Raises:
-        ConfigError: it is not one of those this process may see.
-    """
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or not number:
-        return {}
-    allowed = environ.get(SEEN_GPUS)
-    names = None if allowed is None else [name.strip() for name in allowed.split(",")]
-    if names is not None and int(number) >= len(names):
-        raise ConfigError(f"device={device}: {SEEN_GPUS} is {allowed!r}, which has no such GPU")
-    return {SEEN_GPUS: number if names is None else names[int(number)]}
-
-
 def prepare_ray(bind_host: str, environ: Mapping[str, str]) -> None:
     """Set what must stand in this process before ray is imported, on top of `environ`."""
     wanted = {**QUIET, **OWN_SIGNALS, **(LOOPBACK_RAY if is_loopback(bind_host) else {})}

@@ -45,7 +45,7 @@ from mooncake.instance.instance import InstancePorts
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.node.node import KvNode
 from mooncake.kvstore.storage.disk import PolledDisks
-from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Facts, Health, HealthSettings
 from mooncake.launch.host.link_metrics import LinkFamilies
@@ -140,6 +140,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the keys are that blocks on SSD are encrypted with; None: they are plain."""
     instance: InstanceConfig = InstanceConfig()
     num_threads: int
+    num_gpus: float = 0.0
+    """GPUs of one node that all its ranks take; below 1: the share of one that engines share."""
     self_profile: bool
     log_level: str
     log_format: str
@@ -479,7 +481,6 @@ def run(
     model: Model | None = None
     try:
         if settings.role is not Role.KVSTORE:
-            settings = _on_one_gpu(settings)
             show("importing the tensor library", 0, 0)
             model = open_model(settings.model, settings.dtype, settings.options)
         role: Role | None = settings.role
@@ -492,16 +493,6 @@ def run(
             model.close()
         if not port.health.failed:
             port.close()
-
-
-def _on_one_gpu(settings: WorkerSettings) -> WorkerSettings:
-    """Have this process see no other GPU than its own, before torch looks."""
-    seen = environment.only_gpu(settings.options.device, os.environ)
-    if not seen:
-        return settings
-    os.environ.update(seen)
-    options = msgspec.structs.replace(settings.options, device="cuda")
-    return msgspec.structs.replace(settings, options=options)
 
 
 def _be(

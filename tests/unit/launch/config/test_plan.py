@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,7 @@ from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.rank_plan import HOST_LIBRARY_BYTES, RankMemory
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.health import Health
-from mooncake.launch.worker import process
-from mooncake.launch.worker.process import Model
 from mooncake.model.checkpoint.encrypt import encrypt_checkpoint
-from mooncake.model.options import ModelOptions
 from tests.support.model.checkpoints import write_config_only
 
 BLOCK_BYTES = 3 * 64 * 20 * 2
@@ -65,57 +60,26 @@ def test_a_joining_worker_is_alone(model: Path, role: str, counts: tuple[int, in
     assert (plan.num_prefills, plan.num_decodes, plan.num_kvstores) == counts
 
 
-def test_each_engine_has_a_gpu_while_there_are_enough(
+def test_each_rank_has_a_gpu_while_there_are_enough(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def devices(num_gpus: int, **settings: Any) -> list[str]:
+    def gpus(num_gpus: int, **settings: Any) -> list[float]:
         monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: num_gpus)
         roles = {} if "colocated" in settings else {"prefill": 2, "decode": 1}
         config = resolve({"model": str(model), **roles, **settings}, None, {})
         workers = cluster_workers(config, make_plan(config, 8), "tcp://g:1", "secret", "host")
-        return [each.options.device for each in workers if each.role is not Role.KVSTORE]
+        assert all(each.num_gpus == 0 for each in workers if each.role is Role.KVSTORE)
+        return [each.num_gpus for each in workers if each.role is not Role.KVSTORE]
 
-    assert devices(3) == ["cuda:0", "cuda:1", "cuda:2"]
-    assert devices(0) == devices(3, device="cpu") == ["cpu"] * 3
+    assert gpus(3) == gpus(8) == [1] * 3
+    assert gpus(0) == gpus(3, device="cpu") == [0] * 3
     with pytest.raises(ConfigError, match="3 engines and 2 GPU: each takes all its memory"):
-        devices(2)
-    assert devices(2, num_gpu_blocks_override=8) == ["cuda:0", "cuda:1", "cuda:0"]
-    assert devices(1, colocated=True, kvstore=1) == ["cuda:0"]
+        gpus(2)
+    assert gpus(2, num_gpu_blocks_override=8) == [0.5] * 3
+    assert gpus(1, num_gpu_blocks_override=8) == [0.3333] * 3, "three fit"
+    assert gpus(1, colocated=True, kvstore=1) == [1]
     with pytest.raises(ConfigError, match="shows no NVIDIA GPU"):
-        devices(0, device="cuda")
-
-
-def test_an_engines_process_sees_its_own_gpu_before_torch_looks(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = resolve({"model": str(model), "prefill": 1, "decode": 2, "device": "cuda"}, None, {})
-    monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 3)
-    workers = cluster_workers(config, make_plan(config, 8), "tcp://g:1", "secret", "host")
-    opened: list[tuple[str, str]] = []
-
-    def open_model(_path: str, _dtype: str, options: ModelOptions) -> Model:
-        opened.append((options.device, os.environ["CUDA_VISIBLE_DEVICES"]))
-        raise CheckpointError("far enough")
-
-    class NoPort:
-        health = Health(1.0)
-
-        url = ""
-
-        def __init__(self, *_: object, **__: object) -> None:
-            """Open nothing."""
-
-        def close(self) -> None:
-            """Close nothing."""
-
-    monkeypatch.setattr(process, "HealthPort", NoPort)
-    monkeypatch.setattr(process, "open_model", open_model)
-    for each in workers:
-        if each.role is not Role.KVSTORE:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
-            with pytest.raises(CheckpointError, match="far enough"):
-                process.run(each, progress=process.no_progress, started=lambda _: None)
-    assert sorted(opened) == [("cuda", "5"), ("cuda", "6"), ("cuda", "7")]
+        gpus(0, device="cuda")
 
 
 def test_a_joining_worker_computes_on_its_own_devices(
@@ -130,7 +94,7 @@ def test_a_joining_worker_computes_on_its_own_devices(
     config = resolve({"model": str(model), **cluster}, None, {})
     plan = make_plan(config, 8)
     template = cluster_workers(config, plan, "tcp://g:1", "secret", "host")[3]
-    assert template.options.device.startswith("cuda:")
+    assert (template.options.device, template.num_gpus) == ("cuda", 1)
     facts = ClusterFacts(
         gateway_address="tcp://g:1", worker=template,
         scheduler=plan.scheduler, names=["small"],

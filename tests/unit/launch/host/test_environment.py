@@ -24,21 +24,6 @@ def test_threads_sleep_and_the_heap_is_kept() -> None:
     assert environment.QUIET["HF_HUB_OFFLINE"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("device", "allowed", "seen"),
-    [
-        ("cpu", None, None), ("cuda", "3", None), ("cuda:2", None, "2"),
-        ("cuda:1", "4, 5", "5"), ("cuda:0", "GPU-8a,GPU-9b", "GPU-8a"),
-    ],
-)  # fmt: skip
-def test_a_process_of_one_gpu_sees_no_other(
-    device: str, allowed: str | None, seen: str | None
-) -> None:
-    environ = {} if allowed is None else {"CUDA_VISIBLE_DEVICES": allowed}
-    wanted = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
-    assert environment.only_gpu(device, environ) == wanted
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "[::1]", "localhost"])
 def test_ray_needs_no_tls_on_one_machine(host: str) -> None:
     environment.check_ray_tls(host, {}, without_tls=False)
@@ -61,20 +46,6 @@ def test_rays_certificates_must_be_there(tmp_path: Path) -> None:
         environ[name] = str(tmp_path / name)
         (tmp_path / name).write_text("")
     environment.check_ray_tls("10.0.0.7", environ, without_tls=False)
-
-
-def test_a_gpu_that_may_not_be_seen_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device=cuda:2: CUDA_VISIBLE_DEVICES is '4,5'"):
-        environment.only_gpu("cuda:2", {"CUDA_VISIBLE_DEVICES": "4,5"})
-
-
-def test_workers_on_this_machine_see_the_gpus_that_we_may_see() -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": "6,7", "HOME": "/"}
-    both = {**environment.QUIET, **environment.COMPUTE}
-    assert environment.of_worker(environ, here_only=False) == both
-    assert environment.of_worker({}, here_only=True) == both
-    seen = {"CUDA_VISIBLE_DEVICES": "6,7"}
-    assert environment.of_worker(environ, here_only=True) == both | seen
 
 
 @pytest.mark.parametrize(

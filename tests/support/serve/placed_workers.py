@@ -1,0 +1,116 @@
+"""Workers on a Ray that was told of four GPUs, each an actor that says which ones its process sees:
+prints what was found, as JSON. A process of its own, as Ray wants its variables before it is
+imported: `python -m tests.support.serve.placed_workers`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mooncake.base import MooncakeError
+from mooncake.launch.host import environment, machine_facts
+from tests.support.serve.plain_settings import worker_settings
+
+NUM_GPUS = 4
+VISIBLE = "3,4,6,7"
+
+
+class Shown:
+    """Stands for a worker's process: tells the GPUs that it sees."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._stopped = threading.Event()
+
+    def run(self, encoded: bytes, secret_file: str) -> None:
+        self._stopped.wait()
+
+    def state(self) -> bytes:
+        from mooncake.launch.cluster.ray_cluster import State
+
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        boot = machine_facts.boot_id()
+        return msgspec.msgpack.encode(State(os.getpid(), boot, seen, 0, 0, ready=True))
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+class Started:
+    """A supervisor of workers that show their GPUs."""
+
+    def __init__(self) -> None:
+        from mooncake.launch.cluster.ray_cluster import Supervisor
+
+        self.lost: list[str] = []
+        self.supervisor = Supervisor(self.lost.append)
+
+    def start(self, **num_gpus: float) -> None:
+        settings = [
+            worker_settings(worker_id=name, num_gpus=number) for name, number in num_gpus.items()
+        ]
+        self.supervisor.start(
+            settings, lambda *_: None, here_only=True, secret_file=Path("/nonexistent")
+        )
+
+    def seen(self) -> dict[str, list[str]]:
+        """Return the GPUs that each worker's process sees."""
+        entries = self.supervisor._entries
+        return {e.settings.worker_id: e.state.what.split(",") for e in entries if e.state}
+
+
+def refusal(**num_gpus: float) -> str:
+    started = Started()
+    try:
+        started.start(**num_gpus)
+    except MooncakeError as error:
+        return error.message
+    finally:
+        started.supervisor.stop()
+    return ""
+
+
+def played() -> dict[str, Any]:
+    """What workers see, at first and after one was killed."""
+    started = Started()
+    started.start(pair=2.0, half=0.5, other_half=0.5, pool=0.0)
+    before, entry = started.seen(), started.supervisor._entries[0]
+    assert entry.state is not None
+    pid = entry.state.pid
+    os.kill(pid, signal.SIGKILL)
+    while entry.state is None or not entry.state.ready or entry.state.pid == pid:
+        started.supervisor._step()
+    after = started.seen()
+    started.supervisor.stop()
+    return {"before": before, "after": after, "lost": started.lost}
+
+
+def main() -> None:
+    machine_facts.num_gpus = lambda: NUM_GPUS
+    os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE
+    environment.prepare_ray("127.0.0.1", {})
+    from mooncake.launch.cluster import ray_cluster
+
+    worker: Any = Shown
+    ray_cluster.WorkerActor = worker
+    ray_cluster.PLACE_S = 2.0
+    ray_cluster.connect(None, "127.0.0.1", bare_lines=False)
+    try:
+        found = {
+            **played(),
+            "large": refusal(large=8.0),
+            "second": refusal(first=3.0, second=3.0),
+        }
+    finally:
+        ray_cluster.disconnect()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
