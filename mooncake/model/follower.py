@@ -22,7 +22,7 @@ from mooncake.crypto.keys import KeyRing
 from mooncake.engine.step_log import RankStep, StepReader, UsePages, decode
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
-from mooncake.model.inputs import build_inputs
+from mooncake.model.inputs import PageTables, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.mla import absorbed_is_cheaper
@@ -57,6 +57,7 @@ class Follower:
         self._group = group
         self._reader = StepReader()
         self._kv: KvTensors | None = None
+        self._tables = PageTables()
         self._rule = absorbed_is_cheaper(model.spec)
 
     def use(self, kv: KvTensors) -> None:
@@ -71,7 +72,7 @@ class Follower:
         slots = self._reader.slots(step)
         whole = frozenset(step.logprob_rows)
         with torch.inference_mode():
-            inputs = build_inputs(slots, whole, self._kv.page_shape, self._rule)
+            inputs = build_inputs(slots, whole, self._kv.page_shape, self._rule, self._tables)
             hidden = self._model.forward(inputs, self._kv)
             for rows in inputs.output_rows:
                 count = step.logprob_rows.get(rows.slot.sequence_id, 0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from mooncake_kernels.reference.paged import PagedSpan, paged_span, sent
+from mooncake_kernels.reference.paged import PagedSpan, page_table, paged_span, sent
 from mooncake_kernels.reference.paged_batch import PagedBatch, batch_of_spans
 
 from mooncake.engine.plan import StepSlot
@@ -96,21 +96,47 @@ class StepInputs:
         )
 
 
+class PageTables:
+    """Page tables of the last step's sequences as tensors: of one that grows only the end is read.
+
+    64 tables of 128k tokens take some 4 ms to read and half of one to compare.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
+
+    def read(self, slots: Sequence[StepSlot]) -> dict[int, torch.Tensor]:
+        """Return the table of each sequence, int32; what others had is forgotten."""
+        self._known = {slot.sequence_id: self._table(slot) for slot in slots}
+        return {sequence: table for sequence, (_, table) in self._known.items()}
+
+    def _table(self, slot: StepSlot) -> tuple[list[int], torch.Tensor]:
+        known = self._known.get(slot.sequence_id)
+        if known is not None and known[0] == slot.pages:
+            return known
+        pages = list(slot.pages)  # a caller's own list may grow
+        if known is None or pages[: len(known[0])] != known[0]:
+            return pages, page_table(pages)
+        return pages, torch.cat((known[1], page_table(pages[len(known[0]) :])))
+
+
 def build_inputs(
     slots: Sequence[StepSlot],
     whole: frozenset[int],
     kv_shape: torch.Size,
     prefers_absorbed: PrefersAbsorbed,
+    tables: PageTables | None = None,
 ) -> StepInputs:
     """Return the inputs of one step; `slots` is not empty.
 
     whole: sequences whose every row is wanted at the end (prompt logprobs), not the last only.
-    kv_shape: [num_pages, block_tokens, kv_width] of one layer.
+    kv_shape: [num_pages, block_tokens, kv_width] of one layer. tables: kept from step to step.
 
     Raises:
         ValueError: a slot is empty or its page table does not cover it; names the sequence.
     """
     _check(slots)
+    read_tables = (tables or PageTables()).read(slots)
     computed = _arranged([_Wanted(slot, len(slot.tokens)) for slot in slots], prefers_absorbed)
     first_row, total = {}, 0
     for want, _ in computed:
@@ -122,15 +148,22 @@ def build_inputs(
         if slot.sample or slot.sequence_id in whole
     ]
     outputs = _arranged(read, prefers_absorbed)
-    queries = _queries(computed, None, kv_shape)  # checks the page tables that _places relies on
+    queries = _queries(
+        computed, None, kv_shape, read_tables
+    )  # checks the page tables that _places relies on
     return StepInputs(
         tokens=torch.tensor([token for want, _ in computed for token in want.slot.tokens]),
-        positions=_joined([want.positions() for want, _ in computed]),
-        places=_joined([_places(want, kv_shape[1]) for want, _ in computed]),
+        positions=_numbers([want.positions() for want, _ in computed]),
+        places=_numbers([_places(want, kv_shape[1]) for want, _ in computed]),
         queries=queries,
         outputs=queries
         if outputs == computed
-        else _queries(outputs, _joined([_rows(want, first_row) for want, _ in outputs]), kv_shape),
+        else _queries(
+            outputs,
+            _numbers([_rows(want, first_row) for want, _ in outputs]),
+            kv_shape,
+            read_tables,
+        ),
         output_rows=_output_rows(outputs),
     )
 
@@ -150,12 +183,12 @@ class _Wanted:
     def skipped(self) -> int:
         return len(self.slot.tokens) - self.count
 
-    def positions(self) -> torch.Tensor:
-        return torch.arange(self.context - self.count, self.context)
+    def positions(self) -> range:
+        return range(self.context - self.count, self.context)
 
 
 _Arranged = Sequence[tuple[_Wanted, bool]]
-"""Each with whether it is absorbed; those first."""
+"""Each with whether it is absorbed; those first, and first of them those of one row."""
 
 
 def _check(slots: Sequence[StepSlot]) -> None:
@@ -170,39 +203,47 @@ def _check(slots: Sequence[StepSlot]) -> None:
 
 def _arranged(wanted: Sequence[_Wanted], prefers_absorbed: PrefersAbsorbed) -> _Arranged:
     marked = [(want, prefers_absorbed(want.count, want.context)) for want in wanted]
-    return sorted(marked, key=lambda entry: not entry[1])
+    return sorted(marked, key=lambda entry: (not entry[1], entry[0].count > 1))
 
 
-def _queries(arranged: _Arranged, rows: torch.Tensor | None, kv_shape: torch.Size) -> Queries:
+def _queries(
+    arranged: _Arranged,
+    rows: torch.Tensor | None,
+    kv_shape: torch.Size,
+    tables: Mapping[int, torch.Tensor],
+) -> Queries:
     absorbed: list[PagedSpan] = []
     expanded: list[PagedSpan] = []
     num_absorbed = num_expanded = 0
     for want, is_absorbed in arranged:
         if is_absorbed:
-            absorbed.append(_span(want, num_absorbed, kv_shape))
+            absorbed.append(_span(want, num_absorbed, kv_shape, tables))
             num_absorbed += want.count
         else:
-            expanded.append(_span(want, num_expanded, kv_shape))
+            expanded.append(_span(want, num_expanded, kv_shape, tables))
             num_expanded += want.count
-    positions = _joined([want.positions() for want, _ in arranged])
+    positions = _numbers([want.positions() for want, _ in arranged])
     return Queries(positions, rows, tuple(absorbed), tuple(expanded), num_absorbed)
 
 
-def _span(want: _Wanted, first_row: int, kv_shape: torch.Size) -> PagedSpan:
+def _span(
+    want: _Wanted, first_row: int, kv_shape: torch.Size, tables: Mapping[int, torch.Tensor]
+) -> PagedSpan:
+    table = tables[want.slot.sequence_id]
     try:
-        return paged_span(first_row, want.count, want.context, want.slot.pages, kv_shape)
+        return paged_span(first_row, want.count, want.context, table, kv_shape)
     except ValueError as error:
         raise ValueError(f"sequence {want.slot.sequence_id}: {error}") from error
 
 
-def _rows(want: _Wanted, first_row: Mapping[int, int]) -> torch.Tensor:
-    return torch.arange(want.count) + first_row[want.slot.sequence_id] + want.skipped
+def _rows(want: _Wanted, first_row: Mapping[int, int]) -> range:
+    first = first_row[want.slot.sequence_id] + want.skipped
+    return range(first, first + want.count)
 
 
-def _places(want: _Wanted, block_tokens: int) -> torch.Tensor:
-    positions = want.positions()
-    pages = torch.tensor(want.slot.pages)
-    return pages[positions // block_tokens] * block_tokens + positions % block_tokens
+def _places(want: _Wanted, block_tokens: int) -> list[int]:
+    pages = want.slot.pages
+    return [pages[at // block_tokens] * block_tokens + at % block_tokens for at in want.positions()]
 
 
 def _output_rows(outputs: _Arranged) -> tuple[OutputRows, ...]:
@@ -213,5 +254,6 @@ def _output_rows(outputs: _Arranged) -> tuple[OutputRows, ...]:
     return tuple(rows)
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+def _numbers(parts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the parts as one int64 tensor: for many parts of one number no tensor each."""
+    return torch.tensor([number for part in parts for number in part], dtype=torch.int64)

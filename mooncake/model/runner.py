@@ -30,7 +30,13 @@ from mooncake.engine.plan import (
 from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.device.layer_reports import LayerReports
-from mooncake.model.inputs import OutputRows, PrefersAbsorbed, StepInputs, build_inputs
+from mooncake.model.inputs import (
+    OutputRows,
+    PageTables,
+    PrefersAbsorbed,
+    StepInputs,
+    build_inputs,
+)
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.mla import absorbed_is_cheaper
@@ -108,6 +114,7 @@ class ModelRunner:
         self._lead = lead
         self._prefers_absorbed = prefers_absorbed or absorbed_is_cheaper(model.spec)
         self._starts: dict[int, SequenceStart] = {}
+        self._tables = PageTables()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._events: deque[RunnerEvent] = deque()
         self._layers = LayerReports(self._emit)
@@ -237,7 +244,9 @@ class ModelRunner:
             if not (whole or plan.report_layers) and decoder.takes(plan.slots):
                 return self._decode(decoder, plan.slots)
             decoder.interrupt()
-        inputs = build_inputs(plan.slots, whole, self._kv.page_shape, self._prefers_absorbed)
+        inputs = build_inputs(
+            plan.slots, whole, self._kv.page_shape, self._prefers_absorbed, self._tables
+        )
         inputs = inputs.to(self._model.device)
 
         def after_write(layer: int) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from mooncake_kernels.dispatch import kernel
-from mooncake_kernels.reference.paged import paged_span
+from mooncake_kernels.reference.paged import PagedSpan, paged_span
 from mooncake_kernels.reference.paged_batch import PagedBatch, batch_of_spans
-from mooncake_kernels.triton import mla_decode
+from mooncake_kernels.triton import mla, mla_decode
 from mooncake_kernels.tuning import DecodeTile
 
 from tests.support.kernels.gates import DEVICE, assert_attention, assert_log_sums
@@ -284,3 +284,30 @@ def test_pages_the_kernel_cannot_take_are_refused() -> None:
 def test_the_absorbed_form_between_verifying_and_prefill(new: int) -> None:
     """More new tokens than are verified, fewer than are worth expanding a long context for."""
     check(make_case([new + 37, new, 3], [new, new, 2], heads=2, rank=16, rope=8, seed=new))
+
+
+def test_spans_of_one_row_are_apart_where_their_tiles_are_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And described once for all layers: tables of 64 x 128k tokens are long."""
+    shape, tiles = torch.Size((9, 16, 24)), []
+    batches = mla.batch_of_spans
+
+    def noted(spans: list[PagedSpan], device: torch.device) -> PagedBatch:
+        tiles.append([span.num_rows for span in spans])
+        return batches(spans, device)
+
+    monkeypatch.setattr(mla, "batch_of_spans", noted)
+    spans = [
+        paged_span(0, 1, 30, [3, 1], shape),
+        paged_span(1, 1, 16, [2], shape),
+        paged_span(2, 5, 19, [8, 0], shape),
+    ]
+    q = torch.randn(7, 3, 24, generator=torch.Generator().manual_seed(14)).to(DEVICE) * 0.2
+    kv = torch.randn(shape, generator=torch.Generator().manual_seed(15)).to(DEVICE)
+    for _layer in range(2):
+        found = kernel("mla_absorbed", "triton")(q, kv, spans, 16)
+        assert_attention(found, kernel("mla_absorbed")(q, kv, spans, 16))
+    assert tiles == [[1, 1], [5]]
+    with pytest.raises(ValueError, match="one after another"):
+        kernel("mla_absorbed", "triton")(q[1:], kv, spans[1:], 16)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from mooncake_kernels.reference.paged import PagedSpan, sent
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,11 @@ def batch_of_spans(spans: Sequence[PagedSpan], device: torch.device) -> PagedBat
     ends = [span.first_row + span.num_rows for span in spans]
     if [*starts, ends[-1]] != [0, *ends]:
         raise ValueError(f"spans from rows {starts} to {ends} are not one after another from 0")
-    width = max(len(span.pages) for span in spans)
-    table = [[*span.pages, *[0] * (width - len(span.pages))] for span in spans]
+    table = pad_sequence([span.pages for span in spans], batch_first=True)
     lengths = [span.context for span in spans]
     return PagedBatch(
         row_start=sent(torch.tensor([0, *ends], dtype=torch.int32), device),
         lengths=sent(torch.tensor(lengths, dtype=torch.int32), device),
-        page_table=sent(torch.tensor(table, dtype=torch.int32), device),
+        page_table=sent(table, device),
         max_rows=max(span.num_rows for span in spans),
     )

@@ -7,7 +7,9 @@ step; a captured step calls `mla_decode` with tables of its own.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -16,7 +18,7 @@ from mooncake_kernels.reference.mla_prefill import ExpandedKeys, RaggedBatch
 from mooncake_kernels.reference.paged import PagedSpan, sent
 from mooncake_kernels.reference.paged_batch import PagedBatch, batch_of_spans
 from mooncake_kernels.triton.merge import merge_attention
-from mooncake_kernels.triton.mla_decode import mla_decode
+from mooncake_kernels.triton.mla_decode import TILE_ROWS, mla_decode
 from mooncake_kernels.triton.mla_prefill import mla_prefill
 
 _ALIGNED = 4
@@ -35,14 +37,31 @@ def mla_absorbed(
     split_pages: int = 0,
 ) -> torch.Tensor:
     """Return the attended latents, [rows, heads, rank]; see the reference and `mla_decode`."""
-    batch = _batch(tuple(spans), q.device)
-    out, _ = mla_decode(q.contiguous(), kv, batch, rank, split_pages=split_pages)
-    return out
+    apart = q.shape[1] < TILE_ROWS  # else all spans have the same tiles
+    parts = [
+        mla_decode(q[rows].contiguous(), kv, batch, rank, split_pages=split_pages)[0]
+        for rows, batch in _batches(tuple(spans), q.device, apart)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @functools.lru_cache(maxsize=2)
-def _batch(spans: tuple[PagedSpan, ...], device: torch.device) -> PagedBatch:
-    return batch_of_spans(spans, device)
+def _batches(
+    spans: tuple[PagedSpan, ...], device: torch.device, apart: bool
+) -> list[tuple[slice, PagedBatch]]:
+    """Return the spans as batches and their rows; spans of one row, which small tiles hold, `apart`
+    from others. Made for the first layer of a step and found again for the rest.
+    """
+    runs = [list(run) for _, run in itertools.groupby(spans, lambda s: apart and s.num_rows > 1)]
+    found = []
+    for run in runs:
+        first = run[0].first_row
+        own = [replace(span, first_row=span.first_row - first) for span in run]
+        rows = slice(first, run[-1].first_row + run[-1].num_rows)
+        found.append((rows, batch_of_spans(own, device)))
+    if [rows.start for rows, _ in found] != [0, *(rows.stop for rows, _ in found[:-1])]:
+        raise ValueError("spans are not one after another from row 0")
+    return found
 
 
 def mla_expanded(
@@ -67,7 +86,7 @@ def mla_expanded(
         for begin in range(0, longest, chunk_tokens):
             end = min(begin + chunk_tokens, longest)
             chunk = torch.cat([rows_of[begin:end] for rows_of in cached])
-            batch = _ragged(group, begin, end, q.device)
+            batch = _ragged(tuple(group), begin, end, q.device)
             parts.append(mla_prefill(q[rows], _expanded(chunk, key_up, value_up), batch))
         if len(parts) == 1:
             out[rows] = parts[0][0]
@@ -91,8 +110,11 @@ def _groups(spans: Sequence[PagedSpan], chunk_tokens: int) -> list[list[PagedSpa
     return groups
 
 
-def _ragged(spans: Sequence[PagedSpan], begin: int, end: int, device: torch.device) -> RaggedBatch:
-    """Return the batch of `spans` over their keys `begin` to `end`."""
+@functools.lru_cache(maxsize=64)
+def _ragged(
+    spans: tuple[PagedSpan, ...], begin: int, end: int, device: torch.device
+) -> RaggedBatch:
+    """Return the batch of `spans` over their keys `begin` to `end`, for all layers."""
     row_start, key_start, first_seen = [0], [0], []
     for span in spans:
         row_start.append(row_start[-1] + span.num_rows)

@@ -32,7 +32,7 @@ from mooncake_kernels.triton.device import (
 )
 from mooncake_kernels.tuning import WHOLE_PAGES, DecodeTile
 
-_TILE_ROWS = 64
+TILE_ROWS = 64
 _FLOAT32_ROWS, _FLOAT32_STEP = 16, 32
 """Of float32, for comparisons only: larger tiles ask for more shared memory than there is."""
 _SEQUENCES_AT_ONCE = 256
@@ -305,10 +305,10 @@ def mla_decode(
         raise ValueError(f"steps of {step_tokens} tokens do not cut pages of {page}")
     if not (q.is_contiguous() and kv.is_contiguous() and batch.page_table.is_contiguous()):
         raise ValueError("q, kv and page_table must be contiguous")
-    tile_rows = _FLOAT32_ROWS if exact else _TILE_ROWS
+    tile_rows = _FLOAT32_ROWS if exact else TILE_ROWS
     if not split_pages:  # the size of a tile chooses the instruction, and that the order of sums
         tile_rows = min(tile_rows, pow2(batch.max_rows * heads, 16))
-    few = tile_rows < _TILE_ROWS  # then two programs fit a multiprocessor
+    few = tile_rows < TILE_ROWS  # then two programs fit a multiprocessor
     programs = num_programs(q.device) * (2 if few else 1)
     most_pages = batch.page_table.shape[1]
     most_strips = rows * heads // tile_rows + seqs

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 import torch
 
-from mooncake.model.inputs import StepInputs, build_inputs
+from mooncake.model import inputs
+from mooncake.model.inputs import PageTables, StepInputs, build_inputs
 from tests.support.model.tiny_models import slot
 
 SHAPE = torch.Size((20, 4, 8))
@@ -16,7 +20,7 @@ def build(slots, whole=()) -> StepInputs:
 
 
 def test_absorbed_rows_come_first_and_keep_their_order() -> None:
-    inputs = build(
+    found = build(
         [
             slot(1, 0, [10, 11, 12, 13, 14], [3, 1]),
             slot(2, 6, [20], [7, 8]),
@@ -24,10 +28,10 @@ def test_absorbed_rows_come_first_and_keep_their_order() -> None:
             slot(4, 1, [40, 41], [2]),
         ]
     )
-    assert inputs.tokens.tolist() == [20, 40, 41, 10, 11, 12, 13, 14, 30, 31, 32]
-    assert inputs.positions.tolist() == [6, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]
-    assert inputs.places.tolist() == [34, 9, 10, 12, 13, 14, 15, 4, 36, 37, 38]
-    queries = inputs.queries
+    assert found.tokens.tolist() == [20, 40, 41, 10, 11, 12, 13, 14, 30, 31, 32]
+    assert found.positions.tolist() == [6, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]
+    assert found.places.tolist() == [34, 9, 10, 12, 13, 14, 15, 4, 36, 37, 38]
+    queries = found.queries
     assert queries.split == 3
     assert queries.rows is None
     assert [(s.first_row, s.num_rows, s.context) for s in queries.absorbed] == [
@@ -41,7 +45,7 @@ def test_absorbed_rows_come_first_and_keep_their_order() -> None:
 
 
 def test_the_last_layer_computes_only_what_is_read() -> None:
-    inputs = build(
+    found = build(
         [
             slot(1, 0, [10, 11, 12, 13, 14], [3, 1]),
             slot(2, 6, [20], [7, 8]),
@@ -50,15 +54,15 @@ def test_the_last_layer_computes_only_what_is_read() -> None:
         ],
         whole=[4],
     )
-    outputs = inputs.outputs
+    outputs = found.outputs
     assert outputs.rows is not None
-    read = inputs.tokens[outputs.rows].tolist()
+    read = found.tokens[outputs.rows].tolist()
     assert read == [14, 20, 40, 41, 42]
     assert outputs.positions.tolist() == [4, 6, 0, 1, 2]
     assert outputs.split == 2
     assert [span.context for span in outputs.absorbed] == [5, 7]
     assert [(span.first_row, span.num_rows) for span in outputs.expanded] == [(0, 3)]
-    assert [(rows.slot.sequence_id, rows.first, rows.num_rows) for rows in inputs.output_rows] == [
+    assert [(rows.slot.sequence_id, rows.first, rows.num_rows) for rows in found.output_rows] == [
         (1, 0, 1),
         (2, 1, 1),
         (4, 2, 3),
@@ -66,11 +70,32 @@ def test_the_last_layer_computes_only_what_is_read() -> None:
 
 
 def test_a_whole_slot_is_read_even_where_it_does_not_sample() -> None:
-    inputs = build([slot(1, 4, [5, 6, 7], [0, 1], sample=False)], whole=[1])
-    assert inputs.outputs.num_rows == 3
+    found = build([slot(1, 4, [5, 6, 7], [0, 1], sample=False)], whole=[1])
+    assert found.outputs.num_rows == 3
 
 
 def test_nothing_is_read_when_nothing_samples() -> None:
-    inputs = build([slot(1, 0, [5], [0], sample=False)])
-    assert inputs.outputs.num_rows == 0
-    assert inputs.output_rows == ()
+    found = build([slot(1, 0, [5], [0], sample=False)])
+    assert found.outputs.num_rows == 0
+    assert found.output_rows == ()
+
+
+def test_tables_are_read_once_and_then_only_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 tables of 128k tokens cost a step several milliseconds to read."""
+    read: list[int] = []
+    table = inputs.page_table
+
+    def counted(pages: Sequence[int]) -> torch.Tensor:
+        read.append(len(pages))
+        return table(pages)
+
+    monkeypatch.setattr(inputs, "page_table", counted)
+    tables = PageTables()
+    grown = [*range(40)]
+    for pages in (grown, [*grown], [*grown, 77], [*grown, 77], [5, *grown[1:]], [3]):
+        found = tables.read([slot(1, 0, [1], pages), slot(2, 0, [1], [8, 9])])
+        assert [found[1].tolist(), found[2].tolist()] == [pages, [8, 9]]
+    assert read == [40, 2, 1, 40, 1]
+    tables.read([slot(2, 0, [1], [8, 9])])
+    assert tables.read([slot(1, 0, [1], [3])])[1].tolist() == [3]
+    assert read[5:] == [1], "a sequence that was away is read anew"
