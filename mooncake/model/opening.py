@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from mooncake_kernels.dispatch import TRITON, kernel
 from mooncake_kernels.native import build
-from mooncake_kernels.native.experts import Timing, timings
+from mooncake_kernels.native.measured import Timing, timings
 
 from mooncake.base import CheckpointError, ConfigError, InternalError, KvLayout
 from mooncake.crypto.keys import KeyRing
@@ -97,6 +97,10 @@ class ModelSource:
         """
         with self._lock:
             if self._model is None:
+                if self._options.num_threads is not None:
+                    torch.set_num_threads(
+                        self._options.num_threads
+                    )  # what is measured depends on it
                 model = load_model(
                     self._checkpoint,
                     dtype=self._dtype,

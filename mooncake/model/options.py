@@ -36,5 +36,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The processes among which each layer is cut, and how they share out the KVCache."""
     rank_backend: str = "auto"
     """What they exchange tensors by; "auto" is "shm", one memory, as they run on one machine."""
+    num_threads: int | None = None
+    """Of torch and compiled code in an engine's process; None: as many as there are cores."""
     graphs: bool = True
     """On a GPU: decode steps are captured once and replayed."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mooncake_kernels.dispatch import kernel
-from mooncake_kernels.native import build, packed
-from mooncake_kernels.native import experts as native_experts
+from mooncake_kernels.native import build, measured, packed
 from mooncake_kernels.native.glue import prepare_queries
 from mooncake_kernels.native.linear import FewRows, FewRowsMlp
 from mooncake_kernels.native.mla_decode import fits
@@ -246,16 +245,67 @@ def test_another_order_of_packed_weights_is_found_out(monkeypatch: pytest.Monkey
 
 
 @needs_avx512
-def test_the_choice_is_measured_once_for_a_kind_of_layer() -> None:
-    native_experts._measured.clear()
+def test_the_choice_is_measured_once_for_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "_measured", {})
     gate_up = random(4, 128, 64, seed=7).bfloat16()
     down = random(4, 64, 64, seed=8).bfloat16()
     layers = [kernel("experts", "native")(gate_up, down) for _ in range(3)]
-    [found] = native_experts._measured.values()
-    assert found == native_experts.timings()
+    [found] = measured._measured.values()
+    assert found == measured.timings()
     assert found[0].tokens == 1
-    won = [timing.tokens for timing in found if timing.few_s <= timing.many_s]
+    won = [timing.tokens for timing in found if timing.won]
     assert {layer._few_tokens for layer in layers} == {max(won, default=0)}
+
+
+@pytest.fixture
+def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[int, int]]:
+    """Returns, as a process that starts would see it with so many threads: the limit, and how many
+    times it ran the layer to find it. Compiled code wins below 32 tokens there.
+    """
+    monkeypatch.setattr(build, "_kept_in", [tmp_path])
+    monkeypatch.setattr(build, "cpu_flags", lambda: build.AVX512.needed)
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: clock[0])
+    clock = [0.0]
+
+    def start(threads: int) -> tuple[int, int]:
+        monkeypatch.setattr(measured, "_measured", {})
+        monkeypatch.setattr(measured.torch, "get_num_threads", lambda: threads)
+        runs = []
+
+        def takes(of: Callable[[int], float]) -> measured.Experts:
+            def run(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+                runs.append(x.shape[0])
+                clock[0] += of(x.shape[0])
+                return x
+
+            return run
+
+        few, many = takes(lambda rows: rows / 1e6), takes(lambda rows: 1e-5 + rows / 2e6)
+        return measured.few_tokens(("layer", 2, 64, 64), few, many), len(runs)
+
+    return start
+
+
+def test_what_was_measured_is_kept_for_the_same_machine(
+    timed: Callable[[int], tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, runs = timed(2)
+    assert (limit, runs > 0) == (8, True)
+    assert timed(2) == (8, 0), "read, not measured"
+    assert timed(1)[1] == runs, "another number of threads"
+    monkeypatch.setattr(build, "cpu_name", lambda: "another CPU")
+    assert timed(2)[1] == runs
+
+
+@pytest.mark.parametrize(
+    "stored", ["", "[]", '{"a": 1}', '{"a": [[1, 2]]}', '{"a": [["k", "x", 1, 1]]}']
+)
+def test_a_damaged_file_of_timings_is_measured_anew(
+    stored: str, timed: Callable[[int], tuple[int, int]], tmp_path: Path
+) -> None:
+    (tmp_path / "timings.json").write_text(stored)
+    assert timed(2)[1] > 0
+    assert timed(2)[1] == 0
 
 
 @pytest.fixture

@@ -96,6 +96,14 @@ def keep_in(folder: Path) -> None:
     _kept_in[:] = [folder]
 
 
+def kept_in() -> Path | None:
+    """Return the folder that code is kept in, if there is one and it is this user's alone."""
+    try:
+        return _checked(_kept_in[0]) if _kept_in else None
+    except (CannotBuild, OSError):
+        return None
+
+
 def code() -> ctypes.CDLL:
     """Return the loaded code, compiling it unless it is kept from an earlier start; tried once.
 
@@ -129,9 +137,14 @@ def _loaded(wanted: Isa) -> ctypes.CDLL:
 
 def _kept(folder: Path, wanted: Isa) -> Path:
     """Return the file that code of these sources and flags is kept in."""
+    return folder / f"native-{digest(wanted)}.so"
+
+
+def digest(wanted: Isa | None = None) -> str:
+    """Return what code of these sources and flags is known by; None: for this CPU."""
+    wanted = wanted or isa()
     text = b"".join(_path(name).read_bytes() for name in (*_HEADERS, *wanted.sources))
-    digest = hashlib.sha256(text + " ".join((*_FLAGS, *wanted.flags)).encode()).hexdigest()[:16]
-    return folder / f"native-{digest}.so"
+    return hashlib.sha256(text + " ".join((*_FLAGS, *wanted.flags)).encode()).hexdigest()[:16]
 
 
 def _path(name: str) -> Path:
@@ -141,12 +154,23 @@ def _path(name: str) -> Path:
 @functools.cache
 def cpu_flags() -> frozenset[str]:
     """Return what this CPU has, as /proc/cpuinfo calls it; nothing where that is not there."""
+    return frozenset(_cpu("flags").split())
+
+
+@functools.cache
+def cpu_name() -> str:
+    """Return the name of this CPU with its family and model; some machines give all one name."""
+    return " ".join(_cpu(field) for field in ("model name", "cpu family", "model"))
+
+
+def _cpu(field: str) -> str:
+    """Return what /proc/cpuinfo says of the first CPU; nothing where that is not there."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    flags = [line.partition(":")[2] for line in text.splitlines() if line.startswith("flags")]
-    return frozenset(flags[0].split()) if flags else frozenset()
+        return ""
+    parts = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in parts if name.strip() == field), "")
 
 
 def _checked(folder: Path) -> Path:

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from mooncake_kernels.native import build
+from mooncake_kernels.native.measured import Experts, Kind, few_tokens, measured
 from mooncake_kernels.native.packed import Quantized, at, blocked, function
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.onednn.experts import PackedExperts, by_expert
-
-_TRIED_TOKENS = (1, 8, 32, 128, 512, 2048)
-_TRIALS = 2
-_LONG_TRIAL_S = 0.5
-"""No larger number is tried after one that took so long: models are to start soon."""
-_TRIED_CHOICES = 4
-
-
-Kind = tuple[str, int, int, int]
-"""Function, experts, hidden, inner."""
 
 
 class Call:
@@ -62,68 +50,6 @@ class Call:
         return out
 
 
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(x, experts, weights) -> each token's sum; see `reference.experts.StackedExperts`"""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How long one layer took both ways, the best of a few runs."""
-
-    kind: str
-    tokens: int
-    few_s: float
-    many_s: float
-
-
-_measured: dict[Kind, list[Timing]] = {}
-
-
-def timings() -> list[Timing]:
-    """Return what was measured in this process to choose between the two ways."""
-    return [timing for found in _measured.values() for timing in found]
-
-
-def few_tokens(kind: Kind, few: Experts, many: Experts, most: int = _TRIED_TOKENS[-1]) -> int:
-    """Return up to how many tokens, `most` at most, `few` is the faster way; measured once for each
-    `kind`.
-
-    Above some number oneDNN's larger tiles (and AMX, where there is) multiply faster than the
-    weights are read.
-    """
-    if kind not in _measured:
-        _measured[kind] = _measure(kind, few, many, most)
-    limit = 0
-    for timing in _measured[kind]:
-        if timing.few_s > timing.many_s:
-            break
-        limit = timing.tokens
-    return limit
-
-
-def _measure(kind: Kind, few: Experts, many: Experts, most: int) -> list[Timing]:
-    """Time both ways on more and more tokens until `few` loses."""
-    name, num, hidden, _ = kind
-    generator = torch.Generator().manual_seed(0)
-    found: list[Timing] = []
-    for tokens in (*(tried for tried in _TRIED_TOKENS if tried < most), most):
-        started = time.perf_counter()
-        x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
-        choices = min(num, _TRIED_CHOICES)
-        chosen = torch.rand(tokens, num, generator=generator).topk(choices, dim=-1).indices
-        weights = torch.ones(chosen.shape)
-        best = [math.inf, math.inf]
-        for _ in range(_TRIALS):
-            for way in (0, 1):
-                begin = time.perf_counter()
-                (many if way else few)(x, chosen, weights)
-                best[way] = min(best[way], time.perf_counter() - begin)
-        found.append(Timing(name, tokens, *best))
-        if best[0] > best[1] or time.perf_counter() - started > _LONG_TRIAL_S:
-            break
-    return found
-
-
 class _Experts:
     """One layer's experts, computed by whichever way is the faster for a number of tokens."""
 
@@ -138,7 +64,7 @@ class _Experts:
         code = f"code compiled for {build.isa().name}"
         if self._many is None:
             return f"{code}, any number of tokens"
-        last = _measured[self._few.kind][-1]
+        last = measured(self._few.kind)[-1]
         return (
             f"{code} for up to {self._few_tokens} tokens, oneDNN for more (measured with "
             f"{last.tokens}: {1e3 * last.few_s:.1f} ms a layer and {1e3 * last.many_s:.1f})"

@@ -1,5 +1,5 @@
 """Products of few rows with weights that oneDNN packed: compiled code reads them in place, at the
-speed of memory. Many rows go to oneDNN, see `experts.few_tokens`.
+speed of memory. Many rows go to oneDNN, see `measured`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 
 from mooncake_kernels.native import build
-from mooncake_kernels.native.experts import Call, few_tokens
+from mooncake_kernels.native.experts import Call
+from mooncake_kernels.native.measured import few_tokens
 from mooncake_kernels.native.packed import at, blocked, function
 from mooncake_kernels.onednn import linear as onednn
 

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from mooncake.base import (
     DTYPE_BYTES,
     CheckpointError,
@@ -208,7 +210,10 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     num_prefills, num_decodes, num_kvstores = _counts(config)
     shapes, gpu_node = _shapes(config, model), _gpu_node(config)
     num_ranks = num_prefills * shapes[Role.PREFILL].tp + num_decodes * shapes[Role.DECODE].tp
-    options = _options(config, shapes, num_ranks, gpu_node)
+    num_threads = config.num_threads or max(1, cores // max(1, num_ranks))
+    options = msgspec.structs.replace(
+        _options(config, shapes, num_ranks, gpu_node), num_threads=num_threads
+    )
     needs = RankNeeds(
         spec=model.spec,
         dtype=model.dtype,
@@ -258,7 +263,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         num_prefills=num_prefills,
         num_decodes=num_decodes,
         num_kvstores=num_kvstores,
-        num_threads=config.num_threads or max(1, cores // max(1, num_ranks)),
+        num_threads=num_threads,
         layout=layout,
         options=options,
         needs=needs,

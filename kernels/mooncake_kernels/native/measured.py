@@ -1,0 +1,146 @@
+"""Up to how many rows compiled code is faster than a library: measured here, kept with the code.
+
+Kept for the same CPU, torch, compiled code and number of threads; whatever of these changes is
+measured anew. Deleting `timings.json` in the folder forgets all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+
+from mooncake_kernels.native import build
+
+_TRIED_TOKENS = (1, 8, 32, 128, 512, 2048)
+_SHORT_TRIALS, _TRIALS = 6, 2
+_SHORT_TOKENS = 64
+_LONG_TRIAL_S = 0.5
+"""No larger number is tried after one that took so long: models are to start soon."""
+_LOST = 1.1
+"""How much slower is slower: less is what a machine swings by."""
+_TRIED_CHOICES = 4
+
+Kind = tuple[str, int, int, int]
+"""Function, experts, hidden, inner."""
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x, experts, weights) -> each token's sum; see `reference.experts.StackedExperts`"""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one layer took both ways, the best of a few runs."""
+
+    kind: str
+    tokens: int
+    few_s: float
+    many_s: float
+
+    @property
+    def won(self) -> bool:
+        """Whether compiled code was not the slower way."""
+        return self.few_s <= _LOST * self.many_s
+
+
+_measured: dict[tuple[Kind, int], list[Timing]] = {}
+
+
+def timings() -> list[Timing]:
+    """Return what this process measured, or read, to choose between the two ways."""
+    return [timing for found in _measured.values() for timing in found]
+
+
+def measured(kind: Kind) -> list[Timing]:
+    """Return what `few_tokens` went by."""
+    return _measured[kind, torch.get_num_threads()]
+
+
+def few_tokens(kind: Kind, few: Experts, many: Experts, most: int = _TRIED_TOKENS[-1]) -> int:
+    """Return up to how many tokens, `most` at most, `few` is the faster way; measured once for each
+    `kind`.
+
+    Above some number oneDNN's larger tiles (and AMX, where there is) multiply faster than the
+    weights are read.
+    """
+    wanted = kind, torch.get_num_threads()
+    if wanted not in _measured:
+        file, key = _file(), _key(*wanted)
+        found = None if file is None else _read(file).get(key)
+        if found is None:
+            found = _measure(kind, few, many, most)
+            if file is not None:
+                _keep(file, key, found)
+        _measured[wanted] = found
+    limit = 0
+    for timing in _measured[wanted]:
+        if not timing.won:
+            break
+        limit = timing.tokens
+    return limit
+
+
+def _measure(kind: Kind, few: Experts, many: Experts, most: int) -> list[Timing]:
+    """Time both ways on more and more tokens until `few` loses."""
+    name, num, hidden, _ = kind
+    generator = torch.Generator().manual_seed(0)
+    found: list[Timing] = []
+    for tokens in (*(tried for tried in _TRIED_TOKENS if tried < most), most):
+        started = time.perf_counter()
+        x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
+        choices = min(num, _TRIED_CHOICES)
+        chosen = torch.rand(tokens, num, generator=generator).topk(choices, dim=-1).indices
+        weights = torch.ones(chosen.shape)
+        best = [math.inf, math.inf]
+        for _ in range(_SHORT_TRIALS if tokens <= _SHORT_TOKENS else _TRIALS):
+            for way in (0, 1):
+                begin = time.perf_counter()
+                (many if way else few)(x, chosen, weights)
+                best[way] = min(best[way], time.perf_counter() - begin)
+        found.append(Timing(name, tokens, *best))
+        if not found[-1].won or time.perf_counter() - started > _LONG_TRIAL_S:
+            break
+    return found
+
+
+def _file() -> Path | None:
+    folder = build.kept_in()
+    return None if folder is None else folder / "timings.json"
+
+
+def _key(kind: Kind, threads: int) -> str:
+    parts = (build.cpu_name(), torch.__version__, build.digest(), threads, *kind)
+    return " | ".join(map(str, parts))
+
+
+def _read(file: Path) -> dict[str, list[Timing]]:
+    """Return what is kept; nothing of a file that cannot be read or is not of this form."""
+    try:
+        stored = json.loads(file.read_bytes())
+        return {
+            str(key): [
+                Timing(str(kind), int(n), float(few), float(many)) for kind, n, few, many in rows
+            ]
+            for key, rows in stored.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _keep(file: Path, key: str, found: list[Timing]) -> None:
+    """Add to what is kept; a folder that cannot be written to keeps nothing."""
+    kept = {**_read(file), key: found}
+    rows = {name: [astuple(timing) for timing in each] for name, each in kept.items()}
+    try:
+        descriptor, made = tempfile.mkstemp(suffix=".json", dir=file.parent)
+        with os.fdopen(descriptor, "w") as opened:
+            json.dump(rows, opened, indent=1)
+        os.replace(made, file)
+    except OSError:
+        return
