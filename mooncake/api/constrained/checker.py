@@ -2,7 +2,8 @@
 
 Owns one process (`check_program`), which starts with the first schema to check, and is killed when
 a check exceeds its time. Checks wait in a bounded queue, none for long: an answer is never held up
-by the schemas of others, it is then said not to be checked.
+by the schemas of others, it is then said not to be checked. Tenants take turns by the time that
+their checks take: who sends costly schemas waits behind itself.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict, deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,6 +32,8 @@ WALL_LIMIT_S = 5.0
 """Of one check on a busy machine, and of the start of the process."""
 QUEUE_LIMIT_S = 2.0
 MAX_WAITING = 256
+MAX_TENANTS = 512
+"""Of more, those with nothing to check are forgotten."""
 MAX_TOO_COSTLY = 256
 MAX_VALUE_CHARS = 4_000_000
 
@@ -66,6 +69,64 @@ def _unchecked(reason: str) -> list[Fault]:
     return [Fault("", None, f"not checked: {reason}")]
 
 
+class _Question(NamedTuple):
+    """A check that waits."""
+
+    schema: SchemaToCheck
+    value: str
+    asked_s: float
+    found: Future[list[Fault]]
+
+
+class Queue:
+    """What waits, by tenant: whose checks have taken the least time comes first. No tenant has more
+    than half of the places that others leave. Threads may share it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[_Question]] = {}
+        self._num_waiting = 0
+        self._used_s: dict[str, float] = {}
+        """What a tenant's checks took; of one who comes anew as much as of the last one served."""
+        self._served_s = 0.0
+
+    def add(self, tenant: str, question: _Question) -> bool:
+        """Add a question; return whether there was room."""
+        with self._lock:
+            own = self._waiting.get(tenant, deque())
+            others = self._num_waiting - len(own)
+            if 2 * len(own) >= MAX_WAITING - others:
+                return False
+            if not own:
+                self._used_s[tenant] = max(self._used_s.get(tenant, 0.0), self._served_s)
+                self._waiting[tenant] = own
+            own.append(question)
+            self._num_waiting += 1
+            return True
+
+    def take(self) -> tuple[str, _Question]:
+        """Return the next question, and whose it is; there must be one."""
+        with self._lock:
+            tenant = min(self._waiting, key=lambda each: self._used_s[each])
+            own = self._waiting[tenant]
+            question = own.popleft()
+            self._num_waiting -= 1
+            self._served_s = self._used_s[tenant]
+            if not own:
+                del self._waiting[tenant]
+            return tenant, question
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """Record how long a check of this tenant took."""
+        with self._lock:
+            self._used_s[tenant] += seconds
+            is_full = len(self._used_s) > MAX_TENANTS
+            for name in self._used_s.keys() - self._waiting.keys():
+                if is_full or self._used_s[name] <= self._served_s:  # it would begin there anyway
+                    del self._used_s[name]
+
+
 class SchemaChecker:
     """Checks values one after another, on a thread that waits for the process."""
 
@@ -80,7 +141,7 @@ class SchemaChecker:
         self._wall_limit_s = wall_limit_s
         self._queue_limit_s = queue_limit_s
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="schema-check")
-        self._num_waiting = 0
+        self._queue = Queue()
         self._closing = threading.Event()
         # The rest is touched by the pool's only thread.
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,22 +153,31 @@ class SchemaChecker:
         with contextlib.suppress(RuntimeError):  # closed
             self._pool.submit(self._start)
 
-    async def check(self, schema: SchemaToCheck, value: str) -> list[Fault]:
+    async def check(self, schema: SchemaToCheck, value: str, tenant: str = "") -> list[Fault]:
         """Return the first faults of the JSON text `value`, or one that says why it could not be
         checked; [] when it is valid. Takes a few seconds at most; called in the event loop.
         """
-        if self._num_waiting >= MAX_WAITING:
-            return _unchecked("too many answers wait to be checked")
         if len(value) > MAX_VALUE_CHARS:
             return _unchecked(f"it has more than {MAX_VALUE_CHARS} characters")
-        self._num_waiting += 1
-        loop, asked_s = asyncio.get_running_loop(), time.monotonic()
+        question = _Question(schema, value, time.monotonic(), Future())
+        if not self._queue.add(tenant, question):
+            return _unchecked("too many answers wait to be checked")
         try:
-            return await loop.run_in_executor(self._pool, self._check, schema, value, asked_s)
+            self._pool.submit(self._next)
         except RuntimeError:
             return _unchecked("the server is shutting down")
-        finally:
-            self._num_waiting -= 1
+        return await asyncio.wrap_future(question.found)
+
+    def _next(self) -> None:
+        """Answer the question whose turn it is: there is one for each call."""
+        tenant, question = self._queue.take()
+        began_s = time.monotonic()
+        if question.found.set_running_or_notify_cancel():
+            try:
+                question.found.set_result(self._check(*question[:3]))
+            except BaseException as error:
+                question.found.set_exception(error)
+        self._queue.charge(tenant, time.monotonic() - began_s)
 
     def close(self) -> None:
         """End the process and the thread. A second call does nothing."""
@@ -134,6 +204,7 @@ class SchemaChecker:
             while len(self._too_costly) > MAX_TOO_COSTLY:
                 self._too_costly.popitem(last=False)
             _log.warning("a schema took too much time or memory to check an answer against")
+            self._start()  # in the time of the tenant whose schema ended it
             return _unchecked("it took too much time or memory")
         if isinstance(said, str):
             return _unchecked(said)

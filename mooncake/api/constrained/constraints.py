@@ -91,18 +91,19 @@ def answer_form(fields: GenerationFields) -> Form | None:
     if kind == "choice":
         return Form(choice_rule(value, param), param=param)
     schema = _parsed(value, param)
-    made = schema_rule(schema, param, strict=not _may_weaken(fields, param))
+    is_strict = _is_strict(fields, param)
+    made = schema_rule(schema, param, strict=is_strict is not False, asked_strict=is_strict is True)
     return Form(made.text, param=param, schema=None if made.whole else schema)
 
 
-def _may_weaken(fields: GenerationFields, param: str) -> bool:
-    """Return whether a schema that no grammar can follow is checked afterwards instead of refused:
-    OpenAI's `response_format` without `strict: true`. vLLM's fields are always exact.
+def _is_strict(fields: GenerationFields, param: str) -> bool | None:
+    """Return whether OpenAI's `response_format` is `strict: true`: else a schema that no grammar
+    can follow is checked afterwards, not refused. None: vLLM's fields, which are always exact.
     """
     asked = fields.response_format
     if param != "response_format" or asked is None or asked.json_schema is None:
-        return False
-    return asked.json_schema.strict is not True
+        return None
+    return asked.json_schema.strict is True
 
 
 def form_constraint(form: Form | None, model: ServedModel) -> Constraint:

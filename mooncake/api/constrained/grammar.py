@@ -108,11 +108,23 @@ def json_rule(schema: Any, param: str) -> str:
     return schema_rule(schema, param, strict=True).text
 
 
+_LOOSER = (
+    "; without `strict: true` an answer is held to what can be followed, and is checked against "
+    "the whole schema"
+)
+
+
 def schema_rule(
-    schema: Any, param: str, *, strict: bool, trials: PatternTrials | None = None
+    schema: Any,
+    param: str,
+    *,
+    strict: bool,
+    trials: PatternTrials | None = None,
+    asked_strict: bool = False,
 ) -> SchemaRule:
     """Return the rule for JSON that is valid against `schema`. If not `strict`, keywords that no
-    grammar can follow are left out; schemas of one request share their `trials`.
+    grammar can follow are left out; schemas of one request share their `trials`. `asked_strict`:
+    the request says `strict: true`, so that a refusal says what comes of leaving it out.
 
     Raises:
         InvalidRequest: the schema cannot be followed: part of it if `strict`, else its whole,
@@ -126,11 +138,27 @@ def schema_rule(
         return _exact_rule(schema, param)
     except InvalidRequest as error:
         refusal = error
-    if strict or _NO_VALUE in refusal.message:
+    if (strict and not asked_strict) or _NO_VALUE in refusal.message:
         raise refusal
-    weaker = weaker_schemas(schema, trials or PatternTrials(_can_follow))
     try:
-        for weak in weaker:
+        found = _weaker_rule(schema, param, trials or PatternTrials(_can_follow), refusal)
+    except InvalidRequest:
+        if strict:
+            raise refusal from None
+        raise
+    if strict:
+        raise InvalidRequest(refusal.message + _LOOSER, param=refusal.param)
+    return found
+
+
+def _weaker_rule(
+    schema: dict[str, Any], param: str, trials: PatternTrials, refusal: InvalidRequest
+) -> SchemaRule:
+    """Return the rule of the first weaker schema that can be followed; raises `refusal`, or what is
+    wrong with the last one.
+    """
+    try:
+        for weak in weaker_schemas(schema, trials):
             try:
                 return msgspec.structs.replace(_exact_rule(weak, param), whole=False)
             except InvalidRequest as error:
@@ -316,7 +344,8 @@ def _tool_rule(tool: ToolRule, max_parts: int, trials: PatternTrials) -> SchemaR
     """Return the rule of a tool's arguments, which may have so many objects and lists."""
     param = f"tools: {tool.name}: parameters"
     try:
-        rule = schema_rule(tool.schema, param, strict=tool.strict is True, trials=trials)
+        strict = tool.strict is True
+        rule = schema_rule(tool.schema, param, strict=strict, trials=trials, asked_strict=strict)
         if rule.num_parts > max_parts:
             raise InvalidRequest(
                 f"tools: their parameters have more than {MAX_PARTS} objects and lists together",

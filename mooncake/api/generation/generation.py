@@ -254,6 +254,8 @@ class Call:
         """Have all sequences run for `tenant`; called before the block is entered."""
         self.requests = [msgspec.structs.replace(each, tenant=tenant) for each in self.requests]
         self._stream.run_as(tenant)
+        if self._review is not None:
+            self._review.run_as(tenant)
 
     async def __aenter__(self) -> Call:
         await self._stream.__aenter__()

@@ -32,6 +32,11 @@ class Review:
         self._answer = answer
         self._tools = tools
         self._choices: dict[int, _Choice] = {}
+        self._tenant = ""
+
+    def run_as(self, tenant: str) -> None:
+        """Check in the turns of `tenant`."""
+        self._tenant = tenant
 
     async def add(self, deltas: Iterable[Delta]) -> None:
         """Take what was added to the answers, and put into each `Delta` that ends one the errors
@@ -52,12 +57,13 @@ class Review:
         for call in choice.calls.values():
             schema = self._tools.get(call.name)
             if schema is not None:
-                faults = await self._checker.check(schema, "".join(call.arguments))
+                faults = await self._checker.check(schema, "".join(call.arguments), self._tenant)
                 errors += [_error(fault, call.call_id) for fault in faults]
             if len(errors) >= MAX_ERRORS:
                 return errors[:MAX_ERRORS]
         if self._answer is not None and not choice.calls:
-            errors += map(_error, await self._checker.check(self._answer, "".join(choice.text)))
+            text = "".join(choice.text)
+            errors += map(_error, await self._checker.check(self._answer, text, self._tenant))
         return errors
 
 

@@ -32,6 +32,7 @@ from mooncake.kvstore.storage.block_record import (
     BlockHeader,
     aligned,
     checksum_of,
+    num_counted,
     pack_block_header,
     unpack_block_header,
 )
@@ -318,8 +319,7 @@ class _FileDisk:
 
     def scan(self, number: int) -> DiskScanned:
         """Read the header of every slot of every file."""
-        newest: dict[bytes, tuple[int, int, BlockHeader]] = {}
-        outdated: list[DiskBlock] = []
+        seen: list[tuple[int, int, BlockHeader]] = []
         num_dropped, num_closed = self.files.num_foreign, 0
         for slot, page in self._existing_headers():
             try:
@@ -330,17 +330,17 @@ class _FileDisk:
             if header is None or header.num_bytes != self._block_bytes:
                 num_dropped += page is None or bytes(page) != BLANK_PAGE
                 continue
-            known = newest.get(header.key)
-            num_dropped += known is not None
-            if known is None or known[0] < header.sequence_no:
-                newest[header.key] = (header.sequence_no, slot, header)
+            seen.append((header.sequence_no, slot, header))
             if opener is not None:
                 self._openers.put(slot, opener)
-            if known is not None:
-                older = slot if newest[header.key] is known else known[1]
-                outdated.append(DiskBlock(header.key, older, 0))
-        self.erase(outdated)  # lest one is found when the newest is gone
-        order = sorted(newest.values(), key=lambda one: one[:2])
+        seen.sort(key=lambda one: one[:2])
+        counted = num_counted([number for number, _, _ in seen])
+        newest = {header.key: slot for _, slot, header in seen[:counted]}
+        order = [one for one in seen[:counted] if newest[one[2].key] == one[1]]
+        kept = {slot for _, slot, _ in order}
+        # lest one is found when the newest is gone, or numbers of later ones have no end
+        self.erase([DiskBlock(h.key, slot, 0) for _, slot, h in seen if slot not in kept])
+        num_dropped += len(seen) - len(order)
         self._sequence_no = order[-1][0] if order else 0
         found = [FoundBlock(h.key, slot, h.tenant, h.checksum) for _, slot, h in order]
         self._tell_unusable(num_closed)

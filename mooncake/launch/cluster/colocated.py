@@ -70,8 +70,9 @@ class ColocatedWorkers:
         if self._model is not None:
             self._model.close()
 
-    def are_gone(self) -> bool:
-        return False  # they end with us
+    def gone(self) -> str:
+        broken = "" if self._cluster is None else self._cluster.broken
+        return broken and f"{broken}; start it again"
 
     def vitals(self) -> list[Vitals]:
         starting = self._starting

@@ -75,15 +75,17 @@ class JoinedCluster:
         if self._gateway_process is not None:
             self._gateway_process.gateway.say_goodbye()
 
-    def are_gone(self) -> bool:
-        """Whether no worker and no other gateway has been known for long: a supervisor can then
+    def gone(self) -> str:
+        """Say so when no worker and no other gateway has been known for long: a supervisor can then
         start this gateway again, and it joins the cluster that took the place.
         """
         assert self._gateway_process is not None
         status = self._gateway_process.status()
         others = any(gateway.state == "up" for gateway in status.gateways[1:])
         self._num_alone = 0 if status.workers or others else self._num_alone + 1
-        return self._num_alone >= MAX_ALONE
+        if self._num_alone < MAX_ALONE:
+            return ""
+        return f"the cluster of {self.config.join} is gone; start again to join another"
 
     def vitals(self) -> list[Vitals]:
         return []  # it starts no worker

@@ -121,8 +121,8 @@ class RayWorkers:
             for each in settings
         ]
 
-    def are_gone(self) -> bool:
-        return False  # they end with us
+    def gone(self) -> str:
+        return ""  # they end with us
 
     def vitals(self) -> list[Vitals]:
         if not self._started.done():

@@ -55,8 +55,10 @@ class Workers(Protocol):
     def stop(self) -> None:
         """End all workers, also those only half started. Called once, after `start` was."""
 
-    def are_gone(self) -> bool:
-        """Whether the cluster has ended without us. Asked every `WATCH_S`, in the loop's thread."""
+    def gone(self) -> str:
+        """Return why they cannot go on without a new start of this process; empty: they can. Asked
+        every `WATCH_S`, in the loop's thread.
+        """
 
     def vitals(self) -> list[Vitals]:
         """Return how what this process starts is, for its probes; from any thread."""
@@ -209,12 +211,10 @@ class _Serving:
         return 0
 
     async def _until_gone(self) -> None:
-        """Return when told to stop; raises Unavailable when the cluster has ended meanwhile."""
+        """Return when told to stop; raises Unavailable when the workers have gone meanwhile."""
         while not self._stop.is_set():
-            if self._workers.are_gone():
-                raise Unavailable(
-                    f"the cluster of {self._config.join} is gone; start again to join another"
-                )
+            if why := self._workers.gone():
+                raise Unavailable(why)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S):
                     await self._stop.wait()

@@ -60,6 +60,8 @@ class LocalCluster:
         self._threads: dict[str, threading.Thread] = {}
         self._healths: dict[str, Health] = {}
         self._watchdog: Watchdog | None = None
+        self.broken = ""
+        """Why a worker cannot go on: its loop hangs, or its machine failed; empty: all can."""
         self._num_boots = 0
         self._lock = threading.Lock()
         self._ending: set[str] = set()
@@ -102,8 +104,9 @@ class LocalCluster:
             self._watchdog = Watchdog(self.vitals, self._on_stuck)
 
     def _on_stuck(self, why: str) -> None:
-        """A thread cannot be ended: whoever asks for the process' health has to end it."""
+        """A thread cannot be ended: the process has to be."""
         _log.critical("a worker is not live: %s; this process is to be started again", why)
+        self.broken = why
 
     def _build(self, settings: WorkerSettings) -> Worker:
         self._num_boots += 1
@@ -141,7 +144,9 @@ class LocalCluster:
                 worker.driver.run()
         except Exception as error:  # the driver has logged it
             told = error.message if isinstance(error, MooncakeError) else type(error).__name__
-            self._healths[settings.worker_id].fail(f"{settings.worker_id} failed: {told}")
+            why = f"{settings.worker_id} failed: {told}"
+            self._healths[settings.worker_id].fail(why)
+            self.broken = why
             self._lost(settings.worker_id)
 
     def call(self, worker_id: str, work: Callable[[Any, float], Any]) -> Any:

@@ -31,7 +31,7 @@ CHUNK_BYTES = 256 * 2**10
 """Read at once at least: small tensors want less of it, speed more."""
 MAX_CHUNK_BYTES = 2**26
 _WRAPPING = "mooncake weights data key 1"
-_NAME = re.compile(r"[^/\0]+\.safetensors")
+_NAME = re.compile(r"[^/\0]{1,240}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 

@@ -6,13 +6,15 @@ import asyncio
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from mooncake.api.constrained import checker as checker_module
-from mooncake.api.constrained.checker import Fault, SchemaChecker, SchemaToCheck
+from mooncake.api.constrained.checker import Fault, Queue, SchemaChecker, SchemaToCheck
 
 TIGHT = 0.2
 UNIQUE: dict[str, Any] = {"type": "array", "uniqueItems": True}
@@ -134,12 +136,18 @@ def test_a_process_that_was_killed_is_replaced(checker: SchemaChecker) -> None:
 
 
 def test_waiting_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checker_module, "MAX_WAITING", 4)
+    monkeypatch.setattr(checker_module, "MAX_WAITING", 8)
     hurried = SchemaChecker(queue_limit_s=0.0)
     schema = SchemaToCheck.of(UNIQUE)
 
+    busy = threading.Event()
+    hurried._pool.submit(busy.wait)
+
     async def main() -> list[list[Fault]]:
-        return await asyncio.gather(*(hurried.check(schema, "[]") for _ in range(8)))
+        tasks = [asyncio.ensure_future(hurried.check(schema, "[]")) for _ in range(8)]
+        await asyncio.sleep(0)  # all have asked
+        busy.set()
+        return await asyncio.gather(*tasks)
 
     try:
         found = asyncio.run(main())
@@ -148,6 +156,60 @@ def test_waiting_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [reasons(each)[0][1] if each else "" for each in found]
     assert told[4:] == ["not checked: too many answers wait to be checked"] * 4
     assert set(told[:4]) <= {"", "not checked: others took all the time"}
+
+
+def test_a_tenant_with_costly_schemas_waits_behind_itself(checker: SchemaChecker) -> None:
+    """Others are served before its second one, though all of its came first."""
+    costly = [doubling(40 + n) for n in range(4)]
+    order: list[str] = []
+
+    async def ask(tenant: str, schema: Any) -> None:
+        await checker.check(SchemaToCheck.of(schema), "1", tenant)
+        order.append(tenant)
+
+    async def main() -> None:
+        tasks = [asyncio.ensure_future(ask("flood", schema)) for schema in costly]
+        tasks += [asyncio.ensure_future(ask(name, UNIQUE)) for name in ("a", "b", "a")]
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    assert [order[0], sorted(order[1:4]), order[4:]] == ["flood", ["a", "a", "b"], ["flood"] * 3]
+
+
+def question() -> checker_module._Question:
+    return checker_module._Question(SchemaToCheck.of(UNIQUE), "[]", 0.0, Future())
+
+
+def test_turns_are_by_time_and_cannot_be_saved_up() -> None:
+    queue = Queue()
+    for tenant in ("a", "a", "b", "b"):
+        assert queue.add(tenant, question())
+    served = []
+    for seconds in (0.5, 0.1, 0.1, 0.5):
+        tenant, _ = queue.take()
+        served.append(tenant)
+        queue.charge(tenant, seconds)
+    assert served == ["a", "b", "b", "a"]
+    assert queue.add("late", question())
+    assert queue.add("a", question())
+    assert queue.take()[0] == "late", "it begins where the others are, not behind them"
+    queue.charge("late", 2.0)
+    assert queue.add("late", question())
+    assert queue.take()[0] == "a"
+
+
+def test_no_tenant_takes_all_places_and_those_who_left_are_forgotten() -> None:
+    queue = Queue()
+    num_own = [0, 0]
+    for index in (0, 1):
+        while queue.add(f"{index}", question()):
+            num_own[index] += 1
+    assert num_own == [checker_module.MAX_WAITING // 2, checker_module.MAX_WAITING // 4]
+    assert queue.add("newcomer", question())
+    for index in range(2000):
+        queue.charge(queue.take()[0], 0.001)
+        queue.add(f"passing {index}", question())
+    assert len(queue._used_s) <= checker_module.MAX_TENANTS + 1
 
 
 def test_closing_ends_the_process() -> None:

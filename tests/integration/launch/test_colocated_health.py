@@ -118,6 +118,7 @@ def test_a_process_that_loads_serves_and_whose_engine_hangs(
         world.model.may_go_on.set()
         await starting
         await world.until(lambda probes: set(probes.values()) == {OK})
+        assert world.workers.gone() == ""
         cluster = world.workers._cluster
         assert cluster is not None
         await asyncio.to_thread(cluster.call, "decode-0", fault)
@@ -127,6 +128,9 @@ def test_a_process_that_loads_serves_and_whose_engine_hangs(
         assert found["live"] == found["startup"]
         assert found["live"][0] == 503
         assert found["live"][1].startswith(told)
+        kind, _, why = told.partition(": ")
+        await world.until(lambda _: bool(world.workers.gone()))
+        assert why in world.workers.gone(), f"{kind}: the process is told to end"
         freed.set()
         world.gateway_process.backend.stop()
         await asyncio.to_thread(world.workers.stop)

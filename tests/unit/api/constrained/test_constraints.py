@@ -173,6 +173,29 @@ def test_a_format_that_is_not_strict_follows_what_can_be_followed(
             chat(**exact)
 
 
+HINT = "without `strict: true` an answer is held to what can be followed"
+
+
+@pytest.mark.parametrize(
+    ("schema", "can_be_weakened"),
+    [({**INT, "not": {"const": 3}}, True), ({"type": "frob"}, False), ({"$ref": "#/no"}, False)],
+)
+def test_a_refusal_of_strict_says_what_comes_of_leaving_it_out(
+    schema: dict[str, Any], can_be_weakened: bool
+) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}}
+    for asked in (
+        {"response_format": response_format(schema, strict=True)},
+        {"tools": [tool(parameters=parameters, strict=True)]},
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            chat(**asked)
+        assert (HINT in refused.value.message) is can_be_weakened
+    with pytest.raises(InvalidRequest) as refused:
+        chat(guided_json=schema)
+    assert HINT not in refused.value.message, "it has no `strict`"
+
+
 @pytest.mark.parametrize("strict", [None, False, True])
 def test_what_a_grammar_follows_is_not_checked_again(strict: bool | None) -> None:
     made = constraint(

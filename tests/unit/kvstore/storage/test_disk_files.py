@@ -13,7 +13,7 @@ import xxhash
 
 from mooncake.base import KEY_BYTES, ConfigError, KvLayout
 from mooncake.kvstore.config import SsdConfig
-from mooncake.kvstore.storage.block_record import PAGE_BYTES
+from mooncake.kvstore.storage.block_record import PAGE_BYTES, BlockHeader, pack_block_header
 from mooncake.kvstore.storage.disk import DiskBlock, Outcome
 from mooncake.kvstore.storage.disk_files import FileDisks
 from tests.support.kvstore.disk_bench import ALIGNED, ODD, DiskBench, key, overwrite
@@ -194,6 +194,27 @@ def test_a_sealed_record_that_makes_no_sense_costs_its_slot_only(benches, tmp_pa
     assert [found.key for found in bench.scanned.found] == [key(2)]
     assert bench.scanned.num_dropped == 2
     assert bench.write(bench.block(5, 0, 5)).outcomes == [Outcome.OK]
+
+
+@pytest.mark.parametrize("forged", [2**64 - 1, 2**63, 2**49])
+def test_a_forged_sequence_number_hides_nothing(benches, tmp_path: Path, forged: int) -> None:
+    """Neither the true block of its key, nor what is written after the start that finds it."""
+    bench = benches(ALIGNED)
+    bench.fill(0, 0)
+    bench.fill(1, 1)
+    bench.write(bench.block(1, 0, 0), bench.block(2, 1, 1))
+    files = bench.disks._disks[0].files
+    page = memoryview(bytearray(PAGE_BYTES))
+    pack_block_header(page, BlockHeader(key(2), 7, ALIGNED.block_bytes, forged, ""))
+    overwrite(tmp_path, files.header_offset(3), bytes(page))
+    bench = benches(ALIGNED)
+    assert [(found.key, found.slot) for found in bench.scanned.found] == [(key(1), 0), (key(2), 1)]
+    assert bench.scanned.num_dropped == 1
+    bench.fill(2, 2)
+    assert bench.write(bench.block(5, 2, 2)).outcomes == [Outcome.OK]
+    again = benches(ALIGNED)
+    assert {found.key for found in again.scanned.found} == {key(1), key(2), key(5)}
+    assert again.scanned.num_dropped == 0, "the forged one was erased"
 
 
 def test_a_slot_with_another_block_is_not_taken_for_the_one_wanted(benches) -> None:

@@ -89,12 +89,14 @@ def test_a_cluster_is_gone_when_its_gateway_has_been_alone_for_long(
     process = cluster.open()
     try:
         for _ in range(MAX_ALONE - 1):
-            assert not cluster.are_gone()
+            assert not cluster.gone()
         process.gateway.handle(GatewayNews(gateway=ref("gateway"), gateways=[]), 0.0)
         for _ in range(2 * MAX_ALONE):
-            assert not cluster.are_gone()
+            assert not cluster.gone()
         process.gateway.tick(1e9)
-        assert [cluster.are_gone() for _ in range(MAX_ALONE)] == [False] * (MAX_ALONE - 1) + [True]
+        assert [bool(cluster.gone()) for _ in range(MAX_ALONE)] == [False] * (MAX_ALONE - 1) + [
+            True
+        ]
     finally:
         cluster.stop()
         process.channel.close()

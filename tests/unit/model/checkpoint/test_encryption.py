@@ -269,6 +269,10 @@ class TestDamage:
             ({"files": {}}, "does not say how weights are encrypted"),
             ({"files": {"../x.safetensors": {"num_bytes": 1, "digest": 64 * "0"}}}, "is no file"),
             ({"files": {"x.safetensors": {"num_bytes": -1, "digest": 64 * "0"}}}, "is no file"),
+            (
+                {"files": {f"{'x' * 5000}.safetensors": {"num_bytes": 1, "digest": 64 * "0"}}},
+                "is no file",
+            ),
             ({"more": 1}, "unknown field"),
         ],
     )
