@@ -110,7 +110,7 @@ class Backends:
 
     def experts(self, op: str, *stored: torch.Tensor) -> tuple[Any, str]:
         """Return the layer of experts made of `stored`, and by what it computes, in words; op:
-        "experts", "…_fp8" or "…_int4".
+        "experts", "…_fp8" or "…_int4". They are its own from here on.
 
         Raises:
             ConfigError: the backend that is asked for cannot compute these.
@@ -130,7 +130,9 @@ class Backends:
                 f"moe-backend=onednn: it computes bfloat16 on CPUs that have it, not "
                 f"{stored[0].dtype} here; use auto or reference"
             )
-        made = kernel(op, name)(*stored)
+        # Packed anew in their own memory; a second time they fill a GPU's.
+        in_place = {"in_place": True} if (op, name) == ("experts_int4", TRITON) else {}
+        made = kernel(op, name)(*stored, **in_place)
         if self.deterministic:
             made.fix_tiles(_FIXED_ROWS_OF_EXPERT)
         return made, name + why

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from mooncake_kernels.dispatch import TRITON, kernel
+from mooncake_kernels.dispatch import REFERENCE, TRITON, kernel
 from mooncake_kernels.native import build
 from mooncake_kernels.native.measured import Timing, timings
 
@@ -207,6 +207,9 @@ class ModelSource:
                 self._grammars,
                 copies=copies,
                 draw_tokens=kernel("draw", TRITON) if self._backends.draws_on_device else None,
+                penalize=kernel(
+                    "penalize", TRITON if self._backends.draws_on_device else REFERENCE
+                ),
             ),
             num_threads=num_threads,
             decoder=decoder,

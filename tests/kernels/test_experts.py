@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from mooncake_kernels.reference.experts_quantized import widen_int4
 from mooncake_kernels.reference.fp8 import widen_blocks
 from mooncake_kernels.triton.experts import pack_int4
 from mooncake_kernels.tuning import ExpertsConfig, ProductTile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.support.kernels.gates import DEVICE, assert_product
 
@@ -117,6 +120,49 @@ def test_int4_bytes_hold_the_codes_where_the_kernel_looks() -> None:
         codes = torch.cat((low, high), dim=-1).float() - 8
         again = codes * by_step[step].repeat_interleave(32, dim=-1)
         assert torch.equal(again, wide[:, step * 128 : (step + 1) * 128])
+
+
+def test_int4_is_packed_in_place_a_matrix_at_a_time() -> None:
+    """A layer of Kimi-K2's has no room for its experts twice."""
+    stored = (
+        *int4((3, 2, 64, 256), 33, torch.bfloat16),
+        *int4((3, 256, 128), 34, torch.bfloat16),
+    )
+    wanted = kernel("experts_int4", "triton")(*(part.clone() for part in stored))
+    with Allocations() as made:
+        packed = kernel("experts_int4", "triton")(*stored, in_place=True)
+    assert made.largest <= 256 * 128, "codes of one matrix, a byte each"
+    for own, other, given in zip(weights(packed), weights(wanted), stored, strict=True):
+        assert own.data_ptr() == given.data_ptr()
+        assert torch.equal(own, other)
+
+
+def weights(experts: Any) -> list[torch.Tensor]:
+    return [
+        part
+        for product in (experts._gate_up, experts._down)
+        for part in (product.values, product.factors)
+    ]
+
+
+class Allocations(TorchDispatchMode):
+    """The largest tensor, in bytes, that was made anew."""
+
+    largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        before = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if _is(each)}
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if _is(each) and each.untyped_storage().data_ptr() not in before:
+                self.largest = max(self.largest, each.untyped_storage().nbytes())
+        return made
+
+
+def _is(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def test_codes_are_widened_exactly_by_an_or() -> None:

@@ -29,6 +29,7 @@ from mooncake_kernels.tuning import (
 INT4_COLUMNS = 128
 """Columns that are packed together; narrower last ones are filled up with zeros."""
 _SUM_COLUMNS = 1024
+_GROUPS_A_STEP = 4
 _ZERO_CODE = 8
 
 
@@ -177,7 +178,11 @@ class Fp8Experts(_GroupedExperts):
 
 
 class Int4Experts(_GroupedExperts):
-    """As `reference.experts_quantized.Int4Experts`; packs the weights anew, see `pack_int4`."""
+    """As `reference.experts_quantized.Int4Experts`; packs the weights anew, see `pack_int4`.
+
+    in_place: into the given tensors, which nobody else may use then: 384 experts of Kimi-K2 a layer
+    need 10 GB a second time otherwise.
+    """
 
     def __init__(
         self,
@@ -185,21 +190,41 @@ class Int4Experts(_GroupedExperts):
         gate_up_scales: torch.Tensor,
         down: torch.Tensor,
         down_scales: torch.Tensor,
+        *,
+        in_place: bool = False,
     ) -> None:
         count, hidden, inner = down.shape[0], down.shape[1], gate_up.shape[2]
         super().__init__(
             grouped.INT4.value,
             count,
-            _Weights(*_packed(gate_up, gate_up_scales), inner, hidden, 2 * count),
-            _Weights(*_packed(down, down_scales), hidden, inner, count),
+            _Weights(*_packed(gate_up, gate_up_scales, in_place), inner, hidden, 2 * count),
+            _Weights(*_packed(down, down_scales, in_place), hidden, inner, count),
         )
 
 
-def _packed(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed(
+    words: torch.Tensor, scales: torch.Tensor, in_place: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return all matrices of `words` and `scales` in the kernel's order, one at a time."""
-    pairs = zip(words.flatten(0, -3), scales.flatten(0, -3), strict=True)
-    packed = [pack_int4(*pair) for pair in pairs]
-    return torch.stack([codes for codes, _ in packed]), torch.stack([s for _, s in packed])
+    words, scales = words.contiguous().flatten(0, -3), scales.contiguous().flatten(0, -3)
+    (count, rows, _), groups = words.shape, scales.shape[-1]
+    steps = triton.cdiv(groups, _GROUPS_A_STEP)
+    made = (
+        torch.empty(0, dtype=torch.uint8, device=words.device),
+        torch.empty(0, dtype=scales.dtype, device=words.device),
+    )
+    if in_place and not groups % _GROUPS_A_STEP:  # else there are zeros to be filled in
+        made = words.view(torch.uint8), scales
+    octets, by_step = (
+        (part if part.numel() else part.new_empty(count * steps * rows * width)).view(
+            count, steps, rows, width
+        )
+        for part, width in zip(made, (INT4_COLUMNS // 2, _GROUPS_A_STEP), strict=True)
+    )
+    for matrix in range(count):
+        packed = pack_int4(words[matrix], scales[matrix])
+        octets[matrix], by_step[matrix] = packed
+    return octets, by_step
 
 
 def pack_int4(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

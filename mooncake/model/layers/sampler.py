@@ -30,12 +30,12 @@ from mooncake.model.grammar import Follower, Grammars
 from mooncake.model.layers.sampling_math import (
     DrawSettings,
     draw,
-    penalize,
     token_logprobs,
     uniform,
 )
 
 DrawTokens = Callable[[torch.Tensor, on_device.DrawSettings], torch.Tensor]
+Penalize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, on_device.Penalties], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +66,19 @@ class Sampler:
         *,
         copies: Copies | None = None,
         draw_tokens: DrawTokens | None = None,
+        penalize: Penalize = on_device.penalize,
     ) -> None:
         """`grammars` follows the grammars of requests; None = requests may not have one.
 
         copies: to and from the device of the logits; None = it is the host. draw_tokens: draws
         without a look from the host (contract: `mooncake_kernels.reference.sampling`); None = what
-        is fast on a CPU.
+        is fast on a CPU. penalize: takes penalties off many rows (its contract is beside draw's).
         """
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._copies = copies or HostCopies()
         self._draw_tokens = draw_tokens
+        self._penalize = penalize
         self._sequences: dict[int, _Sequence] = {}
 
     def start(self, start: SequenceStart) -> None:
@@ -234,7 +236,32 @@ class Sampler:
         adjusted = logits.clone()
         for row in changed:
             adjusted[row] = sequences[row].adjust(logits[row], self._copies)
+        penalized = [row for row in changed if sequences[row].penalized]
+        if penalized:
+            self._take_penalties(adjusted, penalized, [sequences[row] for row in penalized])
         return adjusted
+
+    def _take_penalties(
+        self, logits: torch.Tensor, rows: list[int], sequences: list[_Sequence]
+    ) -> None:
+        """Take penalties off these rows of `logits`, all at once."""
+        there = self._copies.send(torch.tensor(rows))
+        part = logits if len(rows) == len(logits) else logits.index_select(0, there)
+        unseen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
+        uncounted = torch.zeros(logits.shape[1], dtype=torch.int32, device=logits.device)
+        settings = [
+            [each.sampling.repetition_penalty for each in sequences],
+            [each.sampling.presence_penalty for each in sequences],
+            [each.sampling.frequency_penalty for each in sequences],
+        ]
+        self._penalize(
+            part,
+            torch.stack([unseen if each.seen is None else each.seen for each in sequences]),
+            torch.stack([uncounted if each.counts is None else each.counts for each in sequences]),
+            on_device.Penalties(*self._copies.send(torch.tensor(settings, dtype=torch.float32))),
+        )
+        if part is not logits:
+            logits.index_copy_(0, there, part)
 
 
 @dataclass(slots=True)
@@ -252,7 +279,7 @@ class _Sequence:
     seen: torch.Tensor | None
     """bool [vocab]: tokens of prompt and output, where a repetition penalty asks for them."""
     counts: torch.Tensor | None
-    """fp32 [vocab]: how often each token is in the output, where a penalty asks for it."""
+    """int32 [vocab]: how often each token is in the output, where a penalty asks for it."""
     recent: list[int]
     """As many of the last output tokens as bad words need to be recognised."""
     follower: Follower | None = None
@@ -276,7 +303,7 @@ class _Sequence:
 
         counts = None
         if sampling.presence_penalty or sampling.frequency_penalty:
-            counts = torch.bincount(ids(start.output_tokens), minlength=vocab_size).float()
+            counts = torch.bincount(ids(start.output_tokens), minlength=vocab_size).int()
         biases = [(t, value) for t, value in sampling.logit_bias.items() if 0 <= t < vocab_size]
         seen = None
         if sampling.repetition_penalty != 1.0:
@@ -303,13 +330,17 @@ class _Sequence:
         return self.held_back is not None and self.num_output < self.sampling.min_tokens
 
     @property
+    def penalized(self) -> bool:
+        return self.seen is not None or self.counts is not None
+
+    @property
     def changes_logits(self) -> bool:
         tensors = (self.forbidden, self.bias_ids, self.seen, self.counts, self.mask)
         asked = self.holds_back or bool(self.sampling.bad_words)
         return asked or any(tensor is not None for tensor in tensors)
 
     def adjust(self, row: torch.Tensor, copies: Copies) -> torch.Tensor:
-        """Return `row` [vocab] with masks, bias and penalties applied."""
+        """Return `row` [vocab] with masks and bias applied; penalties come after them."""
         if self.mask is not None:
             row = row.masked_fill(self.mask, -torch.inf)
         if self.forbidden is not None:
@@ -320,14 +351,7 @@ class _Sequence:
             row = _unless_empty(row, self._without_bad_words(row, copies))
         if self.bias_ids is not None and self.bias_values is not None:
             row = row.index_add(0, self.bias_ids, self.bias_values)
-        return penalize(
-            row,
-            self.seen,
-            self.counts,
-            self.sampling.repetition_penalty,
-            self.sampling.presence_penalty,
-            self.sampling.frequency_penalty,
-        )
+        return row
 
     def _without_bad_words(self, row: torch.Tensor, copies: Copies) -> torch.Tensor:
         banned = [

@@ -52,29 +52,6 @@ def _splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def penalize(
-    row: torch.Tensor,
-    seen: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    repetition: float,
-    presence: float,
-    frequency: float,
-) -> torch.Tensor:
-    """Return `row` [vocab] with vLLM's three penalties taken off.
-
-    `seen` (bool [vocab]) marks tokens of prompt or output: their logit is divided by `repetition`
-    when positive, multiplied when negative. `counts` (fp32 [vocab]) counts tokens of the output:
-    `frequency` times the count and, where it is not zero, `presence` are subtracted. None = that
-    penalty is off.
-    """
-    if seen is not None:
-        repeated = torch.where(row > 0, row / repetition, row * repetition)
-        row = torch.where(seen, repeated, row)
-    if counts is not None:
-        row = row - frequency * counts - presence * (counts > 0)
-    return row
-
-
 def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
     """Return one token id per row of `logits` [rows, vocab] fp32: int64 [rows].
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from mooncake_kernels.reference import sampling as on_device
 
 from mooncake.base import InternalError, SamplingParams
 from mooncake.engine.plan import SequenceStart
@@ -275,6 +278,29 @@ class TestAdjustments:
                 sampler = sampler_of(start(sampling, prompt=prompt, output=output), vocab=8)
                 chosen = sampler.sample(shifted[None], [0])[0].token
                 assert (chosen == token) == (side > 0), (token, side)
+
+    def test_penalties_of_all_rows_are_taken_off_by_one_call(self) -> None:
+        calls: list[int] = []
+
+        def counted(logits: torch.Tensor, *rest: Any) -> None:
+            calls.append(len(logits))
+            on_device.penalize(logits, *rest)
+
+        settings = [
+            SamplingParams(temperature=0, presence_penalty=1.0),
+            SamplingParams(temperature=0),
+            SamplingParams(temperature=0, repetition_penalty=3.0),
+            SamplingParams(temperature=0, frequency_penalty=0.6, logit_bias={2: 0.3}),
+        ]
+        rows = torch.tensor([[3.0, 2.5, 2.2, 0.0]]).repeat(4, 1)
+        sampler = Sampler(4, penalize=counted)
+        for number, each in enumerate(settings):
+            sampler.start(start(each, number))
+        found = [sampler.sample(rows, [0, 1, 2, 3]) for _ in range(3)]
+        for number, each in enumerate(settings):
+            alone = tokens_of(each, list(rows[:3]))
+            assert [step[number].token for step in found] == alone
+        assert calls == [3, 3, 3]
 
     def test_sampled_tokens_count_at_once(self) -> None:
         row = torch.tensor([3.0, 2.5, 2.2, 0.0])
