@@ -44,9 +44,9 @@ from mooncake.base.kv_layout import (
     DTYPE_BYTES,
     BlockPlaces,
     KvLayout,
+    PageArray,
     SegmentRef,
     packed_places,
-    page_places,
 )
 from mooncake.base.machine import (
     Machine,
@@ -150,6 +150,7 @@ __all__ = [
     "MooncakeError",
     "OutputEvent",
     "Overloaded",
+    "PageArray",
     "PeerLost",
     "PinBlocks",
     "PinGranted",
@@ -190,7 +191,6 @@ __all__ = [
     "format_bytes",
     "pack_tokens",
     "packed_places",
-    "page_places",
     "parse_bytes",
     "unpack_tokens",
     "yarn_mscale",

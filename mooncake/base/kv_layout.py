@@ -1,9 +1,9 @@
 """The memory layout of a block's KV in every tier: the only place that computes byte offsets.
 
 A block has one *slice* per layer; a slice is `[block_tokens, kv_width]`, contiguous. Engine pages
-keep all blocks of a layer together (`[layers, pages, block_tokens, width]`), the pool keeps all
-layers of a block together (`[layers, block_tokens, width]`). One offset and one layer stride
-describe both, so a copy works the same for both.
+keep all blocks of a layer together (`[layers, pages, block_tokens, width]`, once for each rank that
+has pages of its own), the pool keeps all layers of a block together (`[layers, block_tokens,
+width]`). One offset and one layer stride describe both, so a copy works the same for both.
 """
 
 from __future__ import annotations
@@ -85,12 +85,41 @@ class BlockPlaces(msgspec.Struct, frozen=True, array_like=True):
     offsets: list[int]
 
 
-def page_places(
-    layout: KvLayout, segment: SegmentRef, region: int, num_pages: int, pages: list[int]
-) -> BlockPlaces:
-    """Return the places of engine pages in a `[layers, num_pages, block_tokens, width]` region."""
-    step = layout.slice_bytes
-    return BlockPlaces(segment, region, num_pages * step, [page * step for page in pages])
+class PageArray(msgspec.Struct, frozen=True):
+    """The pages of an engine in one region: `[homes, layers, pages of a home, tokens, width]`.
+
+    A page's *home* is the rank that holds it where ranks share the pages out: the first
+    `num_pages / num_homes` pages lie with the first, and so on.
+    """
+
+    layout: KvLayout
+    num_pages: int
+    num_homes: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.layout.block_bytes
+
+    @property
+    def pages_of_home(self) -> int:
+        return self.num_pages // self.num_homes
+
+    @property
+    def layer_stride(self) -> int:
+        """Bytes from a page's slice to that of the next layer."""
+        return self.pages_of_home * self.layout.slice_bytes
+
+    def offset(self, page: int) -> int:
+        """Return the byte at which a page's first slice begins."""
+        home, within = divmod(page, self.pages_of_home)
+        layout = self.layout
+        return home * self.pages_of_home * layout.block_bytes + within * layout.slice_bytes
+
+    def places(self, segment: SegmentRef, region: int, pages: list[int]) -> BlockPlaces:
+        """Return the places of `pages` for peers."""
+        return BlockPlaces(
+            segment, region, self.layer_stride, [self.offset(page) for page in pages]
+        )
 
 
 def packed_places(

@@ -16,11 +16,18 @@ from mooncake.engine.prefix_cache import PrefixCache
 class BlockPool:
     """Reference-counted pages with a prefix cache; least recently used content goes first."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_homes: int = 1) -> None:
+        """`num_homes`: ranks that hold an equal share of the pages each, in order."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one page, not {num_blocks}")
+        if num_blocks % num_homes:
+            raise ValueError(f"{num_blocks} pages cannot be shared out among {num_homes} ranks")
         self._refs = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: page 0 first
+        self._pages_of_home = each = num_blocks // num_homes
+        # Stacks: the first page of each home first.
+        self._free = [
+            list(range(end - 1, end - 1 - each, -1)) for end in range(each, num_blocks + 1, each)
+        ]
         self._cached: dict[int, None] = {}  # an ordered set: least recently released first
         self._cache = PrefixCache()
 
@@ -31,7 +38,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Pages without references and content."""
-        return len(self._free)
+        return sum(map(len, self._free))
 
     @property
     def num_cached(self) -> int:
@@ -41,7 +48,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Pages that `allocate` can return now: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        return self.num_free + len(self._cached)
 
     @property
     def num_held(self) -> int:
@@ -59,14 +66,16 @@ class BlockPool:
         """Return `num_pages` pages with one reference each and undefined content, or None when
         there are not enough.
 
-        Free pages are used first, then the least recently released content is evicted.
+        Free pages are used first, each of the home that has most, so that the homes share contexts
+        evenly; then the least recently released content is evicted.
         """
         if num_pages > self.num_available:
             return None
         pages: list[int] = []
         for _ in range(num_pages):
-            if self._free:
-                page = self._free.pop()
+            most = max(self._free, key=len)
+            if most:
+                page = most.pop()
             else:
                 page = next(iter(self._cached))
                 del self._cached[page]
@@ -105,7 +114,7 @@ class BlockPool:
             self._refs[page] -= 1
             if self._refs[page] == 0:
                 if self._cache.key_of(page) is None:
-                    self._free.append(page)
+                    self._add_free(page)
                 else:
                     self._cached[page] = None
 
@@ -133,7 +142,7 @@ class BlockPool:
         self._cache.forget_page(page)
         if page in self._cached:
             del self._cached[page]
-            self._free.append(page)
+            self._add_free(page)
 
     def drain_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
         """Return the keys (stored, removed) since the last call; those stored and removed since
@@ -145,17 +154,24 @@ class BlockPool:
         """Return all published keys, oldest first."""
         return self._cache.inventory()
 
+    def _add_free(self, page: int) -> None:
+        self._free[page // self._pages_of_home].append(page)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless each page is exactly one of free, cached and held."""
         self._cache.check_integrity()
         held = {page for page, refs in enumerate(self._refs) if refs > 0}
-        places = [*self._free, *self._cached, *sorted(held)]
+        free = [page for pages in self._free for page in pages]
+        places = [*free, *self._cached, *sorted(held)]
         if sorted(places) != list(range(len(self._refs))):
             raise AssertionError(
-                f"block pool: free {len(self._free)} + cached {len(self._cached)} + held "
+                f"block pool: free {len(free)} + cached {len(self._cached)} + held "
                 f"{len(held)} is not each of {len(self._refs)} pages once"
             )
-        for page in self._free:
+        for home, pages in enumerate(self._free):
+            if any(page // self._pages_of_home != home for page in pages):
+                raise AssertionError(f"block pool: pages {pages} are free where they do not lie")
+        for page in free:
             if self._cache.key_of(page) is not None:
                 raise AssertionError(f"block pool: free page {page} is published")
         for page in self._cached:

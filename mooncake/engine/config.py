@@ -29,6 +29,8 @@ class EngineConfig:
     """Sequences accepted and not yet running; beyond this `Engine.add` returns False. Preempted
     sequences come back in any case.
     """
+    num_homes: int = 1
+    """Ranks that share the pages out (decode context parallel), each with as many."""
     block_tokens: int = 64
     enable_prefix_caching: bool = True
     max_steps_in_flight: int = 1
@@ -46,6 +48,11 @@ class EngineConfig:
                     raise ConfigError(f"{field.name}: {value!r} is neither true nor false")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{field.name}: {value!r} is not a whole number of at least 1")
+        if self.num_blocks % self.num_homes:
+            raise ConfigError(
+                f"num_blocks: {self.num_blocks} pages cannot be shared out among "
+                f"num_homes={self.num_homes} ranks"
+            )
         if self.max_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_batched_tokens: {self.max_batched_tokens} is less than max_num_seqs "

@@ -71,7 +71,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, layout_fingerprint: str, runner: Runner) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks)
+        self.pool = BlockPool(config.num_blocks, config.num_homes)
         self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         """Counts since start, for `WorkerLoad.counters`."""
         self._fingerprint = layout_fingerprint

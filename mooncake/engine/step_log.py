@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from mooncake.base import InternalError, KvLayout
+from mooncake.base import InternalError, PageArray
 from mooncake.engine.plan import StepSlot
 
 _COUNTS = "I"
@@ -25,8 +25,7 @@ class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
     descriptor of the pages' memory follows the message.
     """
 
-    layout: KvLayout
-    num_pages: int
+    pages: PageArray
     num_threads: int | None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mooncake.base.blocks import BlockKey
+from mooncake.base.kv_layout import PageArray
 from mooncake.base.messages import NO_HEAD, ChainHead, WorkerRef
 from mooncake.kvstore.client.block_memory import BlockMemory, Places
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
@@ -25,12 +26,14 @@ class Fetcher:
     def __init__(
         self,
         reader: BlockReader,
-        pages: BlockMemory,
+        memory: BlockMemory,
+        pages: PageArray,
         timeout_s: float,
         moved: Moved = lambda _store, _result: None,
     ) -> None:
-        """Fetch into `pages`, one slice of which lies `slice_bytes` after the other."""
+        """Fetch into `pages`, which lie in `memory`."""
         self._reader = reader
+        self._memory = memory
         self._pages = pages
         self._timeout_s = timeout_s
         self._moved = moved
@@ -56,7 +59,7 @@ class Fetcher:
             self.num_fetches_failed += result.num_blocks == 0
             fetched(result.num_blocks, at)
 
-        places = Places(self._pages, tuple(page * self._pages.slice_bytes for page in pages))
+        places = Places(self._memory, tuple(map(self._pages.offset, pages)))
         return self._reader.start(store, keys, places, now + self._timeout_s, ended, head=head)
 
     def cancel(self, number: int, now: float) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
-from mooncake.base.kv_layout import BlockPlaces, KvLayout, page_places
+from mooncake.base.kv_layout import BlockPlaces, KvLayout, PageArray
 from mooncake.base.messages import (
     NO_HEAD,
     Answer,
@@ -58,7 +58,7 @@ class InstancePorts(msgspec.Struct, frozen=True):
     channel: Channel
     transfer: Transfer
     pages: Region
-    """The engine's pages, `[layers, pages, block_tokens, width]`."""
+    """The engine's pages, a `PageArray`."""
     gateway_address: str
     hasher: Hasher | None = None
     """Of blocks in `pages`."""
@@ -83,9 +83,9 @@ class Instance:
         self._channel = ports.channel
         self._transfer = ports.transfer
         self._segment = ports.transfer.segment
-        self._pages = ports.pages
-        self._num_pages = hello.num_blocks
-        self.mover = SliceMover(layout, ports.transfer, ports.pages.region_id, hello.num_blocks)
+        self._region_id = ports.pages.region_id
+        self._pages = PageArray(layout, engine.config.num_blocks, engine.config.num_homes)
+        self.mover = SliceMover(self._pages, ports.transfer, self._region_id)
         self._reader = BlockReader(
             self.worker,
             ports.channel,
@@ -93,10 +93,9 @@ class Instance:
             verify=config.verify_fetches and _has_bytes(ports.pages),
         )
         self._writer = BlockWriter(self.worker, ports.channel)
-        layer_stride = hello.num_blocks * layout.slice_bytes
-        self._blocks = BlockMemory.strided(ports.pages, layout, layer_stride)
+        self._blocks = BlockMemory.strided(ports.pages, layout, self._pages.layer_stride)
         self.fetcher = Fetcher(
-            self._reader, self._blocks, config.fetch_timeout_s, self._count_fetch
+            self._reader, self._blocks, self._pages, config.fetch_timeout_s, self._count_fetch
         )
         self.checksums = BlockChecksums(ports.hasher)
         self.write_through = WriteThrough(self._writer, config.push_timeout_s)
@@ -185,9 +184,7 @@ class Instance:
 
     def places(self, pages: list[int]) -> BlockPlaces:
         """Return where a peer may write these pages."""
-        return page_places(
-            self.layout, self._segment, self._pages.region_id, self._num_pages, pages
-        )
+        return self._pages.places(self._segment, self._region_id, pages)
 
     def send(self, worker: WorkerRef, message: AnyMessage) -> None:
         self._channel.send(worker.address, message)
@@ -303,8 +300,8 @@ class Instance:
         """Return the xxh3-64 of each leading block of `keys` that is cached here, for comparing
         workers.
         """
-        size = self.layout.slice_bytes
-        return [self._blocks.checksum(page * size) for page in self.pool.match(keys)]
+        pages = self.pool.match(keys)
+        return [self._blocks.checksum(self._pages.offset(page)) for page in pages]
 
     @property
     def quiet(self) -> bool:

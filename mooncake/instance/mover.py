@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from mooncake.base.kv_layout import BlockPlaces, KvLayout
+from mooncake.base.kv_layout import BlockPlaces, PageArray
 from mooncake.transfer.engine import Op, Transfer, TransferBatch, TransferDone, TransferOp
 
 Ended = Callable[[TransferDone, float], None]
@@ -16,14 +16,11 @@ Ended = Callable[[TransferDone, float], None]
 class SliceMover:
     """Copies slices (one layer of one block each) from local pages to remote places."""
 
-    def __init__(
-        self, layout: KvLayout, transfer: Transfer, region_id: int, num_pages: int
-    ) -> None:
-        self.layout = layout
+    def __init__(self, pages: PageArray, transfer: Transfer, region_id: int) -> None:
+        self.layout = pages.layout
+        self._pages = pages
         self._transfer = transfer
         self._region_id = region_id
-        self._page_stride = layout.slice_bytes
-        self._layer_stride = num_pages * layout.slice_bytes
         self._ended: dict[int, Ended] = {}
 
     @property
@@ -41,11 +38,11 @@ class SliceMover:
 
         Each slice is (page, byte offset of the block at the remote place, layer).
         """
-        size = self.layout.slice_bytes
+        size, mine = self.layout.slice_bytes, self._pages
         ops = [
             TransferOp(
                 self._region_id,
-                page * self._page_stride + layer * self._layer_stride,
+                mine.offset(page) + layer * mine.layer_stride,
                 places.region,
                 offset + layer * places.layer_stride,
                 size,

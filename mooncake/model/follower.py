@@ -55,6 +55,7 @@ class Follower:
     def __init__(self, model: KimiK2, group: Group) -> None:
         self._model = model
         self._group = group
+        self.rank = group.rank
         self._reader = StepReader()
         self._kv: KvTensors | None = None
         self._tables = PageTables()
@@ -72,8 +73,9 @@ class Follower:
         slots = self._reader.slots(step)
         whole = frozenset(step.logprob_rows)
         with torch.inference_mode():
-            inputs = build_inputs(slots, whole, self._kv.page_shape, self._rule, self._tables)
-            hidden = self._model.forward(inputs, self._kv)
+            kv = self._kv
+            inputs = build_inputs(slots, whole, kv.page_shape, self._rule, self._tables, kv.home)
+            hidden = self._model.forward(inputs, kv)
             for rows in inputs.output_rows:
                 count = step.logprob_rows.get(rows.slot.sequence_id, 0)
                 for first, num in prompt_pieces(rows, count):
@@ -123,6 +125,7 @@ def _load(settings: FollowerSettings, group: Group, keys: KeyRing | None) -> Kim
         device=device,
         backends=settle(options.attention_backend, options.moe_backend, device, dtype=dtype),
         group=group,
+        num_homes=options.shape.dcp,
     )
 
 
@@ -135,19 +138,19 @@ def _follow(link: socket.socket, follower: Follower) -> None:
         if isinstance(message, RankStep):
             follower.step(message)
             continue
-        follower.use(_pages(link, message))
+        follower.use(_pages(link, message, follower.rank))
         if message.num_threads is not None:
             torch.set_num_threads(message.num_threads)
 
 
-def _pages(link: socket.socket, message: UsePages) -> KvTensors:
-    """Map the pages whose descriptor comes next."""
+def _pages(link: socket.socket, message: UsePages, rank: int) -> KvTensors:
+    """Map the pages whose descriptor comes next; return those of `rank`."""
     _, [descriptor], _, _ = socket.recv_fds(link, 1, 1)
     try:
-        memory = mmap.mmap(descriptor, message.num_pages * message.layout.block_bytes)
+        memory = mmap.mmap(descriptor, message.pages.num_bytes)
     finally:
         os.close(descriptor)
-    return KvTensors.view(message.layout, message.num_pages, memoryview(memory))
+    return KvTensors.view(message.pages, memoryview(memory), rank % message.pages.num_homes)
 
 
 def _end_with(link: socket.socket) -> None:

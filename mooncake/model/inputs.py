@@ -15,6 +15,7 @@ from mooncake_kernels.reference.paged import PagedSpan, page_table, paged_span, 
 from mooncake_kernels.reference.paged_batch import PagedBatch, batch_of_spans
 
 from mooncake.engine.plan import StepSlot
+from mooncake.model.kv_tensors import ALL_PAGES, Home
 
 _FEW_ROWS = 4
 
@@ -29,6 +30,10 @@ class Queries:
     Rows of absorbed spans count from 0, rows of expanded spans from `split`. `rows` says which rows
     of the step these are (None: all, in order). `batch`: the absorbed rows described on the device
     in place of spans, as a captured step has them.
+
+    Where ranks share the pages out, absorbed spans are single rows over the pages of this rank, and
+    expanded ones lie over the gathered pages of all ranks, page `i * ranks + r` of which is the
+    i-th in the list `gathered` of rank r (as long on all ranks; what fills it up is not read).
     """
 
     positions: torch.Tensor
@@ -37,6 +42,7 @@ class Queries:
     expanded: tuple[PagedSpan, ...]
     split: int
     batch: PagedBatch | None = None
+    gathered: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -55,7 +61,9 @@ class Queries:
     def to(self, device: torch.device) -> Queries:
         """Return the same with its tensors on `device`; spans stay with the host."""
         rows = None if self.rows is None else sent(self.rows, device)
-        return replace(self, positions=sent(self.positions, device), rows=rows)
+        gathered = None if self.gathered is None else sent(self.gathered, device)
+        positions = sent(self.positions, device)
+        return replace(self, positions=positions, rows=rows, gathered=gathered)
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,9 @@ class OutputRows:
 class StepInputs:
     """Tensors of one forward pass over `tokens` [rows] at `positions` [rows].
 
-    `places` [rows]: where each row's KV goes. `queries`: all rows, for every layer but the last.
-    `outputs`: the rows of the last layer that anybody reads, in the order of `output_rows`.
+    `places` [rows]: where each row's KV goes, below 0 where another rank keeps it. `queries`: all
+    rows, for every layer but the last. `outputs`: the rows of the last layer that anybody reads, in
+    the order of `output_rows`.
     """
 
     tokens: torch.Tensor
@@ -126,16 +135,21 @@ def build_inputs(
     kv_shape: torch.Size,
     prefers_absorbed: PrefersAbsorbed,
     tables: PageTables | None = None,
+    home: Home = ALL_PAGES,
 ) -> StepInputs:
     """Return the inputs of one step; `slots` is not empty.
 
     whole: sequences whose every row is wanted at the end (prompt logprobs), not the last only.
-    kv_shape: [num_pages, block_tokens, kv_width] of one layer. tables: kept from step to step.
+    kv_shape: [num_pages, block_tokens, kv_width] of one layer, of this rank. tables: kept from step
+    to step. home: which of the engine's pages are this rank's; where others have more, single rows
+    are absorbed, and no others.
 
     Raises:
         ValueError: a slot is empty or its page table does not cover it; names the sequence.
     """
     _check(slots)
+    if home.num_homes > 1:
+        prefers_absorbed = _single_rows
     read_tables = (tables or PageTables()).read(slots)
     computed = _arranged([_Wanted(slot, len(slot.tokens)) for slot in slots], prefers_absorbed)
     first_row, total = {}, 0
@@ -148,13 +162,12 @@ def build_inputs(
         if slot.sample or slot.sequence_id in whole
     ]
     outputs = _arranged(read, prefers_absorbed)
-    queries = _queries(
-        computed, None, kv_shape, read_tables
-    )  # checks the page tables that _places relies on
+    # Checks the page tables that _places relies on.
+    queries = _queries(computed, None, kv_shape, read_tables, home)
     return StepInputs(
         tokens=torch.tensor([token for want, _ in computed for token in want.slot.tokens]),
         positions=_numbers([want.positions() for want, _ in computed]),
-        places=_numbers([_places(want, kv_shape[1]) for want, _ in computed]),
+        places=_numbers([_places(want, kv_shape, home) for want, _ in computed]),
         queries=queries,
         outputs=queries
         if outputs == computed
@@ -163,6 +176,7 @@ def build_inputs(
             _numbers([_rows(want, first_row) for want, _ in outputs]),
             kv_shape,
             read_tables,
+            home,
         ),
         output_rows=_output_rows(outputs),
     )
@@ -206,12 +220,19 @@ def _arranged(wanted: Sequence[_Wanted], prefers_absorbed: PrefersAbsorbed) -> _
     return sorted(marked, key=lambda entry: (not entry[1], entry[0].count > 1))
 
 
+def _single_rows(new: int, _context: int) -> bool:
+    return new == 1
+
+
 def _queries(
     arranged: _Arranged,
     rows: torch.Tensor | None,
     kv_shape: torch.Size,
     tables: Mapping[int, torch.Tensor],
+    home: Home,
 ) -> Queries:
+    if home.num_homes > 1:
+        return _shared_queries(arranged, rows, kv_shape, tables, home)
     absorbed: list[PagedSpan] = []
     expanded: list[PagedSpan] = []
     num_absorbed = num_expanded = 0
@@ -224,6 +245,57 @@ def _queries(
             num_expanded += want.count
     positions = _numbers([want.positions() for want, _ in arranged])
     return Queries(positions, rows, tuple(absorbed), tuple(expanded), num_absorbed)
+
+
+def _shared_queries(
+    arranged: _Arranged,
+    rows: torch.Tensor | None,
+    kv_shape: torch.Size,
+    tables: Mapping[int, torch.Tensor],
+    home: Home,
+) -> Queries:
+    """Return the queries where each rank has its share of the pages."""
+    num_homes, (each, block_tokens, width) = home.num_homes, kv_shape
+    whole_shape = torch.Size((num_homes * each, block_tokens, width))
+    spans = [_span(want, 0, whole_shape, tables) for want, _ in arranged]
+    split = sum(is_absorbed for _, is_absorbed in arranged)
+    absorbed = [
+        _own_part(span, row, kv_shape, home) for row, span in enumerate(spans[:split])
+    ]
+    lists: list[dict[int, int]] = [{} for _ in range(num_homes)]
+    for span in spans[split:]:
+        for page in span.pages.tolist():
+            of_home = lists[page // each]
+            of_home.setdefault(page, len(of_home))
+    longest = max(map(len, lists))
+    gathered_shape = torch.Size((longest * num_homes, block_tokens, width))
+    expanded, first = [], 0
+    for span in spans[split:]:
+        table = [
+            lists[page // each][page] * num_homes + page // each for page in span.pages.tolist()
+        ]
+        expanded.append(paged_span(first, span.num_rows, span.context, table, gathered_shape))
+        first += span.num_rows
+    mine = [page % each for page in lists[home.home]]
+    return Queries(
+        positions=_numbers([want.positions() for want, _ in arranged]),
+        rows=rows,
+        absorbed=tuple(absorbed),
+        expanded=tuple(expanded),
+        split=split,
+        gathered=torch.tensor([*mine, *[0] * (longest - len(mine))]) if longest else None,
+    )
+
+
+def _own_part(span: PagedSpan, row: int, kv_shape: torch.Size, home: Home) -> PagedSpan:
+    """Return what a single row sees of its context in this rank's pages; it may be nothing."""
+    each, block_tokens, _ = kv_shape
+    homes = span.pages // each
+    mine = span.pages[homes == home.home] % each
+    context = len(mine) * block_tokens
+    if homes[-1] == home.home:
+        context -= len(span.pages) * block_tokens - span.context
+    return PagedSpan(row, 1, context, mine, block_tokens)
 
 
 def _span(
@@ -241,9 +313,15 @@ def _rows(want: _Wanted, first_row: Mapping[int, int]) -> range:
     return range(first, first + want.count)
 
 
-def _places(want: _Wanted, block_tokens: int) -> list[int]:
+def _places(want: _Wanted, kv_shape: torch.Size, home: Home) -> list[int]:
+    each, block_tokens, _ = kv_shape
     pages = want.slot.pages
-    return [pages[at // block_tokens] * block_tokens + at % block_tokens for at in want.positions()]
+    if home.num_homes > 1:
+        pages = [page % each if page // each == home.home else -1 for page in pages]
+    places = [
+        pages[at // block_tokens] * block_tokens + at % block_tokens for at in want.positions()
+    ]
+    return places if home.num_homes == 1 else [max(-1, place) for place in places]
 
 
 def _output_rows(outputs: _Arranged) -> tuple[OutputRows, ...]:

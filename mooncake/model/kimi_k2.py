@@ -18,6 +18,7 @@ from mooncake.model.layers.mla import Mla
 from mooncake.model.layers.moe import Moe
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
+from mooncake.model.parallel.group import Group
 
 
 class Layer:
@@ -66,7 +67,9 @@ class KimiK2:
         norm: RmsNorm,
         head: Head,
         rope: Rope,
+        context: Group | None = None,
     ) -> None:
+        """`context`: the ranks that share the KV of every context out; None: each has all."""
         self.spec = spec
         self.device = embedding.weight.device
         self.dtype = embedding.weight.dtype
@@ -75,14 +78,16 @@ class KimiK2:
         self._norm = norm
         self._head = head
         self._rope = rope
+        self._context = context
 
     def forward(
         self, inputs: StepInputs, kv: KvTensors, after_write: Callable[[int], None] | None = None
     ) -> torch.Tensor:
         """Return the final hidden states of the output rows, [rows, hidden], before the last norm.
 
-        Writes the KV of all rows; `after_write(layer)` is called as soon as a layer's is written.
-        The last layer attends only for rows whose output is used.
+        Writes the KV of all rows; `after_write(layer)` is called as soon as a layer's is written,
+        by all ranks that have a share of it. The last layer attends only for rows whose output is
+        used.
         """
         x = self._embedding(inputs.tokens)
         rotation = self._rope.rotation(inputs.positions)
@@ -95,16 +100,18 @@ class KimiK2:
                     after_write(number)
                 continue
             query = layer.write_kv(x, rotation, inputs.places, kv)
-            if after_write is not None:
+            if after_write is not None and self._context is None:
                 after_write(number)
-            if number == last:
-                if queries.rows is not None:
-                    x, query, rotation = (
-                        part.index_select(0, queries.rows) for part in (x, query, rotation)
-                    )
-                if not queries.num_rows:
-                    break
-            x = layer.finish(x, query, rotation, queries, kv)
+            if queries.rows is not None:
+                x, query, rotation = (
+                    part.index_select(0, queries.rows) for part in (x, query, rotation)
+                )
+            if queries.num_rows:
+                x = layer.finish(x, query, rotation, queries, kv)
+            elif self._context is not None:
+                self._context.meet()
+            if after_write is not None and self._context is not None:
+                after_write(number)  # all ranks wrote theirs before they met in this layer
         return x
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

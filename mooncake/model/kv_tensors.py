@@ -7,9 +7,11 @@ Owns no allocation policy: which page belongs to whom is the engine's business. 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from mooncake.base import DTYPE_BYTES, ConfigError, KvLayout
+from mooncake.base import DTYPE_BYTES, ConfigError, KvLayout, PageArray
 from mooncake.model.checkpoint.quant import FP8_MAX
 
 _DTYPES = {
@@ -21,30 +23,52 @@ _DTYPES = {
 """e4m3 pages hold the numbers themselves, cut off at +-448: a normed latent is far below that."""
 
 
-class KvTensors:
-    """Latent KV of `num_pages` pages: one `[num_pages, block_tokens, kv_width]` tensor a layer."""
+@dataclass(frozen=True)
+class Home:
+    """Which pages of an engine a rank holds: of `num_homes` equal shares, in order, the share
+    `home`.
+    """
 
-    def __init__(self, layout: KvLayout, pages: torch.Tensor) -> None:
+    home: int
+    num_homes: int
+
+
+ALL_PAGES = Home(0, 1)
+
+
+class KvTensors:
+    """Latent KV of `num_pages` pages: one `[num_pages, block_tokens, kv_width]` tensor a layer.
+
+    Where ranks share the pages of an engine out, these are one rank's, and `home` says which.
+    """
+
+    def __init__(self, layout: KvLayout, pages: torch.Tensor, home: Home = ALL_PAGES) -> None:
         """Use `view` or `allocate`."""
         self.layout = layout
+        self.home = home
         self.pages = pages
         self.layers = list(pages.unbind(0))
         self._rows = [layer.view(-1, layout.kv_width) for layer in self.layers]
 
     @classmethod
-    def view(cls, layout: KvLayout, num_pages: int, buffer: memoryview) -> KvTensors:
-        """Return the pages that lie at the start of `buffer` (a transfer region's memory).
+    def view(cls, pages: PageArray, buffer: memoryview, home: int = 0) -> KvTensors:
+        """Return the pages of `home` among `pages`, which lie at the start of `buffer` (a transfer
+        region's memory).
 
         Raises:
             ConfigError: the buffer is too small, or the dtype is not one KV can be kept in.
         """
+        layout, each = pages.layout, pages.pages_of_home
         dtype = _dtype(layout)
-        shape = (layout.num_layers, num_pages, layout.block_tokens, layout.kv_width)
-        num_bytes = num_pages * layout.block_bytes
-        if buffer.nbytes < num_bytes:
-            raise ConfigError(f"{num_pages} KV pages need {num_bytes} bytes, have {buffer.nbytes}")
+        shape = (layout.num_layers, each, layout.block_tokens, layout.kv_width)
+        if buffer.nbytes < pages.num_bytes:
+            raise ConfigError(
+                f"{pages.num_pages} KV pages need {pages.num_bytes} bytes, have {buffer.nbytes}"
+            )
+        num_bytes = each * layout.block_bytes
         count = num_bytes // DTYPE_BYTES[layout.dtype]
-        return cls(layout, torch.frombuffer(buffer, dtype=dtype, count=count).view(shape))
+        found = torch.frombuffer(buffer, dtype=dtype, count=count, offset=home * num_bytes)
+        return cls(layout, found.view(shape), Home(home, pages.num_homes))
 
     @classmethod
     def allocate(cls, layout: KvLayout, num_pages: int, device: torch.device) -> KvTensors:
@@ -64,7 +88,12 @@ class KvTensors:
         return self.layers[0].shape
 
     def write(self, layer: int, places: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store `rows` [tokens, kv_width] at `places` [tokens] (page * block_tokens + offset)."""
+        """Store `rows` [tokens, kv_width] at `places` [tokens] (page * block_tokens + offset); a
+        negative place is passed over.
+        """
+        used = places >= 0
+        if not bool(used.all()):
+            places, rows = places[used], rows[used]
         if self.pages.dtype == torch.float8_e4m3fn:
             written = rows.float().clamp_(-FP8_MAX, FP8_MAX).to(self.pages.dtype)
             self._rows[layer].view(torch.uint8).index_copy_(0, places, written.view(torch.uint8))

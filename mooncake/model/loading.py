@@ -60,9 +60,11 @@ def load_model(
     progress: Callable[[int, int], None] | None = None,
     backends: Backends | None = None,
     group: Group | None = None,
+    num_homes: int = 1,
 ) -> KimiK2:
     """Return the model of `checkpoint` with weights as `dtype` on `device`; where a `group` shares
-    it, this rank's parts only (`tensor_cuts`), and no others are read.
+    it, this rank's parts only (`tensor_cuts`), and no others are read. Each `num_homes` ranks of
+    the group share the KV of every context out.
 
     Packed layer by layer, the experts of one by several threads: beside the finished weights never
     more than one layer (or the head) is held. `progress(done, total)` counts tensors. Quantized
@@ -73,7 +75,9 @@ def load_model(
         CheckpointError: a tensor is missing, unknown or of the wrong shape.
     """
     with Placer(staged=device.type == "cuda") as placer:
-        to = _Place(dtype, device, backends or Backends(), group or Solo())
+        ranks = group or Solo()
+        context = ranks.part(num_homes) if num_homes > 1 else None
+        to = _Place(dtype, device, backends or Backends(), ranks, context)
         return _Loader(checkpoint, to, progress, placer).model()
 
 
@@ -85,6 +89,7 @@ class _Place:
     device: torch.device
     backends: Backends
     group: Group
+    context: Group | None
 
 
 class _Loader:
@@ -106,6 +111,7 @@ class _Loader:
         self._progress = progress
         self._backends = to.backends
         self._group = to.group
+        self._context = to.context
         self._shapes = tensor_shapes(source.spec)
         self._done = 0
         self._told = False  # by what experts are computed: all layers are alike
@@ -128,7 +134,7 @@ class _Loader:
             group=self._group if cut else None,
             compiled=self._backends.compiled,
         )
-        return KimiK2(spec, embedding, layers, norm, head, rope)
+        return KimiK2(spec, embedding, layers, norm, head, rope, self._context)
 
     def _part(self, name: str) -> Part | None:
         """Return what this rank holds of a tensor; None: all of it."""
@@ -176,7 +182,10 @@ class _Loader:
         attention = self._attention(prefix + "self_attn.")
         input_norm = self._norm(prefix + "input_layernorm.weight", spec.rms_norm_eps)
         return Layer(
-            Mla(spec, number, input_norm, attention, rope, self._backends, self._group.size),
+            Mla(
+                spec, number, input_norm, attention, rope, self._backends, self._group.size,
+                self._context,
+            ),  # fmt: skip
             self._norm(prefix + "post_attention_layernorm.weight", spec.rms_norm_eps),
             self._dense(prefix + "mlp.") if dense else self._moe(prefix + "mlp."),
         )

@@ -15,7 +15,7 @@ from mooncake_kernels.dispatch import REFERENCE, TRITON, kernel
 from mooncake_kernels.native import build
 from mooncake_kernels.native.measured import Timing, timings
 
-from mooncake.base import CheckpointError, ConfigError, InternalError, KvLayout
+from mooncake.base import CheckpointError, ConfigError, InternalError, KvLayout, PageArray
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.step_log import UsePages
@@ -108,6 +108,7 @@ class ModelSource:
                     progress=progress,
                     backends=self._backends,
                     group=None if self._lead is None else self._lead.group,
+                    num_homes=self._options.shape.dcp,
                 )
                 if self._lead is not None:
                     self._lead.wait_until_loaded()
@@ -188,11 +189,13 @@ class ModelSource:
         elif self.owns_pages or not isinstance(pages, memoryview):
             kv = KvTensors.allocate(layout, config.num_blocks, self._device)
         else:
-            kv = KvTensors.view(layout, config.num_blocks, pages)
+            kv = KvTensors.view(PageArray(layout, config.num_blocks, config.num_homes), pages)
         if self._lead is not None:
             if descriptor is None:
                 raise InternalError("several ranks need pages that other processes can map")
-            pages_of_all = UsePages(layout, config.num_blocks, num_threads)
+            pages_of_all = UsePages(
+                PageArray(layout, config.num_blocks, config.num_homes), num_threads
+            )
             self._lead.use_pages(pages_of_all, descriptor)
         self._grammars.read_vocabulary()
         copies = CudaCopies(self._device) if self._device.type == "cuda" else None

@@ -244,15 +244,14 @@ class ModelRunner:
             if not (whole or plan.report_layers) and decoder.takes(plan.slots):
                 return self._decode(decoder, plan.slots)
             decoder.interrupt()
-        inputs = build_inputs(
-            plan.slots, whole, self._kv.page_shape, self._prefers_absorbed, self._tables
-        )
+        kv, rule = self._kv, self._prefers_absorbed
+        inputs = build_inputs(plan.slots, whole, kv.page_shape, rule, self._tables, kv.home)
         inputs = inputs.to(self._model.device)
 
         def after_write(layer: int) -> None:
             self._layers.add(LayerDone(step_id=plan.step_id, layer=layer), self._copies.mark())
 
-        hidden = self._model.forward(inputs, self._kv, after_write if plan.report_layers else None)
+        hidden = self._model.forward(inputs, kv, after_write if plan.report_layers else None)
         logprobs = {
             rows.slot.sequence_id: self._prompt_logprobs(rows, hidden)
             for rows in inputs.output_rows

@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from mooncake.base import ConfigError, Shape
+from mooncake.base import ConfigError, PageArray, Shape
 from mooncake.base.messages import Role
 from mooncake.base.request import OutputEvent
 from mooncake.base.sampling import SamplingParams
@@ -193,7 +193,7 @@ class Simulation:
         return RankedRunner(
             heap, self.cost, deliver, num_layers=LAYER_GROUPS, oracle=self._oracle,
             num_ranks=num_ranks, exchange_s=EXCHANGE_S,
-            pages=UsePages(layout, pages.num_bytes // layout.block_bytes, None),
+            pages=UsePages(PageArray(layout, pages.num_bytes // layout.block_bytes), None),
         )  # fmt: skip
 
     def _specs(self) -> list[WorkerSpec]:

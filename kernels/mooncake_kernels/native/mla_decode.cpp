@@ -108,7 +108,8 @@ struct Paged {
 };
 
 // Attention of HEADS heads q [HEADS, width] of row `row`; lse: null where nobody wants it.
-void attend(const Paged& of, int row, const bf16* q, bf16* out, float* lse) {
+template <class Out>
+void attend(const Paged& of, int row, const bf16* q, Out* out, float* lse) {
     int sequence = 0;
     while (of.row_start[sequence + 1] <= row) ++sequence;
     const int seen = of.lengths[sequence] - (of.row_start[sequence + 1] - 1 - row);
@@ -167,17 +168,19 @@ void product_of_head(const bf16* weight, int outs, int ins, const bf16* x, int64
 extern "C" {
 
 // q: [rows, heads, width]; pages: [any, tokens, width]; row_start: [sequences + 1]; lengths: of each
-// context; table: [sequences, columns]; out: [rows, heads, rank]; lse: [rows, heads]. Row i of n of a
-// sequence sees its first length - n + 1 + i tokens.
+// context; table: [sequences, columns]; out: [rows, heads, rank], floats if `wide`; lse:
+// [rows, heads]. Row i of n of a sequence sees its first length - n + 1 + i tokens.
 void attention_bf16(const bf16* q, const bf16* pages, const int32_t* row_start, const int32_t* lengths,
                     const int32_t* table, int sequences, int columns, int heads, int tokens, int width,
-                    int rank, bf16* out, float* lse, int threads) {
+                    int rank, void* out, int wide, float* lse, int threads) {
     const Paged paged{pages, row_start, lengths, table, sequences, columns, tokens, width, rank};
     const int groups = heads / HEADS, rows = row_start[sequences];
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int unit = 0; unit < rows * groups; ++unit) {
         const int64_t place = (int64_t)unit * HEADS;
-        attend(paged, unit / groups, q + place * width, out + place * rank, lse + place);
+        const bf16* heads_of = q + place * width;
+        if (wide) attend(paged, unit / groups, heads_of, (float*)out + place * rank, lse + place);
+        else attend(paged, unit / groups, heads_of, (bf16*)out + place * rank, lse + place);
     }
 }
 

@@ -22,14 +22,19 @@ def fits(heads: int, width: int, rank: int, block_tokens: int, dtype: torch.dtyp
 
 
 def mla_decode(
-    q: torch.Tensor, kv: torch.Tensor, batch: PagedBatch, rank: int, kv_scale: float = 1.0
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    batch: PagedBatch,
+    rank: int,
+    kv_scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference; q and kv of bfloat16 for which `fits` holds, kv_scale 1."""
     rows, heads, width = q.shape
     assert kv_scale == 1.0
     assert fits(heads, width, rank, kv.shape[1], kv.dtype)
     q = q.contiguous()
-    out = q.new_empty(rows, heads, rank)
+    out = q.new_empty(rows, heads, rank, dtype=out_dtype)
     lse = torch.empty(rows, heads, dtype=torch.float32)
     function = build.code().attention_bf16
     function.restype = None
@@ -37,6 +42,7 @@ def mla_decode(
     function(
         *(ctypes.c_void_p(part.data_ptr()) for part in parts), batch.num_sequences,
         batch.page_table.shape[1], heads, kv.shape[1], width, rank,
-        ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(lse.data_ptr()), torch.get_num_threads(),
+        ctypes.c_void_p(out.data_ptr()), int(out.dtype == torch.float32),
+        ctypes.c_void_p(lse.data_ptr()), torch.get_num_threads(),
     )  # fmt: skip
     return out, lse

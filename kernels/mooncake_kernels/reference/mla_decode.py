@@ -7,9 +7,16 @@ from mooncake_kernels.reference.paged_batch import PagedBatch
 
 
 def mla_decode(
-    q: torch.Tensor, kv: torch.Tensor, batch: PagedBatch, rank: int, kv_scale: float = 1.0
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    batch: PagedBatch,
+    rank: int,
+    kv_scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (attended latents [rows, heads, rank] in q's dtype, lse [rows, heads] float32).
+    """Return (attended latents [rows, heads, rank], lse [rows, heads] float32).
+
+    out_dtype: of the latents, q's or float32, as they are wanted for a merge; None: q's.
 
     q: [rows, heads, rank + rope] queries in the latent space, scaled for the softmax.
     kv: [pages, block_tokens, rank + rope]; float8_e4m3fn rows stand for `kv_scale` times themselves
@@ -35,4 +42,4 @@ def mla_decode(
         lse[begin:end] = scores.logsumexp(dim=-1)
         weights = (scores - lse[begin:end, :, None]).exp().nan_to_num_(0.0)
         out[begin:end] = torch.einsum("rhk,kc->rhc", weights, keys[:, :rank])
-    return out.to(q.dtype), lse
+    return out.to(out_dtype or q.dtype), lse

@@ -285,11 +285,12 @@ def mla_decode(
     batch: PagedBatch,
     rank: int,
     kv_scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
     *,
     split_pages: int = 0,
     tile: DecodeTile = WHOLE_PAGES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out [rows, heads, rank] in q's dtype, lse [rows, heads] float32); see the reference.
+    """Return (out [rows, heads, rank], lse [rows, heads] float32); see the reference.
 
     `block_tokens` must be a power of two of at least 16; q and kv contiguous. split_pages: 0 shares
     pages out equally among as many programs as the GPU runs at once; a number cuts each context
@@ -319,7 +320,7 @@ def mla_decode(
         slots = group * parts if parts > 1 else 0
     part_out = torch.empty(slots, tile_rows, rank, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(slots, tile_rows, dtype=torch.float32, device=q.device)
-    out = torch.empty(rows, heads, rank, dtype=q.dtype, device=q.device)
+    out = torch.empty(rows, heads, rank, dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if not rows:
         return out, lse

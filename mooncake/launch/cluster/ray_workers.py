@@ -205,7 +205,9 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts, secret: str) 
             transfer_protection=config.transfer_protection,
         rdma=rdma_settings(config),
         model=str(plan.model.path),
-        engine=plan.engine,
+        engine=plan.engine
+        if config.role == "kvstore"
+        else plan.engine_of(Role(config.role)),
         instance=instance_settings(config, plan.options.device),
         kvstore=plan.kvstore,
         ssd_key=ssd_key(config),

@@ -62,7 +62,7 @@ def cluster_workers(
             dtype=plan.model.dtype,
             weights_revision=plan.model.revision,
             layout=plan.layout,
-            engine=plan.engine,
+            engine=plan.engine if role is Role.KVSTORE else plan.engine_of(role),
             instance=instance_settings(config, plan.options.device),
             kvstore=_own_pool(plan, f"{role.value}-{index}"),
             ssd_key=ssd_key(config),

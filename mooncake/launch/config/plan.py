@@ -98,6 +98,13 @@ class ServePlan:
         counts = (Role.PREFILL, self.num_prefills), (Role.DECODE, self.num_decodes)
         return [(role, number) for role, number in counts if number]
 
+    def engine_of(self, role: Role) -> EngineConfig:
+        """Return the limits of an engine of `role`, whose pages its ranks share out evenly."""
+        homes = self.ranks[role].shape.dcp
+        return dataclasses.replace(
+            self.engine, num_blocks=-(-self.engine.num_blocks // homes) * homes, num_homes=homes
+        )
+
     def engine_bytes(self, role: Role) -> int:
         """Return the memory of all ranks of one engine; on the host they map the same pages."""
         rank = self.ranks[role]
@@ -344,8 +351,6 @@ def _options(
 def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
     """Raise ConfigError for shapes that can be planned, but not served yet."""
     can = "it can only be planned (--dry-run, or simulate --shape)"
-    if shape.dcp > 1:
-        raise ConfigError(f"{DCP_FLAG}={shape.dcp} is not supported yet: {can}")
     if shape.tp > 1 and device == "cuda":
         raise ConfigError(
             f"{TP_FLAG}={shape.tp} is not supported on GPUs yet: {can}; ranks on CPUs: --device cpu"

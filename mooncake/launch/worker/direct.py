@@ -18,6 +18,7 @@ from mooncake.base import (
     InternalError,
     InvalidRequest,
     MonotonicClock,
+    Role,
     SamplingParams,
     pack_tokens,
 )
@@ -50,7 +51,8 @@ class DirectEngine:
         self._source: ModelSource | None = source
         try:
             source.load(progress)
-            config = replace(plan.engine, num_blocks=source.num_pages(plan.layout, plan.engine))
+            engine = plan.engine_of(Role.DECODE)
+            config = replace(engine, num_blocks=source.num_pages(plan.layout, engine))
             in_host = 1 if source.owns_pages else config.num_blocks
             self.expert_timings = [
                 {

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from mooncake.base import KvLayout, TransferError
+from mooncake.base import PageArray, TransferError
 from mooncake.instance.checksums import HashDone
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.kvstore.storage.block_record import checksum_of
@@ -30,13 +30,14 @@ NUM_THREADS = 2
 class PageHasher:
     """The `PolledHasher` of one engine."""
 
-    def __init__(self, region: Region, layout: KvLayout, num_pages: int) -> None:
-        """Hash pages in `region`, which is `[layers, num_pages, block_tokens, width]`."""
-        self._blocks = BlockMemory.strided(region, layout, num_pages * layout.slice_bytes)
-        self._slice_bytes = layout.slice_bytes
+    def __init__(self, region: Region, pages: PageArray) -> None:
+        """Hash pages, which lie in `region`."""
+        layout = pages.layout
+        self._blocks = BlockMemory.strided(region, layout, pages.layer_stride)
+        self._array = pages
         self._pages: npt.NDArray[np.uint8] | None = None
         if isinstance(region, HostRegion):
-            shape = (layout.num_layers, num_pages, layout.slice_bytes)
+            shape = (pages.num_homes, layout.num_layers, pages.pages_of_home, layout.slice_bytes)
             self._pages = np.frombuffer(region.buffer, np.uint8).reshape(shape)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "page-hash")
         self._lock = threading.Lock()
@@ -71,10 +72,11 @@ class PageHasher:
     def checksum(self, page: int) -> int:
         """Return the xxh3-64 of the block in a page. Raises TransferError when a device fails."""
         if self._pages is None:
-            return self._blocks.checksum(page * self._slice_bytes)
+            return self._blocks.checksum(self._array.offset(page))
+        home, within = divmod(page, self._array.pages_of_home)
         # One copy and one hash, both without the interpreter lock: slice by slice, which is too
         # short for that, the machine's thread would wait for it for milliseconds.
-        return checksum_of(np.ascontiguousarray(self._pages[:, page]).data.cast("B"))
+        return checksum_of(np.ascontiguousarray(self._pages[home, :, within]).data.cast("B"))
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when an operation ended."""

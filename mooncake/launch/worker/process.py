@@ -25,6 +25,7 @@ from mooncake.base import (
     KvLayout,
     Machine,
     MonotonicClock,
+    PageArray,
     PeerLost,
     Role,
     SystemIds,
@@ -398,7 +399,7 @@ def _build_engine(
     )
     hasher = None
     if settings.instance.push_checksums:
-        hasher = PageHasher(region, layout, config.num_blocks)
+        hasher = PageHasher(region, PageArray(layout, config.num_blocks, config.num_homes))
     instance = Instance(
         settings.instance,
         layout,

@@ -10,10 +10,12 @@ import contextlib
 from dataclasses import dataclass
 
 import torch
+from mooncake_kernels.dispatch import REFERENCE, kernel
 from mooncake_kernels.native import build
 from mooncake_kernels.native import mla_decode as native
 from mooncake_kernels.native.glue import prepare_queries
 from mooncake_kernels.native.mla_layer import LayerWeights, MlaLayer
+from mooncake_kernels.reference.paged_batch import PagedBatch
 
 from mooncake.base import ModelSpec
 from mooncake.model.backends import NATIVE, Backends
@@ -22,6 +24,7 @@ from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.linear import Linear, Product
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
+from mooncake.model.parallel.group import Group
 
 LATENT_NORM_EPS = 1e-6
 """Of the two inner norms: DeepSeek-V3's code fixes it, `rms_norm_eps` is for the outer ones."""
@@ -62,8 +65,11 @@ class Mla:
         rope: Rope,
         backends: Backends,
         num_ranks: int = 1,
+        context: Group | None = None,
     ) -> None:
-        """`num_ranks`: among how many ranks the heads are shared out; `weights` has one's."""
+        """num_ranks: among how many ranks the heads are shared out; `weights` has one's. context:
+        the ranks, this one among them, that share the KV of every context out; None: each has all.
+        """
         self._layer = layer
         self._input_norm = input_norm
         self._w = weights
@@ -80,6 +86,9 @@ class Mla:
         self._mla_expanded = backends.op("mla_expanded")
         self._reads_pages = backends.attention == NATIVE
         self._linear_heads = backends.linear_heads
+        self._context = context
+        self._plain_decode = kernel("mla_decode", REFERENCE)
+        self._merge = backends.op("merge_attention")
         self._few = self._few_rows(spec) if self._reads_pages and self._interleaved else None
 
     def _few_rows(self, spec: ModelSpec) -> MlaLayer | None:
@@ -162,9 +171,10 @@ class Mla:
         if queries.absorbed or queries.batch is not None:
             parts.append(self._absorbed(q[:split], pages, queries))
         if queries.expanded:
+            read = pages if queries.gathered is None else self._gathered(pages, queries.gathered)
             parts.append(
                 self._mla_expanded(
-                    q[split:], pages, queries.expanded, self._w.key_up, self._w.value_up
+                    q[split:], read, queries.expanded, self._w.key_up, self._w.value_up
                 )
             )
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -185,16 +195,51 @@ class Mla:
     def _absorbed(self, q: torch.Tensor, pages: torch.Tensor, queries: Queries) -> torch.Tensor:
         latent_q = self._linear_heads(q[..., : self._nope], self._w.key_up)
         whole = torch.cat((latent_q, q[..., self._nope :]), dim=-1)
+        if self._context is not None:
+            latent = self._attend_shared(whole, pages, queries.host_batch, self._context)
+            return self._linear_heads(latent, self._w.value_up)
         batch = queries.batch
-        if batch is None and self._reads_pages and queries.few_rows:
-            tokens, width = pages.shape[1:]
-            if native.fits(self._heads, width, self._rank, tokens, pages.dtype):
-                batch = queries.host_batch
+        few = batch is None and self._reads_pages and queries.few_rows
+        if few and self._native_fits(pages, self._heads):
+            batch = queries.host_batch
         if batch is not None:
             latent, _ = self._mla_decode(whole.contiguous(), pages, batch, self._rank)
         else:
             latent = self._mla_absorbed(whole, pages, queries.absorbed, self._rank)
         return self._linear_heads(latent, self._w.value_up)
+
+    def _native_fits(self, pages: torch.Tensor, heads: int) -> bool:
+        return native.fits(heads, self._kv_width, self._rank, pages.shape[1], pages.dtype)
+
+    def _attend_shared(
+        self, q: torch.Tensor, pages: torch.Tensor, batch: PagedBatch, context: Group
+    ) -> torch.Tensor:
+        """Attend where each rank has a share of the pages: every rank does so for the heads of all
+        over its own pages, then gets what the others found for its heads. Nothing is rounded before
+        the parts are merged.
+        """
+        rows, heads, width = q.shape
+        every = context.gather(q.flatten(1)).view(rows, context.size * heads, width)
+        attend = self._mla_decode
+        if self._reads_pages and not self._native_fits(pages, every.shape[1]):
+            attend = self._plain_decode
+        out, lse = attend(every, pages, batch, self._rank, out_dtype=torch.float32)
+        found = torch.cat((out, lse[..., None]), dim=-1)
+        of_ranks = found.view(rows, context.size, heads, self._rank + 1).transpose(0, 1)
+        parts = context.exchange(of_ranks.contiguous())
+        merged: torch.Tensor = self._merge(
+            parts[..., :-1].contiguous(), parts[..., -1].contiguous()
+        )[0]
+        return merged.to(q.dtype)
+
+    def _gathered(self, pages: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+        """Return the pages `mine` of this rank between those of the others: page `i * ranks + r` is
+        the i-th of rank r.
+        """
+        assert self._context is not None
+        chosen = pages.view(torch.uint8).index_select(0, mine)  # not every torch moves e4m3
+        every = self._context.gather(chosen.flatten(1))
+        return every.view(-1, *chosen.shape[1:]).view(pages.dtype)
 
 
 def absorbed_is_cheaper(spec: ModelSpec) -> PrefersAbsorbed:

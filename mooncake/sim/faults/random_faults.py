@@ -13,7 +13,14 @@ from typing import Any
 
 import msgspec
 
-from mooncake.base import GenerateRequest, KvLayout, Priority, SamplingParams, pack_tokens
+from mooncake.base import (
+    GenerateRequest,
+    KvLayout,
+    PageArray,
+    Priority,
+    SamplingParams,
+    pack_tokens,
+)
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.machine import Machine
 from mooncake.base.messages import Role
@@ -348,7 +355,7 @@ class Trial:
             return SimRunner(heap, self._cost, deliver, **settings)
         return RankedRunner(
             heap, self._cost, deliver, **settings, num_ranks=num_ranks,
-            pages=UsePages(LAYOUT, pages.num_bytes // LAYOUT.block_bytes, None),
+            pages=UsePages(PageArray(LAYOUT, pages.num_bytes // LAYOUT.block_bytes), None),
             exchange_s=self._exchange_s,
         )  # fmt: skip
 

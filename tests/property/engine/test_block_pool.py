@@ -10,15 +10,17 @@ from mooncake.engine.block_pool import BlockPool
 from tests.support.examples import examples
 
 KEYS = [bytes([number]) * 16 for number in range(10)]
-NUM_BLOCKS = 7
+NUM_BLOCKS = 8
 
 
 class PoolMachine(RuleBasedStateMachine):
     """The model: a list of holds, a map of content, and the order in which content was released."""
 
+    num_homes = 1
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.pool = BlockPool(NUM_BLOCKS, self.num_homes)
         self.holds: list[list[int]] = []
         self.content: dict[bytes, int] = {}
         self.reader: set[bytes] = set()  # what one who only sees events believes

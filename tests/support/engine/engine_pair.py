@@ -8,7 +8,7 @@ from random import Random
 
 import msgspec
 
-from mooncake.base import BlockPlaces, KvLayout, packed_places, page_places
+from mooncake.base import BlockPlaces, KvLayout, PageArray, packed_places
 from mooncake.engine.block_pool import BlockPool
 from mooncake.instance.mover import SliceMover
 from mooncake.kvstore.client.block_reader import BlockReader
@@ -18,6 +18,7 @@ from mooncake.transfer.engine import Region, TransferDone
 
 LAYOUT = KvLayout(num_layers=3, block_tokens=4, kv_width=8, dtype="bfloat16", fingerprint="test")
 NUM_PAGES = 8
+PAGES = PageArray(LAYOUT, NUM_PAGES, num_homes=2)
 POOL_BLOCKS = 6
 
 
@@ -42,10 +43,7 @@ class EnginePair:
         self.transfer = transfer
         self.reader: BlockReader | None = None
         """Set by tests of fetches."""
-        self.mover = SliceMover(LAYOUT, transfer, self.pages.region_id, NUM_PAGES)
-        self._page_places = page_places(
-            LAYOUT, transfer.segment, self.pages.region_id, NUM_PAGES, list(range(NUM_PAGES))
-        )
+        self.mover = SliceMover(PAGES, transfer, self.pages.region_id)
 
     def _deliver(self, event: msgspec.Struct) -> None:
         if not isinstance(event, TransferDone):
@@ -87,5 +85,5 @@ class EnginePair:
         return self.pool_bytes(block)
 
     def _slice(self, page: int, layer: int) -> memoryview:
-        start = self._page_places.offsets[page] + layer * self._page_places.layer_stride
+        start = PAGES.offset(page) + layer * PAGES.layer_stride
         return self.pages.buffer[start : start + LAYOUT.slice_bytes]

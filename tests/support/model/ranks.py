@@ -11,7 +11,7 @@ import torch
 from mooncake.engine.plan import StepSlot
 from mooncake.model.inputs import PrefersAbsorbed
 from mooncake.model.kimi_k2 import KimiK2
-from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.kv_tensors import Home, KvTensors
 from mooncake.model.loading import WeightSource, load_model
 from mooncake.model.parallel.threads import ThreadGroup
 from tests.support.model.tiny_models import CPU, forward, kv_for
@@ -27,15 +27,19 @@ class ThreadRanks:
         source: Callable[[int], WeightSource],
         num_ranks: int,
         dtype: torch.dtype = torch.float32,
+        num_homes: int = 1,
     ) -> None:
-        """`source`: what a rank reads its weights from."""
+        """source: what a rank reads its weights from. num_homes: ranks that share the KV out."""
         self.groups = ThreadGroup.make(num_ranks)
         self.sources = [source(rank) for rank in range(num_ranks)]
         self.models: list[KimiK2] = [
-            load_model(each, dtype=dtype, device=CPU, group=group)
+            load_model(each, dtype=dtype, device=CPU, group=group, num_homes=num_homes)
             for each, group in zip(self.sources, self.groups, strict=True)
         ]
-        self.kv: list[KvTensors] = [kv_for(model.spec) for model in self.models]
+        self.kv: list[KvTensors] = [
+            kv_for(model.spec, home=Home(rank % num_homes, num_homes))
+            for rank, model in enumerate(self.models)
+        ]
         self._threads = ThreadPoolExecutor(num_ranks)
 
     def on_all(self, work: Callable[[int], Made]) -> list[Made]:

@@ -14,7 +14,7 @@ from mooncake.model.checkpoint.tensor_cuts import Part
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.inputs import PrefersAbsorbed, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
-from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.kv_tensors import ALL_PAGES, Home, KvTensors
 from mooncake.model.layers.mla import absorbed_is_cheaper
 from mooncake.model.loading import QuantizedWeight, load_model
 
@@ -147,9 +147,12 @@ def ours(source: DictSource, dtype: torch.dtype = torch.float32) -> KimiK2:
     return load_model(source, dtype=dtype, device=CPU)
 
 
-def kv_for(spec: ModelSpec, num_pages: int = 64, block_tokens: int = 16) -> KvTensors:
-    """Return float32 pages."""
-    return KvTensors.allocate(layout_for(spec, block_tokens), num_pages, CPU)
+def kv_for(
+    spec: ModelSpec, num_pages: int = 64, block_tokens: int = 16, home: Home = ALL_PAGES
+) -> KvTensors:
+    """Return float32 pages: of `num_pages` the share of `home`."""
+    pages = KvTensors.allocate(layout_for(spec, block_tokens), num_pages // home.num_homes, CPU)
+    return KvTensors(pages.layout, pages.pages, home)
 
 
 def layout_for(spec: ModelSpec, block_tokens: int = 16) -> KvLayout:
@@ -180,7 +183,7 @@ def forward(
     rule = rule or absorbed_is_cheaper(model.spec)
     wanted = frozenset(entry.sequence_id for entry in slots) if whole else frozenset()
     with torch.inference_mode():
-        inputs = build_inputs(slots, wanted, kv.page_shape, rule)
+        inputs = build_inputs(slots, wanted, kv.page_shape, rule, home=kv.home)
         logits = model.logits(model.forward(inputs, kv))
     return {
         rows.slot.sequence_id: logits[rows.first : rows.first + rows.num_rows]

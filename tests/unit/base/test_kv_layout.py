@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.base import KvLayout, SegmentRef, packed_places, page_places
+from mooncake.base import KvLayout, PageArray, SegmentRef, packed_places
 from tests.support.model.specs import small_spec
 
 SEGMENT = SegmentRef(engine_id="e", endpoints={}, host="h")
@@ -34,13 +34,15 @@ def test_blocks_round_up(tokens: int, blocks: int) -> None:
     assert layout().num_blocks(tokens) == blocks
 
 
-@given(st.integers(1, 5), st.integers(1, 9), st.data())
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3), st.data())
 def test_slices_of_all_pages_cover_the_region_once(
-    num_layers: int, num_pages: int, data: st.DataObject
+    num_layers: int, pages_of_home: int, num_homes: int, data: st.DataObject
 ) -> None:
-    shape = layout(num_layers=num_layers)
+    shape, num_pages = layout(num_layers=num_layers), num_homes * pages_of_home
     pages = data.draw(st.permutations(range(num_pages)))
-    places = page_places(shape, SEGMENT, 7, num_pages, list(pages))
+    array = PageArray(shape, num_pages, num_homes)
+    assert array.num_bytes == num_pages * shape.block_bytes
+    places = array.places(SEGMENT, 7, list(pages))
     starts = sorted(
         offset + layer * places.layer_stride
         for offset in places.offsets
@@ -48,6 +50,9 @@ def test_slices_of_all_pages_cover_the_region_once(
     )
     assert starts == [index * shape.slice_bytes for index in range(num_layers * num_pages)]
     assert places.region == 7
+    share = array.num_bytes // num_homes
+    for page, offset in zip(pages, places.offsets, strict=True):
+        assert offset // share == page // pages_of_home, "each home has memory of its own"
 
 
 def test_a_pool_block_is_contiguous() -> None:

@@ -28,6 +28,21 @@ def test_allocates_all_or_nothing() -> None:
     assert pool.allocate(0) == []
 
 
+def test_homes_share_contexts_evenly() -> None:
+    pool = BlockPool(6, num_homes=2)
+    assert take(pool, 2) == [0, 3]
+    one = take(pool, 1)
+    assert one == [1]
+    pool.release([3])
+    assert take(pool, 3) == [3, 4, 2], "of the home that has most"
+    assert figures(pool) == (1, 0, 5)
+    pool.release(one)
+    assert take(pool, 2) == [1, 5]
+    assert pool.allocate(1) is None
+    with pytest.raises(ValueError, match="5 pages cannot be shared out among 2 ranks"):
+        BlockPool(5, num_homes=2)
+
+
 def test_published_pages_stay_matchable_after_release() -> None:
     pool = BlockPool(4)
     pages = take(pool, 3)
@@ -133,6 +148,6 @@ def test_reuse_is_reported_as_removal() -> None:
 def test_integrity_check_sees_a_page_in_two_places() -> None:
     pool = BlockPool(2)
     take(pool, 1)
-    pool._free.append(0)
+    pool._free[0].append(0)
     with pytest.raises(AssertionError, match=r"free 2 \+ cached 0 \+ held 1"):
         pool.check_integrity()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.base import KvLayout
+from mooncake.base import KvLayout, PageArray
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks import LeadRanks
 from mooncake.engine.step_log import RankMessage, RankStep, StepReader, UsePages
 
-PAGES = UsePages(
-    KvLayout(num_layers=2, block_tokens=4, kv_width=8, dtype="float32", fingerprint="x"), 12, None
-)
+LAYOUT = KvLayout(num_layers=2, block_tokens=4, kv_width=8, dtype="float32", fingerprint="x")
+PAGES = UsePages(PageArray(LAYOUT, 12), None)
 
 
 class Heard:

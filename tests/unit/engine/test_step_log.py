@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mooncake.base import InternalError, KvLayout
+from mooncake.base import InternalError, KvLayout, PageArray
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.step_log import (
     RankStep,
@@ -89,5 +89,5 @@ def test_which_rows_of_prompts_are_wanted_is_carried() -> None:
 
 def test_pages_are_named_by_their_layout() -> None:
     layout = KvLayout(num_layers=2, block_tokens=4, kv_width=8, dtype="float32", fingerprint="x")
-    message = UsePages(layout, 12, 3)
+    message = UsePages(PageArray(layout, 12), 3)
     assert decode(encode(message)) == message

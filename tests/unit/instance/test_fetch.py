@@ -9,7 +9,7 @@ from mooncake.instance.fetch import Fetcher
 from mooncake.instance.reuse import PrefixReuse
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.kvstore.client.block_reader import BlockReader
-from tests.support.engine.engine_pair import LAYOUT, NUM_PAGES, EnginePair
+from tests.support.engine.engine_pair import LAYOUT, PAGES, EnginePair
 
 HERE = WorkerRef("prefill-0", "e1", "here")
 STORE = WorkerRef("kvstore-0", "e2", "there")
@@ -21,8 +21,8 @@ class Scene:
     def __init__(self, *, verify: bool = False) -> None:
         pair = self.engine_pair = EnginePair()
         self.reader = pair.reader = BlockReader(HERE, pair.channel, pair.transfer, verify=verify)
-        pages = BlockMemory.strided(pair.pages, LAYOUT, NUM_PAGES * LAYOUT.slice_bytes)
-        self.fetcher = Fetcher(self.reader, pages, timeout_s=5.0)
+        memory = BlockMemory.strided(pair.pages, LAYOUT, PAGES.layer_stride)
+        self.fetcher = Fetcher(self.reader, memory, PAGES, timeout_s=5.0)
         self.ended: list[int] = []
 
     def start(self, num_blocks: int) -> list[int]:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from mooncake.base import CheckpointError, InternalError, SamplingParams
+from mooncake.base import CheckpointError, InternalError, PageArray, SamplingParams
 from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
 from mooncake.engine.step_log import UsePages
 from mooncake.model.follower import Follower, _follow
@@ -53,10 +53,13 @@ class Process:
 class Instance:
     """A runner with followers in threads."""
 
-    def __init__(self, source: DictSource, num_ranks: int) -> None:
-        memory = mmap.mmap(-1, shared_bytes(num_ranks))
+    def __init__(self, source: DictSource, num_ranks: int, num_homes: int = 1) -> None:
+        memory = mmap.mmap(-1, shared_bytes(num_ranks, num_homes))
         groups = [SharedGroup(rank, num_ranks, memory, 30.0) for rank in range(num_ranks)]
-        models = [load_model(source, dtype=torch.float32, device=CPU, group=g) for g in groups]
+        models = [
+            load_model(source, dtype=torch.float32, device=CPU, group=group, num_homes=num_homes)
+            for group in groups
+        ]
         pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
         self.links = [theirs for _, theirs in pairs]
         self.processes = [Process() for _ in pairs]
@@ -68,13 +71,13 @@ class Instance:
         for thread in self.threads:
             thread.start()
         self.lead.wait_until_loaded()
-        layout = layout_for(source.spec)
-        pages, descriptor = allocate_shared(NUM_PAGES * layout.block_bytes, "pages")
-        self.lead.use_pages(UsePages(layout, NUM_PAGES, None), descriptor)
+        array = PageArray(layout_for(source.spec), NUM_PAGES, num_homes)
+        pages, descriptor = allocate_shared(array.num_bytes, "pages")
+        self.lead.use_pages(UsePages(array, None), descriptor)
         os.close(descriptor)
         self.runner = ModelRunner(
             models[0],
-            KvTensors.view(layout, NUM_PAGES, memoryview(pages)),
+            KvTensors.view(array, memoryview(pages)),
             Sampler(source.spec.vocab_size),
             lead=self.lead,
         )
@@ -120,8 +123,8 @@ def source() -> DictSource:
 def instance(source: DictSource) -> Iterator[Open]:
     opened: list[Instance] = []
 
-    def make(num_ranks: int = 2) -> Instance:
-        opened.append(Instance(source, num_ranks))
+    def make(num_ranks: int = 2, num_homes: int = 1) -> Instance:
+        opened.append(Instance(source, num_ranks, num_homes))
         return opened[-1]
 
     yield make
@@ -174,16 +177,16 @@ def scenario(go: Callable[[StepPlan], StepResult]) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("num_ranks", "num_homes"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 def test_followers_compute_with_the_lead(
-    instance: Open, source: DictSource, num_ranks: int
+    instance: Open, source: DictSource, num_ranks: int, num_homes: int
 ) -> None:
     model = load_model(source, dtype=torch.float32, device=CPU)
     kv = KvTensors.allocate(layout_for(source.spec), NUM_PAGES, CPU)
     alone = ModelRunner(model, kv, Sampler(source.spec.vocab_size))
     expected = scenario(lambda each: run(alone, each))
     alone.close()
-    made = instance(num_ranks)
+    made = instance(num_ranks, num_homes)
     assert scenario(made.run) == expected
     assert made.lead.lost is None
 

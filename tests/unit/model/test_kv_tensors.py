@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from mooncake.base import ConfigError, SegmentRef, page_places
+from mooncake.base import ConfigError, PageArray, SegmentRef
 from mooncake.model.kv_tensors import KvTensors
 from tests.support.model.specs import small_spec
 from tests.support.model.tiny_models import CPU, layout_for
@@ -16,10 +16,10 @@ LAYOUT = layout_for(small_spec(), block_tokens=4)
 
 def test_writes_land_in_the_regions_bytes_where_the_layout_says() -> None:
     region = bytearray(5 * LAYOUT.block_bytes)
-    kv = KvTensors.view(LAYOUT, 5, memoryview(region))
+    kv = KvTensors.view(PageArray(LAYOUT, 5), memoryview(region))
     row = torch.arange(LAYOUT.kv_width, dtype=torch.float32)
     kv.write(2, torch.tensor([3 * 4 + 1]), row[None])
-    places = page_places(LAYOUT, SegmentRef("e", {}, "h"), 0, 5, [3])
+    places = PageArray(LAYOUT, 5).places(SegmentRef("e", {}, "h"), 0, [3])
     begin = places.offsets[0] + 2 * places.layer_stride + 1 * LAYOUT.kv_width * 4
     found = torch.frombuffer(region, dtype=torch.float32, count=LAYOUT.kv_width, offset=begin)
     assert torch.equal(found, row)
@@ -30,17 +30,17 @@ def test_writes_land_in_the_regions_bytes_where_the_layout_says() -> None:
 
 def test_bytes_that_arrive_in_the_region_are_seen() -> None:
     region = bytearray(2 * LAYOUT.block_bytes)
-    kv = KvTensors.view(LAYOUT, 2, memoryview(region))
+    kv = KvTensors.view(PageArray(LAYOUT, 2), memoryview(region))
     region[-4:] = torch.tensor([1.5]).numpy().tobytes()
     assert kv.layers[-1][-1, -1, -1] == 1.5
 
 
 def test_a_larger_region_is_fine_and_a_smaller_one_refused() -> None:
-    kv = KvTensors.view(LAYOUT, 2, memoryview(bytearray(2 * LAYOUT.block_bytes + 100)))
+    kv = KvTensors.view(PageArray(LAYOUT, 2), memoryview(bytearray(2 * LAYOUT.block_bytes + 100)))
     assert kv.num_pages == 2
     assert kv.page_shape == (2, 4, LAYOUT.kv_width)
     with pytest.raises(ConfigError, match="3 KV pages need"):
-        KvTensors.view(LAYOUT, 3, memoryview(bytearray(2 * LAYOUT.block_bytes)))
+        KvTensors.view(PageArray(LAYOUT, 3), memoryview(bytearray(2 * LAYOUT.block_bytes)))
 
 
 def test_values_are_rounded_to_the_pages_dtype() -> None:

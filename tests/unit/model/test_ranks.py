@@ -45,7 +45,8 @@ def compare(one: KimiK2, ranks: ThreadRanks) -> None:
     spec = one.spec
     kv = kv_for(spec)
     prompts = [random_tokens(length, seed=length, vocab_size=spec.vocab_size) for length in (37, 9)]
-    tables = [range(6), range(6, 12)]
+    # Pages of every home, in no order; one sequence has none in some homes.
+    tables = [[3, 40, 17, 60, 5, 33], [20, 21, 22]]
     for rule in (None, lambda new, context: True, lambda new, context: new == 1):
         steps = [
             [slot(0, 0, prompts[0][:20], tables[0]), slot(1, 0, prompts[1][:8], tables[1])],
@@ -58,17 +59,21 @@ def compare(one: KimiK2, ranks: ThreadRanks) -> None:
             for sequence, logits in expected.items():
                 distance = (logprobs(found[sequence]) - logprobs(logits)).abs().max()
                 assert distance <= MOST
-    for pages in ranks.kv:
-        assert torch.equal(pages.pages, ranks.kv[0].pages), "replicated KV, bit by bit"
-        torch.testing.assert_close(pages.pages, kv.pages, atol=1e-4, rtol=1e-4)
+    num_homes = ranks.kv[0].home.num_homes
+    for rank, pages in enumerate(ranks.kv):
+        held = ranks.kv[rank % num_homes].pages
+        assert torch.equal(pages.pages, held), "replicated KV, bit by bit"
+    whole = torch.cat([pages.pages for pages in ranks.kv[:num_homes]], dim=1)
+    torch.testing.assert_close(whole, kv.pages, atol=1e-4, rtol=1e-4)
+    assert (whole.abs().sum((0, 2, 3)) > 0).equal(kv.pages.abs().sum((0, 2, 3)) > 0)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("num_ranks", "num_homes"), [(2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_ranks_compute_what_one_rank_does(name: str, num_ranks: int) -> None:
+def test_ranks_compute_what_one_rank_does(name: str, num_ranks: int, num_homes: int) -> None:
     # A vocabulary that two and four divide, so that the head is cut.
     source = source_of(truth(name, vocab_size=212))
-    compare(ours(source), ThreadRanks(lambda _: source, num_ranks))
+    compare(ours(source), ThreadRanks(lambda _: source, num_ranks, num_homes=num_homes))
 
 
 def test_a_vocabulary_that_does_not_divide_is_held_whole() -> None:

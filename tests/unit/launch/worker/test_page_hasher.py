@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mooncake.base import KvLayout
+from mooncake.base import KvLayout, PageArray
 from mooncake.instance.checksums import HashDone
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.launch.worker.page_hasher import PageHasher
@@ -19,6 +19,7 @@ from tests.support.transfer.fake_device import FakeDeviceMemory
 
 LAYOUT = KvLayout(num_layers=3, block_tokens=4, kv_width=9, dtype="float16", fingerprint="a")
 NUM_PAGES = 16
+PAGES = PageArray(LAYOUT, NUM_PAGES, num_homes=2)
 WAIT_MS = 20_000
 
 
@@ -38,7 +39,7 @@ def region(request: pytest.FixtureRequest) -> Region:
 
 @pytest.fixture
 def hasher(region: Region) -> Iterator[PageHasher]:
-    made = PageHasher(region, LAYOUT, NUM_PAGES)
+    made = PageHasher(region, PAGES)
     yield made
     made.close()
 
@@ -70,7 +71,7 @@ def test_checksums_are_those_of_the_plain_way_in_the_order_asked_for(
 
 
 def test_a_hasher_that_is_closed_has_ended_its_threads(region: Region) -> None:
-    hasher = PageHasher(region, LAYOUT, NUM_PAGES)
+    hasher = PageHasher(region, PAGES)
     for _ in range(100):
         hasher.start(range(NUM_PAGES))
     hasher.close()

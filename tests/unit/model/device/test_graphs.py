@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from mooncake.base import ConfigError, Failure, KvLayout, SamplingParams
+from mooncake.base import ConfigError, Failure, KvLayout, PageArray, SamplingParams
 from mooncake.engine.plan import SequenceStart, StepPlan, StepResult
 from mooncake.model.backends import Backends
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay, ladder
@@ -208,7 +208,7 @@ def test_fp8_pages_give_nearly_the_same_logits(backend: str) -> None:
             model.spec, block_tokens=16, dtype=dtype, weights_revision="test"
         )
         buffer = memoryview(bytearray(6 * layout.block_bytes))
-        kv = KvTensors.view(layout, 6, buffer)
+        kv = KvTensors.view(PageArray(layout, 6), buffer)
         forward(model, kv, [slot(1, 0, tokens[:50], [4, 2, 0, 5])])
         for absorbed in (True, False):
             after = [slot(1, 50, tokens[50:], [4, 2, 0, 5])]
