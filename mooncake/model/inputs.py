@@ -259,9 +259,7 @@ def _shared_queries(
     whole_shape = torch.Size((num_homes * each, block_tokens, width))
     spans = [_span(want, 0, whole_shape, tables) for want, _ in arranged]
     split = sum(is_absorbed for _, is_absorbed in arranged)
-    absorbed = [
-        _own_part(span, row, kv_shape, home) for row, span in enumerate(spans[:split])
-    ]
+    absorbed = [_own_part(span, row, kv_shape, home) for row, span in enumerate(spans[:split])]
     lists: list[dict[int, int]] = [{} for _ in range(num_homes)]
     for span in spans[split:]:
         for page in span.pages.tolist():

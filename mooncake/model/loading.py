@@ -183,7 +183,13 @@ class _Loader:
         input_norm = self._norm(prefix + "input_layernorm.weight", spec.rms_norm_eps)
         return Layer(
             Mla(
-                spec, number, input_norm, attention, rope, self._backends, self._group.size,
+                spec,
+                number,
+                input_norm,
+                attention,
+                rope,
+                self._backends,
+                self._group.size,
                 self._context,
             ),  # fmt: skip
             self._norm(prefix + "post_attention_layernorm.weight", spec.rms_norm_eps),

@@ -169,6 +169,10 @@ def test_mla_decode(block_tokens: int, layout: list[tuple[int, int]]) -> None:
     wanted, wanted_lse = kernel("mla_decode")(q, kv.nan_to_num(), batch, rank)
     assert_product(got, wanted, gate=1e-5)
     torch.testing.assert_close(lse, wanted_lse, atol=1e-4, rtol=1e-5)
+    whole, same_lse = kernel("mla_decode", "native")(q, kv, batch, rank, out_dtype=torch.float32)
+    assert torch.equal(whole.bfloat16(), got), "the same, not rounded yet"
+    assert torch.equal(same_lse, lse)
+    assert torch.equal(whole, got.float()) == (layout == [(1, 1)]), "one key's is exact"
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])

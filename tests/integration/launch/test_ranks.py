@@ -49,9 +49,15 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def tokens_of(path: Path, num_ranks: int, rank_backend: str = "auto") -> list[list[int]]:
+def tokens_of(
+    path: Path, num_ranks: int, num_homes: int = 1, rank_backend: str = "auto"
+) -> list[list[int]]:
     greedy = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
-    shape = {"tensor_parallel_size": num_ranks, "rank_backend": rank_backend}
+    shape = {
+        "tensor_parallel_size": num_ranks,
+        "decode_context_parallel_size": num_homes,
+        "rank_backend": rank_backend,
+    }
     with DirectEngine.open(str(path), **shape, **SETTINGS) as engine:
         found = engine.generate(prompts(), [greedy] * NUM_PROMPTS)
     assert followers() == []
@@ -73,15 +79,15 @@ def test_greedy_tokens_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
     path = nano(tmp_path / "nano", **CONFIGS[name])
     expected = tokens_of(path, 1)
     assert all(len(tokens) == NUM_OUTPUT for tokens in expected)
-    assert tokens_of(path, 2) == expected
-    assert tokens_of(path, 2, "gloo") == expected
+    for shape in ((2, 1), (2, 1, "gloo"), (2, 2), (2, 2, "gloo")):
+        assert tokens_of(path, *shape) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_quantized_checkpoints_give_the_tokens_of_one_rank(kind: str, tmp_path: Path) -> None:
     path = convert_checkpoint(nano(tmp_path / "nano", **WIDE), tmp_path / kind, kind)
-    assert tokens_of(path, 2) == tokens_of(path, 1)
+    assert tokens_of(path, 2) == tokens_of(path, 2, 2) == tokens_of(path, 1)
 
 
 def test_what_one_rank_cannot_load_is_said_and_nothing_is_left(tmp_path: Path) -> None:

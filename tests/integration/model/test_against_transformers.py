@@ -19,16 +19,28 @@ LENGTHS = [1, 2, 3, 7, 15, 16, 31, 63, 64, 65, 100, 127, 128, 129, 200, 300, 511
 NUM_TOKENS = 64
 
 
-@pytest.fixture(scope="module", params=["uncompressed queries", "grouped routing", "yarn"])
+RANKS = pytest.mark.slow
+PAIRS = [
+    ("uncompressed queries", ()),
+    ("grouped routing", ()),
+    ("yarn", ()),
+    pytest.param(("yarn", ("-tp", "2")), marks=RANKS),
+    pytest.param(("grouped routing", ("-tp", "2", "-dcp", "2")), marks=RANKS),
+]
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: " ".join((pair[0], *pair[1])))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """(transformers' model, a server of the checkpoint it wrote)."""
-    model = truth(request.param, **VOCAB)
+    name, shape = request.param
+    model = truth(name, **VOCAB)
     home = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(home / "model")
     write_tokenizer_files(home / "model", NUM_BASE_TOKENS)
     with serving(
-        str(home / "model"), "--colocated", "--dtype", "float32", log=home / "log"
-    ) as server:
+        str(home / "model"), "--colocated", "--dtype", "float32", "--device", "cpu", *shape,
+        log=home / "log",
+    ) as server:  # fmt: skip
         yield model, server
 
 

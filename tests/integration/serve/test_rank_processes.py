@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mooncake.base import SamplingParams
+from mooncake.base import SamplingParams, Shape
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.checkpoint.presets import init_checkpoint
 from tests.integration.serve.test_real_processes import prompt, stream, wait_until
@@ -119,19 +119,23 @@ def test_a_rank_that_stands_still_is_found_out(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [(2, 1), (1, 2)], ids=["two ranks to one", "one rank to two"]
+    ("prefill", "decode"),
+    [("tp2", "tp1"), ("tp1", "tp2-dcp2"), ("tp2-dcp2", "tp1"), ("tp2-dcp2", "tp2-dcp2")],
 )
 def test_prefill_and_decode_of_different_shape(
-    model: Path, tmp_path: Path, prefill: int, decode: int
+    model: Path, tmp_path: Path, prefill: str, decode: str
 ) -> None:
-    shapes = [
-        *("--prefill-set", f"tensor-parallel-size={prefill}"),
-        *("--decode-set", f"tensor-parallel-size={decode}"),
-    ]
+    """Blocks written by one shape are read by the other: pushed, and the second time from the pool
+    or the prefix cache.
+    """
+    flags, shapes = [], {"prefill": Shape.parse(prefill), "decode": Shape.parse(decode)}
+    for role, shape in shapes.items():
+        flags += [f"--{role}-set", f"tensor-parallel-size={shape.tp}"]
+        flags += [f"--{role}-set", f"decode-context-parallel-size={shape.dcp}"]
     prompts = [prompt(30 + 90 * index, seed=index) for index in range(4)]
-    with serving(str(model), *shapes, *SMALL, log=tmp_path / "log") as server:
+    expected = alone(model, prompts, 40)
+    with serving(str(model), *flags, *SMALL, log=tmp_path / "log") as server:
         for _ in range(2):
-            found = [stream(server, each, 40)["ids"] for each in prompts]
-            assert found == alone(model, prompts, 40)
-        assert len(ranks_of(server.pid_of("prefill-0"))) == prefill - 1
-        assert len(ranks_of(server.pid_of("decode-0"))) == decode - 1
+            assert [stream(server, each, 40)["ids"] for each in prompts] == expected
+        for role, shape in shapes.items():
+            assert len(ranks_of(server.pid_of(f"{role}-0"))) == shape.tp - 1

@@ -9,6 +9,7 @@ import torch
 
 from mooncake.model import inputs
 from mooncake.model.inputs import PageTables, StepInputs, build_inputs
+from mooncake.model.kv_tensors import Home
 from tests.support.model.tiny_models import slot
 
 SHAPE = torch.Size((20, 4, 8))
@@ -42,6 +43,44 @@ def test_absorbed_rows_come_first_and_keep_their_order() -> None:
         (0, 5, 5),
         (5, 3, 3),
     ]
+
+
+def test_a_rank_that_has_a_share_of_the_pages() -> None:
+    """Of 20 pages for two ranks, 0 to 9 are the first one's."""
+    slots = [
+        slot(1, 0, [10, 11, 12, 13, 14], [3, 12]),
+        slot(2, 10, [20], [13, 7, 18]),
+        slot(3, 4, [30, 31], [3, 14]),
+        slot(4, 2, [40], [5]),
+    ]
+    half = torch.Size((10, 4, 8))
+    first, second = (
+        build_inputs(slots, frozenset(), half, lambda *_: True, home=Home(home, 2))
+        for home in (0, 1)
+    )
+    assert first.tokens.tolist() == [20, 40, 10, 11, 12, 13, 14, 30, 31]
+    assert first.places.tolist() == [-1, 22, 12, 13, 14, 15, -1, -1, -1]
+    assert second.places.tolist() == [34, -1, -1, -1, -1, -1, 8, 16, 17]
+    seen = [
+        [(span.first_row, span.context, span.pages.tolist()) for span in made.queries.absorbed]
+        for made in (first, second)
+    ]
+    assert seen == [
+        [(0, 4, [7]), (1, 3, [5])],
+        [(0, 7, [3, 8]), (1, 0, [])],
+    ], "single rows see what lies here"
+    gathered = [made.queries.gathered for made in (first, second)]
+    assert [each.tolist() for each in gathered if each is not None] == [[3, 0], [2, 4]]
+    for made in (first, second):
+        tables = [(span.first_row, span.pages.tolist()) for span in made.queries.expanded]
+        assert tables == [(0, [0, 1]), (5, [0, 3])], "every rank reads the same gathered pages"
+        assert made.outputs.gathered is None, "one row of each is read at the end"
+        assert made.outputs.split == 4
+
+
+def test_pages_that_no_rank_has_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sequence 1: .* outside 0\.\.39"):
+        build_inputs([slot(1, 0, [1], [40])], frozenset(), SHAPE, lambda *_: True, home=Home(0, 2))
 
 
 def test_the_last_layer_computes_only_what_is_read() -> None:
