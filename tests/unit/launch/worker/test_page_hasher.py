@@ -61,12 +61,12 @@ def ended(hasher: PageHasher, count: int) -> dict[int, list[int]]:
 def test_checksums_are_those_of_the_plain_way_in_the_order_asked_for(
     region: Region, hasher: PageHasher
 ) -> None:
-    plain = BlockMemory.strided(region, LAYOUT, NUM_PAGES * LAYOUT.slice_bytes)
+    plain = BlockMemory.strided(region, LAYOUT, PAGES.layer_stride)
     wanted = [[5], [], list(range(NUM_PAGES)), [15, 0, 7], [3, 3]]
     numbers = [hasher.start(pages) for pages in wanted]
     found = ended(hasher, len(wanted))
     for number, pages in zip(numbers, wanted, strict=True):
-        assert found[number] == [plain.checksum(page * LAYOUT.slice_bytes) for page in pages]
+        assert found[number] == [plain.checksum(PAGES.offset(page)) for page in pages]
     assert len(set(found[numbers[2]])) == NUM_PAGES
 
 
