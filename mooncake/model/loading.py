@@ -191,7 +191,7 @@ class _Loader:
                 self._backends,
                 self._group.size,
                 self._context,
-            ),  # fmt: skip
+            ),
             self._norm(prefix + "post_attention_layernorm.weight", spec.rms_norm_eps),
             self._dense(prefix + "mlp.") if dense else self._moe(prefix + "mlp."),
         )
