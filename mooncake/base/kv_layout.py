@@ -122,6 +122,18 @@ class PageArray(msgspec.Struct, frozen=True):
         )
 
 
+class Home(msgspec.Struct, frozen=True):
+    """Which pages of an engine a rank holds: of `num_homes` equal shares, in order, the share
+    `home`.
+    """
+
+    home: int
+    num_homes: int
+
+
+ALL_PAGES = Home(0, 1)
+
+
 def packed_places(
     layout: KvLayout, segment: SegmentRef, region: int, offsets: list[int]
 ) -> BlockPlaces:

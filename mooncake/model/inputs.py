@@ -14,8 +14,8 @@ import torch
 from mooncake_kernels.reference.paged import PagedSpan, page_table, paged_span, sent
 from mooncake_kernels.reference.paged_batch import PagedBatch, batch_of_spans
 
+from mooncake.base.kv_layout import ALL_PAGES, Home
 from mooncake.engine.plan import StepSlot
-from mooncake.model.kv_tensors import ALL_PAGES, Home
 
 _FEW_ROWS = 4
 

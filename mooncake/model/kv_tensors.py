@@ -7,11 +7,10 @@ Owns no allocation policy: which page belongs to whom is the engine's business. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from mooncake.base import DTYPE_BYTES, ConfigError, KvLayout, PageArray
+from mooncake.base.kv_layout import ALL_PAGES, Home
 from mooncake.model.checkpoint.quant import FP8_MAX
 
 _DTYPES = {
@@ -21,19 +20,6 @@ _DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
 """e4m3 pages hold the numbers themselves, cut off at +-448: a normed latent is far below that."""
-
-
-@dataclass(frozen=True)
-class Home:
-    """Which pages of an engine a rank holds: of `num_homes` equal shares, in order, the share
-    `home`.
-    """
-
-    home: int
-    num_homes: int
-
-
-ALL_PAGES = Home(0, 1)
 
 
 class KvTensors:

@@ -8,10 +8,11 @@ from typing import TypeVar
 
 import torch
 
+from mooncake.base.kv_layout import Home
 from mooncake.engine.plan import StepSlot
 from mooncake.model.inputs import PrefersAbsorbed
 from mooncake.model.kimi_k2 import KimiK2
-from mooncake.model.kv_tensors import Home, KvTensors
+from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import WeightSource, load_model
 from mooncake.model.parallel.threads import ThreadGroup
 from tests.support.model.tiny_models import CPU, forward, kv_for

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from mooncake.base.kv_layout import Home
 from mooncake.model import inputs
 from mooncake.model.inputs import PageTables, StepInputs, build_inputs
-from mooncake.model.kv_tensors import Home
 from tests.support.model.tiny_models import slot
 
 SHAPE = torch.Size((20, 4, 8))
