@@ -21,7 +21,7 @@ from mooncake.model.kimi_k2 import KimiK2, Layer
 from mooncake.model.layers.embedding import Embedding, Head
 from mooncake.model.layers.linear import Fp8Linear, GatedMlp, Linear, Product, SummedProduct
 from mooncake.model.layers.mla import LATENT_NORM_EPS, Mla, MlaWeights
-from mooncake.model.layers.moe import Moe, MoeWeights
+from mooncake.model.layers.moe import HostExperts, Moe, MoeWeights
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
 from mooncake.model.parallel.group import Group, Solo
@@ -61,10 +61,13 @@ def load_model(
     backends: Backends | None = None,
     group: Group | None = None,
     num_homes: int = 1,
+    host: HostExperts | None = None,
 ) -> KimiK2:
     """Return the model of `checkpoint` with weights as `dtype` on `device`; where a `group` shares
     it, this rank's parts only (`tensor_cuts`), and no others are read. Each `num_homes` ranks of
     the group share the KV of every context out.
+
+    host: what keeps and computes the routed experts, in DRAM; None: they lie on `device`.
 
     Packed layer by layer, the experts of one by several threads: beside the finished weights never
     more than one layer (or the head) is held. `progress(done, total)` counts tensors. Quantized
@@ -77,7 +80,7 @@ def load_model(
     with Placer(staged=device.type == "cuda") as placer:
         ranks = group or Solo()
         context = ranks.part(num_homes) if num_homes > 1 else None
-        to = _Place(dtype, device, backends or Backends(), ranks, context)
+        to = _Place(dtype, device, backends or Backends(), ranks, context, host)
         return _Loader(checkpoint, to, progress, placer).model()
 
 
@@ -90,6 +93,7 @@ class _Place:
     backends: Backends
     group: Group
     context: Group | None
+    host: HostExperts | None
 
 
 class _Loader:
@@ -110,6 +114,8 @@ class _Loader:
         self._device = to.device
         self._progress = progress
         self._backends = to.backends
+        self._host = to.host
+        self._expert_device = to.device if to.host is None else torch.device("cpu")
         self._group = to.group
         self._context = to.context
         self._shapes = tensor_shapes(source.spec)
@@ -169,7 +175,9 @@ class _Loader:
             size if part is None or part.dim != dim else part.size
             for dim, size in enumerate(self._shapes[name])
         ]
-        if not self._backends.keeps(self._dtype, *widths):
+        apart = self._host is not None and ".mlp.experts." in name
+        multiplying = self._host.backends if apart and self._host else self._backends
+        if not multiplying.keeps(self._dtype, *widths):
             return None
         return self._source.quantized(name, self._shapes[name], part)
 
@@ -277,17 +285,20 @@ class _Loader:
             op, experts = f"experts_{stored.kind}", self._stored_experts(prefix, stored.kind)
         shared = self._mlp(prefix + "shared_experts.") if spec.n_shared_experts else None
         weights = MoeWeights(router, bias, op, experts, shared)
-        made = Moe(spec, weights, self._backends, self._group)
+        made = Moe(spec, weights, self._backends, self._group, self._host)
         if not self._told:
             self._told = True
-            _log.info("%s are computed by %s", op, made.experts_by)
+            where = "" if self._host is None else " in DRAM"
+            _log.info("%s%s are computed by %s", op, where, made.experts_by)
         return made
 
     def _plain_experts(self, prefix: str) -> tuple[torch.Tensor, ...]:
         count, hidden = self._spec.n_routed_experts, self._spec.hidden_size
         inner = self._spec.moe_intermediate_size // self._group.size
-        gate_up = torch.empty(count, 2 * inner, hidden, dtype=self._dtype, device=self._device)
-        down = torch.empty(count, hidden, inner, dtype=self._dtype, device=self._device)
+        gate_up, down = (
+            torch.empty(count, *shape, dtype=self._dtype, device=self._expert_device)
+            for shape in ((2 * inner, hidden), (hidden, inner))
+        )
         places = {
             f"{prefix}experts.{expert}.{part}_proj.weight": place
             for expert in range(count)
@@ -344,4 +355,4 @@ class _Loader:
         self._count()
 
     def _empty(self, lead: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*lead, *like.shape, dtype=dtype, device=self._device)
+        return torch.empty(*lead, *like.shape, dtype=dtype, device=self._expert_device)

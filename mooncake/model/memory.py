@@ -114,12 +114,59 @@ def kept_by(options: ModelOptions, dtype: str, stored: QuantFormat | None) -> Ke
     """
     if stored is None:
         return None
+    if options.experts_apart:
+        return Kept(stored)  # moe-backend is that of experts
     if options.device != "cpu":
         return Kept(stored) if options.moe_backend in ("auto", "triton") else None
+    return _kept_by_host(options, dtype, stored)
+
+
+def _kept_by_host(
+    options: ModelOptions, dtype: str, stored: QuantFormat, *, elsewhere: bool = False
+) -> Kept | None:
     if dtype != "bfloat16" or options.moe_backend not in ("auto", "native"):
         return None
     folder = None if options.cache_dir is None else Path(options.cache_dir)
-    return Kept(stored, build.WIDTH) if build.unlikely(folder) is None else None
+    can = elsewhere or build.unlikely(folder) is None
+    return Kept(stored, build.WIDTH) if can else None
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """Bytes of the weights of one rank."""
+
+    on_device: int
+    in_dram: int
+    """Of routed experts beside a model on a GPU."""
+
+
+def held_weights(
+    spec: ModelSpec,
+    dtype: str,
+    options: ModelOptions,
+    stored: QuantFormat | None,
+    *,
+    num_ranks: int = 1,
+    elsewhere: bool = False,
+) -> HeldWeights:
+    """Return what one of `num_ranks` ranks that run so holds of a checkpoint `stored` so.
+
+    elsewhere: on another machine, where code can be compiled.
+    """
+    kept = kept_by(options, dtype, stored)
+    if not options.experts_apart:
+        return HeldWeights(weights_bytes(spec, dtype, num_ranks=num_ranks, kept=kept), 0)
+    beside = None
+    if stored is not None:
+        beside = _kept_by_host(options, dtype, stored, elsewhere=elsewhere)
+    parts = _parts(spec, num_ranks)
+    on_device = in_dram = 0
+    for name in parts:
+        if ".mlp.experts." in name:
+            in_dram += _held_bytes(name, parts, dtype, beside)
+        else:
+            on_device += _held_bytes(name, parts, dtype, kept)
+    return HeldWeights(on_device, in_dram)
 
 
 def weights_bytes(
@@ -131,11 +178,16 @@ def weights_bytes(
     kept: what stays as the checkpoint stores it; None: quantized weights are widened when they are
     loaded.
     """
-    parts = {
+    parts = _parts(spec, num_ranks)
+    return sum(_held_bytes(name, parts, dtype, kept) for name in parts)
+
+
+def _parts(spec: ModelSpec, num_ranks: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of what one rank holds of each tensor."""
+    return {
         name: part_shape(shape, cut_of(spec, name, num_ranks), num_ranks)
         for name, shape in tensor_shapes(spec).items()
     }
-    return sum(_held_bytes(name, parts, dtype, kept) for name in parts)
 
 
 def _held_bytes(

@@ -30,6 +30,7 @@ from mooncake.model.grammar import Grammars
 from mooncake.model.grammar_tokens import load_grammar_tokens
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layers.moe import HostExperts
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.memory import pages_that_fit
@@ -67,13 +68,20 @@ class ModelSource:
         self._device = _device(self._options.device)
         if self._options.cache_dir is not None:
             build.keep_in(Path(self._options.cache_dir))
+        apart = self._experts_apart
         self._backends = settle(
             self._options.attention_backend,
-            self._options.moe_backend,
+            "auto" if apart else self._options.moe_backend,
             self._device,
             deterministic=self._options.deterministic,
             dtype=self._dtype,
         )
+        self._expert_backends = None
+        if apart:
+            if self._options.deterministic:
+                raise ConfigError("expert-device=cpu: deterministic needs all on the GPU")
+            moe, cpu = self._options.moe_backend, torch.device("cpu")
+            self._expert_backends = settle("reference", moe, cpu, dtype=self._dtype)
         self._grammars = Grammars(
             self._checkpoint.spec.vocab_size, functools.partial(load_grammar_tokens, path)
         )
@@ -101,6 +109,11 @@ class ModelSource:
                     torch.set_num_threads(
                         self._options.num_threads
                     )  # what is measured depends on it
+                host = None
+                if self._expert_backends is not None:
+                    copies = self._open_copies()
+                    assert copies is not None, "experts are apart from what has a device"
+                    host = HostExperts(self._expert_backends, copies)
                 model = load_model(
                     self._checkpoint,
                     dtype=self._dtype,
@@ -109,6 +122,7 @@ class ModelSource:
                     backends=self._backends,
                     group=None if self._lead is None else self._lead.group,
                     num_homes=self._options.shape.dcp,
+                    host=host,
                 )
                 if self._lead is not None:
                     self._lead.wait_until_loaded()
@@ -140,6 +154,15 @@ class ModelSource:
         if zeroed is not None:
             zeroed.reached()
         return PageMemory(kv, self._page_device)
+
+    @property
+    def _experts_apart(self) -> bool:
+        """Whether routed experts lie in DRAM, and all else on a device."""
+        return self._options.experts_apart
+
+    def _open_copies(self) -> Copies | None:
+        """Return copies between host and device; None: the device is the host."""
+        return CudaCopies(self._device) if self._device.type == "cuda" else None
 
     def _open_page_device(self) -> PageDevice:
         return CudaDevice(self._device)
@@ -198,7 +221,7 @@ class ModelSource:
             )
             self._lead.use_pages(pages_of_all, descriptor)
         self._grammars.read_vocabulary()
-        copies = CudaCopies(self._device) if self._device.type == "cuda" else None
+        copies = self._open_copies()
         decoder = self._decoder(model, kv, config, copies)
         if isinstance(pages, PageMemory) and decoder is not None:
             pages.last_guess = lambda: decoder.last_guess
@@ -225,9 +248,12 @@ class ModelSource:
     def _decoder(
         self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies | None
     ) -> DecodeGraphs | None:
-        """Return captured decode steps where the device and the backends allow them, else None."""
+        """Return captured decode steps where the device and the backends allow them, else None: not
+        where the host computes experts, since nothing of the host's can be captured.
+        """
         kernels = (self._backends.attention, self._backends.moe)
         can = self._device.type == "cuda" and kernels == (TRITON, TRITON)
+        can = can and self._expert_backends is None
         if not (can and self._options.graphs and model.spec.rope_interleave):
             return None
         with torch.inference_mode():

@@ -11,6 +11,7 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "native", "triton")
 RANK_BACKENDS = ("auto", "shm", "gloo")
 MOE_BACKENDS = ("auto", "reference", "onednn", "native", "triton")
+EXPERT_DEVICES = ("auto", "cpu")
 KV_DTYPES = {"fp8": "float8_e4m3fn"}
 """Of `--kv-cache-dtype`, besides auto, to a layout's dtype."""
 
@@ -20,6 +21,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str = "cpu"
     """"cpu", "cuda" or one GPU, as "cuda:1"."""
+    expert_device: str = "auto"
+    """Of routed experts: "auto", that of the rest, or "cpu", beside a model on a GPU."""
     attention_backend: str = "auto"
     moe_backend: str = "auto"
     deterministic: bool = False
@@ -40,3 +43,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Of torch and compiled code in an engine's process; None: as many as there are cores."""
     graphs: bool = True
     """On a GPU: decode steps are captured once and replayed."""
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether routed experts lie in DRAM, and all else on a GPU."""
+        return self.expert_device == "cpu" and self.device != "cpu"

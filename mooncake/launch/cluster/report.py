@@ -148,7 +148,8 @@ def _rank_table(plan: ServePlan, role: Role) -> Table:
         where += f", {number} engines on {nodes} node{'s' * (nodes > 1)}"
     title = f"memory of each rank of an engine of {rank.shape}, {where}"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
-    for name in ("rank", "weights", "KV", "tokens", "steps", "exchange", "libraries", "sum", "of"):
+    names = ("rank", "weights", "KV", "tokens", "steps", "exchange", "libraries", "sum", "of")
+    for name in (*names, "experts in DRAM") if rank.dram else names:
         table.add_column(name, justify="right")
     for cells in rank_rows(rank, plan.layout):
         table.add_row(*cells)

@@ -27,7 +27,13 @@ from mooncake.crypto.keys import KeySource
 from mooncake.engine.config import EngineConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.launch.config.options import values_of
-from mooncake.launch.config.rank_plan import GpuNode, RankMemory, RankNeeds, rank_memory
+from mooncake.launch.config.rank_plan import (
+    GpuNode,
+    RankMemory,
+    RankNeeds,
+    check_dram,
+    rank_memory,
+)
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.config.shipped import figures
 from mooncake.launch.host import environment, machine_facts
@@ -108,7 +114,7 @@ class ServePlan:
     def engine_bytes(self, role: Role) -> int:
         """Return the memory of all ranks of one engine; on the host they map the same pages."""
         rank = self.ranks[role]
-        return rank.shape.tp * (rank.total - rank.kv) + self._num_copies(rank) * rank.kv
+        return rank.shape.tp * (rank.dram + rank.total - rank.kv) + self._num_copies(rank) * rank.kv
 
     def _num_copies(self, rank: RankMemory) -> int:
         """Return how often an engine's memory holds a rank's pages."""
@@ -139,6 +145,8 @@ class ServePlan:
                 (f"KV cache, {pages}{of_whom}", rank.kv, number * self._num_copies(rank)),
                 (f"activations and libraries{of_whom}", rank.overhead, number * rank.shape.tp),
             ]
+            if rank.dram:
+                rows.append((f"routed experts in DRAM{of_whom}", rank.dram, number * rank.shape.tp))
         rows.append(("kvstore pool", self.kvstore.dram_bytes, self.num_kvstores))
         shown = [
             (what, f"{format_bytes(each)} x {count}", format_bytes(each * count))
@@ -226,6 +234,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         dtype=model.dtype,
         quantization=model.quantization,
         options=options,
+        elsewhere=gpu_node is not None,
         layout=layout,
         step_tokens=config.max_num_batched_tokens,
         step_sequences=config.max_num_seqs,
@@ -302,6 +311,7 @@ def _gpu_node(config: ServeConfig) -> GpuNode | None:
         num_gpus=found.num_gpus,
         gpu_bytes=int(found.hbm_bytes),
         utilization=config.gpu_memory_utilization,
+        dram_bytes=None if found.dram_bytes is None else int(found.dram_bytes),
     )
 
 
@@ -392,8 +402,12 @@ def _num_pages(config: ServeConfig, model: ModelPlan, block_bytes: int) -> int:
 def check_memory(plan: ServePlan, available: int | None) -> None:
     """Raise ConfigError when the workers would not fit into the memory that is there."""
     if plan.gpu_node is not None:
-        for role, _ in plan.engines:
-            plan.gpu_node.check(plan.needs, plan.ranks[role])
+        for role, number in plan.engines:
+            plan.gpu_node.check(plan.needs, plan.ranks[role], number)
+    else:
+        for role, number in plan.engines:
+            rank = plan.ranks[role]
+            check_dram(number * rank.shape.tp, rank.dram, available, "here")
     if available is None or plan.total_bytes <= available or plan.options.device != "cpu":
         return
     nothing = format_bytes(0)

@@ -14,9 +14,8 @@ from mooncake.model.checkpoint.tensor_cuts import check_cuts
 from mooncake.model.memory import (
     GpuMemory,
     communication_bytes,
-    kept_by,
+    held_weights,
     room_for_pages,
-    weights_bytes,
     workspace_bytes,
 )
 from mooncake.model.options import ModelOptions
@@ -40,6 +39,8 @@ class RankNeeds:
     quantization: QuantFormat | None
     """The checkpoint's format."""
     options: ModelOptions
+    elsewhere: bool
+    """Whether the plan is for other machines than this one."""
     layout: KvLayout
     step_tokens: int
     step_sequences: int
@@ -56,6 +57,8 @@ class RankMemory:
 
     shape: Shape
     weights: int
+    """Where the rank computes; routed experts in DRAM beside a GPU are `dram`."""
+    dram: int
     activations: int
     """Of the largest step."""
     communication: int
@@ -96,14 +99,18 @@ def rank_memory(needs: RankNeeds, shape: Shape, num_pages: int) -> RankMemory:
     )
     if needs.on_gpu and shape.tp > 1:
         communication += GPU_COMMUNICATOR_BYTES
+    held = held_weights(
+        needs.spec,
+        needs.dtype,
+        needs.options,
+        needs.quantization,
+        num_ranks=shape.tp,
+        elsewhere=needs.elsewhere,
+    )
     return RankMemory(
         shape=shape,
-        weights=weights_bytes(
-            needs.spec,
-            needs.dtype,
-            num_ranks=shape.tp,
-            kept=kept_by(needs.options, needs.dtype, needs.quantization),
-        ),
+        weights=held.on_device,
+        dram=held.in_dram,
         activations=workspace_bytes(
             needs.spec,
             needs.dtype,
@@ -126,6 +133,8 @@ class GpuNode:
     num_gpus: int
     gpu_bytes: int
     utilization: float
+    dram_bytes: int | None
+    """Of a node; None: not known."""
 
     def filled(self, needs: RankNeeds, shape: Shape) -> RankMemory:
         """Return the memory of a rank with all pages that a GPU has room for."""
@@ -140,10 +149,12 @@ class GpuNode:
             gpu_bytes=int(self.gpu_bytes * self.utilization),
         )
 
-    def check(self, needs: RankNeeds, rank: RankMemory) -> None:
-        """Raise ConfigError where the pages do not fit, or no sequence of full length; the message
-        says what takes the room and what would fit.
+    def check(self, needs: RankNeeds, rank: RankMemory, num_engines: int) -> None:
+        """Raise ConfigError where the pages do not fit, or no sequence of full length, or experts
+        not into DRAM; the message says what takes the room and what would fit.
         """
+        on_a_node = min(num_engines, self.num_gpus // rank.shape.tp)
+        check_dram(on_a_node * rank.shape.tp, rank.dram, self.dram_bytes, f"on {self.name}")
         room = self.filled(needs, rank.shape)
         each = rank.shape.dcp * needs.layout.block_tokens
         tokens = max(0, room.num_pages) * each
@@ -195,13 +206,25 @@ class GpuNode:
         return None
 
 
+def check_dram(num_ranks: int, each: int, dram_bytes: int | None, where: str) -> None:
+    """Raise ConfigError where the routed experts of `num_ranks` ranks do not fit into DRAM."""
+    needed = num_ranks * (each + HOST_LIBRARY_BYTES)
+    if each and dram_bytes is not None and needed > dram_bytes:
+        raise ConfigError(
+            f"expert-device=cpu does not fit {where}: {num_ranks} x ({format_bytes(each)} of "
+            f"routed experts + {format_bytes(HOST_LIBRARY_BYTES)} for libraries) = "
+            f"{format_bytes(needed)} of DRAM, and there are {format_bytes(dram_bytes)}; use an "
+            "INT4 checkpoint, fewer engines (--colocated), or more GPUs without --expert-device"
+        )
+
+
 _INT4_IGNORED = (r"re:.*self_attn.*", r"re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*")
 """Kimi-K2-Thinking's: only routed experts are INT4."""
 
 
 def rank_rows(rank: RankMemory, layout: KvLayout) -> list[tuple[str, ...]]:
     """Return one row a rank for a table: rank, weights, KV, its tokens, activations,
-    communication, libraries, all together, of what.
+    communication, libraries, all together, of what, and experts in DRAM where there are.
     """
     shape = rank.shape
     tokens = max(0, rank.num_pages) * layout.block_tokens
@@ -215,5 +238,6 @@ def rank_rows(rank: RankMemory, layout: KvLayout) -> list[tuple[str, ...]]:
         format_bytes(rank.libraries),
         format_bytes(rank.total),
         "" if rank.gpu_bytes is None else format_bytes(rank.gpu_bytes),
+        *((format_bytes(rank.dram),) if rank.dram else ()),
     )
     return [(str(number), *cells) for number in range(shape.tp)]

@@ -38,6 +38,7 @@ from mooncake.launch.config.options import (
 from mooncake.model.options import (
     ATTENTION_BACKENDS,
     DEVICES,
+    EXPERT_DEVICES,
     KV_DTYPES,
     MOE_BACKENDS,
     RANK_BACKENDS,
@@ -252,8 +253,11 @@ class ServeConfig:
         "auto: triton on a GPU; native (C++, compiled here) in bfloat16 where it can; else "
         "reference")
     moe_backend: str = owned(ModelOptions, "moe_backend", OneOf(*MOE_BACKENDS), ENGINE, "NAME",
-        "auto: triton on a GPU; native for few tokens and onednn for many where they can; else "
+        "auto: triton on a GPU; native or, where it is measured faster, onednn in bfloat16; else "
         "reference")
+    expert_device: str = owned(ModelOptions, "expert_device", OneOf(*EXPERT_DEVICES), ENGINE,
+        "NAME", "cpu: routed experts lie in DRAM and --moe-backend computes them, all else runs on "
+        "the GPU")
     rank_backend: str = owned(ModelOptions, "rank_backend", OneOf(*RANK_BACKENDS), ENGINE, "NAME",
         "what the ranks of an engine exchange tensors by; auto: shm, a memory that they share; "
         "gloo: connections over loopback, slower")

@@ -9,6 +9,7 @@ from mooncake_kernels.reference.router import Routing
 
 from mooncake.base import ModelSpec
 from mooncake.model.backends import Backends
+from mooncake.model.copies import Arriving, Copies
 from mooncake.model.layers.linear import GatedMlp
 from mooncake.model.parallel.group import Group, Solo
 
@@ -29,13 +30,29 @@ class MoeWeights:
     shared: GatedMlp | None
 
 
+@dataclass(frozen=True)
+class HostExperts:
+    """What computes routed experts that lie in the host's memory, beside a model on a device."""
+
+    backends: Backends
+    copies: Copies
+    """Between the two."""
+
+
 class Moe:
     """`x + shared(h) + sum of the chosen experts of h`."""
 
     def __init__(
-        self, spec: ModelSpec, weights: MoeWeights, backends: Backends, group: Group | None = None
+        self,
+        spec: ModelSpec,
+        weights: MoeWeights,
+        backends: Backends,
+        group: Group | None = None,
+        host: HostExperts | None = None,
     ) -> None:
-        """`group`: the ranks that each have columns of every expert; None: this one has all."""
+        """`group`: the ranks that each have columns of every expert; None: this one has all.
+        `host`: what computes the routed experts; None: `backends`, where all else is.
+        """
         self._group = group or Solo()
         self._routing = Routing(
             top_k=spec.num_experts_per_tok,
@@ -47,15 +64,32 @@ class Moe:
         self._router = weights.router
         self._router_bias = weights.router_bias
         self._shared = weights.shared
-        self._experts, self.experts_by = backends.experts(weights.experts_op, *weights.experts)
+        self._copies = None if host is None else host.copies
+        computing = backends if host is None else host.backends
+        self._experts, self.experts_by = computing.experts(weights.experts_op, *weights.experts)
         self._route = backends.route
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + moe(x)`; x and to: [rows, hidden]."""
         experts, weights = self._route(x, self._router, self._router_bias, self._routing)
+        if self._copies is not None:
+            return self._apart(self._copies, (x, experts, weights), to)
         total: torch.Tensor = self._experts(x, experts, weights)
         if self._group.size == 1:
             total.add_(to)
         if self._shared is not None:
             total = self._shared.add(x, total)
+        return total if self._group.size == 1 else self._group.sum(total).add_(to)
+
+    def _apart(
+        self, copies: Copies, of_routed: tuple[torch.Tensor, ...], to: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `to + moe(x)`: the host computes the routed experts of (x, experts, weights) while
+        the device computes the shared one.
+        """
+        coming: list[Arriving] = [copies.fetch(part) for part in of_routed]
+        others = torch.zeros_like(to) if self._group.size > 1 else to
+        total = others.clone() if self._shared is None else self._shared.add(of_routed[0], others)
+        routed: torch.Tensor = self._experts(*(part.wait() for part in coming))
+        total.add_(copies.send(routed))
         return total if self._group.size == 1 else self._group.sum(total).add_(to)

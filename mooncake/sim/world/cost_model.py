@@ -99,6 +99,8 @@ class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     link_bytes_per_s: float
     """Between nodes, all cards together, as reached."""
     transfer_latency_s: float
+    dram_bytes: float | None = None
+    """Of a node, where experts may lie; None: not said."""
     sources: dict[str, str] = {}
 
 

@@ -95,6 +95,34 @@ def test_quantized_weights_on_the_cpu_take_what_they_take(
     assert wide.memory_rows()[0][0] == "weights (bfloat16)"
 
 
+def test_k2_thinking_on_one_gpu_and_dram(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention, shared experts and the dense layer on an H200, 570 GB of experts beside it."""
+    monkeypatch.setattr(build, "unlikely", lambda folder=None: "what this machine can is not asked")
+    model = write_k2(tmp_path / "k2", "int4")
+    wanted = {"hardware": "h200x1", "expert_device": "cpu", "colocated": True}
+    plan = plan_for(model, **wanted)
+    check_memory(plan, None)
+    rank = rank_of(plan)
+    assert rank.dram == pytest.approx(1014.7e9 * (1 / 2 + 2 / 32), rel=0.002)
+    assert rank.weights == pytest.approx(11.7e9 * 2 + 60 * 384 * 7169 * 2, rel=0.01)
+    assert rank.num_pages * 64 > 1_000_000
+    words = f"serve {model} --dry-run --colocated --expert-device cpu --hardware h200x1"
+    assert cli.run(words.split()) == 0
+    assert "DRAM" in capsys.readouterr().out
+    from_yaml = tmp_path / "serve.yaml"
+    from_yaml.write_text("expert-device: cpu\nhardware: h200x1\ncolocated: true\n")
+    assert cli.run(f"serve {model} --dry-run --config {from_yaml}".split()) == 0
+    two = plan_for(model, hardware="h200x1", expert_device="cpu")
+    check_memory(two, None)  # one engine a node
+    fp8 = plan_for(write_k2(tmp_path / "fp8", "fp8"), **wanted)
+    with pytest.raises(ConfigError, match=r"does not fit on h200x1: 1 x \(945.* GiB of routed "):
+        check_memory(fp8, None)
+    with pytest.raises(ConfigError, match=r"KV, and 131072 are wanted"):
+        check_memory(plan_for(model, hardware="h200x1", colocated=True), None)
+
+
 def test_a_node_has_so_many_gpus(tmp_path: Path) -> None:
     model = write_k2(tmp_path / "k2", "int4")
     with pytest.raises(ConfigError, match="16 ranks of an engine lie on one node, which has 8"):
