@@ -59,7 +59,10 @@ def load(tokens: int, choices: int, seed: int) -> tuple[torch.Tensor, ...]:
 
 
 def both_ways(layer: Any) -> Iterator[tuple[bool, Any]]:
-    """Yield (whether it is compiled code's, the layer) for each way that it has."""
+    """Yield (whether it is compiled code's, the layer) for each way that it has, or would have on
+    a CPU with AMX.
+    """
+    layer._many = layer._many or getattr(layer, "_widened", None)
     for limit in (0, 10**6):
         if limit or layer._many is not None:
             layer._few_tokens = limit

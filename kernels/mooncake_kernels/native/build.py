@@ -173,6 +173,13 @@ def _cpu(field: str) -> str:
     return next((value.strip() for name, _, value in parts if name.strip() == field), "")
 
 
+def has_amx() -> bool:
+    """Return whether this CPU multiplies tiles of bfloat16: many rows go to oneDNN, which uses
+    them.
+    """
+    return "amx_bf16" in cpu_flags()
+
+
 def _checked(folder: Path) -> Path:
     """Return a folder that only this user can write to: what lies in it is run."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -114,7 +114,7 @@ class Fp8Linear:
         self._weight = Quantized("fp8", weight, factors)
         self._multiply = function("linear_fp8")
         self._outs = weight.shape[0]
-        self._most_rows = _AMX_ROWS if "amx_bf16" in build.cpu_flags() else None
+        self._most_rows = _AMX_ROWS if build.has_amx() else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, outs] bfloat16."""
