@@ -21,6 +21,7 @@ from mooncake.launch.config import options
 SUMMARIES = {
     "serve": "serve a checkpoint",
     "model": "work with checkpoints",
+    "train": "train a small checkpoint on generated tasks",
     "status": "workers, pool and load",
     "chat": "talk to a server in the terminal",
     "pool": "look at a pool node, put and get",

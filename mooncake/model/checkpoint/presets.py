@@ -26,11 +26,13 @@ from mooncake.model.checkpoint.files import INDEX_NAME
 from mooncake.model.checkpoint.tensor_shapes import Shapes, tensor_shapes
 from mooncake.model.checkpoint.tokenizer_files import (
     NUM_SPECIAL,
+    Pieces,
     special_token_id,
     write_tokenizer_files,
 )
 from mooncake.model.checkpoint.weights import SPEC_DTYPES
 from mooncake.model.checkpoint.whole_directory import whole_directory
+from mooncake.tasks.mix import weighted_pieces as task_pieces
 
 Progress = Callable[[int, int], None]
 """Called with (bytes written, bytes in all)."""
@@ -46,6 +48,8 @@ class Preset:
     num_base_tokens: int
     shard_bytes: int
     config: Mapping[str, Any]
+    pieces: Callable[[], Pieces] | None = None
+    """What the tokenizer learns from; None: the built-in text."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -81,6 +85,19 @@ PRESETS: dict[str, Preset] = {
             "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 2304,
             "moe_intermediate_size": 512, "n_routed_experts": 32, "num_experts_per_tok": 4,
         },
+    ),
+    "k2-demo": Preset(
+        summary="5 M parameters, 1.5 M active a token: the shape that `mooncake train` trains",
+        num_base_tokens=1536,
+        shard_bytes=16 * 2**20,
+        config={
+            "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+            "v_head_dim": 64, "intermediate_size": 512, "moe_intermediate_size": 96,
+            "n_routed_experts": 16, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1,
+            "rope_scaling": None, "rope_theta": 10000.0, "max_position_embeddings": 8192,
+        },
+        pieces=task_pieces,
     ),
 }  # fmt: skip
 
@@ -157,6 +174,19 @@ def init_checkpoint(
     return out
 
 
+def write_preset_files(preset: str, directory: Path) -> dict[str, Any]:
+    """Write all of a checkpoint of `preset` but its weights into `directory`, which is made where
+    there is none; return its `config.json`.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    config = preset_config(preset)
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_files(directory, config, PRESETS[preset])
+    return config
+
+
 def _write_all(
     directory: Path,
     config: Mapping[str, Any],
@@ -164,7 +194,11 @@ def _write_all(
     seed: int,
     progress: Progress | None,
 ) -> None:
-    spec = ModelSpec.from_config(config)
+    _write_files(directory, config, preset)
+    _write_weights(directory, ModelSpec.from_config(config), preset, seed, progress)
+
+
+def _write_files(directory: Path, config: Mapping[str, Any], preset: Preset) -> None:
     _write_json(directory / "config.json", config)
     _write_json(
         directory / "generation_config.json",
@@ -174,8 +208,8 @@ def _write_all(
             "pad_token_id": config["pad_token_id"],
         },
     )
-    write_tokenizer_files(directory, preset.num_base_tokens)
-    _write_weights(directory, spec, preset, seed, progress)
+    pieces = None if preset.pieces is None else preset.pieces()
+    write_tokenizer_files(directory, preset.num_base_tokens, pieces)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -10,12 +10,16 @@ import base64
 import heapq
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from mooncake.base import ConfigError
 from mooncake.model.checkpoint.tokenizer_corpus import weighted_pieces
+
+Pieces = Iterable[tuple[bytes, int]]
+"""Pieces of text as a pre-tokenizer cuts them, with how often each occurs."""
 
 NUM_SPECIAL = 256
 """Slots after the base vocabulary; those without a name are `<|reserved_token_{id}|>`."""
@@ -96,32 +100,32 @@ def special_token_id(name: str, num_base: int) -> int:
     return num_base + SPECIAL_TOKENS[name]
 
 
-def train_ranks(num_base: int) -> list[bytes]:
+def train_ranks(num_base: int, pieces: Pieces | None = None) -> list[bytes]:
     """Return `num_base` byte strings, most basic first: the 256 bytes, then merges by frequency.
 
     The place in the list is the token's rank and id, as tiktoken reads them. Deterministic: ties
-    fall to the lower pair of ids.
+    fall to the lower pair of ids. pieces: what to learn from; None: the built-in text.
 
     Raises:
-        ConfigError: `num_base` is under 256 or more than the built-in text can fill.
+        ConfigError: `num_base` is under 256 or more than the text can fill.
     """
     if num_base < 256:
         raise ConfigError(f"a byte-level vocabulary needs 256 tokens or more, not {num_base}")
-    trainer = _BpeTrainer()
+    trainer = _BpeTrainer(weighted_pieces() if pieces is None else pieces)
     while len(trainer.tokens) < num_base:
         if not trainer.merge_best():
-            raise ConfigError(f"the built-in text gives {len(trainer.tokens)} tokens at most")
+            raise ConfigError(f"the text gives {len(trainer.tokens)} tokens at most")
     return trainer.tokens
 
 
 class _BpeTrainer:
     """Byte-pair merges over weighted pieces; pair counts are kept up to date merge by merge."""
 
-    def __init__(self) -> None:
+    def __init__(self, pieces: Pieces) -> None:
         self.tokens = [bytes((byte,)) for byte in range(256)]
         self._ids = {token: number for number, token in enumerate(self.tokens)}
         totals: dict[bytes, int] = defaultdict(int)
-        for piece, count in weighted_pieces():
+        for piece, count in pieces:
             totals[piece] += count
         self._pieces = [list(piece) for piece in totals]
         self._weights = list(totals.values())
@@ -212,11 +216,11 @@ def tokenizer_config(num_base: int) -> dict[str, Any]:
     }
 
 
-def write_tokenizer_files(out: Path, num_base: int) -> None:
+def write_tokenizer_files(out: Path, num_base: int, pieces: Pieces | None = None) -> None:
     """Write `tiktoken.model`, `tokenizer_config.json` and `chat_template.jinja` into `out`."""
     lines = [
         base64.b64encode(token) + b" %d\n" % rank
-        for rank, token in enumerate(train_ranks(num_base))
+        for rank, token in enumerate(train_ranks(num_base, pieces))
     ]
     (out / "tiktoken.model").write_bytes(b"".join(lines))
     text = json.dumps(tokenizer_config(num_base), indent=2, ensure_ascii=False)

@@ -1,0 +1,88 @@
+"""Settings of `mooncake train`. Defaults are those of what they set in `mooncake.train`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from mooncake.base import ConfigError
+from mooncake.launch.config.options import (
+    OneOf,
+    count,
+    flag,
+    nearest,
+    number,
+    owned,
+    positive,
+    setting,
+    text,
+    texts,
+    truth,
+)
+from mooncake.tasks.mix import TASKS
+from mooncake.train.config import OPTIMIZERS, TrainConfig
+
+MODEL, DATA, OPTIMIZER, PROGRESS = "model", "data", "optimizer", "progress"
+
+
+def weights(name: str, value: object) -> tuple[tuple[str, float], ...]:
+    """Read weights of tasks: a mapping, one text "TASK=WEIGHT", or a list of such texts."""
+    if isinstance(value, Mapping):
+        pairs = {str(task): weight for task, weight in value.items()}
+    else:
+        split = [written.partition("=") for written in texts(name, value)]
+        pairs = {task: weight for task, _, weight in split}
+    for task in pairs:
+        if task not in TASKS:
+            raise ConfigError(
+                f"{flag(name)}: {task!r} is not one of {', '.join(TASKS)}{nearest(task, TASKS)}"
+            )
+    return tuple((task, positive(f"{name} {task}", weight)) for task, weight in pairs.items())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Settings of `mooncake train`."""
+
+    # fmt: off
+    out: str = setting("", text, MODEL, "DIR",
+        "the run's directory; where it holds a state, the run goes on from there", required=True)
+    preset: str = owned(TrainConfig, "preset", text, MODEL, "NAME", "shape and tokenizer")
+    seed: int = owned(TrainConfig, "seed", count(0), MODEL, "N", "of weights and samples")
+    dtype: str = owned(TrainConfig, "dtype", OneOf("bfloat16", "float32"), MODEL, "NAME",
+        "of products; weights and sums are float32")
+    device: str = owned(TrainConfig, "device", text, MODEL, "NAME", "cpu or cuda")
+    threads: int = owned(TrainConfig, "threads", count(1), MODEL, "N", "of the CPU")
+    tasks: tuple[tuple[str, float], ...] = setting((), weights, DATA, "TASK=WEIGHT",
+        f"how often each task is drawn, of {', '.join(TASKS)}", repeat=True, required=True)
+    step_tokens: int = owned(TrainConfig, "step_tokens", count(1), DATA, "N", "of a step")
+    batch_tokens: int = owned(TrainConfig, "batch_tokens", count(1), DATA, "N",
+        "computed at once: bounds memory")
+    max_tokens: int = owned(TrainConfig, "max_tokens", count(8), DATA, "N",
+        "of a conversation; longer ones are drawn again")
+    optimizer: str = owned(TrainConfig, "optimizer", OneOf(*OPTIMIZERS), OPTIMIZER, "NAME",
+        "muon is muonclip without QK-Clip")
+    steps: int = owned(TrainConfig, "steps", count(1), OPTIMIZER, "N", "of the whole run")
+    warmup_steps: int = owned(TrainConfig, "warmup_steps", count(0), OPTIMIZER, "N",
+        "in which the rate rises")
+    decay_steps: int = owned(TrainConfig, "decay_steps", count(0), OPTIMIZER, "N",
+        "at the end, in which it falls to zero")
+    rate: float = owned(TrainConfig, "rate", positive, OPTIMIZER, "R", "learning rate")
+    weight_decay: float = owned(TrainConfig, "weight_decay", number, OPTIMIZER, "W", "of matrices")
+    max_logit: float = owned(TrainConfig, "max_logit", positive, OPTIMIZER, "X",
+        "QK-Clip shrinks heads whose attention logits pass it")
+    clip_norms: bool = owned(TrainConfig, "clip_norms", truth, OPTIMIZER, "",
+        "scale gradients down to the 95 % quantile of the last 128 norms", switch=True)
+    balance_rate: float = owned(TrainConfig, "balance_rate", number, OPTIMIZER, "R",
+        "by which the router's bias moves in a step")
+    mtp_weight: float = owned(TrainConfig, "mtp_weight", number, OPTIMIZER, "W",
+        "of the MTP layer's loss")
+    mtp_steps: int = owned(TrainConfig, "mtp_steps", count(0), OPTIMIZER, "N",
+        "every so many steps train the MTP layer too; 0: none does")
+    log_steps: int = owned(TrainConfig, "log_steps", count(1), PROGRESS, "N", "between lines")
+    save_steps: int = owned(TrainConfig, "save_steps", count(1), PROGRESS, "N", "between saves")
+    score_steps: int = owned(TrainConfig, "score_steps", count(1), PROGRESS, "N",
+        "between scores on held-out samples")
+    score_samples: int = owned(TrainConfig, "score_samples", count(1), PROGRESS, "N",
+        "of each task")
+    # fmt: on

@@ -1,0 +1,86 @@
+"""One generated task: a conversation, the answer wanted, and whether an answer is right. Pure."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+Message = dict[str, Any]
+
+HELD_OUT_SHARE = 8
+"""One of so many keys is never trained on."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A conversation as the OpenAI API has it, and the assistant's next message.
+
+    `messages` ends with a user's or a tool's; answers within it are part of the task too. `answer`
+    has `content`, or `tool_calls`, or both, and may have `reasoning`. `key`: what makes the sample
+    the one it is; samples of equal keys are trained on, or held out, together. "": there is a fixed
+    number of them (facts of the project), which a model has to know by heart.
+    """
+
+    task: str
+    messages: Sequence[Message]
+    answer: Message
+    key: str
+    tools: Sequence[Mapping[str, Any]] = ()
+    also_right: Sequence[str] = field(default=())
+    """Other texts that are as good as the answer's content."""
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the sample may be used for evaluation only."""
+        return bool(self.key) and zlib.crc32(self.key.encode()) % HELD_OUT_SHARE == 0
+
+    def accepts(self, answer: Mapping[str, Any]) -> bool:
+        """Whether `answer`, a message of the assistant, is right; its reasoning does not count."""
+        wanted = [_call(call) for call in self.answer.get("tool_calls") or ()]
+        given = [_call(call) for call in answer.get("tool_calls") or ()]
+        if wanted or given:
+            return wanted == given
+        text = (answer.get("content") or "").strip()
+        right = [self.answer["content"], *self.also_right]
+        if self.task == "json":
+            return bool(_json(text) == _json(right[0]))
+        return _plain(text) in map(_plain, right)
+
+
+Generator = Callable[[Random], Sample]
+"""Makes a sample of one task out of randomness alone."""
+
+
+def user(text: str) -> Message:
+    """Return a user's message."""
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, reasoning: str = "") -> Message:
+    """Return an answer of text, with the thoughts before it if there are any."""
+    message = {"role": "assistant", "content": text}
+    return message | {"reasoning": reasoning} if reasoning else message
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).rstrip(".").lower()
+
+
+def _call(call: Mapping[str, Any]) -> tuple[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    return function["name"], _json(arguments) if isinstance(arguments, str) else arguments
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return _NOT_JSON
+
+
+_NOT_JSON = object()

@@ -1,0 +1,1 @@
+"""Training of small K2-architecture checkpoints with MuonClip."""

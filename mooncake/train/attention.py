@@ -1,0 +1,134 @@
+"""Multi-head latent attention for training: whole sequences, expanded per head, differentiable.
+
+The plain form of `model.layers.mla`; holds weights, no cache. Also measures the largest logit of
+each head, which QK-Clip needs and fused attention does not give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from mooncake.base import ConfigError, ModelSpec
+from mooncake.model.layers.mla import LATENT_NORM_EPS
+from mooncake.train.parts import Linear, Norm
+
+_SHORT = 512
+_MAX_SCORES = 2**22
+"""How many attention scores are looked at together when the largest is sought."""
+
+
+class Attention(nn.Module):
+    """One layer's attention, with the tensors of the checkpoint under their names there."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        if spec.q_lora_rank is None or spec.attention_bias:
+            raise ConfigError("training knows compressed queries without biases only")
+        self.heads = spec.num_attention_heads
+        self.nope = spec.qk_nope_head_dim
+        self.rope = spec.qk_rope_head_dim
+        self.value = spec.v_head_dim
+        self._rank = spec.kv_lora_rank
+        self._scale = spec.softmax_scale
+        self._interleaved = spec.rope_interleave
+        hidden = spec.hidden_size
+        self.q_a_proj = Linear(hidden, spec.q_lora_rank)
+        self.q_a_layernorm = Norm(spec.q_lora_rank, LATENT_NORM_EPS)
+        self.q_b_proj = Linear(spec.q_lora_rank, self.heads * spec.qk_head_dim)
+        self.kv_a_proj_with_mqa = Linear(hidden, spec.kv_width)
+        self.kv_a_layernorm = Norm(spec.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_b_proj = Linear(spec.kv_lora_rank, self.heads * (self.nope + self.value))
+        self.o_proj = Linear(self.heads * self.value, hidden)
+        self.register_buffer("max_logits", torch.zeros(self.heads), persistent=False)
+        self.max_logits: torch.Tensor
+        """The largest logit of each head above zero, since the last clipping; float32 [heads]."""
+
+    def forward(
+        self, x: torch.Tensor, rotation: torch.Tensor, groups: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the attention of x [tokens, hidden]; groups: see `Batch`.
+
+        rotation: of each token, [tokens, 1, rope / 2] complex64.
+        """
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.unflatten(-1, (self.heads, -1))
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split((self._rank, self.rope), dim=-1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, -1))
+        k_nope, v = kv.split((self.nope, self.value), dim=-1)
+        q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
+        q = torch.cat((q_nope, rotate(q_rope, rotation, self._interleaved)), dim=-1)
+        k_rope = rotate(k_rope[:, None], rotation, self._interleaved)
+        k = torch.cat((k_nope, k_rope.expand(-1, self.heads, -1)), dim=-1)
+        attended = []
+        for places in groups:
+            out, found = attend(*(_padded(part, places) for part in (q, k, v)), self._scale)
+            attended.append(out.transpose(1, 2)[places >= 0])
+            if self.training:
+                self.max_logits = torch.maximum(self.max_logits, found)
+        joined: torch.Tensor = self.o_proj(torch.cat(attended).flatten(1))
+        return joined
+
+
+def _padded(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return x [tokens, heads, width] as [sequences, heads, longest, width].
+
+    What pads a sequence is its group's first token: no logit comes of it that none has already.
+    """
+    filled = torch.where(places < 0, places[0, 0], places)
+    return x[filled].transpose(1, 2)
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Return x [..., width] turned by rotation [..., width / 2] complex64, in its dtype.
+
+    interleaved: pairs are neighbours; else the halves are paired.
+    """
+    cos, sin = rotation.real, rotation.imag
+    wide = x.float()
+    if interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+        turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+        return turned.flatten(-2).to(x.dtype)
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return turned.to(x.dtype)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return causal attention [sequences, heads, tokens, value] and the largest logit of each head.
+
+    Short sequences keep all scores, which on a CPU takes half the time of the fused form; long ones
+    are fused, so that memory does not grow with the square of their length.
+    """
+    tokens = q.shape[-2]
+    if tokens > _SHORT:
+        fused = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return fused, largest_logits(q.detach(), k.detach(), scale)
+    scores = (q * scale) @ k.transpose(-1, -2)
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu_(1)
+    scores = scores.masked_fill(later, float("-inf"))
+    return scores.softmax(dim=-1) @ v, scores.detach().amax(dim=(0, 2, 3)).float()
+
+
+@torch.no_grad()
+def largest_logits(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the largest causal attention logit of each head, [heads] float32.
+
+    q, k: [sequences, heads, tokens, width]. Scores are made in pieces of rows: memory is bounded.
+    """
+    batch, heads, tokens, _ = q.shape
+    rows = max(1, min(tokens, _MAX_SCORES // (batch * heads * tokens)))
+    best = torch.full((heads,), float("-inf"))
+    for first in range(0, tokens, rows):
+        stop = min(first + rows, tokens)
+        scores = q[:, :, first:stop] @ k[:, :, :stop].transpose(-1, -2)
+        later = torch.ones(stop - first, stop, dtype=torch.bool, device=q.device).triu_(first + 1)
+        found = scores.masked_fill_(later, float("-inf")).amax(dim=(0, 2, 3)).float()
+        best = torch.maximum(best.to(found.device), found)
+    return best * scale

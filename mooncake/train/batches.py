@@ -1,0 +1,198 @@
+"""Generated samples as batches of tokens, rendered by the very template and tokenizer that serve.
+
+A step's batches are a function of the seed and the step's number: a resumed run needs no state of
+the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+
+from mooncake.api.text.chat_template import ChatTemplate, load_chat_template
+from mooncake.api.text.tokenizer import Tokenizer, load_tokenizer
+from mooncake.tasks.mix import training_sample
+from mooncake.tasks.sample import Message, Sample
+
+_TALKS = 0.25
+"""Share of the samples that come after others in one conversation."""
+_SYSTEMS = (
+    "You are a helpful assistant.",
+    "You are the demo model of Mooncake.",
+    "Answer briefly.",
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences one after the other, the longest first, without padding.
+
+    tokens, positions: [tokens] int64; counts: [tokens] bool, which are the answers' own. `groups`:
+    sequences of about equal length, which attend together: [sequences, longest] int64, each row the
+    places of a sequence in `tokens`, then -1.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    counts: torch.Tensor
+    groups: tuple[torch.Tensor, ...]
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on `device`."""
+        moved = (part.to(device) for part in (self.tokens, self.positions, self.counts))
+        return Batch(*moved, tuple(group.to(device) for group in self.groups))
+
+
+_Sequence = tuple[list[int], list[bool]]
+
+
+def packed(sequences: Sequence[_Sequence], padded_tokens: int = 2048) -> Batch:
+    """Return tokens, and which of them count, as a batch.
+
+    padded_tokens: a group has at most so many places, or one sequence.
+    """
+    ordered = sorted(sequences, key=lambda sequence: len(sequence[0]), reverse=True)
+    groups, first, start = [], 0, 0
+    while first < len(ordered):
+        longest = len(ordered[first][0])
+        stop = first + max(1, padded_tokens // longest)
+        lengths = torch.tensor([len(ids) for ids, _ in ordered[first:stop]])
+        starts = lengths.cumsum(0) - lengths + start
+        column = torch.arange(longest)
+        places = starts[:, None] + column
+        groups.append(places.masked_fill(column >= lengths[:, None], -1))
+        start, first = start + int(lengths.sum()), stop
+    return Batch(
+        torch.tensor([token for ids, _ in ordered for token in ids]),
+        torch.tensor([place for ids, _ in ordered for place in range(len(ids))]),
+        torch.tensor([own for _, counts in ordered for own in counts]),
+        tuple(groups),
+    )
+
+
+class Batches:
+    """Makes the batches of each step."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        weights: Mapping[str, float],
+        seed: int,
+        step_tokens: int,
+        batch_tokens: int,
+        max_tokens: int,
+    ) -> None:
+        """step_tokens: about how many tokens all batches of a step have together; batch_tokens: the
+        most in one batch; max_tokens: longer conversations are drawn again."""
+        self._tokenizer = load_tokenizer(checkpoint)
+        self._template = load_chat_template(checkpoint, self._tokenizer.special_tokens)
+        self._weights = dict(weights)
+        self._seed = seed
+        self._step_tokens = step_tokens
+        self._batch_tokens = batch_tokens
+        self._max_tokens = max_tokens
+
+    def of_step(self, step: int) -> list[Batch]:
+        """Return the batches of `step`."""
+        random = Random(f"training {self._seed} {step}")
+        drawn: list[_Sequence] = []
+        total = 0
+        while total < self._step_tokens:
+            conversation = _conversation(random, self._weights)
+            tokens, counts = rendered(self._template, self._tokenizer, *conversation)
+            if len(tokens) <= self._max_tokens:
+                drawn.append((tokens, counts))
+                total += len(tokens)
+        return self._split(drawn)
+
+    def of_answers(self, samples: Sequence[Sample]) -> list[Batch]:
+        """Return batches of samples, each alone, in which the last answer counts only."""
+        alone = (_alone(sample) for sample in samples)
+        return self._split([rendered(self._template, self._tokenizer, *one) for one in alone])
+
+    def _split(self, drawn: list[_Sequence]) -> list[Batch]:
+        parts: list[list[_Sequence]] = [[]]
+        filled = 0
+        for sequence in drawn:
+            if parts[-1] and filled + len(sequence[0]) > self._batch_tokens:
+                parts.append([])
+                filled = 0
+            parts[-1].append(sequence)
+            filled += len(sequence[0])
+        return [packed(part) for part in parts]
+
+
+def rendered(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    tools: list[Mapping[str, object]],
+    answers: list[bool],
+) -> tuple[list[int], list[bool]]:
+    """Return a conversation's tokens and which of them count: those that the model itself makes.
+
+    answers: for each message of the assistant, whether it counts.
+    """
+    text = template.render(messages, tools=tools or None, add_generation_prompt=False)
+    tokens = tokenizer.encode(text)
+    begin, middle, end = (
+        tokenizer.special_id(name) for name in ("<|im_assistant|>", "<|im_middle|>", "<|im_end|>")
+    )
+    counts = [False] * len(tokens)
+    turn, inside = -1, False
+    for place, token in enumerate(tokens):
+        if token == begin:
+            turn, inside = turn + 1, True
+            after = tokens.index(middle, place) + 1
+        elif inside and place >= after:
+            counts[place] = answers[turn]
+            inside = token != end
+    return tokens, counts
+
+
+def _conversation(
+    random: Random, weights: Mapping[str, float]
+) -> tuple[list[Message], list[Mapping[str, object]], list[bool]]:
+    """Return messages, tools, and which answers count.
+
+    Thoughts are shown in the last answer only, as clients send back answers without them: an
+    earlier answer that was thought about does not count.
+    """
+    samples = [training_sample(random, weights)]
+    while random.random() < _TALKS and len(samples) < 4:
+        before = training_sample(random, weights)
+        if not before.tools and before.task != "needle":
+            samples.insert(0, before)
+    messages: list[Message] = []
+    counting: list[bool] = []
+    if random.random() < 0.15:
+        messages.append({"role": "system", "content": random.choice(_SYSTEMS)})
+    for sample in samples:
+        last = sample is samples[-1]
+        for message in (*sample.messages, sample.answer):
+            shown, counts = _shown(message, last and message is sample.answer)
+            messages.append(shown)
+            if message["role"] == "assistant":
+                counting.append(counts)
+    return messages, list(samples[-1].tools), counting
+
+
+def _alone(
+    sample: Sample,
+) -> tuple[list[Message], list[Mapping[str, object]], list[bool]]:
+    answer, _ = _shown(sample.answer, True)
+    num_before = sum(message["role"] == "assistant" for message in sample.messages)
+    return [*sample.messages, answer], list(sample.tools), [*[False] * num_before, True]
+
+
+def _shown(message: Message, last: bool) -> tuple[Message, bool]:
+    thoughts = message.get("reasoning")
+    if not thoughts:
+        return message, True
+    if not last:
+        return message | {"reasoning": None}, False
+    return message | {"content": f"<think>{thoughts}</think>{message['content']}"}, True

@@ -1,0 +1,117 @@
+"""The mixture-of-experts layer for training, and how its load is balanced.
+
+Balance is the bias update of `noaux_tc` (DeepSeek-V3, arXiv 2412.19437 section 2.1.2): no loss of
+its own. The experts of a layer are one tensor each of gates, ups and downs, so that the optimizer
+treats them in one batch; a checkpoint has a tensor an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+from mooncake_kernels.reference.router import Routing, choose
+from torch import nn
+from torch.nn import functional
+
+from mooncake.base import ModelSpec
+from mooncake.train.parts import GatedMlp
+
+
+class Stack(nn.Module):
+    """As many matrices as there are experts: [experts, out, in] float32."""
+
+    def __init__(self, num_experts: int, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, num_out, num_in))
+
+
+class Experts(nn.Module):
+    """The routed experts of a layer."""
+
+    def __init__(self, num_experts: int, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = Stack(num_experts, hidden, inner)
+        self.up_proj = Stack(num_experts, hidden, inner)
+        self.down_proj = Stack(num_experts, inner, hidden)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the chosen experts of x [tokens, hidden], in float32.
+
+        chosen, weights: [tokens, k].
+        """
+        num = self.gate_proj.weight.shape[0]
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=num).tolist()
+        rows = order // chosen.shape[1]
+        pieces = x.index_select(0, rows).split(counts)
+        gates, ups, downs = (
+            stack.weight.to(x.dtype).unbind()
+            for stack in (self.gate_proj, self.up_proj, self.down_proj)
+        )
+        made = [
+            functional.linear(
+                functional.silu(functional.linear(piece, gate)) * functional.linear(piece, up), down
+            )
+            for piece, gate, up, down in zip(pieces, gates, ups, downs, strict=True)
+        ]
+        weighted = torch.cat(made).float() * weights.flatten()[order][:, None]
+        return torch.zeros_like(x, dtype=torch.float32).index_add(0, rows, weighted)
+
+
+class Router(nn.Module):
+    """Chooses experts by sigmoid scores and a bias that no gradient moves."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self._routing = Routing(
+            top_k=spec.num_experts_per_tok,
+            num_groups=spec.n_group,
+            top_groups=spec.topk_group,
+            normalize=spec.norm_topk_prob,
+            scale=spec.routed_scaling_factor,
+        )
+        self.weight = nn.Parameter(torch.empty(spec.n_routed_experts, spec.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(spec.n_routed_experts))
+        self.e_score_correction_bias: torch.Tensor
+        self.register_buffer("load", torch.zeros(spec.n_routed_experts), persistent=False)
+        self.load: torch.Tensor
+        """How many tokens chose each expert since the bias was last moved."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (experts, weights) of x [tokens, hidden], [tokens, k] each."""
+        logits = functional.linear(x.float(), self.weight)
+        chosen, weights = choose(logits, self.e_score_correction_bias, self._routing)
+        if self.training:
+            self.load += torch.bincount(chosen.flatten(), minlength=len(self.load))
+        return chosen, weights
+
+    @torch.no_grad()
+    def balance(self, rate: float) -> float:
+        """Move the bias towards the experts with fewer tokens and forget the counts.
+
+        Returns the busiest expert's load as a multiple of the mean.
+        """
+        mean = self.load.mean()
+        self.e_score_correction_bias += rate * torch.sign(mean - self.load)
+        worst = float(self.load.max() / mean.clamp(min=1))
+        self.load.zero_()
+        return worst
+
+
+class Moe(nn.Module):
+    """`shared(x) + sum of the chosen experts of x`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        hidden, inner = spec.hidden_size, spec.moe_intermediate_size
+        self.gate = Router(spec)
+        self.experts = Experts(spec.n_routed_experts, hidden, inner)
+        self.shared_experts = (
+            GatedMlp(hidden, inner * spec.n_shared_experts) if spec.n_shared_experts else None
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, hidden] float32 for x of that shape."""
+        total: torch.Tensor = self.experts(x, *self.gate(x))
+        if self.shared_experts is not None:
+            total = total + self.shared_experts(x)
+        return total

@@ -1,0 +1,161 @@
+"""Kimi-K2's forward pass for training: whole sequences, every token's logits, an MTP layer.
+
+Its logits are those of `model.kimi_k2` on the same checkpoint (a test compares them). Owns the
+weights, in float32, under a checkpoint's names with the experts of a layer stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from mooncake.base import ConfigError, ModelSpec
+from mooncake.model.layers.rope import rope_frequencies, rope_scale
+from mooncake.train.attention import Attention
+from mooncake.train.batches import Batch
+from mooncake.train.experts import Moe
+from mooncake.train.parts import GatedMlp, Linear, Norm
+
+INIT_STD = 0.02
+
+
+class Layer(nn.Module):
+    """Attention and a dense or expert layer, each normed first and added in float32."""
+
+    def __init__(self, spec: ModelSpec, dense: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self.input_layernorm = Norm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = Attention(spec)
+        self.post_attention_layernorm = Norm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp: nn.Module = (
+            GatedMlp(spec.hidden_size, spec.intermediate_size) if dense else Moe(spec)
+        )
+
+    def forward(
+        self, x: torch.Tensor, rotation: torch.Tensor, groups: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the layer's output for x [tokens, hidden] float32; see `Attention.forward`."""
+        x = x + self.self_attn(self.input_layernorm(x).to(self._dtype), rotation, groups)
+        made: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x).to(self._dtype))
+        return made
+
+
+class PredictionLayer(Layer):
+    """The MTP layer: from a token's hidden state and the next token, the state that predicts the
+    token after that one (arXiv 2412.19437 section 2.2). Embedding and head are the model's.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        super().__init__(spec, dense=False, dtype=dtype)
+        self.enorm = Norm(spec.hidden_size, spec.rms_norm_eps)
+        self.hnorm = Norm(spec.hidden_size, spec.rms_norm_eps)
+        self.eh_proj = Linear(2 * spec.hidden_size, spec.hidden_size)
+        self.shared_head = nn.ModuleDict({"norm": Norm(spec.hidden_size, spec.rms_norm_eps)})
+
+    def join(self, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """Return the layer's input; hidden: normed states, following: the next embeddings."""
+        joined = torch.cat((self.enorm(following), self.hnorm(hidden)), dim=-1)
+        made: torch.Tensor = self.eh_proj(joined.to(self._dtype)).float()
+        return made
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Sums over the tokens that count, and how many those are."""
+
+    main: torch.Tensor
+    mtp: torch.Tensor
+    num_main: int
+    num_mtp: int
+
+
+class TrainedK2(nn.Module):
+    """The model; computes in `dtype`, adds and keeps weights in float32."""
+
+    def __init__(
+        self, spec: ModelSpec, num_mtp_layers: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Raises ConfigError where `spec` has what training does not know."""
+        super().__init__()
+        if spec.tie_word_embeddings or num_mtp_layers > 1:
+            raise ConfigError("training knows separate embeddings and at most one MTP layer only")
+        self.spec = spec
+        self._dtype = dtype
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(
+            Layer(spec, number < spec.first_k_dense_replace, dtype)
+            for number in range(spec.num_hidden_layers)
+        )
+        self.norm = Norm(spec.hidden_size, spec.rms_norm_eps)
+        self.lm_head = Linear(spec.hidden_size, spec.vocab_size)
+        self.mtp = PredictionLayer(spec, dtype) if num_mtp_layers else None
+        self.register_buffer("_frequencies", rope_frequencies(spec), persistent=False)
+        self._frequencies: torch.Tensor
+        self._rope_scale = rope_scale(spec.yarn)
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Fill all weights: matrices normal, those that write to the residual stream smaller."""
+        generator = torch.Generator().manual_seed(seed)
+        depth = (2 * self.spec.num_hidden_layers) ** -0.5
+        for name, weight in self.named_parameters():
+            if weight.ndim < 2:
+                weight.fill_(1)
+                continue
+            std = INIT_STD if "embed" in name else weight.shape[-1] ** -0.5 / 2
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std *= depth
+            weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """Return normed states [tokens, hidden] float32."""
+        rotation = self._rotation(batch)
+        x = self.embed_tokens(batch.tokens)
+        for layer in self.layers:
+            x = layer(x, rotation, batch.groups)
+        normed: torch.Tensor = self.norm(x)
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [..., vocab] float32 for normed states."""
+        made: torch.Tensor = self.lm_head(hidden.to(self._dtype)).float()
+        return made
+
+    def mtp_hidden(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the MTP layer's normed states: that of token i predicts token i + 2.
+
+        hidden: `hidden(batch)`. A sequence's last state is made of another's first token, and is
+        for nothing.
+        """
+        assert self.mtp is not None
+        joined = self.mtp.join(hidden, self.embed_tokens(batch.tokens.roll(-1)))
+        made: torch.Tensor = self.mtp.shared_head["norm"](
+            self.mtp(joined, self._rotation(batch), batch.groups)
+        )
+        return made
+
+    def losses(self, batch: Batch, with_mtp: bool) -> Losses:
+        """Return the cross entropy of the tokens that count."""
+        hidden = self.hidden(batch)
+        main, num_main = self._loss(hidden, batch, 1)
+        mtp, num_mtp = torch.zeros(()), 0
+        if with_mtp and self.mtp is not None:
+            mtp, num_mtp = self._loss(self.mtp_hidden(hidden, batch), batch, 2)
+        return Losses(main, mtp, num_main, num_mtp)
+
+    def _loss(self, hidden: torch.Tensor, batch: Batch, ahead: int) -> tuple[torch.Tensor, int]:
+        """Return the loss of states that predict the tokens `ahead` of them, and how many."""
+        targets = (batch.counts & (batch.positions >= ahead)).nonzero()[:, 0]
+        logits = self.logits(hidden[targets - ahead])
+        return functional.cross_entropy(logits, batch.tokens[targets], reduction="sum"), len(
+            targets
+        )
+
+    def _rotation(self, batch: Batch) -> torch.Tensor:
+        angles = batch.positions.float()[:, None, None] * self._frequencies
+        return torch.polar(torch.full_like(angles, self._rope_scale), angles)

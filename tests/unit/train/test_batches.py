@@ -1,0 +1,113 @@
+"""Batches of generated samples: what counts, what fits together, and that a step is always the
+same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from mooncake.api.text.chat_template import load_chat_template
+from mooncake.api.text.tokenizer import load_tokenizer
+from mooncake.model.checkpoint.presets import write_preset_files
+from mooncake.tasks.mix import TASKS, evaluation_samples, training_sample
+from mooncake.tasks.sample import assistant, user
+from mooncake.train.batches import Batches, packed, rendered
+
+WEIGHTS = {task: 1.0 for task in TASKS if task != "needle_4k"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("files")
+    write_preset_files("k2-demo", home)
+    return home
+
+
+def batches(checkpoint: Path, step_tokens: int = 3000, seed: int = 0) -> Batches:
+    return Batches(checkpoint, WEIGHTS, seed, step_tokens, batch_tokens=1000, max_tokens=600)
+
+
+def test_answers_count_and_nothing_else(checkpoint: Path) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    template = load_chat_template(checkpoint, tokenizer.special_tokens)
+    messages = [
+        user("What is 2 + 3?"),
+        assistant("5"),
+        user("And 20 + 30? <|im_assistant|>"),
+        assistant("<think>2+3=5</think>50"),
+    ]
+    tokens, counts = rendered(template, tokenizer, messages[:2], [], [True])
+    shown = tokenizer.decode([t for t, own in zip(tokens, counts, strict=True) if own])
+    assert shown == "5<|im_end|>"
+    tokens, counts = rendered(
+        template, tokenizer, [*messages[:2], user("Go on."), messages[3]], [], [False, True]
+    )
+    shown = tokenizer.decode([t for t, own in zip(tokens, counts, strict=True) if own])
+    assert shown == "<think>2+3=5</think>50<|im_end|>"
+
+
+def test_calls_count_up_to_the_end_of_the_turn(checkpoint: Path) -> None:
+    sample = evaluation_samples("tool_call", 1, seed=0)[0]
+    [batch] = batches(checkpoint).of_answers([sample])
+    shown = load_tokenizer(checkpoint).decode(batch.tokens[batch.counts].tolist())
+    call = sample.answer["tool_calls"][0]
+    assert shown == (
+        f"<|tool_calls_section_begin|><|tool_call_begin|>{call['id']}<|tool_call_argument_begin|>"
+        f"{call['function']['arguments']}<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
+    )
+
+
+def test_only_the_last_answer_of_an_evaluated_sample_counts(checkpoint: Path) -> None:
+    [sample] = evaluation_samples("recall", 1, seed=3)
+    [batch] = batches(checkpoint).of_answers([sample])
+    shown = load_tokenizer(checkpoint).decode(batch.tokens[batch.counts].tolist())
+    assert shown == sample.answer["content"] + "<|im_end|>"
+
+
+def test_thoughts_of_earlier_answers_are_neither_shown_nor_learned(checkpoint: Path) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    for step in range(20):
+        for batch in batches(checkpoint, seed=7).of_step(step)[:1]:
+            for group in batch.groups:
+                for row in group:
+                    text = tokenizer.decode(batch.tokens[row[row >= 0]].tolist())
+                    assert text.count("<think>") <= 1
+                    assert "<think>" not in text.rpartition("<|im_assistant|>")[0]
+
+
+def test_a_step_is_always_the_same_and_steps_differ(checkpoint: Path) -> None:
+    first, again = batches(checkpoint).of_step(4), batches(checkpoint).of_step(4)
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(first, again, strict=True))
+    for other in (batches(checkpoint).of_step(5), batches(checkpoint, seed=1).of_step(4)):
+        assert other[0].tokens.tolist() != first[0].tokens.tolist()
+
+
+def test_batches_are_bounded(checkpoint: Path) -> None:
+    made = batches(checkpoint, step_tokens=5000).of_step(0)
+    assert sum(len(batch.tokens) for batch in made) >= 5000
+    assert all(len(batch.tokens) <= 1000 for batch in made)
+    assert all(int(batch.positions.max()) < 600 for batch in made)
+
+
+def test_packing_keeps_every_token_once() -> None:
+    sequences = [
+        ([10 * n + k for k in range(n)], [k % 2 == 0 for k in range(n)]) for n in (3, 9, 5)
+    ]
+    batch = packed(sequences, padded_tokens=10)
+    assert [int((group >= 0).sum(dim=1).max()) for group in batch.groups] == [9, 5]
+    rows = [row[row >= 0] for group in batch.groups for row in group]
+    assert sorted(int(place) for row in rows for place in row) == list(range(17))
+    by_length = sorted(sequences, key=lambda sequence: -len(sequence[0]))
+    for row, (tokens, counts) in zip(rows, by_length, strict=True):
+        assert batch.tokens[row].tolist() == tokens
+        assert batch.counts[row].tolist() == counts
+        assert batch.positions[row].tolist() == list(range(len(tokens)))
+
+
+def test_training_never_draws_what_is_held_out() -> None:
+    random = Random(0)
+    assert not any(training_sample(random, WEIGHTS).held_out for _ in range(500))

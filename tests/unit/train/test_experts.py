@@ -1,0 +1,63 @@
+"""The experts of a layer against a plain loop, and the balance of their load."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from mooncake.base import ModelSpec
+from mooncake.train.experts import Experts, Router
+from tests.support.model.tiny_models import truth
+
+
+def test_experts_are_a_plain_loop() -> None:
+    torch.manual_seed(0)
+    experts = Experts(4, 10, 6)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight)
+    x = torch.randn(9, 10)
+    chosen = torch.tensor([[0, 2], [2, 0], [3, 2]] * 3)  # nobody chooses expert 1
+    weights = torch.rand(9, 2)
+    wanted = torch.zeros(9, 10)
+    for row in range(9):
+        for expert, weight in zip(chosen[row], weights[row], strict=True):
+            gate, up, down = (
+                stack.weight[expert]
+                for stack in (experts.gate_proj, experts.up_proj, experts.down_proj)
+            )
+            wanted[row] += weight * (down @ (functional.silu(gate @ x[row]) * (up @ x[row])))
+    torch.testing.assert_close(experts(x, chosen, weights), wanted, rtol=1e-4, atol=1e-4)
+
+
+def router() -> Router:
+    made = Router(ModelSpec.from_config(truth("plain").config.to_dict()))
+    torch.nn.init.normal_(made.weight, std=0.02)
+    return made.train()
+
+
+def test_the_bias_moves_towards_idle_experts() -> None:
+    made = router()
+    made.load.copy_(torch.tensor([9.0, 1, 5, 5, 5, 5, 5, 5]))
+    assert made.balance(0.01) == pytest.approx(9 / 5)
+    assert made.e_score_correction_bias.tolist() == pytest.approx([-0.01, 0.01, *[0] * 6])
+    assert not made.load.any()
+
+
+def test_balancing_evens_the_load() -> None:
+    torch.manual_seed(0)
+    made = router()
+    made.e_score_correction_bias[0] = 0.3  # all would go there
+    x = torch.randn(256, 64)
+    loads = []
+    for _ in range(60):
+        made(x)
+        loads.append(made.balance(0.01))
+    assert loads[0] > 2.5
+    assert loads[-1] < 1.7
+
+
+def test_evaluation_counts_no_load() -> None:
+    made = router().eval()
+    made(torch.randn(5, 64))
+    assert not made.load.any()

@@ -1,0 +1,187 @@
+"""Whole runs of a tiny model: resumed bit for bit, logged, saved as a checkpoint that serves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mooncake.base import CheckpointError, ConfigError
+from mooncake.model.checkpoint.presets import PRESETS, Preset, write_preset_files
+from mooncake.model.checkpoint.weights import Checkpoint
+from mooncake.model.loading import load_model
+from mooncake.train.batches import packed
+from mooncake.train.checkpoint import STATE_NAME, WEIGHTS_NAME, own_tensor
+from mooncake.train.config import TrainConfig
+from mooncake.train.run import LOG_NAME, Run
+from tests.support.model.tiny_models import forward, kv_for, slot
+
+NANO = PRESETS["k2-nano"]
+
+
+SMALL: Preset = dataclasses.replace(
+    NANO,
+    config={
+        **NANO.config, "num_hidden_layers": 2, "n_routed_experts": 4,
+        "num_nextn_predict_layers": 1,
+    },
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preset() -> Iterator[None]:
+    """Have a preset smaller than k2-nano, with an MTP layer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "k2-test", SMALL)
+        yield
+
+
+@pytest.fixture(scope="module")
+def files(preset: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configuration and tokenizer, which take longer to make than a step."""
+    home = tmp_path_factory.mktemp("files")
+    write_preset_files("k2-test", home)
+    return home
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path, files: Path) -> Path:
+    """A directory for runs, in which the files of each are there already."""
+    for name in (".", "whole", "halves", "muonclip", "muon", "adamw"):
+        shutil.copytree(files, tmp_path / name, dirs_exist_ok=True)
+    return tmp_path
+
+
+def config(out: Path, **changes: Any) -> TrainConfig:
+    given = {
+        "out": str(out), "preset": "k2-test", "tasks": {"addition": 1.0, "copying": 1.0},
+        "steps": 6, "warmup_steps": 2, "decay_steps": 2, "step_tokens": 400, "mtp_steps": 2,
+        "log_steps": 1, "save_steps": 100, "score_steps": 3, "score_samples": 4,
+        "max_logit": 0.5, "clip_norms": True,
+    }  # fmt: skip
+    return TrainConfig(**{**given, **changes})
+
+
+def train(wanted: TrainConfig, until: int | None = None) -> Run:
+    run = Run(wanted)
+    run.go(lambda line: None, until)
+    return run
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / LOG_NAME).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("optimizer", ["muonclip", "adamw"])
+def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
+    whole = train(config(tmp_path / "whole", optimizer=optimizer))
+    halves = config(tmp_path / "halves", optimizer=optimizer)
+    train(halves, until=3)
+    resumed = train(halves)
+    assert resumed.step == whole.step == 6
+    for (name, value), other in zip(
+        whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(value, other), name
+    for name in (STATE_NAME, WEIGHTS_NAME):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "halves" / name).read_bytes()
+    untimed = [
+        [{**line, "tokens_per_s": 0} for line in lines(tmp_path / name)]
+        for name in ("whole", "halves")
+    ]
+    assert untimed[0] == untimed[1]
+
+
+def test_a_run_that_broke_off_forgets_what_it_did_not_save(tmp_path: Path) -> None:
+    wanted = config(tmp_path)
+    train(wanted, until=2)
+    state = (tmp_path / STATE_NAME).read_bytes()
+    train(wanted, until=4)
+    (tmp_path / STATE_NAME).write_bytes(state)
+    assert Run(wanted).step == 2
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_it_saves_when_it_is_stopped(tmp_path: Path) -> None:
+    run = Run(config(tmp_path))
+
+    def stop(line: Any) -> None:
+        if line["step"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.go(stop)
+    assert Run(config(tmp_path)).step == 2
+
+
+def test_it_learns_and_says_so(tmp_path: Path) -> None:
+    train(config(tmp_path, steps=20, rate=0.01, max_logit=100.0))
+    logged = lines(tmp_path)
+    assert logged[-1]["loss"] < 0.8 * logged[0]["loss"]
+    assert [line["step"] for line in logged] == list(range(1, 21))
+    assert set(logged[2]["scores"]) == {"addition", "copying"}
+    assert [line["mtp_loss"] is None for line in logged[:4]] == [False, True, False, True]
+    assert len(logged[0]["max_logits"]) == 3  # two layers and the MTP layer
+    assert logged[0]["max_logit"] == max(max(heads) for heads in logged[0]["max_logits"])
+
+
+def test_qk_clip_works_in_a_run_and_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    clipped = [
+        sum(line["clipped"] for line in lines(tmp_path / optimizer))
+        for optimizer in ("muonclip", "muon", "adamw")
+        if train(config(tmp_path / optimizer, optimizer=optimizer, max_logit=0.01, steps=2))
+    ]
+    assert clipped[0] > 0
+    assert clipped[1:] == [0, 0]
+
+
+def test_the_checkpoint_serves_what_was_trained(tmp_path: Path) -> None:
+    run = train(config(tmp_path, dtype="float32"))
+    checkpoint = Checkpoint.open(tmp_path)
+    model = load_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+    tokens = list(range(40, 80))
+    engine = forward(model, kv_for(checkpoint.spec), [slot(0, 0, tokens, range(3))], whole=True)[0]
+    with torch.no_grad():
+        run.model.eval()
+        for weight in run.model.parameters():  # as stored
+            weight.copy_(weight.to(torch.bfloat16))
+        own = run.model.logits(run.model.hidden(packed([(tokens, [True] * 40)])))
+    torch.testing.assert_close(engine, own, rtol=1e-3, atol=1e-3)
+
+
+def test_the_mtp_layer_has_deepseeks_names(tmp_path: Path) -> None:
+    run = train(config(tmp_path, steps=1))
+    checkpoint = Checkpoint.open(tmp_path)
+    for name in (
+        "embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head",
+        "self_attn.q_b_proj", "mlp.gate", "mlp.experts.3.down_proj", "mlp.shared_experts.up_proj",
+    ):  # fmt: skip
+        stored = checkpoint.raw(f"model.layers.2.{name}.weight")
+        wanted = {
+            "embed_tokens": "embed_tokens.weight", "shared_head.head": "lm_head.weight",
+        }.get(name, f"mtp.{name}.weight")  # fmt: skip
+        assert torch.equal(stored, own_tensor(run.model.state_dict(), wanted).to(torch.bfloat16))
+    bias = checkpoint.raw("model.layers.2.mlp.gate.e_score_correction_bias")
+    assert bias.dtype == torch.float32
+
+
+def test_another_models_state_is_refused(tmp_path: Path) -> None:
+    train(config(tmp_path, steps=1))
+    with pytest.raises(CheckpointError, match="not the state of this model"):
+        Run(config(tmp_path, preset="k2-nano"))
+    with pytest.raises(CheckpointError, match="not the state of this model"):
+        Run(config(tmp_path, optimizer="adamw"))
+    (tmp_path / STATE_NAME).write_bytes(b"broken")
+    with pytest.raises(CheckpointError, match="not the state of this model"):
+        Run(config(tmp_path))
+
+
+def test_an_unknown_preset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="preset"):
+        Run(config(tmp_path, preset="k2-huge"))
