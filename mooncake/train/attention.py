@@ -65,7 +65,8 @@ class Attention(nn.Module):
         k = torch.cat((k_nope, k_rope.expand(-1, self.heads, -1)), dim=-1)
         attended = []
         for places in groups:
-            out, found = attend(*(_padded(part, places) for part in (q, k, v)), self._scale)
+            padded_q, padded_k, padded_v = (_padded(part, places) for part in (q, k, v))
+            out, found = attend(padded_q, padded_k, padded_v, self._scale)
             attended.append(out.transpose(1, 2)[places >= 0])
             if self.training:
                 self.max_logits = torch.maximum(self.max_logits, found)

@@ -43,8 +43,12 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on `device`."""
-        moved = (part.to(device) for part in (self.tokens, self.positions, self.counts))
-        return Batch(*moved, tuple(group.to(device) for group in self.groups))
+        return Batch(
+            self.tokens.to(device),
+            self.positions.to(device),
+            self.counts.to(device),
+            tuple(group.to(device) for group in self.groups),
+        )
 
 
 _Sequence = tuple[list[int], list[bool]]
@@ -139,9 +143,7 @@ def rendered(
     """
     text = template.render(messages, tools=tools or None, add_generation_prompt=False)
     tokens = tokenizer.encode(text)
-    begin, middle, end = (
-        tokenizer.special_id(name) for name in ("<|im_assistant|>", "<|im_middle|>", "<|im_end|>")
-    )
+    begin, middle, end = tokenizer.encode("<|im_assistant|><|im_middle|><|im_end|>")
     counts = [False] * len(tokens)
     turn, inside = -1, False
     for place, token in enumerate(tokens):

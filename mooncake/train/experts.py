@@ -42,7 +42,7 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=num).tolist()
         rows = order // chosen.shape[1]
-        pieces = x.index_select(0, rows).split(counts)
+        pieces = torch.split(x.index_select(0, rows), counts)
         gates, ups, downs = (
             stack.weight.to(x.dtype).unbind()
             for stack in (self.gate_proj, self.up_proj, self.down_proj)

@@ -51,7 +51,8 @@ def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) ->
     for _ in range(_NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
-    return (x.mT if tall else x).to(matrices.dtype)
+    made: torch.Tensor = x.mT if tall else x
+    return made.to(matrices.dtype)
 
 
 class MuonClip:
@@ -139,10 +140,12 @@ def clip_qk(attention: Attention, limit: float) -> torch.Tensor:
     attention.max_logits = torch.zeros_like(attention.max_logits)
     if bool((gamma < 1).any()):
         root = gamma.sqrt()[:, None, None]
-        query = attention.q_b_proj.weight.unflatten(0, (attention.heads, -1))
+        query, key = (
+            product.weight.detach().view(attention.heads, -1, product.weight.shape[1])
+            for product in (attention.q_b_proj, attention.kv_b_proj)
+        )
         query[:, : attention.nope] *= root
         query[:, attention.nope :] *= gamma[:, None, None]
-        key = attention.kv_b_proj.weight.unflatten(0, (attention.heads, -1))
         key[:, : attention.nope] *= root
     return gamma
 

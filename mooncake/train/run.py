@@ -115,7 +115,8 @@ class Run:
         main = mtp = 0.0
         for batch in batches:
             losses = self.model.losses(batch, with_mtp)
-            ((losses.main + config.mtp_weight * losses.mtp) / counted).backward()
+            whole = (losses.main + config.mtp_weight * losses.mtp) / counted
+            torch.autograd.backward(whole)
             main += float(losses.main.detach()) / counted
             mtp += float(losses.mtp.detach()) / counted
         norm = self._norms.clip(self.model.parameters()) if self._norms is not None else None
