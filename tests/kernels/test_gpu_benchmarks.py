@@ -15,7 +15,7 @@ from mooncake_kernels.tuning import TABLES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import attention, correctness, estimate, measure
+from benchmarks.gpu import attention, correctness, estimate, measure, predict
 from benchmarks.gpu.__main__ import CASES, main
 from benchmarks.gpu.rank_slice import KIMI_K2, step_bytes, whole_spec
 from benchmarks.gpu.work import Bench, Case, Work
@@ -223,3 +223,26 @@ def test_the_estimate_says_what_it_stands_on() -> None:
     text = "\n".join(estimate.lines(rows))
     assert "measured, slice-b64-dcp8" in text
     assert "695" in text
+
+
+def test_predictions_follow_from_instructions_and_bytes() -> None:
+    code = {"launch": "a", "kernel": "k", "instructions": 300, "loop": 100, "warps": 8}
+    full = predict.Part("a", "k", items=264, steps=9, num_bytes=4.3e6)
+    found = predict.predict([full], 3, [code])
+    # By hand: two items a multiprocessor, (200 + 900) * 8 / 4 cycles each.
+    assert found.issue_s == pytest.approx(2 * 2200 / 1.755e9)
+    assert found.memory_s == pytest.approx(1e-6)
+    assert found.whole_s == pytest.approx(found.issue_s + 3e-6)
+    alone = predict.predict([replace(full, items=1)], 0, [code])
+    assert alone.memory_s == pytest.approx(132e-6), "one multiprocessor has its share of bandwidth"
+    assert alone.whole_s == alone.memory_s
+    with pytest.raises(KeyError):
+        predict.predict([full], 3, [])
+
+
+def test_the_readme_shows_the_predictions() -> None:
+    shown = (Path(predict.__file__).parent / "README.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in predict.table() if line not in shown] == [], (
+        "python -m benchmarks.gpu.predict"
+    )
+    assert set(predict.lines()) <= {case.name for case in CASES}
