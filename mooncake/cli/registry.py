@@ -28,6 +28,7 @@ SUMMARIES = {
     "credential": "make a credential of fewer rights than the cluster secret",
     "certificates": "make certificates for TLS between hosts",
     "bench": "measure a server or an engine",
+    "eval": "count right answers of an OpenAI endpoint",
     "simulate": "play a trace, or faults, on a simulated cluster",
     "plan": "the smallest cluster for a trace and limits",
     "trace": "look at a trace",

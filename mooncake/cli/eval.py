@@ -1,0 +1,98 @@
+"""`mooncake eval`: how many answers of an OpenAI endpoint are right. The work is done by
+`bench.evaluate`; here are the table and the file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from mooncake.base import ConfigError
+from mooncake.cli.command import Command
+from mooncake.launch.config.eval_settings import Eval
+from mooncake.tasks.mix import evaluation_samples
+
+
+def run(wanted: Eval) -> int:
+    """Evaluate; 1 where a request failed, or a task is below what is asked for.
+
+    Raises:
+        ConfigError: the address is none, or the file cannot be written.
+        Unavailable: the server lists no model.
+    """
+    from mooncake.api.http.event_loop import run_in_loop
+    from mooncake.bench.http_client import HttpClient
+
+    for task, _ in wanted.at_least:
+        if task not in wanted.tasks:
+            raise ConfigError(f"at-least: {task} is not among the tasks that are sent")
+    if wanted.json is not None and not Path(wanted.json).absolute().parent.is_dir():
+        raise ConfigError(f"json: the directory of {wanted.json} is not there")
+    return run_in_loop(_run(wanted, HttpClient(wanted.base_url, insecure=wanted.insecure)))
+
+
+async def _run(wanted: Eval, client: Any) -> int:
+    from mooncake.bench.evaluate import Endpoint, evaluate
+    from mooncake.bench.serve import first_model
+
+    headers = {"Authorization": f"Bearer {wanted.api_key}"} if wanted.api_key else {}
+    console = Console(stderr=True)
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn())
+    try:
+        model = wanted.model or await first_model(client, headers)
+        samples = {
+            task: evaluation_samples(task, wanted.num_samples, wanted.seed) for task in wanted.tasks
+        }
+        with Progress(*columns, console=console, transient=True) as bar:
+            shown = bar.add_task("answers", total=sum(map(len, samples.values())))
+            scores = await evaluate(
+                Endpoint(client, headers, model, wanted.max_tokens),
+                samples,
+                wanted.max_concurrency,
+                lambda: bar.advance(shown),
+            )
+    finally:
+        client.close()
+    table = Table(title=f"{model}: answers that are right", title_justify="left")
+    for heading in ("task", "samples", "right", "standard error", "failed"):
+        table.add_column(heading, justify="left" if heading == "task" else "right")
+    for score in scores:
+        table.add_row(
+            score.task,
+            str(score.num_samples),
+            f"{score.accuracy:.1%}",
+            f"{score.standard_error:.1%}",
+            str(len(score.failures)),
+        )
+    Console().print(table)
+    if wanted.json is not None:
+        tasks = {score.task: score.document() for score in scores}
+        document = {"model": model, "seed": wanted.seed, "tasks": tasks}
+        Path(wanted.json).write_text(json.dumps(document, indent=1) + "\n")
+    failures = [why for score in scores for why in score.failures]
+    for why in failures[:3]:
+        console.print(f"failed: {why}", highlight=False, markup=False)
+    found = {score.task: score.accuracy for score in scores}
+    below = [(task, share) for task, share in wanted.at_least if found[task] < share]
+    for task, share in below:
+        console.print(f"{task}: {found[task]:.1%} are right, fewer than {share:.1%}")
+    return 1 if failures or below else 0
+
+
+COMMANDS = (
+    Command(
+        words="eval", summary="count right answers of an OpenAI endpoint", settings=Eval, run=run,
+        takes_file=True,
+        examples="mooncake eval --num-samples 200 --json scores.json\n"
+        "mooncake eval --base-url http://10.0.0.7:8000 --tasks addition,tool_call "
+        "--at-least addition=0.95",
+        notes="Samples are generated and none was trained on by `mooncake train`; answers are "
+        "greedy. A chat\nquestion is right where the answer is word for word the one that k2-demo "
+        "learns.",
+    ),
+)  # fmt: skip
