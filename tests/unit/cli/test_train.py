@@ -1,0 +1,118 @@
+"""`mooncake train` and `mooncake eval`: settings, the page of curves, exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake.base import ConfigError
+from mooncake.bench import serve
+from mooncake.bench.http_client import Answer, HttpClient
+from mooncake.cli import eval as evaluation
+from mooncake.cli import train
+from mooncake.launch.config.config import read_settings
+from mooncake.launch.config.eval_settings import Eval
+from mooncake.launch.config.shipped import configs
+from mooncake.launch.config.train_settings import Train
+from mooncake.tasks.mix import TASKS, evaluation_samples
+
+
+def test_the_shipped_configuration_is_one() -> None:
+    file = str(configs() / "train" / "k2-demo.yaml")
+    wanted = read_settings(Train, {}, file, {})
+    assert wanted.preset == "k2-demo"
+    assert set(dict(wanted.tasks)) <= set(TASKS)
+    assert dict(wanted.tasks)["json"] == 1.5
+
+
+def test_tasks_may_be_flags() -> None:
+    given = {"out": "x", "tasks": ["addition=2", "copying=0.5"]}
+    assert read_settings(Train, given, None, {}).tasks == (("addition", 2.0), ("copying", 0.5))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "why"),
+    [("adition=1", "did you mean addition"), ("addition", "above zero"), ("addition=-1", "above")],
+)
+def test_a_wrong_weight_is_named(tasks: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read_settings(Train, {"out": "x", "tasks": [tasks]}, None, {})
+
+
+def line(step: int, loss: float, **more: Any) -> dict[str, Any]:
+    numbers = {"max_logit": 3.0 * step, "tokens_per_s": 100.0, "mtp_loss": None}
+    return {"step": step, "tokens": 50 * step, "loss": loss, **numbers, **more}
+
+
+def test_the_page_draws_every_run() -> None:
+    ours = [line(1, 6.0), line(2, 4.0, scores={"addition": 0.5}), line(3, 3.0)]
+    page = train.page({"muonclip": ours, "adamw": [line(1, 6.0), line(2, 5.0)]})
+    assert page.count("<svg") == 4
+    for word in ("muonclip", "adamw", "addition", "max logit", "tokens per s"):
+        assert word in page
+
+
+def test_a_run_without_scores_has_a_page() -> None:
+    assert train.page({"muonclip": [line(1, 6.0)]}).count("<svg") == 3
+
+
+class Server:
+    """In place of connections: answers sums, right where `right` says so."""
+
+    def __init__(self, right: bool) -> None:
+        self._right = {
+            sample.messages[-1]["content"]: sample.answer if right else {"content": "?"}
+            for sample in evaluation_samples("addition", 5, seed=0)
+        }
+
+    async def request(
+        self, method: str, path: str, headers: dict[str, str], body: bytes, on_data: Any
+    ) -> Answer:
+        asked = json.loads(body)["messages"][-1]["content"]
+        message = self._right[asked]
+        on_data(json.dumps({"choices": [{"message": message}]}).encode(), 0.0)
+        return Answer(200, "OK")
+
+
+def evaluated(monkeypatch: pytest.MonkeyPatch, right: bool, **given: Any) -> int:
+    server = Server(right)
+
+    async def request(self: HttpClient, *arguments: Any) -> Answer:
+        return await server.request(*arguments)
+
+    async def first_model(*_: Any) -> str:
+        return "tiny"
+
+    monkeypatch.setattr(HttpClient, "request", request)
+    monkeypatch.setattr(serve, "first_model", first_model)
+    words = {"tasks": "addition", "num_samples": "5", **given}
+    return evaluation.run(read_settings(Eval, words, None, {}))
+
+
+def test_scores_are_shown_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "scores.json"
+    assert evaluated(monkeypatch, True, json=str(out), at_least=["addition=0.9"]) == 0
+    document = json.loads(out.read_text())
+    assert document["model"] == "tiny"
+    assert document["tasks"]["addition"]["accuracy"] == 1.0
+    assert document["tasks"]["addition"]["standard_error"] == 0.0
+    assert "100.0%" in capsys.readouterr().out
+
+
+def test_a_score_below_the_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert evaluated(monkeypatch, False) == 0
+    assert evaluated(monkeypatch, False, at_least=["addition=0.9"]) == 1
+
+
+def test_mistakes_are_told_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="not among"):
+        evaluated(monkeypatch, True, at_least=["copying=0.9"])
+    with pytest.raises(ConfigError, match="directory"):
+        evaluated(monkeypatch, True, json="/not/there/x.json")
+    with pytest.raises(ConfigError, match="base-url"):
+        evaluated(monkeypatch, True, base_url="nowhere")
