@@ -167,16 +167,30 @@ class InstanceCost:
     def seconds(self, plan: StepPlan) -> float:
         """Return the duration of a step in seconds."""
         num_tokens = num_pairs = num_context = 0
+        exchanged = 0.0
         for slot in plan.slots:
             new, start = len(slot.tokens), slot.start
             num_tokens += new
             num_pairs += new * start + new * (new + 1) // 2
             num_context += start + new
-        return self.step_s(num_tokens, num_pairs, num_context)
+            exchanged += self._exchanged(new, start + new)
+        return self.step_s(num_tokens, num_pairs, num_context, exchanged)
 
-    def step_s(self, num_tokens: int, num_pairs: int, num_context: int) -> float:
+    def _exchanged(self, new: float, context: float) -> float:
+        """Return the bytes a layer that ranks exchange for one sequence where KV is dealt out: its
+        queries and outputs, or its context, whichever is less.
+        """
+        if self.shape.dcp == 1:
+            return 0.0
+        model = self.model
+        latents = context * model.kv_bytes_per_token / model.num_layers
+        return min(new * model.context_exchange_bytes, latents)
+
+    def step_s(
+        self, num_tokens: int, num_pairs: int, num_context: int, exchanged: float = 0.0
+    ) -> float:
         """Return the seconds of a step: `num_pairs` (token, attended token) pairs, `num_context`
-        tokens whose KV is read.
+        tokens whose KV is read, `exchanged` bytes a layer for them.
         """
         weights_s = self._weights_s.get(num_tokens)
         if weights_s is None:
@@ -184,7 +198,7 @@ class InstanceCost:
             self._weights_s[num_tokens] = weights_s
         products_s = max(num_tokens * self._token_s, weights_s)
         attention_s = max(num_pairs * self._pair_s, num_context * self._context_s)
-        sync_s = self._sync_s(num_tokens / self.num_nodes, num_context / self.num_nodes)
+        sync_s = self._sync_s(num_tokens / self.num_nodes, exchanged / self.num_nodes)
         return self.hardware.step_overhead_s + sync_s + products_s + attention_s
 
     def _rank_bytes_read(self, num_tokens: int) -> float:
@@ -194,18 +208,15 @@ class InstanceCost:
         experts = model.expert_bytes_read(num_tokens) / self.num_gpus
         return model.whole_bytes + cut / tp + experts
 
-    def _sync_s(self, num_tokens: float, num_context: float) -> float:
-        """Return the seconds that the ranks of a node talk in a step: two sums a layer. Where KV is
-        dealt out, also an exchange of queries and outputs, or of the context, whichever is less; a
-        gather is half of a sum.
+    def _sync_s(self, num_tokens: float, exchanged: float) -> float:
+        """Return the seconds that the ranks of a node talk in a step: two sums a layer, and where
+        KV is dealt out what they exchange for it; a gather is half of a sum.
         """
         if self.shape.tp == 1:
             return 0.0
         model = self.model
         layer_s = 2 * self._all_reduce_s(num_tokens * model.hidden_size * ACTIVATION_BYTES)
         if self.shape.dcp > 1:
-            context = num_context * model.kv_bytes_per_token / model.num_layers
-            exchanged = min(num_tokens * model.context_exchange_bytes, context)
             layer_s += self._all_reduce_s(exchanged) / 2
         return model.num_layers * layer_s
 
@@ -217,7 +228,8 @@ class InstanceCost:
         seconds, start = 0.0, num_cached
         while start < num_tokens:
             new = min(chunk_tokens, num_tokens - start)
-            seconds += self.step_s(new, new * start + new * (new + 1) // 2, start + new)
+            pairs = new * start + new * (new + 1) // 2
+            seconds += self.step_s(new, pairs, start + new, self._exchanged(new, start + new))
             start += new
         return seconds
 
@@ -243,7 +255,8 @@ class InstanceCost:
     def _shape_s(self, new: int, context: int, sequences: int) -> float:
         each = new / sequences
         pairs = round(each * context + new * (each + 1) / 2)
-        return self.step_s(new, pairs, context + new)
+        exchanged = sequences * self._exchanged(each, (context + new) / sequences)
+        return self.step_s(new, pairs, context + new, exchanged)
 
 
 def sim_layout(model: ModelFigures, block_tokens: int, num_groups: int) -> KvLayout:

@@ -18,6 +18,19 @@ PAIRS = [
 CHUNK = 8192
 
 
+def plan_of(*slots: tuple[int, int]) -> StepPlan:
+    """Return a step of sequences with so many tokens before, and new ones."""
+    return StepPlan(
+        step_id=0,
+        starts=[],
+        slots=[
+            StepSlot(sequence_id=index, start=start, tokens=[1] * new, pages=[], sample=True)
+            for index, (start, new) in enumerate(slots)
+        ],
+        ended=[],
+    )
+
+
 @pytest.fixture(params=PAIRS, ids="-".join)
 def cost(request: pytest.FixtureRequest) -> InstanceCost:
     return InstanceCost(model(request.param[0]), hardware(request.param[1]))
@@ -68,7 +81,8 @@ def test_dealt_out_contexts_are_read_faster_and_cost_an_exchange() -> None:
         InstanceCost(model("kimi-k2-thinking"), hardware("h200x8"), Shape(tp=8, dcp=dcp))
         for dcp in (1, 8)
     )
-    assert dealt.step_s(1, 100, 100) > replicated.step_s(1, 100, 100)
+    short = plan_of((100, 1))
+    assert dealt.seconds(short) > replicated.seconds(short)
     long = 64, 64 * 10_240, 64 * 10_240
     assert dealt.step_s(*long) < 0.8 * replicated.step_s(*long)
     # Seven eighths of the context's bytes are no longer read by each rank.
@@ -77,6 +91,22 @@ def test_dealt_out_contexts_are_read_faster_and_cost_an_exchange() -> None:
     for cost, share in ((replicated, 1), (dealt, 8)):
         more = cost.step_s(64, 0, 10 * extra) - cost.step_s(64, 0, 9 * extra)
         assert more == pytest.approx(extra * 70272 / rate / share, rel=1e-6)
+
+
+def test_each_sequence_exchanges_what_is_less_of_its_queries_and_its_context() -> None:
+    """A prompt beside decoding sequences gathers its own context, not theirs, and they send their
+    queries.
+    """
+    figures = model("kimi-k2-thinking")
+    cost = InstanceCost(figures, hardware("h200x8"), Shape(tp=8, dcp=8))
+    decoding = [(8000, 1)] * 400
+    plan = plan_of((0, 7000), *decoding)
+    num_bytes = 7000 * 70272 / 61 + 400 * figures.context_exchange_bytes
+    latency_s, rate = 2.5e-5, 2.06e11  # of large sums; a gather is half of one
+    exchange_s = 61 * (latency_s + num_bytes / rate) / 2
+    tokens = 7400, 7000 * 7001 // 2 + 400 * 8001, 7000 + 400 * 8001
+    without_s = cost.step_s(*tokens) - 61 * 7e-6 / 2  # an exchange of nothing
+    assert cost.seconds(plan) == pytest.approx(without_s + exchange_s)
 
 
 def test_sums_grow_with_what_is_summed_and_one_rank_needs_none() -> None:
@@ -131,7 +161,12 @@ def test_a_plan_costs_what_its_slots_do(cost: InstanceCost) -> None:
         StepSlot(sequence_id=2, start=0, tokens=[1, 2, 3], pages=[], sample=False),
     ]
     plan = StepPlan(step_id=0, starts=[], slots=slots, ended=[])
-    assert cost.seconds(plan) == cost.step_s(4, 101 + 6, 101 + 3)
+    figures, shape = cost.model, cost.shape
+    latents = figures.kv_bytes_per_token / figures.num_layers
+    queries = figures.context_exchange_bytes
+    exchanged = min(queries, 101 * latents) + min(3 * queries, 3 * latents)
+    wanted = cost.step_s(4, 101 + 6, 101 + 3, exchanged if shape.dcp > 1 else 0.0)
+    assert cost.seconds(plan) == wanted
 
 
 def test_the_conductors_model_learns_it_from_the_profile(cost: InstanceCost) -> None:
