@@ -27,7 +27,9 @@ NEW = "a directory that is not there yet"
 class Init:
     """Settings of `mooncake model init`."""
 
-    preset: str = setting("", text, OUT, "NAME", "k2-nano, k2-tiny or k2-small", required=True)
+    preset: str = setting(
+        "", text, OUT, "NAME", "k2-nano, k2-tiny, k2-small or k2-demo", required=True
+    )
     seed: int = setting(0, count(0), OUT, "N", "of the weights")
     out: str = setting("", text, OUT, "DIR", NEW, required=True)
 
