@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from mooncake.base import ConfigError, MooncakeError
+from mooncake.base import ConfigError, MooncakeError, Role
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import ClusterKeys, own_credential
 from mooncake.launch.host import environment, machine_facts
@@ -122,7 +122,9 @@ class WorkerActor:
         self._state = ("starting", 0, 0)
         self._worker: process.Worker | None = None
         self._lock = threading.Lock()
-        self._stopping = False
+        self._drain_s: float | None = None
+        """Set once it is to stop."""
+        self._is_pool = False
 
     def __repr__(self) -> str:
         """Ray puts this before each line of the log."""
@@ -135,6 +137,7 @@ class WorkerActor:
         in the environment of their Ray.
         """
         settings = msgspec.msgpack.decode(encoded, type=WorkerSettings)
+        self._is_pool = settings.role is Role.KVSTORE
         configure_logging(
             settings.worker_id, sys.stderr, level=settings.log_level, form=settings.log_format
         )
@@ -164,12 +167,12 @@ class WorkerActor:
         state = State(os.getpid(), machine_facts.boot_id(), *self._state, ready)
         return msgspec.msgpack.encode(state)
 
-    def stop(self) -> None:
-        """End `run`."""
+    def stop(self, drain_s: float) -> None:
+        """End `run`, once what runs here has ended or `drain_s` have gone by."""
         with self._lock:
-            self._stopping = True
+            self._drain_s = drain_s
             if self._worker is not None:
-                self._worker.leave(SAVE_S)
+                self._worker.leave(SAVE_S if self._is_pool else drain_s)
 
     def _progress(self, what: str, done: int, whole: int) -> None:
         self._state = (what, done, whole)
@@ -179,8 +182,8 @@ class WorkerActor:
             self._worker = worker
             if worker.admin_url:
                 _log.info("admin at %s", worker.admin_url)
-            if self._stopping:
-                worker.leave(SAVE_S)
+            if self._drain_s is not None:
+                worker.leave(0.0)  # it has nothing yet
 
 
 @dataclasses.dataclass
@@ -412,12 +415,15 @@ class Supervisor:
     All in the thread that called `connect`, but for `give_up`. `lost` is told a worker's id.
     """
 
-    def __init__(self, lost: Callable[[str], None]) -> None:
+    def __init__(self, lost: Callable[[str], None], drain_s: float = 0.0) -> None:
+        """`drain_s`: so long engines may finish at the end what they have."""
         self._lost = lost
+        self._drain_s = drain_s
         self._secret_file = ""
         self._entries: list[_Entry] = []
         self._poll = select.poll()
         self._stopping = threading.Event()
+        self._hurry = threading.Event()
         self._have_started = False
         """All workers were ready once: from now on one that refuses to start costs only itself."""
 
@@ -456,7 +462,9 @@ class Supervisor:
         return {e.settings.worker_id: e.state.pid for e in self._entries if e.state is not None}
 
     def give_up(self) -> None:
-        """Have `start` or `watch` return soon; from any thread."""
+        """Have `start` or `watch` return soon, and called again, `stop`; from any thread."""
+        if self._stopping.is_set():
+            self._hurry.set()
         self._stopping.set()
 
     def watch(self) -> None:
@@ -470,10 +478,11 @@ class Supervisor:
         runs = []
         for entry in self._entries:
             if entry.state is not None and entry.state.ready and not entry.lost:
-                entry.actor.stop.remote()
+                entry.actor.stop.remote(self._drain_s)
                 runs.append(entry.run)
-        if runs:
-            ray.wait(runs, num_returns=len(runs), timeout=STOP_S)
+        end_s = time.monotonic() + self._drain_s + STOP_S
+        while runs and time.monotonic() < end_s and not self._hurry.is_set():
+            _, runs = ray.wait(runs, num_returns=len(runs), timeout=POLL_S)
         for entry in self._entries:
             ray.kill(entry.actor, no_restart=True)
             if entry.gpus is not None:

@@ -67,7 +67,9 @@ class RayWorkers:
     def _run(self, gateway_process: GatewayProcess, show: report.Show) -> None:
         """The supervisor's whole life, in one thread: Ray's processes end with it."""
         try:
-            self._supervisor = supervisor = ray_cluster.Supervisor(gateway_process.worker_lost)
+            self._supervisor = supervisor = ray_cluster.Supervisor(
+                gateway_process.worker_lost, self._config.shutdown_timeout * self._config.headless
+            )
             if self._stopping.is_set():
                 supervisor.give_up()
             try:
@@ -146,7 +148,7 @@ def join(config: ServeConfig) -> int:
     assert config.role is not None
     assert config.join is not None
     console = Console(stderr=True)
-    supervisor = ray_cluster.Supervisor(lambda _: None)
+    supervisor = ray_cluster.Supervisor(lambda _: None, config.shutdown_timeout)
     asked_to_stop = threading.Event()
     secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
     credential = own_credential(secret, CredentialRole.WORKER)

@@ -271,14 +271,16 @@ class Worker:
         return [own, LinkFamilies(worker_id, self._ports.transfer.links())]
 
     def leave(self, limit_s: float) -> None:
-        """End the driver; a pool node may first finish what is open and save what is worth it, for
-        at most `limit_s`. Returns at once; from any thread.
+        """End the driver. For at most `limit_s` before that, an engine finishes what it has, and a
+        pool node also saves what is worth it; neither takes anything new. Returns at once; from any
+        thread.
         """
-        if limit_s > 0 and isinstance(self.machine, KvNode):
-            self.driver.call(lambda node, now: node.handle(Drain(), now))
-            self.driver.stop_when(lambda node: bool(node.drained), limit_s)
-        else:
+        if limit_s <= 0:
             self.driver.stop()
+            return
+        is_pool = isinstance(self.machine, KvNode)
+        self.driver.call(lambda machine, now: machine.handle(Drain(), now))
+        self.driver.stop_when(lambda role: role.drained if is_pool else role.quiet, limit_s)
 
     def say_goodbye(self, gateway_address: str) -> None:
         """Tell the gateway that this worker ends, so that it waits for no heartbeat."""
