@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -26,7 +27,9 @@ from mooncake.launch.worker import metrics as worker_metrics
 from mooncake.telemetry.series import RequestSeries, WorkerSeries
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 
-PAGES = Path(__file__).resolve().parents[2] / "docs" / "reference"
+TOP = Path(__file__).resolve().parents[2]
+PAGES = TOP / "docs" / "reference"
+CHART = TOP / "charts" / "mooncake"
 GENERATED = "<!-- Made by `make docs` from the code; do not edit. -->"
 
 
@@ -246,8 +249,34 @@ def _default(about: Mapping[str, Any]) -> str:
     return code(str(value)) if value is not None else ""
 
 
+# ---------------------------------------------------------------- the chart
+
+
+def chart() -> list[str]:
+    """Return the page of the chart's values: each with the comment that stands before it."""
+    lines = ["# Values of the chart", ""]
+    lines += ["`charts/mooncake/values.yaml`, for [the chart](../kubernetes.md).", ""]
+    rows: list[list[str]] = []
+    said: list[str] = []
+    path: list[str] = []
+    for line in (CHART / "values.yaml").read_text().splitlines():
+        text = line.strip()
+        if text.startswith("# ") and not text.startswith(("#  ", "# -")):
+            said.append(text.removeprefix("# "))
+        elif found := re.fullmatch(r"( *)([A-Za-z]\w*):(.*)", line):
+            path[len(found[1]) // 2 :] = [found[2]]
+            default = found[3].strip()
+            if default or said:
+                rows.append([code(".".join(path)), code(default), " ".join(said)])
+            said = []
+        elif not text:
+            said = []
+    return [*lines, *table(["value", "default", "what it is"], rows)]
+
+
 PAGES_BY_NAME: dict[str, Callable[[], list[str]]] = {
     "flags.md": flags, "metrics.md": metrics, "messages.md": wire, "http.md": http,
+    "chart.md": chart,
 }  # fmt: skip
 
 

@@ -48,6 +48,14 @@
 {{- end }}
 {{- end -}}
 
+{{/* One role with what it inherits: (dict "root" $ "role" "gateway"), with `values` and `name` added. */}}
+{{- define "mooncake.scope" -}}
+{{- $values := mergeOverwrite (deepCopy .root.Values.pods) (deepCopy (index .root.Values .role)) }}
+{{- $_ := set . "values" $values }}
+{{- $_ := set . "name" (printf "%s-%s" (include "mooncake.name" .root) .role) }}
+{{- $_ := set . "head" (printf "%s-head" (include "mooncake.name" .root)) }}
+{{- end -}}
+
 {{/* Labels that select the pods of one role: (dict "root" $ "role" "gateway"). */}}
 {{- define "mooncake.labels" -}}
 app.kubernetes.io/name: mooncake
@@ -55,11 +63,200 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .role }}
 {{- end -}}
 
-{{/* What all containers share; the command is theirs. */}}
+{{- define "mooncake.image" -}}
+"{{ required "image.repository: an image with mooncake in it" .Values.image.repository }}{{ with .Values.image.tag }}:{{ . }}{{ end }}"
+{{- end -}}
+
+{{/* Where a pod keeps the certificate that it signed itself. */}}
+{{- define "mooncake.podTls" -}}
+/etc/mooncake-pod-tls
+{{- end -}}
+
+{{/* The flags of a port's HTTPS: (dict "root" $ "port" "health"). */}}
+{{- define "mooncake.portTls" -}}
+{{- if .root.Values.tls.authority }} --{{ .port }}-ssl-certfile {{ include "mooncake.podTls" . }}/cert.pem --{{ .port }}-ssl-keyfile {{ include "mooncake.podTls" . }}/key.pem
+{{- end }}
+{{- end -}}
+
+{{/* Flags as words of a shell command, each quoted. */}}
+{{- define "mooncake.words" -}}
+{{- range . }} {{ . | squote }}{{ end -}}
+{{- end -}}
+
+{{/* What the pods of a role carry besides: `checksum/secrets` changes with what is read only at a start. */}}
+{{- define "mooncake.annotations" -}}
+{{- $found := dict }}
+{{- range compact (list .root.Values.gateway.tlsSecret .root.Values.tls.authority .root.Values.secret.existing) }}
+{{- $data := (lookup "v1" "Secret" $.root.Release.Namespace .).data | default dict }}
+{{- $_ := set $found . (omit $data "keys.yaml") }}
+{{- end }}
+{{- toYaml (merge (deepCopy .values.podAnnotations) (dict "checksum/secrets" (toJson $found | sha256sum))) }}
+{{- end -}}
+
+{{/* Volumes of a role's pods, and where they are mounted: "volumes" and "mounts", of the same names. */}}
+{{- define "mooncake.volumes" -}}
+{{- $model := ternary .root.Values.model.volume (.root.Values.model.smallVolume | default .root.Values.model.volume)
+    (or (has .role (list "prefill" "decode")) (not .root.Values.model.smallVolume)) }}
+{{- if .root.Values.model.download.source }}
+{{- $model = $model | default (dict "emptyDir" dict) }}
+{{- end }}
+{{- if not $model }}{{ fail "model.volume: where the checkpoint is" }}{{ end }}
+- {{ toYaml (merge (dict "name" "model") ($model | default dict)) | nindent 2 | trim }}
+{{- if ne .role "gateway" }}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .values.shm }}}
+{{- end }}
+- name: tmp
+  emptyDir: {}
+{{- if and (eq .role "gateway") .root.Values.secret.apiKeys }}
+- name: keys
+  secret:
+    secretName: {{ include "mooncake.secret" .root }}
+    items: [{key: keys.yaml, path: keys.yaml}]
+{{- end }}
+{{- if and (eq .role "gateway") .values.tlsSecret }}
+- name: tls
+  secret: {secretName: {{ .values.tlsSecret }}}
+{{- end }}
+{{- with .root.Values.tls.authority }}
+- name: authority
+  secret: {secretName: {{ . }}, items: [{key: tls.crt, path: ca.pem}, {key: tls.key, path: ca-key.pem}]}
+- name: pod-tls
+  emptyDir: {medium: Memory, sizeLimit: 1Mi}
+{{- end }}
+{{- with .values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "mooncake.mounts" -}}
+- {name: model, mountPath: {{ .root.Values.model.mountPath }}, readOnly: true}
+{{- if ne .role "gateway" }}
+- {name: shm, mountPath: /dev/shm}
+{{- end }}
+- {name: tmp, mountPath: /tmp}
+{{- if and (eq .role "gateway") .root.Values.secret.apiKeys }}
+- {name: keys, mountPath: /etc/mooncake, readOnly: true}
+{{- end }}
+{{- if and (eq .role "gateway") .values.tlsSecret }}
+- {name: tls, mountPath: /etc/mooncake-tls, readOnly: true}
+{{- end }}
+{{- if .root.Values.tls.authority }}
+- {name: pod-tls, mountPath: {{ include "mooncake.podTls" . }}}
+{{- end }}
+{{- range $at, $disk := .values.ssd }}
+- {name: ssd-{{ $at }}, mountPath: /ssd/{{ $at }}}
+{{- end }}
+{{- with .values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* What runs before a role's container. */}}
+{{- define "mooncake.initContainers" -}}
+{{- with .root.Values.model.download }}
+{{- if .source }}
+- name: model
+  image: {{ .image | default (include "mooncake.image" $.root) }}
+  {{- with $.root.Values.securityContext }}
+  securityContext: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  env:
+    - {name: HF_HUB_OFFLINE, value: "0"}
+    - {name: HF_HOME, value: /tmp/hf}
+  {{- with .secret }}
+  envFrom:
+    - secretRef: {name: {{ . }}}
+  {{- end }}
+  {{- $weights := has $.role (list "prefill" "decode") }}
+  command: [/bin/sh, -ec]
+  args:
+    - |
+      [ ! -e {{ $.root.Values.model.path }}/.complete{{ ternary "" "-small" $weights }} ] || exit 0
+      {{- if hasPrefix "hf://" .source }}
+      hf download {{ trimPrefix "hf://" .source | squote }} --local-dir {{ $.root.Values.model.path | squote }}{{ if not $weights }} --exclude '*.safetensors'{{ end }}
+      {{- else if hasPrefix "s3://" .source }}
+      aws s3 cp --recursive {{ .source | squote }} {{ $.root.Values.model.path | squote }}{{ if not $weights }} --exclude '*.safetensors'{{ end }}
+      {{- else }}
+      {{- fail (printf "model.download.source: %s: hf://ORGANISATION/NAME or s3://BUCKET/PATH; a claim is model.volume.persistentVolumeClaim" .source) }}
+      {{- end }}
+      touch {{ $.root.Values.model.path }}/.complete{{ ternary "" "-small" $weights }}
+  volumeMounts:
+    - {name: model, mountPath: {{ $.root.Values.model.mountPath }}}
+    - {name: tmp, mountPath: /tmp}
+{{- end }}
+{{- end }}
+{{- if .root.Values.tls.authority }}
+- name: certificate
+  image: {{ include "mooncake.image" .root }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  {{- with .root.Values.securityContext }}
+  securityContext: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  env:
+    - name: POD_IP
+      valueFrom: {fieldRef: {fieldPath: status.podIP}}
+  command: [mooncake, certificates, host, --authority, /etc/mooncake-authority, --name, $(POD_IP),
+    --name, {{ .name }}, --out, {{ include "mooncake.podTls" . }}]
+  volumeMounts:
+    - {name: authority, mountPath: /etc/mooncake-authority, readOnly: true}
+    - {name: pod-tls, mountPath: {{ include "mooncake.podTls" . }}}
+{{- end }}
+{{- with .values.initContainers }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The pod of a role: what is under `template` in its workload. */}}
+{{- define "mooncake.template" -}}
+metadata:
+  labels:
+    {{- include "mooncake.labels" . | nindent 4 }}
+    {{- with .values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations: {{- include "mooncake.annotations" . | nindent 4 }}
+spec:
+  automountServiceAccountToken: {{ not (empty .values.serviceAccountName) }}
+  {{- with .root.Values.imagePullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .root.Values.podSecurityContext }}
+  securityContext: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- range $name := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName"
+      "serviceAccountName" "hostNetwork" }}
+  {{- with index $.values $name }}
+  {{ $name }}: {{ ternary (toYaml . | nindent 4) (toString .) (or (kindIs "map" .) (kindIs "slice" .)) }}
+  {{- end }}
+  {{- end }}
+  {{- if .values.hostNetwork }}
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
+  {{- with .values.topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- range . }}
+    - {{ toYaml . | nindent 6 | trim }}
+      {{- if not .labelSelector }}
+      labelSelector:
+        matchLabels: {{- include "mooncake.labels" $ | nindent 10 }}
+      {{- end }}
+    {{- end }}
+  {{- end }}
+  terminationGracePeriodSeconds: {{ add .values.drainSeconds 30 }}
+  {{- with include "mooncake.initContainers" . | trim }}
+  initContainers:
+    {{- . | nindent 4 }}
+  {{- end }}
+  containers:
+    - {{- include "mooncake.container" . | nindent 6 }}
+  volumes:
+    {{- include "mooncake.volumes" . | trim | nindent 4 }}
+{{- end -}}
+
 {{- define "mooncake.container" -}}
 name: {{ .role }}
-image: "{{ required "image.repository: an image with mooncake in it" .root.Values.image.repository }}
-  {{- with .root.Values.image.tag }}:{{ . }}{{ end }}"
+image: {{ include "mooncake.image" .root }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 resources: {{- toYaml .values.resources | nindent 2 }}
 {{- $security := deepCopy .root.Values.securityContext }}
@@ -71,8 +268,11 @@ resources: {{- toYaml .values.resources | nindent 2 }}
 securityContext: {{- toYaml . | nindent 2 }}
 {{- end }}
 env:
+  - {name: HOME, value: /tmp}
   - name: POD_IP
     valueFrom: {fieldRef: {fieldPath: status.podIP}}
+  - name: NODE_NAME
+    valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
   - name: MOONCAKE_CLUSTER_SECRET
     valueFrom: {secretKeyRef: {name: {{ include "mooncake.secret" .root }}, key: cluster-secret}}
 {{- if .root.Values.tls.authority }}
@@ -94,110 +294,84 @@ env:
   - name: MOONCAKE_{{ . | replace "-" "_" | upper }}
     valueFrom: {secretKeyRef: {name: {{ include "mooncake.secret" $.root }}, key: {{ . }}, optional: true}}
 {{- end }}
-{{- end -}}
-
-{{/* The three probes of a role's container: (dict "root" $ "role" "head" "values" .Values.head); a gateway
-     answers them on its API's port, the others on their health port. */}}
-{{- define "mooncake.probes" -}}
+{{- with .values.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.envFrom }}
+envFrom: {{- toYaml . | nindent 2 }}
+{{- end }}
+command: [/bin/sh, -ec]
+args:
+  - |
+    {{- include (printf "mooncake.%s" (ternary .role "worker" (has .role (list "head" "gateway")))) . | nindent 4 }}{{ include "mooncake.words" .values.args }}
+{{- if eq .role "gateway" }}
+# New requests still come until the Service has heard that this pod goes.
+lifecycle: {preStop: {exec: {command: [sleep, "5"]}}}
+{{- else if eq .role "kvstore" }}
+# What only this pod holds goes to the others first.
+lifecycle:
+  preStop:
+    exec:
+      command:
+        - /bin/sh
+        - -c
+        - mooncake pool drain --wait {{ .values.drainSeconds }} {{ if .root.Values.tls.authority }}--ssl-ca-certs {{ include "mooncake.podTls" . }}/ca.pem --url "https://$POD_IP:8100"{{ else }}--url "http://$POD_IP:8100"{{ end }} || true
+{{- end }}
+ports: {{- include "mooncake.ports" . | nindent 2 }}
 {{- $port := ternary "http" "health" (eq .role "gateway") }}
 {{- $tls := ternary .root.Values.gateway.tlsSecret .root.Values.tls.authority (eq .role "gateway") }}
-{{- $scheme := ternary "HTTPS" "HTTP" (not (empty $tls)) }}
 {{- range $kind, $path := dict "startup" "startup" "liveness" "live" "readiness" "ready" }}
 {{ $kind }}Probe:
-  httpGet: {path: /health/{{ $path }}, port: {{ $port }}, scheme: {{ $scheme }}}
+  httpGet: {path: /health/{{ $path }}, port: {{ $port }}, scheme: {{ ternary "HTTPS" "HTTP" (not (empty $tls)) }}}
   {{- range $name, $value := index $.values.probes $kind }}
   {{ $name }}: {{ $value }}
   {{- end }}
 {{- end }}
+volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
 {{- end -}}
 
-{{/* Where a pod keeps the certificate that it signed itself. */}}
-{{- define "mooncake.podTls" -}}
-/etc/mooncake-pod-tls
-{{- end -}}
-
-{{- define "mooncake.podTlsMount" -}}
-{{- if .Values.tls.authority }}
-- {name: pod-tls, mountPath: {{ include "mooncake.podTls" . }}}
+{{/* The ports that others know, of a role's containers. */}}
+{{- define "mooncake.ports" -}}
+{{- $ports := dict "head" (dict "ray" 6379 "health" 8200) "gateway" (dict "http" 8000)
+    "kvstore" (dict "health" 8200 "admin" 8100) }}
+{{- range $name, $port := get $ports .role | default (dict "health" 8200) }}
+- {name: {{ $name }}, containerPort: {{ $port }}}
 {{- end }}
 {{- end -}}
 
-{{- define "mooncake.podTlsVolumes" -}}
-{{- with .Values.tls.authority }}
-- name: authority
-  secret: {secretName: {{ . }}, items: [{key: tls.crt, path: ca.pem}, {key: tls.key, path: ca-key.pem}]}
-- name: pod-tls
-  emptyDir: {medium: Memory, sizeLimit: 1Mi}
+{{- define "mooncake.head" -}}
+ray start --head --port=6379 --node-ip-address="$POD_IP" --num-cpus=0 \
+  --include-dashboard=false --disable-usage-stats --object-store-memory=104857600
+exec mooncake serve {{ .root.Values.model.path | squote }} --headless \
+  --prefill 0 --decode 0 --kvstore 0 --ray-address "$POD_IP:6379" \
+  --bind-host "$POD_IP" --health-host "$POD_IP" --health-port 8200
+{{- include "mooncake.portTls" (dict "root" .root "port" "health") }}
+{{- end -}}
+
+{{- define "mooncake.gateway" -}}
+exec mooncake serve {{ .root.Values.model.path | squote }} --role gateway \
+  --join {{ .head }}:6379 --bind-host "$POD_IP" --node-id "$NODE_NAME" \
+  --host 0.0.0.0 --port 8000 --shutdown-timeout {{ .values.drainSeconds }}
+{{- if .root.Values.secret.apiKeys }} \
+  --api-keys-file /etc/mooncake/keys.yaml
+{{- end }}
+{{- if .values.tlsSecret }} \
+  --ssl-certfile /etc/mooncake-tls/tls.crt --ssl-keyfile /etc/mooncake-tls/tls.key
 {{- end }}
 {{- end -}}
 
-{{/* The flags of a port's HTTPS: (dict "root" $ "port" "health"). */}}
-{{- define "mooncake.portTls" -}}
-{{- if .root.Values.tls.authority }} --{{ .port }}-ssl-certfile {{ include "mooncake.podTls" . }}/cert.pem --{{ .port }}-ssl-keyfile {{ include "mooncake.podTls" . }}/key.pem
+{{/* Engines write through to the pool of their node, which they know by its name. */}}
+{{- define "mooncake.worker" -}}
+head={{ .head }}:6379
+ray start --address="$head" --node-ip-address="$POD_IP" --num-cpus=0 \
+  --disable-usage-stats --object-store-memory=104857600
+exec mooncake serve {{ .root.Values.model.path | squote }} --role {{ .role }} --join "$head" \
+  --node-id "$NODE_NAME" --shutdown-timeout {{ .values.drainSeconds }} \
+  --bind-host "$POD_IP" --health-host "$POD_IP" --health-port 8200
+{{- include "mooncake.portTls" (dict "root" .root "port" "health") }}
+{{- if eq .role "kvstore" }} \
+  --admin-host "$POD_IP" --admin-port 8100 --dram {{ .values.dram | squote }}
+{{- include "mooncake.portTls" (dict "root" .root "port" "admin") }}
+{{- range $at, $disk := .values.ssd }} --ssd '/ssd/{{ $at }}:{{ $disk.size }}'{{ end }}
 {{- end }}
-{{- end -}}
-
-{{/* What all pods share. */}}
-{{- define "mooncake.pod" -}}
-{{- with .root.Values.imagePullSecrets }}
-imagePullSecrets: {{- toYaml . | nindent 2 }}
-{{- end }}
-automountServiceAccountToken: false
-{{- with .root.Values.podSecurityContext }}
-securityContext: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- if .root.Values.tls.authority }}
-initContainers:
-  - name: certificate
-    image: "{{ .root.Values.image.repository }}{{ with .root.Values.image.tag }}:{{ . }}{{ end }}"
-    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-    {{- with .root.Values.securityContext }}
-    securityContext: {{- toYaml . | nindent 6 }}
-    {{- end }}
-    env:
-      - name: POD_IP
-        valueFrom: {fieldRef: {fieldPath: status.podIP}}
-    command: [mooncake, certificates, host, --authority, /etc/mooncake-authority, --name, $(POD_IP),
-      --name, {{ include "mooncake.name" .root }}-{{ .role }}, --out, {{ include "mooncake.podTls" . }}]
-    volumeMounts:
-      - {name: authority, mountPath: /etc/mooncake-authority, readOnly: true}
-      {{- include "mooncake.podTlsMount" .root | nindent 6 }}
-{{- end }}
-{{- with .values.nodeSelector }}
-nodeSelector: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .values.tolerations }}
-tolerations: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .values.affinity }}
-affinity: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- end -}}
-
-{{/* One pod of a role at a time may be taken away by whoever drains machines. */}}
-{{- define "mooncake.budget" -}}
-apiVersion: policy/v1
-kind: PodDisruptionBudget
-metadata:
-  name: {{ .name }}
-  labels: {{- include "mooncake.labels" .scope | nindent 4 }}
-spec:
-  maxUnavailable: 1
-  selector:
-    matchLabels: {{- include "mooncake.labels" .scope | nindent 6 }}
-{{- end -}}
-
-{{- define "mooncake.modelVolume" -}}
-{{- if not .Values.model.volume }}{{ fail "model.volume: where the checkpoint is" }}{{ end }}
-- name: model
-  {{- toYaml .Values.model.volume | nindent 2 }}
-{{- end -}}
-
-{{- define "mooncake.modelMount" -}}
-- {name: model, mountPath: {{ .Values.model.mountPath }}, readOnly: true}
-{{- end -}}
-
-{{/* Flags as words of a shell command, each quoted. */}}
-{{- define "mooncake.words" -}}
-{{- range . }} {{ . | squote }}{{ end -}}
 {{- end -}}

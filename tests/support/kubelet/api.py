@@ -127,6 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._missing()
         elif url.path == "/version":
             self._answer(200, {"major": "1", "minor": "31", "gitVersion": "v1.31.0"})
+        elif url.path == "/openapi/v2":  # no schemas (of protobuf): helm then checks none
+            self._send(200, b"", "application/json")
         elif url.path == "/api":
             self._answer(200, {"kind": "APIVersions", "versions": ["v1"]})
         elif url.path == "/apis":
@@ -201,9 +203,11 @@ class _Handler(BaseHTTPRequestHandler):
         )  # fmt: skip
 
     def _answer(self, status: int, value: object) -> None:
-        body = json.dumps(value).encode()
+        self._send(status, json.dumps(value).encode(), "application/json")
+
+    def _send(self, status: int, body: bytes, kind: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

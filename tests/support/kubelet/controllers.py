@@ -43,7 +43,7 @@ class Controllers:
             pod = self._api.get("pods", name)
             if pod is None:
                 return True
-            labels = pod["metadata"]["labels"]
+            labels = pod["metadata"].get("labels", {})
             for budget in self._api.listed("poddisruptionbudgets"):
                 selected = budget["spec"]["selector"]["matchLabels"]
                 if selected.items() <= labels.items() and not self._may_go(budget, selected, pod):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import yaml
 
 from tests.support.kubelet.cluster import Cluster
 from tests.support.kubelet.sandbox import Image
@@ -35,20 +35,15 @@ def image(source: Path = TOP) -> Image:
 
 
 @contextmanager
-def installed(folder: Path, *settings: str, nodes: int = 1) -> Iterator[Cluster]:
-    """Install the chart with the values for CPUs and `settings`, and wait for its pods."""
+def cluster_in(folder: Path, nodes: int = 1) -> Iterator[Cluster]:
+    """Run a cluster that has a checkpoint, and beside it a file of values for the chart."""
     nano_checkpoint(folder / "models")
+    values = yaml.safe_load(CPU_VALUES.read_text())
+    values["model"]["volume"]["hostPath"]["path"] = f"{folder}/models"
+    values["kvstore"]["ssd"] = [{"size": "64MiB", "storage": "64Mi"}]
+    (folder / "values.yaml").write_text(yaml.safe_dump(values))
     with Cluster(folder, {IMAGE: image()}, nodes) as cluster:
-        cluster.helm("install", RELEASE, *chart(folder, *settings))
-        cluster.wait_until_rolled_out()
         yield cluster
-
-
-def chart(folder: Path, *settings: str) -> list[str]:
-    """Return the words by which helm takes the chart with these settings."""
-    own = f"model.volume.hostPath.path={folder}/models"
-    words = [word for each in (own, *settings) for word in ("--set", each)]
-    return [os.fspath(CHART), "--values", os.fspath(CPU_VALUES), *words]
 
 
 def streamed(url: str, prompt: str, num_tokens: int, **more: object) -> list[int]:

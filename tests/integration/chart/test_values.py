@@ -1,0 +1,255 @@
+"""What operators may add to the chart, role by role, and what Kubernetes' own schemas say of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mooncake import __version__
+from mooncake.cli.main import make_parser
+from tests.integration.chart.test_chart import CHART, SETTINGS, needs_helm, pods, rendered
+
+pytestmark = needs_helm
+ROLES = ("head", "gateway", "prefill", "decode", "kvstore")
+CI = sorted((CHART / "ci").glob("*.yaml"))
+VERSIONS = ("1.31", "1.34", "1.37")
+"""Of Kubernetes: what it may meet, from the oldest that clouds run to the newest with a schema."""
+
+
+OTHERS = {
+    "gateway.networking.k8s.io", "inference.networking.k8s.io", "keda.sh", "monitoring.coreos.com",
+}  # fmt: skip
+"""Groups of custom resources: their schemas do not come with Kubernetes."""
+
+
+def from_file(values: Path | dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
+    """Return what helm makes of the chart with a file of values."""
+    if isinstance(values, dict):
+        file = tmp_path / "values.yaml"
+        file.write_text(yaml.safe_dump(values))
+        values = file
+    done = subprocess.run(
+        ["helm", "template", "one", os.fspath(CHART), "--values", os.fspath(values)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+NEEDED: dict[str, Any] = {
+    "image": {"repository": "r"}, "gateway": {"allowKeyless": True},
+    "model": {"volume": {"hostPath": {"path": "/m"}}},
+}  # fmt: skip
+
+
+def workloads(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {role: document for role, (document, _) in pods(documents).items()}
+
+
+@pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
+def test_values_for_ci_are_what_kubernetes_takes(file: Path, tmp_path: Path) -> None:
+    import kubernetes_validate
+
+    documents = from_file(file, tmp_path)
+    assert {"Deployment", "StatefulSet"} <= {each["kind"] for each in documents}
+    for version in VERSIONS:
+        for document in documents:
+            if document["apiVersion"].partition("/")[0] not in OTHERS:
+                kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_all_values_of_ci_together_use_every_kind() -> None:
+    kinds = {d["kind"] for file in CI for d in from_file(file, file.parent)}
+    assert kinds >= {
+        "HorizontalPodAutoscaler", "ScaledObject", "NetworkPolicy", "Ingress", "HTTPRoute",
+        "InferencePool", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Secret",
+    }  # fmt: skip
+
+
+def test_the_chart_is_of_the_package_and_lint_has_no_complaint() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == __version__
+    done = subprocess.run(
+        ["helm", "lint", os.fspath(CHART)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert not {"ERROR", "WARNING"} & set(done.stdout.replace("[", " ").replace("]", " ").split())
+
+
+def test_what_a_role_adds_reaches_its_pods_alone(tmp_path: Path) -> None:
+    added: dict[str, Any] = {
+        "podAnnotations": {"k8s.v1.cni.cncf.io/networks": "rdma"}, "podLabels": {"team": "x"},
+        "nodeSelector": {"gpu": "h200"}, "tolerations": [{"operator": "Exists"}],
+        "priorityClassName": "high", "runtimeClassName": "nvidia", "hostNetwork": True,
+        "serviceAccountName": "me", "extraEnv": [{"name": "A", "value": "b"}],
+        "envFrom": [{"configMapRef": {"name": "c"}}],
+        "extraVolumes": [{"name": "v", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
+        "initContainers": [{"name": "i", "image": "i"}],
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+        ],
+    }  # fmt: skip
+    for role in ROLES:
+        values = {**NEEDED, role: {**NEEDED.get(role, {}), **added}}
+        for other, workload in workloads(from_file(values, tmp_path)).items():
+            template = workload["spec"]["template"]
+            text, spec = yaml.safe_dump(template), template["spec"]
+            if other != role:
+                assert not {"h200", "nvidia", "mountPath: /v"} & set(text.split("\n")), other
+                assert "runtimeClassName" not in spec
+                continue
+            for name in ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassName"):
+                assert spec[name] == added[name]
+            assert (spec["hostNetwork"], spec["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+            assert (spec["serviceAccountName"], spec["automountServiceAccountToken"]) == (
+                "me",
+                True,
+            )
+            assert template["metadata"]["labels"]["team"] == "x"
+            assert added["podAnnotations"].items() <= template["metadata"]["annotations"].items()
+            [container] = spec["containers"]
+            assert added["extraEnv"][0] in container["env"]
+            assert container["envFrom"] == added["envFrom"]
+            assert added["extraVolumes"][0] in spec["volumes"]
+            assert added["extraVolumeMounts"][0] in container["volumeMounts"]
+            assert added["initContainers"][0] in spec["initContainers"]
+            [spread] = spec["topologySpreadConstraints"]
+            selected = spread["labelSelector"]["matchLabels"]
+            assert selected == workload["spec"]["selector"]["matchLabels"]
+
+
+def test_engines_start_a_pod_before_one_ends_and_have_time_to_finish() -> None:
+    found = workloads(rendered(*SETTINGS, "decode.drainSeconds=77"))
+    kinds = {role: workload["kind"] for role, workload in found.items()}
+    assert kinds == {
+        "head": "StatefulSet", "gateway": "Deployment", "prefill": "Deployment",
+        "decode": "Deployment", "kvstore": "StatefulSet",
+    }  # fmt: skip
+    decode = found["decode"]["spec"]
+    assert decode["strategy"] == {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    assert decode["template"]["spec"]["terminationGracePeriodSeconds"] == 107
+    [container] = decode["template"]["spec"]["containers"]
+    assert "--shutdown-timeout 77" in container["args"][0]
+    for role in ("prefill", "decode", "kvstore"):
+        [container] = found[role]["spec"]["template"]["spec"]["containers"]
+        assert '--node-id "$NODE_NAME"' in container["args"][0], "one pool for a node's engines"
+    other = "decode.updateStrategy.type=Recreate"
+    assert workloads(rendered(*SETTINGS, other))["decode"]["spec"]["strategy"] == {
+        "type": "Recreate"
+    }
+
+
+def test_replicas_follow_our_own_metrics() -> None:
+    from tests.support.reference_docs import metrics
+
+    documented = "\n".join(metrics())
+    for role in ("gateway", "prefill", "decode"):
+        ask = f"{role}.autoscaling.maxReplicas=5", f"{role}.autoscaling.target=9"
+        documents = rendered(*SETTINGS, *ask)
+        [scaler] = [d for d in documents if d["kind"] == "HorizontalPodAutoscaler"]
+        assert "replicas" not in workloads(documents)[role]["spec"]
+        target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"one-mooncake-{role}"}
+        assert scaler["spec"]["scaleTargetRef"] == target
+        [metric] = scaler["spec"]["metrics"]
+        name = metric["pods"]["metric"]["name"]
+        assert f"`{name}`" in documented or f"`{name.replace('_', ':', 1)}`" in documented
+        ask = (*ask, f"{role}.autoscaling.prometheus=http://prometheus:9090")
+        [scaled] = [d for d in rendered(*SETTINGS, *ask) if d["kind"] == "ScaledObject"]
+        assert scaled["spec"]["maxReplicaCount"] == 5
+        query = scaled["spec"]["triggers"][0]["metadata"]["query"]
+        assert query.removeprefix("sum(").replace(":", "_").startswith(name)
+
+
+def test_a_network_policy_lets_clients_to_the_api_and_pods_to_one_another() -> None:
+    ask = ("networkPolicy.enabled=true", "networkPolicy.metrics[0].ipBlock.cidr=10.0.0.0/8")
+    documents = rendered(*SETTINGS, *ask)
+    found = pods(documents)
+    policies = {
+        d["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]: d["spec"]
+        for d in documents
+        if d["kind"] == "NetworkPolicy"
+    }
+    assert set(policies) == set(ROLES)
+    for role, spec in policies.items():
+        own, *others = spec["ingress"]
+        [peer] = own["from"]
+        assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "one"
+        assert "ports" not in own
+        opened = {each["ports"][0]["port"]: each.get("from") for each in others}
+        ports = {p["name"]: p["containerPort"] for p in found[role][1]["ports"]}
+        block = [{"ipBlock": {"cidr": "10.0.0.0/8"}}]
+        wanted = {ports["http"]: None} if role == "gateway" else {ports["health"]: block}
+        assert opened == wanted, "Ray and the pools' admin port are for this release alone"
+
+
+def test_ways_in_lead_to_the_gateways_service() -> None:
+    ask = (
+        "ingress.hosts={a.example}", "ingress.className=nginx", "route.hostnames={b.example}",
+        "route.parentRefs[0].name=edge", "gateway.service.port=81",
+    )  # fmt: skip
+    documents = rendered(*SETTINGS, *ask)
+    services = {
+        d["metadata"]["name"]: d["spec"]["ports"][0]["port"]
+        for d in documents
+        if d["kind"] == "Service"
+    }
+    [ingress] = [d for d in documents if d["kind"] == "Ingress"]
+    [rule] = ingress["spec"]["rules"]
+    backend = rule["http"]["paths"][0]["backend"]["service"]
+    assert services[backend["name"]] == backend["port"]["number"] == 81
+    [route] = [d for d in documents if d["kind"] == "HTTPRoute"]
+    [ref] = route["spec"]["rules"][0]["backendRefs"]
+    assert services[ref["name"]] == ref["port"]
+    picker = "route.endpointPicker.name=picker"
+    documents = rendered(*SETTINGS, *ask, picker)
+    [pool] = [d for d in documents if d["kind"] == "InferencePool"]
+    [route] = [d for d in documents if d["kind"] == "HTTPRoute"]
+    [ref] = route["spec"]["rules"][0]["backendRefs"]
+    assert (ref["kind"], ref["name"]) == ("InferencePool", pool["metadata"]["name"])
+    assert (
+        pool["spec"]["selector"]["matchLabels"].items()
+        <= workloads(documents)["gateway"]["spec"]["template"]["metadata"]["labels"].items()
+    )
+
+
+@pytest.mark.parametrize(("source", "tool"), [("hf://a/b", "hf download"), ("s3://a/b", "aws s3")])
+def test_models_are_brought_where_they_are_read(source: str, tool: str, tmp_path: Path) -> None:
+    values = {**NEEDED, "model": {"path": "/models/b", "download": {"source": source}}}
+    for role, workload in workloads(from_file(values, tmp_path)).items():
+        spec = workload["spec"]["template"]["spec"]
+        [brings] = spec["initContainers"]
+        assert tool in brings["args"][0]
+        assert ("safetensors" not in brings["args"][0]) == (role in ("prefill", "decode"))
+        assert {"name": "model", "mountPath": "/models"} in brings["volumeMounts"]
+        assert {"name": "model", "emptyDir": {}} in spec["volumes"]
+    done = subprocess.run(["sh", "-n", "-c", brings["args"][0]], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_small_volume_is_for_those_who_read_no_weights(tmp_path: Path) -> None:
+    small = {"configMap": {"name": "config"}}
+    values = {**NEEDED, "model": {**NEEDED["model"], "smallVolume": small}}
+    for role, workload in workloads(from_file(values, tmp_path)).items():
+        [model, *_] = workload["spec"]["template"]["spec"]["volumes"]
+        assert ("configMap" in model) == (role not in ("prefill", "decode"))
+
+
+def test_helm_test_asks_the_service() -> None:
+    [pod] = [d for d in rendered(*SETTINGS, "gateway.tlsSecret=c") if d["kind"] == "Pod"]
+    url = pod["spec"]["containers"][0]["command"][-1]
+    assert url == "https://one-mooncake-gateway:8000"
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+
+
+def test_notes_and_guide_name_commands_that_there_are() -> None:
+    guide = (CHART.parents[1] / "docs" / "kubernetes.md").read_text()
+    for line in guide.splitlines():
+        if line.startswith("    mooncake "):
+            make_parser().parse_args(shlex.split(line)[1:])
