@@ -75,6 +75,36 @@ def test_a_crashed_decode_worker_costs_no_token(model: str) -> None:
     asyncio.run(serve())
 
 
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_worker_that_is_to_leave_finishes_what_it_has_and_takes_nothing_new(
+    model: str, role: str
+) -> None:
+    async def serve() -> None:
+        async with LocalWorld(model, prefill=2, decode=2, kvstore=0) as world:
+            asked = [request(number, prompt, 200) for number, prompt in enumerate(prompts(6))]
+            streaming = asyncio.Event()
+            answers = [
+                asyncio.create_task(world.generate(each, lambda count: streaming.set()))
+                for each in asked
+            ]
+            await streaming.wait()
+            leaving = world.cluster._workers[f"{role}-0"]
+            leaving.leave(60.0)
+            later = request(9, prompts(9)[8])
+            answers.append(asyncio.create_task(world.generate(later)))
+            for each, answer in zip([*asked, later], answers, strict=True):
+                tokens, final = await answer
+                assert final.reason is FinishReason.LENGTH, final
+                assert tokens == expected_output(world.layout, each)
+            await world.until(lambda: not world.cluster._threads[f"{role}-0"].is_alive())
+            assert not leaving.machine.check_integrity()
+            counts = world.gateway_process.gateway._request_manager.counters
+            assert counts["attempts_lost"] == 0
+            world.cluster.remove(f"{role}-0")
+
+    asyncio.run(serve())
+
+
 def test_a_worker_whose_step_hangs_ends_and_another_finishes_its_requests(model: str) -> None:
     def hang(machine: Any, now: float) -> None:
         machine.instance.engine._runner.submit = lambda plan: None
