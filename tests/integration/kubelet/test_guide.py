@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.kubelet import network
 from tests.support.kubelet.cluster import Cluster
-from tests.support.kubelet.served import GATEWAY, RELEASE, TOP, cluster_in, streamed
+from tests.support.kubelet.served import GATEWAY, RELEASE, TOP, Refused, cluster_in, streamed
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,6 +36,7 @@ class Load:
 
     def __init__(self, url: str, expected: list[int]) -> None:
         self.wrong: list[str] = []
+        self.refused: list[str] = []
         self._url = url
         self._expected = expected
         self._answered = threading.Semaphore(0)
@@ -59,14 +60,20 @@ class Load:
                 tokens = streamed(self._url, PROMPT, NUM_TOKENS)
                 if tokens != self._expected:
                     self.wrong.append(str(tokens))
+            except Refused as refusal:
+                self.refused.append(str(refusal))
+                self._stop.wait(0.5)
+                continue
             except (ValueError, httpx.HTTPError) as error:
                 self.wrong.append(repr(error))
             self._answered.release()
 
 
 @contextmanager
-def asked(cluster: Cluster) -> Iterator[Load]:
-    """Have clients ask the Service meanwhile; all their answers must be right."""
+def asked(cluster: Cluster, *, may_refuse: bool = False) -> Iterator[Load]:
+    """Have clients ask the Service meanwhile; all their answers must be right. `may_refuse`: it may
+    also say that nobody can serve now.
+    """
     url = cluster.url(GATEWAY)
     load = Load(url, streamed(url, PROMPT, NUM_TOKENS))
     try:
@@ -76,6 +83,7 @@ def asked(cluster: Cluster) -> Iterator[Load]:
     finally:
         load.close()
     assert load.wrong == []
+    assert may_refuse or load.refused == []
 
 
 def listening(cluster: Cluster, role: str) -> set[int]:
@@ -160,7 +168,7 @@ def test_the_operators_guide_holds_under_load(tmp_path: Path) -> None:
             assert operator.follow("Replace a disk")["kvstore"]
         [head] = cluster.ready("head")
         [node] = {"node-0", "node-1"} - {head["spec"]["nodeName"]}
-        with asked(cluster):
+        with asked(cluster, may_refuse=True):  # of each role there is one pod, and it goes
             operator.follow("Empty a node, lose a node", node)
         assert operator.is_done
         cluster.helm("uninstall", RELEASE)

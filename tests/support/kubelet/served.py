@@ -46,11 +46,16 @@ def cluster_in(folder: Path, nodes: int = 1) -> Iterator[Cluster]:
         yield cluster
 
 
+class Refused(ValueError):
+    """The server took the request not at all: 503, for the time being."""
+
+
 def streamed(url: str, prompt: str, num_tokens: int, **more: object) -> list[int]:
     """Return the tokens of a greedy streamed answer.
 
     Raises:
-        ValueError: it was refused, or broke off.
+        Refused: nobody could serve it now.
+        ValueError: it was refused for another reason, or broke off.
     """
     body = {
         "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
@@ -60,7 +65,8 @@ def streamed(url: str, prompt: str, num_tokens: int, **more: object) -> list[int
     ended = False
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120.0) as reply:
         if reply.status_code != 200:
-            raise ValueError(f"{reply.status_code} {reply.read().decode()}")
+            problem = Refused if reply.status_code == 503 else ValueError
+            raise problem(f"{reply.status_code} {reply.read().decode()}")
         for line in reply.iter_lines():
             ended |= line == "data: [DONE]"
             if line.startswith("data: {"):
