@@ -63,6 +63,10 @@ def streamed(url: str, prompt: str, num_tokens: int, **more: object) -> list[int
     }  # fmt: skip
     ids: list[int] = []
     ended = False
+    try:  # a Service without a ready pod hangs up before it has taken anything
+        httpx.get(f"{url}/ping", timeout=120.0)
+    except httpx.TransportError as error:
+        raise Refused(repr(error)) from error
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120.0) as reply:
         if reply.status_code != 200:
             problem = Refused if reply.status_code == 503 else ValueError
