@@ -51,11 +51,13 @@ class TestShapes:
         assert 20e6 < num_parameters(preset_config("k2-tiny"))[0] < 50e6
 
     @pytest.mark.parametrize("preset", list(PRESETS))
-    def test_every_preset_is_k2_with_yarn_and_byte_sized_vocabulary(self, preset: str) -> None:
+    def test_every_preset_is_k2_with_a_byte_sized_vocabulary(self, preset: str) -> None:
         config = preset_config(preset)
         spec = ModelSpec.from_config(config)
-        assert spec.yarn is not None
-        assert spec.softmax_scale > 1 / math.sqrt(spec.qk_head_dim)
+        # What was trained on short contexts needs no YaRN.
+        assert (spec.yarn is not None) == (preset != "k2-demo")
+        if spec.yarn is not None:
+            assert spec.softmax_scale > 1 / math.sqrt(spec.qk_head_dim)
         assert (spec.n_group, spec.n_shared_experts, spec.routed_scaling_factor) == (1, 1, 2.827)
         assert spec.vocab_size == PRESETS[preset].num_base_tokens + 256
         # The same distances as 163584, 163586 and 163839 of Kimi-K2.

@@ -10,7 +10,10 @@ from mooncake.base import ConfigError
 from mooncake.sim.faults.plan import KINDS, Fault, Names, check_faults, random_fault
 
 NAMES = Names(
-    workers=["prefill-0", "decode-0", "kvstore-0"], nodes=["node-a", "node-b"], pools=["kvstore-0"]
+    workers=["prefill-0", "decode-0", "kvstore-0"],
+    nodes=["node-a", "node-b"],
+    pools=["kvstore-0"],
+    ranks=["decode-0/1"],
 )
 NO_POOL = Names(workers=["decode-0"], nodes=["node-a"], pools=[])
 
@@ -23,11 +26,12 @@ def test_every_kind_is_drawn_and_fits_the_cluster() -> None:
     assert {fault.at_s for fault in faults} == {1.5}
 
 
-def test_a_cluster_without_pools_has_no_disks_to_fail() -> None:
+def test_a_cluster_without_pools_and_ranks_has_none_to_fail() -> None:
     random = Random(1)
     faults = [random_fault(random, NO_POOL, 0.0) for _ in range(400)]
     check_faults(faults, NO_POOL, "drawn")
-    assert {fault.kind for fault in faults} == set(KINDS) - {"slow_disk", "disk_error"}
+    absent = {"slow_disk", "disk_error", "kill_rank", "hang_rank", "slow_rank", "lose_step"}
+    assert {fault.kind for fault in faults} == set(KINDS) - absent
 
 
 @pytest.mark.parametrize(
