@@ -48,8 +48,10 @@ def tokens_of(cluster: ModelCluster, name: str) -> list[list[int]]:
 
 
 def pages_of(workers: LocalCluster, worker_id: str) -> Region:
-    region: Region = workers.call(worker_id, lambda machine, _: machine.instance._pages)
-    return region
+    regions: list[Region] = workers.call(
+        worker_id, lambda machine, _: machine.instance._blocks.regions
+    )
+    return regions[0]
 
 
 @pytest.mark.parametrize("protocol", ["inproc", "tcp", "shm"])
