@@ -7,6 +7,7 @@ inherit, so nothing listens for who wants to join. gloo's own connections go ove
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -34,7 +35,7 @@ class TorchGroup:
         self, kind: str, rank: int, size: int, descriptor: int, timeout_s: float, name: str = "all"
     ) -> None:
         """kind: "gloo" or "nccl". descriptor: of a file that was empty, the same on all ranks, and
-        stays open as long as this group is used. timeout_s: how long the others may take to come to
+        stays open until this group has been used. timeout_s: how long the others may take to come to
         an exchange. name: tells groups apart that use one file.
         """
         self.rank = rank
@@ -44,7 +45,15 @@ class TorchGroup:
         self._timeout_s = timeout_s
         self._name = name
         self._file = descriptor
+        self._own_file: int | None = None
         self._ranks: Any = None
+
+    def __del__(self) -> None:
+        # torch's store opens its file once more when it ends: by a number that by then was another
+        # file's, it would end the process or write there.
+        self._ranks = None
+        if self._own_file is not None:
+            os.close(self._own_file)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' `x`. GroupError: another rank failed, or did not come."""
@@ -91,7 +100,8 @@ class TorchGroup:
         """Connect to the other ranks, who do so too, unless done."""
         if self._ranks is not None:
             return self._ranks
-        store = FileStore(f"/proc/self/fd/{self._file}", self.size)
+        self._own_file = os.dup(self._file)
+        store = FileStore(f"/proc/self/fd/{self._own_file}", self.size)
         store.set_timeout(timedelta(seconds=self._timeout_s))
         make = {GLOO: _gloo, NCCL: _nccl}[self._kind]
         with _as_group_error():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -197,3 +199,18 @@ def test_the_plain_sum_leaves_its_parts() -> None:
     parts = [torch.ones(2), torch.ones(2)]
     assert ordered_sum(parts).tolist() == [2.0, 2.0]
     assert parts[0].tolist() == [1.0, 1.0]
+
+
+def test_a_gloo_group_ends_after_its_file_was_closed() -> None:
+    """The number of the file may be a socket's by then."""
+    shape = Shape(tp=2)
+    numbers = [make_file("gloo", shape)]
+    numbers.append(os.dup(numbers[0]))
+    groups = [TorchGroup("gloo", rank, 2, number, 30.0) for rank, number in enumerate(numbers)]
+    on_all(groups, lambda group: group.meet())
+    for number in numbers:
+        os.close(number)
+    with socket.socket() as one, socket.socket() as other:
+        assert {one.fileno(), other.fileno()} & set(numbers)
+        del groups
+        gc.collect()
