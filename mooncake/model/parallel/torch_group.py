@@ -35,8 +35,8 @@ class TorchGroup:
         self, kind: str, rank: int, size: int, descriptor: int, timeout_s: float, name: str = "all"
     ) -> None:
         """kind: "gloo" or "nccl". descriptor: of a file that was empty, the same on all ranks, and
-        stays open until this group has been used. timeout_s: how long the others may take to come to
-        an exchange. name: tells groups apart that use one file.
+        stays open until this group has been used. timeout_s: how long the others may take to come
+        to an exchange. name: tells groups apart that use one file.
         """
         self.rank = rank
         self.size = size
