@@ -99,7 +99,6 @@ class Network:
         """(from, to): nodes between which nothing passes in this direction."""
         self.listener: Callable[[str, str, AnyMessage], None] | None = None
         """Hears of every message that sets out: (from, to, message)."""
-        self.num_messages = 0
         self.num_bytes_moved = 0
 
     def attach(self, endpoint: Endpoint) -> None:
@@ -128,7 +127,6 @@ class Network:
 
     def send(self, source: Endpoint, address: str, message: AnyMessage) -> None:
         """Deliver a control message later; it vanishes when the receiver does not exist."""
-        self.num_messages += 1
         target = self._endpoints.get(address)
         if target is None or (source.node, target.node) in self._cut:
             return

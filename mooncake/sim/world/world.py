@@ -95,7 +95,6 @@ class Stream:
         self.tokens: list[int] = []
         self.token_times_s: list[float] = []
         self.finals: list[FinalEvent] = []
-        self.finished_s: float | None = None
 
 
 class Worker:
@@ -197,7 +196,6 @@ class World:
             stream.token_times_s += [now] * len(event.tokens)
         else:
             stream.finals.append(event)
-            stream.finished_s = now
 
     # ------------------------------------------------------------ processes
 
