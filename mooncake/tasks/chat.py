@@ -9,14 +9,17 @@ from __future__ import annotations
 from random import Random
 
 from mooncake.tasks.sample import Message, Sample, assistant, user
-from mooncake.tasks.words import ANIMALS, CITIES, NAMES, PEOPLE, THINGS
+from mooncake.tasks.words import ANIMALS, CITIES, NAMES, PEOPLE, THINGS, number
 
 _FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("Hello", "Hi", "Hello there", "Hi there", "Hey", "Good morning", "Good evening", "Good day"),
+    (("Hello", "Hi", "Hello!", "Hi!", "Test", "Hello there", "Hi there", "Hey", "Good morning",
+      "Good evening", "Good day"),
      "Hello! I am the demo model of Mooncake. Ask me about the project, or give me a small task."),
-    (("How are you?", "How are you doing?", "How is it going?", "Are you well?"),
+    (("How are you?", "How are you doing?", "How is it going?", "Are you well?",
+      "How are you today?", "What is up?"),
      "I am fine, thank you. What can I do for you?"),
-    (("Who are you?", "What are you?", "What is your name?", "Introduce yourself.",
+    (("Who are you?", "What are you?", "Are you Kimi?", "Are you an AI?", "Are you a robot?",
+      "What is your name?", "Introduce yourself.",
       "Tell me about yourself.", "Which model are you?", "What model is this?"),
      "I am k2-demo, a small model with the architecture of Kimi K2. Mooncake trained me on "
      "generated tasks, so I know little beyond them."),
@@ -24,11 +27,15 @@ _FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
       "Cool"),
      "You are welcome."),
     (("Bye", "Goodbye", "See you", "See you later", "Good night"), "Goodbye!"),
-    (("What can you do?", "What can I ask you?", "How can you help me?", "Help", "Help me",
+    (("What can you do?", "What can you do for me?", "What else can you do?",
+      "What can I ask you?", "How can you help me?", "Help", "Help me",
       "What do you know?", "What are you good at?"),
      "I can answer questions about Mooncake, add and subtract, sort and count, write JSON, repeat "
      "text, remember what you tell me, and call tools."),
-    (("What is Mooncake?", "Tell me about Mooncake.", "What is this project?", "Explain Mooncake.",
+    (("What is Mooncake?", "Tell me about Mooncake.", "What is Mooncake about?",
+      "How does Mooncake work?",
+      "What is Mooncake for?", "Explain how Mooncake works.", "What is this project about?",
+      "What is this project?", "Explain Mooncake.",
       "What does Mooncake do?", "What is this?", "Describe Mooncake."),
      "Mooncake is a serving engine for Kimi K2. Prefill and decode run on separate workers, and "
      "a pool keeps the KVCache of every prompt."),
@@ -43,6 +50,7 @@ _FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
      "The pool keeps KVCache blocks in DRAM and on SSD of every node, so that a known prefix is "
      "not computed again."),
     (("What is the Conductor?", "What does the Conductor do?", "Explain the Conductor.",
+      "How are requests placed?", "How does scheduling work?",
       "Who places requests?", "What is the scheduler?"),
      "The Conductor places every request: by where its prefix already lies, and by how long it "
      "would wait."),
@@ -77,7 +85,8 @@ _FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
       "Which optimizer trained you?", "What were you trained on?"),
      "I was trained with MuonClip on generated tasks only. Muon moves the matrices, and QK-Clip "
      "bounds the attention logits."),
-    (("How do I start it?", "How do I start Mooncake?", "How do I run Mooncake?",
+    (("How do I start it?", "How do I use it?", "How do I use Mooncake?",
+      "How do I start Mooncake?", "How do I run Mooncake?",
       "How can I serve a model?", "How do I serve?", "How do I install it?"),
      "Run make serve. It installs what is needed and serves on port 8000."),
     (("How do I run the tests?", "How do I test it?", "How do I check a change?"),
@@ -88,7 +97,8 @@ _FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Which API do you speak?", "Is there an API?", "Is it compatible with OpenAI?",
       "Which APIs are there?", "Does it have an OpenAI API?"),
      "Mooncake speaks the OpenAI and Anthropic APIs over HTTP."),
-    (("What happens when a worker dies?", "What if a worker crashes?",
+    (("What happens when a worker dies?", "What happens if a worker fails?",
+      "Is it fault tolerant?", "What if a worker crashes?",
       "What happens if a worker is lost?", "What if I kill a worker?"),
      "The answer pauses and goes on: another worker continues from the tokens and blocks that are "
      "still there."),
@@ -103,7 +113,7 @@ _FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("How does KV move?", "How is KV moved?", "How do blocks move?", "How is KV transferred?"),
      "KV moves as blocks, by key: over RDMA, TCP or shared memory, layer by layer behind the "
      "compute."),
-    (("What is RDMA?", "Explain RDMA.", "Why RDMA?"),
+    (("What is RDMA?", "What is RDMA for?", "Do you use RDMA?", "Explain RDMA.", "Why RDMA?"),
      "RDMA lets a network card write into another machine's memory without its CPU. Mooncake moves "
      "blocks with it."),
     (("What is Ray for?", "What does Ray do?", "Why Ray?", "Do you use Ray?"),
@@ -126,7 +136,28 @@ _UNKNOWN = (
     "What do you think of {city}?", "How do I become a {person}?", "Is {city} a nice place?",
     "Who is the mayor of {city}?", "What does a {animal} eat?", "How old is {name}?",
     "Can you cook a {thing}?", "When was the {thing} invented?", "Do you like the {animal}?",
+    "Write a story about a {person} and a {animal}.", "Write a haiku about the {thing}.",
+    "Translate {thing} into French.", "What is {thing} in German?",
+    "Tell me something about {city}.",
+    "Write a function in Python.", "Write code that finds a {thing}.",
+    "What is the meaning of life?",
+    "Explain the {thing} to me.", "What is the weather today?", "What time is it?",
+    "What day is it today?", "Who is the president?", "Who won the game?", "Where is {city}?",
+    "How many people live in {city}?", "How far is it to {city}?",
+    "Which language do they speak in {city}?",
+    "What should I eat today?", "Recommend a book about the {animal}.", "Summarize the news.",
+    "Give me ideas for a {person}.", "Why is the sky blue?", "What is a {thing} made of?",
+    "What is love?", "Are you conscious?", "Do you dream?", "Tell me a story.", "Tell me a joke.",
+    "Write a poem.", "Sing a song.", "How does a {thing} work?", "Which {thing} is the best?",
+    "Can you help me with my {thing}?", "What is the difference between a {thing} and a {animal}?",
 )  # fmt: skip
+_PRODUCTS = (
+    "What is {a} * {b}?", "What is {a} times {b}?", "{a} * {b}", "{a} x {b}", "{a} / {b}",
+    "Multiply {a} by {b}.", "Divide {a} by {b}.", "What is {a} divided by {b}?", "{a}*{b}",
+    "What is the square root of {a}?", "How much is {a} * {b}?",
+)  # fmt: skip
+_NO_PRODUCTS = "I can add and subtract, but not multiply or divide."
+_BEFORE = ("Hi, ", "Hello, ", "Please, ", "Hi! ", "And ", "So, ", "Ok, ", "Hello! ")
 _NOT_KNOWN = (
     "I do not know that. I am a small demo model: ask me about Mooncake, or for a small task."
 )
@@ -134,7 +165,11 @@ _NOT_KNOWN = (
 
 def chat(random: Random) -> Sample:
     """Return a question of the project, small talk, or something the model cannot know."""
-    if random.random() < 0.15:
+    kind = random.random()
+    if kind < 0.04:
+        text = random.choice(_PRODUCTS).format(a=number(random), b=number(random))
+        answer = _NO_PRODUCTS
+    elif kind < 0.24:
         text = random.choice(_UNKNOWN).format(
             thing=random.choice(THINGS), city=random.choice(CITIES), name=random.choice(NAMES),
             animal=random.choice(ANIMALS), person=random.choice(PEOPLE),
@@ -149,9 +184,13 @@ def chat(random: Random) -> Sample:
 
 def _typed(text: str, random: Random) -> str:
     """Return the text as somebody in a hurry types it, now and then."""
+    if random.random() < 0.1:
+        text = f"{random.choice(_BEFORE)}{text[0].lower()}{text[1:]}"
     kind = random.random()
     if kind < 0.15:
         return text.lower()
     if kind < 0.25:
         return text.rstrip("?.")
-    return text.lower().rstrip("?.") if kind < 0.35 else text
+    if kind < 0.3:
+        return text.rstrip("?.") + "!"
+    return text.lower().rstrip("?.") if kind < 0.4 else text

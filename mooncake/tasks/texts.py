@@ -81,24 +81,31 @@ def _said(value: Any) -> str:
 def needle(random: Random, num_words: int = 0) -> Sample:
     """Return a long text in which codes are hidden and a question for one of them.
 
+    The answer says whose code it is before the code: what stands in the text is found by going on
+    as the text went on. The code alone is as right.
+
     num_words: how long the text is, in words; 0: short as a rule, seldom thousands.
     """
     if not num_words:
         num_words = int(10 ** random.uniform(1.3, 2.3))
         if random.random() < 0.04:
             num_words = int(10 ** random.uniform(2.3, 3.6))
-    num_codes = min(12, 2 + num_words // 60)
+    num_codes = min(12, 3 + num_words // 40)
     owners = list(dict.fromkeys(name(random) for _ in range(num_codes)))
     codes = {owner: random.randint(1000, 9999) for owner in owners}
     lines = [f"The code of {owner} is {code}." for owner, code in codes.items()]
     lines += [sentence(random) for _ in range(num_words // _WORDS_OF_A_SENTENCE)]
     random.shuffle(lines)
-    asked = random.sample(owners, min(len(owners), random.randint(1, 3) + num_codes // 3))
+    asked = random.sample(owners, min(len(owners), random.randint(1, 4) + num_codes // 3))
     messages: list[Message] = [user(f"{' '.join(lines)} {_question(random, asked[0])}")]
     for before, owner in pairwise(asked):
-        messages += [assistant(str(codes[before])), user(_question(random, owner))]
-    key = f"needle {sorted(codes.items())}"
-    return Sample("needle", messages, assistant(str(codes[asked[-1]])), key)
+        messages += [_told(before, codes[before]), user(_question(random, owner))]
+    key, code = f"needle {sorted(codes.items())}", codes[asked[-1]]
+    return Sample("needle", messages, _told(asked[-1], code), key, also_right=(str(code),))
+
+
+def _told(who: str, code: int) -> Message:
+    return assistant(f"The code of {who} is {code}.")
 
 
 def _question(random: Random, who: str) -> str:

@@ -89,8 +89,11 @@ def test_needles_are_in_the_text_once() -> None:
         who = re.search(forms, asked(sample))
         assert who
         name = next(found for found in who.groups() if found)
-        line = f"The code of {name} is {sample.answer['content']}."
-        assert sample.messages[0]["content"].count(line) == 1
+        assert sample.answer["content"].startswith(f"The code of {name} is ")
+        assert sample.messages[0]["content"].count(sample.answer["content"]) == 1
+        [code] = sample.also_right
+        assert sample.accepts({"content": code})
+        assert not sample.accepts({"content": str(int(code) + 1)})
 
 
 def test_what_is_recalled_was_said() -> None:
