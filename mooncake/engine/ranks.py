@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from mooncake.engine.plan import StepSlot
-from mooncake.engine.step_log import RankMessage, StepReader, StepWriter, UsePages
+from mooncake.engine.step_log import RankMessage, StepWriter, UsePages
 
 
 class Followers(Protocol):
@@ -61,12 +61,11 @@ class LeadRanks:
             self._followers.end()
 
     def check_integrity(self, sequences: Collection[int]) -> None:
-        """Raise AssertionError where followers hold pages of others than these sequences."""
-        others = self._writer.held.keys() - sequences
-        assert not others, f"followers hold pages of sequences that have ended: {sorted(others)}"
+        """Have every follower compare what it holds, and fail where that differs.
 
-    def check_follower(self, reader: StepReader) -> None:
-        """Raise AssertionError where a follower that heard every step holds anything else."""
-        assert reader.number <= self._writer.number, "a follower is ahead of its lead"
-        if reader.number == self._writer.number:
-            assert reader.held == self._writer.held, "a follower holds other pages than its lead"
+        Raises AssertionError: they hold pages of others than these sequences.
+        """
+        held = self._writer.held
+        others = held.num_pages.keys() - sequences
+        assert not others, f"followers hold pages of sequences that have ended: {sorted(others)}"
+        self._followers.tell(held)

@@ -50,7 +50,16 @@ class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):
     """Sequences that have ended, or begin anew with no pages."""
 
 
-RankMessage = UsePages | RankStep
+class Held(msgspec.Struct, frozen=True, tag="held", array_like=True):
+    """What a follower that has heard every step holds: a check, which nothing depends on."""
+
+    number: int
+    """Of the last step."""
+    num_pages: dict[int, int]
+    """sequence -> pages."""
+
+
+RankMessage = UsePages | RankStep | Held
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage)
@@ -77,9 +86,9 @@ class StepWriter:
         """Of which the next step says so."""
 
     @property
-    def held(self) -> dict[int, int]:
-        """What a follower holds that has read all steps: sequence -> pages."""
-        return {**self._num_pages, **self._forgotten}
+    def held(self) -> Held:
+        """What a follower holds that has read all steps."""
+        return Held(self.number, {**self._num_pages, **self._forgotten})
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Have the next step say that these sequences have ended, or begin anew."""
@@ -124,22 +133,13 @@ class StepReader:
         """Of the last step."""
         self._pages: dict[int, list[int]] = {}
 
-    @property
-    def held(self) -> dict[int, int]:
-        """What this follower holds: sequence -> pages."""
-        return {sequence_id: len(pages) for sequence_id, pages in self._pages.items()}
-
     def slots(self, step: RankStep) -> list[StepSlot]:
         """Return the slots of the plan.
 
         Raises:
             InternalError: it is not the step that follows; this rank cannot go on.
         """
-        if step.number != self.number + 1:
-            raise InternalError(
-                f"step {step.number} came where {self.number + 1} was due: words of the lead are "
-                "lost"
-            )
+        self._check_number(step.number, self.number + 1)
         self.number = step.number
         for sequence_id in step.forgotten:
             self._pages.pop(sequence_id, None)
@@ -164,6 +164,22 @@ class StepReader:
             )
             token += num_tokens[index]
         return slots
+
+    def check(self, held: Held) -> None:
+        """Compare what this follower holds with what its lead says.
+
+        Raises:
+            InternalError: not all steps have come; this rank cannot go on.
+            AssertionError: it holds anything else.
+        """
+        self._check_number(held.number, self.number)
+        mine = {sequence_id: len(pages) for sequence_id, pages in self._pages.items()}
+        assert mine == held.num_pages, f"a follower holds {mine}, its lead {held.num_pages}"
+
+    @staticmethod
+    def _check_number(said: int, due: int) -> None:
+        if said != due:
+            raise InternalError(f"step {said} came where {due} was due: words of the lead are lost")
 
 
 def _column(kind: str, data: bytes) -> array[int]:

@@ -19,7 +19,7 @@ import torch
 
 from mooncake.base import MooncakeError
 from mooncake.crypto.keys import KeyRing
-from mooncake.engine.step_log import RankStep, StepReader, UsePages, decode
+from mooncake.engine.step_log import Held, RankStep, StepReader, UsePages, decode
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.inputs import PageTables, build_inputs
@@ -85,6 +85,13 @@ class Follower:
                 self._model.logits(hidden.index_select(0, sampled))
         self._group.meet()
 
+    def check(self, held: Held) -> None:
+        """Compare what this rank holds with what the lead says; both errors of `StepReader.check`
+        end this rank.
+        """
+        self._reader.check(held)
+        self._group.meet()
+
 
 def run(link: socket.socket, memory: int, keys: Callable[[ModelOptions], KeyRing | None]) -> None:
     """Be a follower until the lead goes.
@@ -137,6 +144,9 @@ def _follow(link: socket.socket, follower: Follower) -> None:
         message = decode(data)
         if isinstance(message, RankStep):
             follower.step(message)
+            continue
+        if isinstance(message, Held):
+            follower.check(message)
             continue
         follower.use(_pages(link, message, follower.rank))
         if message.num_threads is not None:

@@ -155,6 +155,13 @@ class ModelRunner:
                 os.read(self._readable, 1)
         return events
 
+    def check_integrity(self) -> None:
+        """Raise where a rank holds pages of a sequence that has ended (see `Lead.check_integrity`).
+        No step may be running.
+        """
+        if self._lead is not None:
+            self._lead.check_integrity(self._starts)
+
     def close(self) -> None:
         """Finish the running step, drop queued ones and free the descriptor. May be called twice.
 

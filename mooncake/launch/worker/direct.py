@@ -131,6 +131,11 @@ class DirectEngine:
         [sample] = profile(self._runner, [shape], self.config, MonotonicClock())
         return sample
 
+    def check_integrity(self) -> None:
+        """Raise where a page is neither free nor held, or another rank holds something else."""
+        self._engine.check_integrity()
+        self._runner.check_integrity()
+
     def close(self) -> None:
         """End the engine and free its memory."""
         self._runner.close()

@@ -6,11 +6,13 @@ cluster secret: it talks to the lead only.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -25,7 +27,12 @@ from mooncake.telemetry.log import configure_logging
 
 EXCHANGE_S = 30.0
 """A rank that stands still is found out by then: no layer of a step takes as long."""
-_MAIN = "from mooncake.launch.worker.rank_processes import main; main()"
+_MAIN = """
+import ctypes, signal
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the lead, even stopped
+from mooncake.launch.worker.rank_processes import main
+main()
+"""
 
 
 def start_ranks(path: str, dtype: str, options: ModelOptions) -> Lead:
@@ -61,12 +68,22 @@ def start_ranks(path: str, dtype: str, options: ModelOptions) -> Lead:
 
 
 def _start(link: int, memory: int, options: ModelOptions) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+    starting = _parent().submit(
+        subprocess.Popen,
         [sys.executable, "-c", _MAIN, str(link), str(memory)],
         stdin=subprocess.DEVNULL,
         pass_fds=(link, memory),
         env=of_follower(environment.variables(), options.weights_key),
     )
+    return starting.result()
+
+
+@functools.cache
+def _parent() -> ThreadPoolExecutor:
+    """Return the thread that starts followers. The kernel ends them with the thread that started
+    them, so that has to live as long as this process.
+    """
+    return ThreadPoolExecutor(1, "rank-parent")
 
 
 def of_follower(environ: Mapping[str, str], weights_key: KeySource) -> dict[str, str]:

@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -99,14 +99,21 @@ class Lead:
         Raises:
             InternalError: one cannot, or ended.
         """
-        try:
+        with self._meeting():
             self._ranks.use_pages(pages)
             for each in self._sockets:
                 socket.send_fds(each, [b"\0"], [descriptor])
-            self.group.meet()
-        except (OSError, GroupError) as error:
-            self.fail(f"the ranks of this model do not meet: {error}")
-            raise InternalError(f"{self.lost}") from error
+
+    def check_integrity(self, sequences: Collection[int]) -> None:
+        """Have every rank check that it holds pages of these sequences alone, as many as this one
+        thinks. No step may be running.
+
+        Raises:
+            AssertionError: this rank thinks that others hold more.
+            InternalError: another holds something else, or ended.
+        """
+        with self._meeting():
+            self._ranks.check_integrity(sequences)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Have followers forget sequences that ended or begin anew, with the next step."""
@@ -165,6 +172,16 @@ class Lead:
             except Exception:  # whatever a process calls its timeout
                 process.kill()
                 process.wait(END_S)
+
+    @contextlib.contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Wait for all ranks, once they have been told something; InternalError: one is lost."""
+        try:
+            yield
+            self.group.meet()
+        except (OSError, GroupError) as error:
+            self.fail(f"the ranks of this model do not meet: {error}")
+            raise InternalError(f"{self.lost}") from error
 
     def _watch_all(self) -> None:
         """Wait for the first follower that goes: none of them says anything once it has loaded."""

@@ -17,7 +17,7 @@ import msgspec
 from mooncake.base import InternalError
 from mooncake.engine.plan import LayerDone, StepPlan
 from mooncake.engine.ranks import LeadRanks
-from mooncake.engine.step_log import RankMessage, StepReader, UsePages, decode, encode
+from mooncake.engine.step_log import Held, RankMessage, StepReader, UsePages, decode, encode
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.runner import SimRunner, StepCost
 
@@ -186,12 +186,15 @@ class RankedRunner(SimRunner):
             self._follow(number)
             return
         try:
+            if isinstance(message, Held):
+                rank.reader.check(message)
+                self._follow(number)
+                return
             slots = rank.reader.slots(message)
         except InternalError:
             self.kill_rank(number)
             return
         assert slots == self._queue[0][0].slots, f"rank {number} computes another step"
-        self._lead.check_follower(rank.reader)
         rank.computes = True
         self._compute(number)
 

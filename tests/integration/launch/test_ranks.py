@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def tokens_of(
     }
     with DirectEngine.open(str(path), **shape, **SETTINGS) as engine:
         found = engine.generate(prompts(), [greedy] * NUM_PROMPTS)
+        engine.check_integrity()
     assert followers() == []
     return found
 
@@ -79,7 +81,7 @@ def test_greedy_tokens_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
     path = nano(tmp_path / "nano", **CONFIGS[name])
     expected = tokens_of(path, 1)
     assert all(len(tokens) == NUM_OUTPUT for tokens in expected)
-    for shape in ((2, 1), (2, 1, "gloo"), (2, 2), (2, 2, "gloo")):
+    for shape in ((2, 1), (4, 1), (2, 1, "gloo"), (2, 2), (2, 2, "gloo")):
         assert tokens_of(path, *shape) == expected
 
 
@@ -104,6 +106,17 @@ def test_what_one_rank_cannot_load_is_said_and_nothing_is_left(tmp_path: Path) -
         patch.setattr(rank_processes, "start_ranks", meanwhile)
         with pytest.raises(CheckpointError):
             DirectEngine.open(str(path), tensor_parallel_size=2, **SETTINGS)
+    assert followers() == []
+
+
+def test_ranks_outlive_the_thread_that_opened_them(tmp_path: Path) -> None:
+    path = nano(tmp_path / "nano")
+    with ThreadPoolExecutor(1) as other:
+        opening = other.submit(DirectEngine.open, str(path), tensor_parallel_size=2, **SETTINGS)
+        engine = opening.result()
+    with engine:
+        few = SamplingParams(temperature=0, max_tokens=2)
+        assert len(engine.generate([[1, 2]], [few])[0]) == 2
     assert followers() == []
 
 

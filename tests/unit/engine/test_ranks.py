@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.base import KvLayout, PageArray
+from mooncake.base import InternalError, KvLayout, PageArray
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks import LeadRanks
-from mooncake.engine.step_log import RankMessage, RankStep, StepReader, UsePages
+from mooncake.engine.step_log import Held, RankMessage, RankStep, StepReader, UsePages
 
 LAYOUT = KvLayout(num_layers=2, block_tokens=4, kv_width=8, dtype="float32", fingerprint="x")
 PAGES = UsePages(PageArray(LAYOUT, 12), None)
@@ -60,17 +60,24 @@ def test_a_follower_that_holds_something_else_is_found() -> None:
     lead = LeadRanks(heard)
     lead.use_pages(PAGES)
     reader = StepReader()
-    lead.check_follower(reader)
     lead.step(slots(2), {})
-    lead.check_follower(reader)  # it has yet to hear of the step
-    step = heard.messages[-1]
-    assert isinstance(step, RankStep)
-    reader.slots(step)
+    lead.check_integrity([1])
     lead.forget([1])
-    lead.check_follower(reader)  # it will hear of it with the next step
-    reader._pages[1].append(9)
-    with pytest.raises(AssertionError, match="other pages"):
-        lead.check_follower(reader)
+    lead.check_integrity([1])  # followers will hear of it with the next step
+    _, step, *checks = heard.messages
+    assert isinstance(step, RankStep)
+    for held in checks:
+        assert isinstance(held, Held)
+        with pytest.raises(InternalError, match="step 1 came where 0 was due"):
+            reader.check(held)
+    reader.slots(step)
+    for held in checks:
+        assert isinstance(held, Held)
+        reader.check(held)
+        reader._pages[1].append(9)
+        with pytest.raises(AssertionError, match=r"a follower holds \{1: 3\}, its lead \{1: 2\}"):
+            reader.check(held)
+        reader._pages[1].pop()
 
 
 def test_pages_of_a_sequence_that_has_ended_are_found() -> None:

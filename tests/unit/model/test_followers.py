@@ -64,9 +64,10 @@ class Instance:
         self.links = [theirs for _, theirs in pairs]
         self.processes = [Process() for _ in pairs]
         self.lead = Lead(groups[0], [ours for ours, _ in pairs], self.processes, 30.0)
+        self.followers = [Follower(*each) for each in zip(models[1:], groups[1:], strict=True)]
         self.threads = [
-            threading.Thread(target=self._run, args=(link, Follower(model, group), group))
-            for link, model, group in zip(self.links, models[1:], groups[1:], strict=True)
+            threading.Thread(target=self._run, args=(link, follower, group))
+            for link, follower, group in zip(self.links, self.followers, groups[1:], strict=True)
         ]
         for thread in self.threads:
             thread.start()
@@ -188,7 +189,18 @@ def test_followers_compute_with_the_lead(
     alone.close()
     made = instance(num_ranks, num_homes)
     assert scenario(made.run) == expected
+    made.runner.check_integrity()
     assert made.lead.lost is None
+
+
+def test_a_follower_that_holds_other_pages_ends_all_ranks(instance: Open) -> None:
+    made = instance(4)
+    made.run(plan(0, [slot(1, 0, [5], [7])], [start(1, [5])]))
+    made.runner.check_integrity()
+    made.followers[1]._reader._pages[1].append(8)
+    with pytest.raises(InternalError, match=r"do not meet|rank 2 of this model has ended"):
+        made.runner.check_integrity()
+    assert [process.killed for process in made.processes] == [1] * 3
 
 
 def test_a_step_that_fails_on_the_lead_ends_all_ranks(instance: Open) -> None:
