@@ -1,13 +1,16 @@
 """Serving speed of our layouts beside their peers: `python -m benchmarks serve`.
 
-Rounds are interleaved (A B C A B C), each with a fresh server, a fresh seed and the same client, so
-that what else the machine does falls on all alike. Ratios are of medians over rounds.
+All servers are started once and stay; rounds of loads go to them in turn (A B C A B C), each with a
+fresh seed and the same client, so that what else the machine does falls on all alike. What the
+servers whose turn it is not take meanwhile is shown. Ratios are of medians over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import resource
@@ -15,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.support import vllm_environment
@@ -26,12 +29,12 @@ from benchmarks.support.servers import (
     SERVED_NAME,
     Layout,
     Server,
-    load,
     machine,
     ours,
     running,
     vllm_cpu,
 )
+from benchmarks.support.servers import load as load_average
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.arrivals import Arrivals
 from mooncake.bench.endpoint import Target
@@ -50,17 +53,46 @@ WARMUP_SEED = 10_000_000
 KV_BYTES = "512MiB"
 
 
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a server is asked for in one round."""
+
+    input_len: int
+    output_len: int
+    concurrency: int
+    num_prompts: int
+
+    @classmethod
+    def parsed(cls, text: str) -> Load:
+        """Return the load of "INPUT,OUTPUT,CONCURRENCY,PROMPTS", else raise ValueError."""
+        numbers = [int(part) for part in text.split(",")]
+        if len(numbers) != len(dataclasses.fields(cls)) or min(numbers) < 1:
+            raise ValueError(f"{text!r} is not four positive numbers with commas between")
+        return cls(*numbers)
+
+    def __str__(self) -> str:
+        return f"{self.input_len}/{self.output_len} x{self.concurrency}"
+
+    @property
+    def shape(self) -> RandomShape:
+        """The prompts' shape."""
+        return RandomShape(input_len=self.input_len, output_len=self.output_len)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
     """One server under one load."""
 
     layout: str
+    load: Load
     output_tok_s: float
     ttft_ms: float
     tpot_ms: float
     cpu_s_per_1k_tokens: float
     """Of the server's processes, for a thousand output tokens with their share of prompts."""
     client_cpu_ms_per_1k_tokens: float
+    others_cores: float
+    """Cores that the servers which waited for their turn took."""
     load_average: str
 
 
@@ -77,9 +109,9 @@ def layouts(model: Path) -> list[Layout]:
 
 
 async def _drive(
-    server: Server, samples_of: RandomShape, seed: int, args: argparse.Namespace
+    server: Server, model: Path, shape: RandomShape, seed: int, count: int, concurrency: int
 ) -> Metrics:
-    words = PromptSource(None, json.loads((args.model / "config.json").read_text())["vocab_size"])
+    words = PromptSource(None, json.loads((model / "config.json").read_text())["vocab_size"])
     client = HttpClient(server.url)
     target = Target(
         backend="openai",
@@ -88,9 +120,8 @@ async def _drive(
         headers={"Content-Type": "application/json"},
         fields={"ignore_eos": True, "temperature": 0},
     )
-    count = NUM_WARMUPS if samples_of is WARMUP else args.num_prompts
-    samples = random_samples(samples_of, count, words, seed)
-    run = Run(arrivals=Arrivals(), max_concurrency=args.concurrency, progress=False)
+    samples = random_samples(shape, count, words, seed)
+    run = Run(arrivals=Arrivals(), max_concurrency=concurrency, progress=False)
     try:
         metrics, outputs = await benchmark(client, target, samples, run)
     finally:
@@ -100,23 +131,34 @@ async def _drive(
     return metrics
 
 
-def measure(layout: Layout, seed: int, args: argparse.Namespace) -> Round:
-    """Start `layout`, warm it up, measure one load and stop it."""
-    shape = RandomShape(input_len=args.input_len, output_len=args.output_len)
-    with running(layout) as server:
-        run_in_loop(_drive(server, WARMUP, WARMUP_SEED + seed, args))
-        server_s, client_s = server.cpu_s(), _own_cpu_s()
-        metrics = run_in_loop(_drive(server, shape, seed, args))
-        server_s, client_s = server.cpu_s() - server_s, _own_cpu_s() - client_s
+def _warm_up(server: Server, model: Path, seed: int, loads: Sequence[Load]) -> None:
+    """Many short requests at once, then one of each load."""
+    run_in_loop(_drive(server, model, WARMUP, seed, NUM_WARMUPS, NUM_WARMUPS))
+    for number, load in enumerate(loads):
+        run_in_loop(_drive(server, model, load.shape, seed + 1 + number, 1, 1))
+
+
+def measure(servers: Mapping[str, Server], name: str, model: Path, load: Load, seed: int) -> Round:
+    """Measure one load on one of the servers, all of which run."""
+    server = servers[name]
+    others = [other for other in servers.values() if other is not server]
+    began, client_s, server_s = time.monotonic(), _own_cpu_s(), server.cpu_s()
+    others_s = sum(other.cpu_s() for other in others)
+    counted = load.num_prompts, load.concurrency
+    metrics = run_in_loop(_drive(server, model, load.shape, seed, *counted))
+    server_s, client_s = server.cpu_s() - server_s, _own_cpu_s() - client_s
+    others_s = sum(other.cpu_s() for other in others) - others_s
     thousands = metrics.num_output_tokens / 1000
     return Round(
-        layout=layout.name,
+        layout=name,
+        load=load,
         output_tok_s=metrics.output_throughput,
         ttft_ms=metrics.spreads["ttft"].median,
         tpot_ms=metrics.spreads["tpot"].median,
         cpu_s_per_1k_tokens=server_s / thousands,
         client_cpu_ms_per_1k_tokens=1000 * client_s / thousands,
-        load_average=load(),
+        others_cores=others_s / (time.monotonic() - began),
+        load_average=load_average(),
     )
 
 
@@ -126,35 +168,39 @@ def _own_cpu_s() -> float:
 
 
 def summary(rounds: Sequence[Round]) -> list[str]:
-    """Return a table in Markdown: medians over rounds, ratios to the colocated engine."""
-    names = list(dict.fromkeys(each.layout for each in rounds))
+    """Return a table in Markdown: medians over rounds, ratios to the colocated engine's."""
     lines = [
-        "| server | out tok/s (range) | x colocated | median TTFT ms | median TPOT ms "
-        "| server CPU s / 1k tokens |",
-        "|---|---|---|---|---|---|",
+        "| load | server | out tok/s (range) | x colocated | median TTFT ms | prompt tok/s of one "
+        "| median TPOT ms | server CPU s / 1k tokens |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    base = _median(rounds, COLOCATED, "output_tok_s") if COLOCATED in names else None
-    for name in names:
-        speeds = [each.output_tok_s for each in rounds if each.layout == name]
+    for load, name in dict.fromkeys((each.load, each.layout) for each in rounds):
+        of_load = [each for each in rounds if each.load == load]
+        own = [each for each in of_load if each.layout == name]
+        speeds = [each.output_tok_s for each in own]
+        base = _median([each for each in of_load if each.layout == COLOCATED], "output_tok_s")
         ratio = f"{statistics.median(speeds) / base:.2f}" if base else "-"
+        ttft_ms = _median(own, "ttft_ms")
+        alone = f"{1000 * load.input_len / ttft_ms:,.0f}" if load.concurrency == 1 else "-"
+        tpot = f"{_median(own, 'tpot_ms'):.1f}" if load.output_len > 1 else "-"
         lines.append(
-            f"| {name} | {statistics.median(speeds):.1f} ({min(speeds):.1f}-{max(speeds):.1f}) "
-            f"| {ratio} | {_median(rounds, name, 'ttft_ms'):,.0f} "
-            f"| {_median(rounds, name, 'tpot_ms'):.0f} "
-            f"| {_median(rounds, name, 'cpu_s_per_1k_tokens'):.1f} |"
+            f"| {load} | {name} | {statistics.median(speeds):.1f} ({min(speeds):.1f}-"
+            f"{max(speeds):.1f}) | {ratio} | {ttft_ms:,.0f} | {alone} | {tpot} "
+            f"| {_median(own, 'cpu_s_per_1k_tokens'):.1f} |"
         )
     return lines
 
 
-def _median(rounds: Sequence[Round], layout: str, field: str) -> float:
-    values: list[float] = [getattr(each, field) for each in rounds if each.layout == layout]
-    return statistics.median(values)
+def _median(rounds: Sequence[Round], field: str) -> float:
+    values: list[float] = [getattr(each, field) for each in rounds]
+    return statistics.median(values) if values else 0.0
 
 
 def transformers_line(args: argparse.Namespace) -> str:
     """Return what one batch of `generate` comes to, in an environment like the servers'."""
-    batch, output_len = args.concurrency, args.output_len
-    words = [str(args.model), str(batch), str(args.input_len)]
+    shape = args.loads[0]
+    batch, output_len = shape.concurrency, shape.output_len
+    words = [str(args.model), str(batch), str(shape.input_len)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.support.transformers_generate", *words],
         cwd=ROOT,
@@ -168,7 +214,7 @@ def transformers_line(args: argparse.Namespace) -> str:
     return (
         f"transformers generate, batch {batch}: first token {times['first_s']:.1f} s, "
         f"{times['step_s'] * 1000:.0f} ms a step: {batch * output_len / total_s:.1f} tok/s "
-        f"for {output_len} tokens each, load {load()}"
+        f"for {output_len} tokens each, load {load_average()}"
     )
 
 
@@ -178,22 +224,23 @@ def main(argv: Sequence[str]) -> int:
         vllm_environment.make()
     _write_model(args.model)
     found = [each for each in layouts(args.model) if each.name in args.only]
-    print(
-        f"{machine()}; {args.model.name}, bf16, random {args.input_len} in / {args.output_len} "
-        f"out, concurrency {args.concurrency}, {args.num_prompts} requests a round, greedy"
-    )
+    print(f"{machine()}; {args.model.name}, bf16, random prompts, greedy")
     rounds: list[Round] = []
-    for number in range(args.rounds):
-        for layout in found:
+    with contextlib.ExitStack() as kept:
+        servers = {each.name: kept.enter_context(running(each)) for each in found}
+        for server in servers.values():
+            _warm_up(server, args.model, WARMUP_SEED + args.seed, args.loads)
+        turns = itertools.product(range(1, args.rounds + 1), args.loads, servers)
+        for turn, (number, load, name) in enumerate(turns):
             # Seeds never come back: the prompts of one seen before would be in a prefix cache.
-            seed = args.seed + 1000 * number + len(rounds)
-            rounds.append(measure(layout, seed, args))
-            last = rounds[-1]
+            last = measure(servers, name, args.model, load, args.seed + turn)
+            rounds.append(last)
             print(
-                f"round {number + 1} {last.layout:>10}: {last.output_tok_s:6.1f} tok/s, TTFT "
-                f"{last.ttft_ms:7,.0f} ms, TPOT {last.tpot_ms:5.0f} ms, CPU "
+                f"round {number} {load!s:>11} {name:>10}: {last.output_tok_s:6.1f} tok/s, TTFT "
+                f"{last.ttft_ms:7,.0f} ms, TPOT {last.tpot_ms:5.1f} ms, CPU "
                 f"{last.cpu_s_per_1k_tokens:5.1f} s/1k, client "
-                f"{last.client_cpu_ms_per_1k_tokens:5.0f} ms/1k, load {last.load_average}",
+                f"{last.client_cpu_ms_per_1k_tokens:5.0f} ms/1k, others {last.others_cores:.2f} "
+                f"cores, load {last.load_average}",
                 flush=True,
             )
     print("\n".join(summary(rounds)))
@@ -213,12 +260,19 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks serve", description=__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "k2-small")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--num-prompts", type=int, default=32)
-    parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--input-len", type=int, default=1024)
-    parser.add_argument("--output-len", type=int, default=128)
+    for name, default in (
+        ("input-len", 1024), ("output-len", 128), ("concurrency", 8), ("num-prompts", 32),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument(
+        "--loads", type=Load.parsed, nargs="+", metavar="INPUT,OUTPUT,CONCURRENCY,PROMPTS",
+        help="several loads in each round, instead of the one that the flags above say",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--only", nargs="+", default=DEFAULT_LAYOUTS, metavar="NAME")
     parser.add_argument("--with-vllm", action="store_true", help=f"make {BUILD.name}/vllm-venv")
     parser.add_argument("--transformers", action="store_true", help="also transformers generate")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    one = Load(args.input_len, args.output_len, args.concurrency, args.num_prompts)
+    args.loads = args.loads or [one]
+    return args

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from mooncake_kernels.native import build
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 VLLM_ENV = BUILD / "vllm-venv"
@@ -36,11 +38,12 @@ KEPT_HEAP = {
 }
 VLLM_SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CACHE_ROOT": str(BUILD / "vllm-cache"),
 }
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+"""Those that CPUs differ by, as /proc/cpuinfo calls them."""
 MAX_MODEL_LEN = "8192"
 SERVED_NAME = "bench"
 
@@ -74,7 +77,10 @@ def vllm_cpu(model: Path) -> Layout | None:
     return Layout(
         name="vllm-cpu",
         command=(str(program), "serve", str(model), *flags),
-        environment=VLLM_SETTINGS,
+        environment={
+            **VLLM_SETTINGS,
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        },
     )
 
 
@@ -198,14 +204,14 @@ def _free_port() -> int:
 
 
 def machine() -> str:
-    """Return the machine's name for tables: cores, model, load of the last minute."""
-    models = {
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    }
+    """Return the machine's name for tables: cores, model, and instructions, as far as oneDNN may
+    use them.
+    """
     cores = len(os.sched_getaffinity(0))
-    return f"{cores} cores of {', '.join(sorted(models)) or 'unknown'}"
+    has = [name for name in INSTRUCTIONS if name in build.cpu_flags()]
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    kept = f", ONEDNN_MAX_CPU_ISA={limit}" if limit else ""
+    return f"{cores} cores of {build.cpu_name() or 'unknown'} ({', '.join(has)}{kept})"
 
 
 def load() -> str:
