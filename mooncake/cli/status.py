@@ -69,10 +69,15 @@ def gateway_table(gateways: list[dict[str, Any]]) -> Table:
 
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:
-    """Return one row a worker: its name and place, its state, its load, its health port."""
+    """Return one row a worker: its name and place, its state, its load, what became of its drafts
+    where there are any, its health port.
+    """
     table = Table(box=None, pad_edge=False)
     for name in ("worker", "role", "pid", "host", "state", "running", "waiting", "free blocks"):
         table.add_column(name)
+    drafted = any(_drafts(worker) for worker in workers)
+    if drafted:
+        table.add_column("drafts accepted")
     table.add_column("health", overflow="fold")
     for worker in workers:
         load = worker.get("load") or {}
@@ -80,9 +85,24 @@ def worker_table(workers: list[dict[str, Any]]) -> Table:
             *(str(worker.get(name, "")) for name in ("id", "role", "pid", "host", "state")),
             *(str(load.get(name, 0)) for name in ("num_running", "num_waiting")),
             f"{load.get('num_free_blocks', 0)} of {load.get('num_total_blocks', 0)}",
+            *([_drafts(worker)] if drafted else []),
             str(worker.get("health_url", "")).removeprefix("http://"),
         )
     return table
+
+
+def _drafts(worker: dict[str, Any]) -> str:
+    """Return the share of its drafts that were accepted and how many tokens a step with drafts
+    gave; empty for a worker that has computed none.
+    """
+    counters = (worker.get("load") or {}).get("counters") or {}
+    num_drafts, num_tokens, num_accepted = (
+        counters.get(f"spec_decode_num_{name}", 0)
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    if not num_drafts or not num_tokens:
+        return ""
+    return f"{num_accepted / num_tokens:.0%}, {1 + num_accepted / num_drafts:.2f} tokens a step"
 
 
 def _flat(value: Any) -> str:

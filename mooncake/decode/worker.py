@@ -307,7 +307,7 @@ class DecodeWorker:
             finish = FinishInfo(
                 reason=output.finish, stop_token_id=output.stop_token_id, failure=output.failure
             )
-        tokens = [output.token] if output.token is not None else []
+        tokens = list(output.tokens)
         num_outputs = len(output.sequence.output_tokens)
         first = job.local and num_outputs - len(tokens) == len(job.task.output_tokens)
         if first and tokens:
@@ -321,7 +321,7 @@ class DecodeWorker:
                 attempt=job.attempt,
                 start=num_outputs - len(tokens),
                 tokens=tokens,
-                logprobs=[output.logprobs] if output.logprobs is not None else None,
+                logprobs=output.logprobs,
                 prompt_logprobs=output.prompt_logprobs,
                 num_cached_tokens=output.sequence.num_cached_tokens if first else None,
                 finish=finish,

@@ -13,6 +13,8 @@ Rules, in the order they apply:
      behind it that have theirs already (KV received from elsewhere) may pass it.
   4. Nothing to compute and nothing in flight: the front of the queue takes the pages it needs from
      all behind it, running or waiting.
+  5. What is left of the budget takes drafts of sequences that lack one token (`speculation`). They
+     displace nothing: where pages are short there are none.
 A preempted sequence keeps its tokens; its full blocks stay in the prefix cache until evicted.
 Sequences in flight are left alone, so several steps can run at a time, each with its own sequences.
 """
@@ -30,6 +32,7 @@ from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.policy import last_in_order, priority_class, rank
 from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.speculation import Speculation
 
 
 @dataclass(slots=True)
@@ -40,6 +43,8 @@ class Batch:
     """Tokens that can still be added."""
     shares: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
     """sequence_id -> the sequence and how many tokens it computes, in order."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """sequence_id -> guesses computed behind its last token."""
     preempted: list[Sequence] = field(default_factory=list)
     failed: list[tuple[Sequence, Failure]] = field(default_factory=list)
     """Sequences that can never run here; removed from the queues, with their pages held."""
@@ -59,9 +64,12 @@ class Batch:
 class Batcher:
     """The waiting queue, the running batch, and the choice between them."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+    def __init__(
+        self, config: EngineConfig, pool: BlockPool, speculation: Speculation | None = None
+    ) -> None:
         self._config = config
         self._pool = pool
+        self._speculation = speculation
         self.waiting: list[Sequence] = []
         """In rank order. Some hold pages, because their KV came from elsewhere."""
         self.running: list[Sequence] = []
@@ -85,6 +93,8 @@ class Batcher:
         self._admit_waiting(batch)
         if not batch.shares and all(sequence.step_id is None for sequence in self.running):
             self._admit_by_force(batch)
+        if self._speculation is not None:
+            self._add_drafts(batch, self._speculation)
         return batch
 
     # ------------------------------------------------------------ running
@@ -214,6 +224,44 @@ class Batcher:
             if self._pool.num_available >= num_pages + reserve:
                 break
         return True
+
+    # ------------------------------------------------------------ drafts
+
+    def _add_drafts(self, batch: Batch, speculation: Speculation) -> None:
+        candidates = [
+            (sequence, self._most_drafts(sequence))
+            for sequence, num_tokens in batch.shares.values()
+            if num_tokens == sequence.num_missing == 1
+        ]
+        if batch.budget == 0 or not any(most for _, most in candidates):
+            return
+        num_rows = self._config.max_batched_tokens - batch.budget
+        chosen = speculation.choose(candidates, num_rows, batch.budget)
+        for sequence, _ in candidates:
+            drafts = chosen.get(sequence.sequence_id, [])
+            drafts = drafts[: self._room_for(sequence, len(drafts))]
+            if drafts:
+                batch.drafts[sequence.sequence_id] = drafts
+                batch.budget -= len(drafts)
+
+    def _most_drafts(self, sequence: Sequence) -> int:
+        """Return how many drafts could be accepted: a token is sampled behind the last of them."""
+        if sequence.prompt_logprobs is not None:
+            return 0
+        num_left = sequence.max_new_tokens - len(sequence.output_tokens)
+        num_left = min(num_left, self._config.max_model_len - sequence.num_tokens)
+        return max(0, num_left - 1)
+
+    def _room_for(self, sequence: Sequence, num_drafts: int) -> int:
+        """Return how many of so many drafts there are pages for, taking free ones that no running
+        sequence will miss at its next token.
+        """
+        config = self._config
+        num_pages = config.num_pages(sequence.num_tokens + num_drafts) - len(sequence.pages)
+        if num_pages > 0 and self._pool.num_available - num_pages >= len(self.running):
+            sequence.pages += self._pool.allocate(num_pages) or []
+        room = len(sequence.pages) * config.block_tokens - sequence.num_tokens
+        return min(num_drafts, room)
 
     # ------------------------------------------------------------ giving way
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mooncake.base.errors import ConfigError
+from mooncake.engine.speculation import SpeculativeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,14 @@ class EngineConfig:
     """An engine whose steps make no progress for this long has failed: its worker ends. The first
     steps, which compile, have ten times as long.
     """
+    speculation: SpeculativeConfig | None = None
+    """How drafts are made; None: there are none."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "speculation":
+                continue
             if field.name == "enable_prefix_caching":
                 if not isinstance(value, bool):
                     raise ConfigError(f"{field.name}: {value!r} is neither true nor false")

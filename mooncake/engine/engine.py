@@ -14,7 +14,7 @@ pages of a live sequence takes its own references (`pool.hold`) and gives them b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mooncake.base.blocks import BlockKey
@@ -34,6 +34,14 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import Sample, SequenceStart, StepPlan, StepResult, StepSlot
 from mooncake.engine.ports import Runner
 from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
+from mooncake.engine.speculation import (
+    ACCEPTED_TOKENS,
+    DRAFT_TOKENS,
+    DRAFTS,
+    Drafter,
+    Speculation,
+    drafter_of,
+)
 
 _MAX_TICK_S = 1.0
 """The time between two ticks counts as no more than this: a stopped process is not hung."""
@@ -69,14 +77,26 @@ class Engine:
     flight, so steps that overlap (the stages of a pipeline) never share a sequence.
     """
 
-    def __init__(self, config: EngineConfig, layout_fingerprint: str, runner: Runner) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout_fingerprint: str,
+        runner: Runner,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """`drafter`: proposes tokens where `config.speculation` is set; None: as that says."""
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.num_homes)
         self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         """Counts since start, for `WorkerLoad.counters`."""
         self._fingerprint = layout_fingerprint
         self._runner = runner
-        self._batcher = Batcher(config, self.pool)
+        self._speculation = None
+        if config.speculation is not None:
+            drafter = drafter or drafter_of(config.speculation)
+            self._speculation = Speculation(drafter, config.speculation.num_speculative_tokens)
+            self.counters |= dict.fromkeys((DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS), 0.0)
+        self._batcher = Batcher(config, self.pool, self._speculation)
         self._sequences: dict[int, Sequence] = {}
         self._unreleased: dict[int, Sequence] = {}
         self._in_flight: dict[int, InFlight] = {}
@@ -226,23 +246,34 @@ class Engine:
             raise InternalError(f"the runner ended step {result.step_id}, which is not in flight")
         self._num_steps_ended += 1
         self.on_progress()
-        self._account(step, result, now)
-        samples = {sample.sequence_id: sample for sample in result.samples}
+        samples: dict[int, list[Sample]] = {}
+        for sample in result.samples:
+            samples.setdefault(sample.sequence_id, []).append(sample)
+        self._account(step, result, samples, now)
         outputs: list[SequenceOutput] = []
         for slot, sequence in zip(step.plan.slots, step.sequences, strict=True):
             sequence.step_id = None
-            sample = samples.get(sequence.sequence_id)
-            failure = _failure(result, slot, sample)
+            sampled = samples.get(sequence.sequence_id, [])
+            failure = _failure(result, slot, sampled)
+            if sequence.aborted or failure is not None:
+                sampled = []
+            finish, stop_token_id = self._append(sequence, sampled)
             if failure is None:
                 logprobs = result.prompt_logprobs.get(sequence.sequence_id)
-                self._commit(sequence, slot, logprobs)
+                num_new = len(slot.tokens) - slot.num_drafts + max(0, len(sampled) - 1)
+                self._commit(sequence, slot.start + num_new, logprobs)
             if sequence.aborted:
                 self._drop(sequence)
             elif failure is not None:
                 outputs.append(self._fail(sequence, failure))
-            elif slot.sample and sample is not None:
-                outputs.append(self._append(sequence, sample))
+            elif sampled:
+                outputs.append(self._output(sequence, sampled, finish, stop_token_id))
         return outputs
+
+    def calibrate(self, samples: Iterable[CostSample]) -> None:
+        """Learn of steps that were timed before the first one."""
+        if self._speculation is not None:
+            self._speculation.calibrate(samples)
 
     def cost_sample(self) -> CostSample | None:
         """Return the cost of the step that ended last; None when it failed."""
@@ -345,13 +376,15 @@ class Engine:
             if not sequence.known_to_runner:
                 starts.append(self._start(sequence, now))
             start = sequence.num_computed
+            drafts = batch.drafts.get(sequence.sequence_id, [])
             slots.append(
                 StepSlot(
                     sequence_id=sequence.sequence_id,
                     start=start,
-                    tokens=sequence.tokens_between(start, start + num_tokens),
+                    tokens=sequence.tokens_between(start, start + num_tokens) + drafts,
                     pages=list(sequence.pages),
                     sample=num_tokens == sequence.num_missing,
+                    num_drafts=len(drafts),
                 )
             )
             sequences.append(sequence)
@@ -384,10 +417,10 @@ class Engine:
         )
 
     def _commit(
-        self, sequence: Sequence, slot: StepSlot, logprobs: list[TokenLogprobs] | None
+        self, sequence: Sequence, num_computed: int, logprobs: list[TokenLogprobs] | None
     ) -> None:
-        """Record that the KV of `slot` was computed."""
-        sequence.num_computed = slot.start + len(slot.tokens)
+        """Record that the KV of the first `num_computed` tokens lies in the pages."""
+        sequence.num_computed = num_computed
         if sequence.prompt_logprobs is not None and logprobs is not None:
             sequence.prompt_logprobs += logprobs
         self._publish(sequence)
@@ -401,23 +434,44 @@ class Engine:
             self.pool.publish(sequence.keys[index], sequence.pages[index])
         sequence.num_published = max(sequence.num_published, num_full)
 
-    def _append(self, sequence: Sequence, sample: Sample) -> SequenceOutput:
-        """Append the sampled token and check whether it was the last."""
-        sequence.output_tokens.append(sample.token)
+    def _append(
+        self, sequence: Sequence, sampled: list[Sample]
+    ) -> tuple[FinishReason | None, int | None]:
+        """Append the sampled tokens up to the one that ends the sequence; drop those behind it.
+        Return why it ends and the token that stopped it.
+        """
+        finish: FinishReason | None = None
+        stop_token_id: int | None = None
+        for index, sample in enumerate(sampled):
+            sequence.output_tokens.append(sample.token)
+            finish, stop_token_id = request_finish(
+                sequence.request, sequence.output_tokens, self.config.max_model_len
+            )
+            if finish is None and len(sequence.output_tokens) >= sequence.max_new_tokens:
+                finish = FinishReason.LENGTH
+            if finish is not None:
+                del sampled[index + 1 :]
+                break
         self.extend_keys(sequence)
+        return finish, stop_token_id
+
+    def _output(
+        self,
+        sequence: Sequence,
+        sampled: list[Sample],
+        finish: FinishReason | None,
+        stop_token_id: int | None,
+    ) -> SequenceOutput:
+        """Return what the sequence gives with its new tokens; it leaves if they end it."""
         prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-        finish, stop_token_id = request_finish(
-            sequence.request, sequence.output_tokens, self.config.max_model_len
-        )
-        if finish is None and len(sequence.output_tokens) >= sequence.max_new_tokens:
-            finish = FinishReason.LENGTH
         if finish is not None:
             self._batcher.remove(sequence)
             self._end(sequence)
+        logprobs = [sample.logprobs for sample in sampled if sample.logprobs is not None]
         return SequenceOutput(
             sequence=sequence,
-            token=sample.token,
-            logprobs=sample.logprobs,
+            tokens=[sample.token for sample in sampled],
+            logprobs=logprobs or None,
             prompt_logprobs=prompt_logprobs,
             finish=finish,
             stop_token_id=stop_token_id,
@@ -447,7 +501,13 @@ class Engine:
             sequence.known_to_runner = False
             self._ended[sequence.sequence_id] = None
 
-    def _account(self, step: InFlight, result: StepResult, now: float) -> None:
+    def _account(
+        self,
+        step: InFlight,
+        result: StepResult,
+        samples: Mapping[int, list[Sample]],
+        now: float,
+    ) -> None:
         self._cost = None
         self.counters["steps"] += 1
         self.counters["steps_wall_s"] += now - step.submitted_s
@@ -462,15 +522,26 @@ class Engine:
             num_sequences=len(slots),
             seconds=result.seconds,
         )
+        if self._speculation is None:
+            return
+        outcomes = [
+            (sequence, slot.num_drafts, max(0, len(samples.get(slot.sequence_id, [])) - 1))
+            for slot, sequence in zip(slots, step.sequences, strict=True)
+        ]
+        self.counters[DRAFTS] += sum(num_drafts > 0 for _, num_drafts, _ in outcomes)
+        self.counters[DRAFT_TOKENS] += sum(num_drafts for _, num_drafts, _ in outcomes)
+        self.counters[ACCEPTED_TOKENS] += sum(num_accepted for _, _, num_accepted in outcomes)
+        if all(slot.sample and len(slot.tokens) == 1 + slot.num_drafts for slot in slots):
+            self._speculation.observe(outcomes, self._cost)
 
 
-def _failure(result: StepResult, slot: StepSlot, sample: Sample | None) -> Failure | None:
+def _failure(result: StepResult, slot: StepSlot, sampled: list[Sample]) -> Failure | None:
     """Return why the sequence of `slot` failed, alone or with the whole step, or None."""
     if result.error is not None:
         message = f"the step that computed this request failed: {result.error}"
     elif slot.sequence_id in result.failures:
         return result.failures[slot.sequence_id]
-    elif slot.sample and sample is None:
+    elif slot.sample and not sampled:
         message = "the step that computed this request sampled no token"
     else:
         return None

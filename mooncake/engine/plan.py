@@ -29,6 +29,9 @@ class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):
 class StepSlot(msgspec.Struct, frozen=True, kw_only=True):
     """The share of one sequence in a step: compute `tokens` from position `start` on, and sample
     after the last one if `sample` is set.
+
+    The last `num_drafts` of `tokens` are guesses (`speculation`): sampling begins after the token
+    before them, and goes on after each that is what was sampled.
     """
 
     sequence_id: int
@@ -41,6 +44,12 @@ class StepSlot(msgspec.Struct, frozen=True, kw_only=True):
     """
     sample: bool
     """Sample the token after the last one."""
+    num_drafts: int = 0
+    """Above 0 only with `sample`, and where no log-probabilities of the prompt are wanted."""
+
+    @property
+    def drafts(self) -> list[int]:
+        return self.tokens[len(self.tokens) - self.num_drafts :]
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +90,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     step_id: int
     samples: list[Sample]
+    """One for each slot that samples, and one more for each accepted draft; those of a sequence in
+    the order of its tokens.
+    """
     seconds: float
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """sequence_id -> logprobs of the *next* prompt token, for each token of the slot (where

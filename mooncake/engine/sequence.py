@@ -7,11 +7,15 @@ a new token is sampled, which becomes known.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 
 from mooncake.base.blocks import BlockKey, chain_root, extend_chain
 from mooncake.base.request import Failure, FinishReason, GenerateRequest, TokenLogprobs
+
+FORGET = 0.98
+"""What a step leaves of the weight of what was known before it."""
 
 
 class SequenceState(str, Enum):
@@ -22,6 +26,26 @@ class SequenceState(str, Enum):
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Drafting:
+    """What is known for drafting the next tokens (`speculation`); for a sequence that gets none,
+    nothing.
+    """
+
+    text: str = ""
+    """Its last tokens, a letter each."""
+    num_read: int = 0
+    """Tokens that `text` was made of."""
+    num_tested: float = 0.0
+    """Drafts that were compared with sampled tokens, old ones counting less."""
+    num_accepted: float = 0.0
+
+    def forget(self) -> None:
+        """Count what is known a little less."""
+        self.num_tested *= FORGET
+        self.num_accepted *= FORGET
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +79,7 @@ class Sequence:
     report_layers: bool = False
     """Steps with this sequence report each layer (`LayerDone`)."""
 
+    drafting: Drafting = field(default_factory=Drafting)
     keys: list[BlockKey] = field(default_factory=list)
     """Keys of all full blocks of known tokens; `extend_keys` updates them."""
     state: SequenceState = SequenceState.NEW
@@ -129,12 +154,13 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOutput:
-    """A step's result for one sequence: a token, its end, or both."""
+    """A step's result for one sequence: tokens, its end, or both."""
 
     sequence: Sequence
-    token: int | None = None
-    """Already appended to `sequence.output_tokens`."""
-    logprobs: TokenLogprobs | None = None
+    tokens: Seq[int] = ()
+    """Already appended to `sequence.output_tokens`; several where drafts were accepted."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry a token, if requested."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """With the first token, if requested: one entry per prompt token, None for the first."""
     finish: FinishReason | None = None

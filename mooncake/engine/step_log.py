@@ -43,7 +43,7 @@ class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):
     """Pages added to the slot's table since it was named last."""
     pages: bytes
     sampled: bytes
-    """One byte a slot: whether the token after its last one is sampled."""
+    """One byte a slot: after how many of its last tokens one may be sampled."""
     logprob_rows: dict[int, int]
     """sequence -> rows, for those whose prompt tokens' log-probabilities are wanted."""
     forgotten: list[int]
@@ -119,7 +119,7 @@ class StepWriter:
             tokens=tokens.tobytes(),
             num_pages=num_pages.tobytes(),
             pages=pages.tobytes(),
-            sampled=bytes(slot.sample for slot in slots),
+            sampled=bytes(slot.sample + slot.num_drafts for slot in slots),
             logprob_rows=dict(logprob_rows),
             forgotten=forgotten,
         )
@@ -159,7 +159,8 @@ class StepReader:
                     start=starts[index],
                     tokens=tokens[token : token + num_tokens[index]].tolist(),
                     pages=table,
-                    sample=bool(step.sampled[index]),
+                    sample=step.sampled[index] > 0,
+                    num_drafts=max(0, step.sampled[index] - 1),
                 )
             )
             token += num_tokens[index]

@@ -28,7 +28,7 @@ from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.mla import absorbed_is_cheaper
 from mooncake.model.loading import load_model
 from mooncake.model.options import ModelOptions
-from mooncake.model.output_logits import last_rows, prompt_pieces
+from mooncake.model.output_logits import prompt_pieces, sampled_rows
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.joining import join
 from mooncake.model.parallel.lead import Loaded, receive, send
@@ -80,7 +80,7 @@ class Follower:
                 count = step.logprob_rows.get(rows.slot.sequence_id, 0)
                 for first, num in prompt_pieces(rows, count):
                     self._model.logits(hidden[first : first + num])
-            sampled = last_rows(inputs.output_rows)
+            sampled = sampled_rows(inputs.output_rows)
             if sampled.numel():
                 self._model.logits(hidden.index_select(0, sampled))
         self._group.meet()

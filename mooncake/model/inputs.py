@@ -68,7 +68,9 @@ class Queries:
 
 @dataclass(frozen=True)
 class OutputRows:
-    """Rows of the final hidden states that one slot wants: all of its tokens, or the last."""
+    """Rows of the final hidden states that one slot wants: all of its tokens, or the last and its
+    drafts.
+    """
 
     slot: StepSlot
     first: int
@@ -157,7 +159,7 @@ def build_inputs(
         first_row[want.slot.sequence_id] = total
         total += want.count
     read = [
-        _Wanted(slot, len(slot.tokens) if slot.sequence_id in whole else 1)
+        _Wanted(slot, len(slot.tokens) if slot.sequence_id in whole else 1 + slot.num_drafts)
         for slot in slots
         if slot.sample or slot.sequence_id in whole
     ]

@@ -22,9 +22,13 @@ def prompt_pieces(rows: OutputRows, count: int) -> Iterator[tuple[int, int]]:
         yield rows.first + begin, min(_LOGPROB_ROWS, count - begin)
 
 
-def last_rows(output_rows: Sequence[OutputRows]) -> torch.Tensor:
-    """Return the rows that tokens are sampled from: the last of each slot that samples, [slots]."""
-    return torch.tensor(
-        [rows.first + rows.num_rows - 1 for rows in output_rows if rows.slot.sample],
-        dtype=torch.int64,
-    )
+def sampled_rows(output_rows: Sequence[OutputRows]) -> torch.Tensor:
+    """Return the rows that tokens may be sampled from: of each slot that samples that of its last
+    token and those of its drafts, int64.
+    """
+    rows: list[int] = []
+    for each in output_rows:
+        if each.slot.sample:
+            end = each.first + each.num_rows
+            rows.extend(range(end - 1 - each.slot.num_drafts, end))
+    return torch.tensor(rows, dtype=torch.int64)

@@ -6,6 +6,7 @@ Every plan names the pages of its sequences.
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
@@ -41,7 +42,7 @@ from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.mla import absorbed_is_cheaper
 from mooncake.model.layers.sampler import Drawn
-from mooncake.model.output_logits import last_rows, prompt_pieces
+from mooncake.model.output_logits import prompt_pieces, sampled_rows
 from mooncake.model.parallel.lead import Lead
 
 
@@ -264,32 +265,55 @@ class ModelRunner:
             for rows in inputs.output_rows
             if rows.slot.sequence_id in whole
         }
-        asked = [rows.slot.sequence_id for rows in inputs.output_rows if rows.slot.sample]
-        logits = self._last_logits(inputs, hidden) if asked else None
+        asked = [rows.slot for rows in inputs.output_rows if rows.slot.sample]
+        logits = self._sampled_logits(inputs, hidden) if asked else None
         if self._lead is not None:  # pages may be used for something else from here on
             self._lead.group.meet()
-        failures = self._sampler.broken(asked)
+        failures = self._sampler.broken([slot.sequence_id for slot in asked])
         samples = [] if logits is None else self._sample(logits, asked, failures)
         if not samples:  # they would have come behind all else
             self._wait()
         return _Outcome(samples, logprobs, failures)
 
-    def _last_logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the last row of each slot that samples."""
-        last = self._copies.send(last_rows(inputs.output_rows))
-        return self._model.logits(hidden.index_select(0, last))
+    def _sampled_logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the rows that may be sampled from."""
+        rows = self._copies.send(sampled_rows(inputs.output_rows))
+        return self._model.logits(hidden.index_select(0, rows))
 
     def _sample(
-        self, logits: torch.Tensor, asked: Sequence[int], failures: Mapping[int, Failure]
+        self, logits: torch.Tensor, slots: Sequence[StepSlot], failures: Mapping[int, Failure]
     ) -> list[Sample]:
-        """Sample for those of `asked`, of whom each has a row, that have not failed."""
-        if failures:
-            rows = [row for row, sequence in enumerate(asked) if sequence not in failures]
-            if not rows:
-                return []
-            logits = logits.index_select(0, self._copies.send(torch.tensor(rows)))
-            asked = [asked[row] for row in rows]
-        return self._sampler.sample(logits, asked)
+        """Sample for those of `slots` that have not failed: after the token before its drafts, and
+        in further rounds after each draft that is what was sampled. So every token is sampled as in
+        a step of its own, from settings and grammar that know all tokens before it.
+
+        logits: of each slot the row of that token and those of its drafts, slot after slot.
+        """
+        samples: list[Sample] = []
+        row, open_ = 0, []
+        for slot in slots:
+            if slot.sequence_id not in failures:
+                open_.append((row, slot))
+            row += 1 + slot.num_drafts
+        for turn in itertools.count():
+            if turn and open_:
+                broken = self._sampler.broken([slot.sequence_id for _, slot in open_])
+                # The next step says so of one that is broken here: it begins with this very token.
+                open_ = [(row, slot) for row, slot in open_ if slot.sequence_id not in broken]
+            if not open_:
+                return samples
+            rows = [row + turn for row, _ in open_]
+            part = logits
+            if rows != list(range(len(logits))):
+                part = logits.index_select(0, self._copies.send(torch.tensor(rows)))
+            made = self._sampler.sample(part, [slot.sequence_id for _, slot in open_])
+            samples += made
+            open_ = [
+                (row, slot)
+                for (row, slot), sample in zip(open_, made, strict=True)
+                if turn < slot.num_drafts and slot.drafts[turn] == sample.token
+            ]
+        raise AssertionError("rounds end with the drafts")
 
     def _decode(self, decoder: DecodeGraphs, slots: Sequence[StepSlot]) -> _Outcome:
         """Replay a step; where the batch has settled, begin the next before this one's tokens are

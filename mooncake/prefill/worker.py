@@ -249,11 +249,11 @@ class PrefillWorker:
             job = self._jobs.of_sequence(output.sequence.sequence_id)
             assert job is not None, "a sequence without a job"
             self._jobs.end_sequence(job)
-            if output.token is None:
+            if not output.tokens:
                 assert output.failure is not None
                 self._fail(job, output.failure, now)
             else:
-                self._on_sampled(job, output, output.token, now)
+                self._on_sampled(job, output, output.tokens[0], now)
 
     def _on_sampled(self, job: PrefillJob, output: SequenceOutput, token: int, now: float) -> None:
         position = len(job.task.output_tokens)
@@ -273,7 +273,7 @@ class PrefillWorker:
                 attempt=job.attempt,
                 start=position,
                 tokens=[token],
-                logprobs=[output.logprobs] if output.logprobs is not None else None,
+                logprobs=output.logprobs,
                 prompt_logprobs=output.prompt_logprobs,
                 num_cached_tokens=job.num_cached_tokens,
                 finish=finish,

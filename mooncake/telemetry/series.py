@@ -220,6 +220,24 @@ class WorkerSeries:
 
 _NAMED_COUNTS = (
     (False, "preemptions", "num_preemptions", "Sequences preempted for lack of blocks."),
+    (
+        False,
+        "spec_decode_num_drafts",
+        "spec_decode_num_drafts",
+        "Steps of a sequence that computed drafts of its next tokens.",
+    ),
+    (
+        False,
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_draft_tokens",
+        "Drafts computed.",
+    ),
+    (
+        False,
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens",
+        "Drafts that were what was sampled: tokens that cost no step of their own.",
+    ),
     (False, "blocks_fetched", "blocks_fetched", "KV blocks fetched from a pool node."),
     (
         False,

@@ -9,6 +9,7 @@ import dataclasses
 from mooncake.bench.arrivals import Arrivals
 from mooncake.bench.run import Run
 from mooncake.bench.samples import RandomShape, RepetitionShape
+from mooncake.engine.speculation import SpeculativeConfig
 from mooncake.launch.config.options import (
     OneOf,
     count,
@@ -144,6 +145,9 @@ class BenchEngine:
     moe_backend: str = same_as(ServeConfig, "moe_backend", ENGINE)
     kv_cache_dtype: str = same_as(ServeConfig, "kv_cache_dtype", ENGINE)
     gpu_memory_utilization: float = same_as(ServeConfig, "gpu_memory_utilization", ENGINE)
+    speculative_config: SpeculativeConfig | None = same_as(
+        ServeConfig, "speculative_config", ENGINE
+    )
     deterministic: bool = same_as(ServeConfig, "deterministic", ENGINE)
     enforce_eager: bool = same_as(ServeConfig, "enforce_eager", ENGINE)
     seed: int = setting(0, count(0), LOAD, "N", "of the prompts")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -288,6 +289,35 @@ def role_settings(name: str, value: object) -> tuple[tuple[str, int], ...]:
             raise ConfigError(f"{flag(name)}: {known} is given twice")
         found[known] = count(1, 1024)(f"{name} {known}", number)
     return tuple(found.items())
+
+
+def table(kind: type) -> Callable[[str, object], Any]:
+    """Read a JSON object (in a file: a mapping) of the fields of the dataclass `kind`."""
+    known = {field.name: field for field in dataclasses.fields(kind)}
+
+    def read(name: str, value: object) -> Any:
+        if isinstance(value, kind):
+            return value
+        try:
+            given = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ConfigError(f"{flag(name)}: {value!r} is no JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise ConfigError(f"{flag(name)}: {value!r} is no JSON object of {', '.join(known)}")
+        for key in given:
+            if key not in known:
+                raise ConfigError(
+                    f"{flag(name)}: {key!r} is not one of {', '.join(known)}{nearest(key, known)}"
+                )
+        for key, field in known.items():
+            if field.default is dataclasses.MISSING and key not in given:
+                raise ConfigError(f"{flag(name)}: {key} is missing")
+        try:
+            return kind(**given)
+        except ConfigError as error:
+            raise ConfigError(f"{flag(name)}: {error.message}") from None
+
+    return read
 
 
 def nearby(name: str, value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:

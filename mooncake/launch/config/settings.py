@@ -11,6 +11,7 @@ from typing import Any
 
 from mooncake.api.config import ApiConfig
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.speculation import SpeculativeConfig
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.config import options
 from mooncake.launch.config.options import (
@@ -31,6 +32,7 @@ from mooncake.launch.config.options import (
     setting,
     share,
     size,
+    table,
     text,
     texts,
     truth,
@@ -245,6 +247,9 @@ class ServeConfig:
         "tokens in one step: the chunk of a long prompt")
     enable_prefix_caching: bool = owned(EngineConfig, "enable_prefix_caching", truth, ENGINE, "",
         "reuse blocks of earlier requests", switch=True)
+    speculative_config: SpeculativeConfig | None = owned(EngineConfig, "speculation",
+        table(SpeculativeConfig), ENGINE, "JSON", "several tokens of a sequence in one step, the "
+        'same ones: \'{"method": "ngram", "num_speculative_tokens": 4}\'', short="-sc")
     step_timeout: int = owned(EngineConfig, "step_timeout_s", count(1), ENGINE, "SECONDS",
         "a worker whose step makes no progress for this long (its first steps: ten times as long) "
         "ends, and others take its requests")

@@ -402,10 +402,12 @@ def _build_engine(
     hasher = None
     if settings.instance.push_checksums:
         hasher = PageHasher(region, PageArray(layout, config.num_blocks, config.num_homes))
+    engine = Engine(config, layout.fingerprint, runner)
+    engine.calibrate(samples)
     instance = Instance(
         settings.instance,
         layout,
-        Engine(config, layout.fingerprint, runner),
+        engine,
         hello,
         InstancePorts(ports.channel, ports.transfer, region, settings.gateway_address, hasher),
     )

@@ -113,7 +113,10 @@ class SimRunner:
         for slot in plan.slots:
             if slot.sample:
                 known = self._known[slot.sequence_id]
-                token = self._oracle(known.sampling, known.num_outputs)
-                known.num_outputs += 1
-                samples.append(Sample(sequence_id=slot.sequence_id, token=token))
+                for draft in (*slot.drafts, None):
+                    token = self._oracle(known.sampling, known.num_outputs)
+                    known.num_outputs += 1
+                    samples.append(Sample(sequence_id=slot.sequence_id, token=token))
+                    if token != draft:
+                        break
         self._deliver(StepResult(step_id=plan.step_id, samples=samples, seconds=seconds))

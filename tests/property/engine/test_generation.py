@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hypothesis import given, settings
@@ -9,8 +10,14 @@ from hypothesis import strategies as st
 
 from mooncake.base.request import FinishReason, GenerateRequest, Priority
 from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.speculation import SpeculativeConfig
 from tests.support.engine.engines import Bench, request
-from tests.support.engine.fake_runner import VOCAB_SIZE, History, expected_output
+from tests.support.engine.fake_runner import (
+    VOCAB_SIZE,
+    History,
+    expected_output,
+    small_layout,
+)
 from tests.support.examples import examples
 
 STOPS = list(range(0, VOCAB_SIZE, 16))
@@ -61,9 +68,19 @@ class Setting:
     max_model_len: int
     enable_prefix_caching: bool
     max_steps_in_flight: int
+    drafting: str
 
     def bench(self) -> Bench:
+        speculation, drafter = None, None
+        if self.drafting:
+            speculation = SpeculativeConfig(
+                method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3
+            )
+        if self.drafting in DRAFTERS:
+            drafter = OracleDrafter(self, DRAFTERS[self.drafting])
         return Bench(
+            drafter=drafter,
+            speculation=speculation,
             block_tokens=self.block_tokens,
             num_blocks=-(-self.pool_tokens // self.block_tokens),
             max_num_seqs=self.max_num_seqs,
@@ -73,6 +90,27 @@ class Setting:
             enable_prefix_caching=self.enable_prefix_caching,
             max_steps_in_flight=self.max_steps_in_flight,
         )
+
+
+DRAFTERS = {"right": lambda at: False, "wrong": lambda at: True, "mixed": lambda at: at % 3 == 0}
+"""Whether the draft of an output position is to be wrong."""
+
+
+@dataclass
+class OracleDrafter:
+    """Proposes what will be sampled, or what will not."""
+
+    setting: Setting
+    is_wrong: Callable[[int], bool]
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        layout = small_layout(block_tokens=self.setting.block_tokens)
+        output = expected_output(layout, sequence.request)
+        start = len(sequence.output_tokens)
+        return [
+            (token + self.is_wrong(at)) % VOCAB_SIZE
+            for at, token in enumerate(output[start : start + most], start)
+        ]
 
 
 arrivals = st.builds(
@@ -93,6 +131,7 @@ configs = st.builds(
     max_model_len=st.sampled_from([50, 40, 25]),
     enable_prefix_caching=st.booleans(),
     max_steps_in_flight=st.integers(1, 3),
+    drafting=st.sampled_from(["", "ngram", *DRAFTERS]),
 )
 
 

@@ -13,6 +13,7 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import Sequence, SequenceOutput
+from mooncake.engine.speculation import Drafter
 from tests.support.engine.fake_runner import FakeRunner, small_layout
 
 ROOMY = EngineConfig(
@@ -48,11 +49,13 @@ def request(
 class Bench:
     """An engine, its fake runner, and a clock that counts steps."""
 
-    def __init__(self, layout: KvLayout | None = None, **config: Any) -> None:
+    def __init__(
+        self, layout: KvLayout | None = None, drafter: Drafter | None = None, **config: Any
+    ) -> None:
         self.layout = layout or small_layout(block_tokens=config.get("block_tokens", 4))
         self.config = replace(ROOMY, **config)
         self.runner = FakeRunner(self.layout, self.config.num_blocks)
-        self.engine = Engine(self.config, self.layout.fingerprint, self.runner)
+        self.engine = Engine(self.config, self.layout.fingerprint, self.runner, drafter)
         self.now = 0.0
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, SequenceOutput] = {}
@@ -106,8 +109,8 @@ class Bench:
         for output in outputs:
             sequence_id = output.sequence.sequence_id
             assert sequence_id not in self.ends, f"sequence {sequence_id} goes on after its end"
-            if output.token is not None:
-                self.tokens.setdefault(sequence_id, []).append(output.token)
+            if output.tokens:
+                self.tokens.setdefault(sequence_id, []).extend(output.tokens)
             if output.finish is not None:
                 self.ends[sequence_id] = output
                 self.engine.release(output.sequence)

@@ -65,6 +65,15 @@ class History:
                 self._row_bytes
             )
 
+    def branch(self, tokens: Sequence[int]) -> list[list[bytes]]:
+        """Return for each layer the rows that `tokens` would have if they came next."""
+        digest, found = self._digest, [[] for _ in self.kv]
+        for token in tokens:
+            digest = blake2b(digest + token.to_bytes(4, "little"), digest_size=16).digest()
+            for layer, rows in enumerate(found):
+                rows.append(shake_128(digest + layer.to_bytes(2, "little")).digest(self._row_bytes))
+        return found
+
     def rows(self, layer: int, start: int, stop: int) -> bytes:
         """Return the rows of the tokens at [start, stop)."""
         return bytes(self.kv[layer][start * self._row_bytes : stop * self._row_bytes])
@@ -221,14 +230,14 @@ class FakeRunner:
         samples = []
         prompt_logprobs = {}
         if error is None:
-            samples = [self._sample(slot) for slot in plan.slots if slot.sample]
+            samples = [each for slot in plan.slots if slot.sample for each in self._samples(slot)]
             for slot in plan.slots:
                 if self._states[slot.sequence_id].sampling.num_prompt_logprobs is not None:
                     prompt_logprobs[slot.sequence_id] = self._prompt_logprobs(slot)
         yield StepResult(
             step_id=plan.step_id,
             samples=samples,
-            seconds=0.001 * plan.num_tokens,
+            seconds=0.01 + 0.001 * plan.num_tokens,
             prompt_logprobs=prompt_logprobs,
             error=error,
         )
@@ -249,8 +258,13 @@ class FakeRunner:
             known = state.history
             stop = slot.start + len(slot.tokens)
             assert slot.tokens, f"{name}: nothing to compute"
-            assert slot.tokens == known.tokens[slot.start : stop], f"{name}: other tokens"
-            assert slot.sample == (stop == len(known.tokens)), f"{name}: sample is {slot.sample}"
+            end = stop - slot.num_drafts
+            own = slot.tokens[: end - slot.start]
+            assert own == known.tokens[slot.start : end], f"{name}: other tokens"
+            assert slot.sample == (end == len(known.tokens)), f"{name}: sample is {slot.sample}"
+            assert slot.sample or not slot.num_drafts, f"{name}: drafts where nothing is sampled"
+            room = state.sampling.max_tokens - (end - state.num_prompt_tokens)
+            assert slot.num_drafts < max(1, room), f"{name}: a draft that cannot be accepted"
             assert len(slot.pages) * self._layout.block_tokens >= stop, f"{name}: too few pages"
             assert len(set(slot.pages)) == len(slot.pages), f"{name}: a page twice"
             assert slot.pages[: len(state.pages)] == state.pages, f"{name}: other pages"
@@ -277,15 +291,25 @@ class FakeRunner:
         history = self._states[slot.sequence_id].history
         block_tokens = self._layout.block_tokens
         row_bytes = self._layout.slice_bytes // block_tokens
-        for position in range(slot.start, slot.start + len(slot.tokens)):
-            row = history.rows(layer, position, position + 1)
+        end = slot.start + len(slot.tokens) - slot.num_drafts
+        rows = [history.rows(layer, at, at + 1) for at in range(slot.start, end)]
+        rows += history.branch(slot.drafts)[layer]
+        for position, row in enumerate(rows, slot.start):
             target = self.page_slice(layer, slot.pages[position // block_tokens])
             at = position % block_tokens * row_bytes
             target[at : at + row_bytes] = b"\xff" * row_bytes if rubbish else row
 
-    def _sample(self, slot: StepSlot) -> Sample:
+    def _samples(self, slot: StepSlot) -> Iterator[Sample]:
+        """Yield what is sampled after the last token, and after each draft that is right."""
+        end = slot.start + len(slot.tokens) - slot.num_drafts
+        for num_tokens, draft in enumerate((*slot.drafts, None), end):
+            sample = self._sample(slot, num_tokens)
+            yield sample
+            if sample.token != draft:
+                return
+
+    def _sample(self, slot: StepSlot, num_tokens: int) -> Sample:
         state = self._states[slot.sequence_id]
-        num_tokens = slot.start + len(slot.tokens)
         kv = [self.read(layer, slot.pages, num_tokens) for layer in range(self._layout.num_layers)]
         position = num_tokens - state.num_prompt_tokens
         token = choose_token(kv, state.sampling, position, self._vocab_size)

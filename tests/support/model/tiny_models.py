@@ -164,11 +164,21 @@ def layout_for(spec: ModelSpec, block_tokens: int = 16) -> KvLayout:
 
 
 def slot(
-    sequence_id: int, start: int, tokens: Sequence[int], pages: Sequence[int], sample: bool = True
+    sequence_id: int,
+    start: int,
+    tokens: Sequence[int],
+    pages: Sequence[int],
+    sample: bool = True,
+    drafts: Sequence[int] = (),
 ) -> StepSlot:
     """Return a slot."""
     return StepSlot(
-        sequence_id=sequence_id, start=start, tokens=list(tokens), pages=list(pages), sample=sample
+        sequence_id=sequence_id,
+        start=start,
+        tokens=[*tokens, *drafts],
+        pages=list(pages),
+        sample=sample,
+        num_drafts=len(drafts),
     )
 
 

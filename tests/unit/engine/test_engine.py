@@ -174,7 +174,7 @@ def test_logprobs_reach_the_output() -> None:
     outputs: list[SequenceOutput] = []
     while not bench.engine.idle:
         outputs += bench.step()
-    assert [output.logprobs for output in outputs] == [
+    assert [each for output in outputs for each in output.logprobs or []] == [
         fake_logprobs(token, 2) for token in bench.tokens[sequence.sequence_id]
     ]
     assert outputs[0].prompt_logprobs == [None, *(fake_logprobs(token, 0) for token in PROMPT[1:])]
@@ -396,7 +396,7 @@ def test_a_failed_step_ends_its_sequences_and_publishes_nothing() -> None:
     bench.step()
     bench.runner.fail_next("out of memory")
     (output,) = bench.step()
-    assert (output.sequence, output.token, output.finish) == (first, None, FinishReason.ERROR)
+    assert (output.sequence, output.tokens, output.finish) == (first, (), FinishReason.ERROR)
     assert output.failure is not None
     assert output.failure.status == 500
     assert "out of memory" in output.failure.message

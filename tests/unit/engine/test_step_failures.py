@@ -21,7 +21,7 @@ def test_one_sequence_fails_and_the_others_go_on() -> None:
         failures={bad.sequence_id: Failure.invalid("its grammar cannot be followed")},
     )
     outputs = {out.sequence: out for out in bench.engine.on_step(result, 1.0)}
-    assert outputs[good].token == 7
+    assert outputs[good].tokens == [7]
     assert outputs[good].finish is None
     assert outputs[bad].finish is FinishReason.ERROR
     failure = outputs[bad].failure

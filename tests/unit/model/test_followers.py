@@ -8,6 +8,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -148,12 +149,12 @@ def plan(
 
 
 def scenario(go: Callable[[StepPlan], StepResult]) -> list[object]:
-    """A chunked prompt beside another with log-probabilities, decode steps, an end, and a sequence
-    that begins anew on other pages; return what is known of all steps.
+    """A chunked prompt beside another with log-probabilities, decode steps, one with drafts, right
+    ones after the sequence has begun anew on other pages, an end; return what is known of all.
     """
     long, short = random_tokens(40, seed=1), random_tokens(7, seed=2)
     starts = [start(1, long), start(2, short, num_prompt_logprobs=2, num_logprobs=1)]
-    found: list[object] = []
+    found: list[Any] = []
 
     def step(*arguments: object) -> dict[int, int]:
         result = go(plan(len(found), *arguments))  # type: ignore[arg-type]
@@ -162,18 +163,21 @@ def scenario(go: Callable[[StepPlan], StepResult]) -> list[object]:
             sequence: [round(each.logprob, 3) for each in rows]
             for sequence, rows in result.prompt_logprobs.items()
         }
-        tokens = {sample.sequence_id: sample.token for sample in result.samples}
-        found.append((tokens, rounded))
-        return tokens
+        found.append(([(each.sequence_id, each.token) for each in result.samples], rounded))
+        return {sample.sequence_id: sample.token for sample in result.samples}
 
     step([slot(1, 0, long[:30], [3, 1], sample=False), slot(2, 0, short, [5])], starts)
     one = step([slot(1, 30, long[30:], [3, 1, 7])])[1]
     step([slot(1, 30, long[30:], [3, 1, 7], sample=False)])
     for number in range(40, 50):
         one = step([slot(1, number, [one], [3, 1, 7, 9])])[1]
+    step([slot(1, 50, [one], [3, 1, 7, 9], drafts=[5, 6])])
     step([], [], [2])
     again = [start(1, long)]
-    step([slot(1, 0, long, [11, 12, 13])], again, [])
+    two = step([slot(1, 0, long, [11, 12, 13])], again, [])[1]
+    firsts = [tokens[0][1] for tokens, _ in found[3:7]]
+    step([slot(1, 40, [two], [11, 12, 13], drafts=firsts)])
+    assert len(found[-1][0]) >= 4, "its tokens of before are drafts that are accepted"
     step([slot(4, 0, short, [5])], [start(4, short)], [1])
     return found
 

@@ -148,6 +148,8 @@ def busy() -> Metrics:
     report(
         metrics, 4.0, blocks_fetched_corrupt=1, blocks_pushed_compared=5, blocks_pushed_corrupt=2
     )
+    drafted = {"drafts": 3, "draft_tokens": 12, "accepted_tokens": 7}
+    report(metrics, 4.0, **{f"spec_decode_num_{name}": n for name, n in drafted.items()})
     report(metrics, 4.0, Role.KVSTORE, blocks_evicted=2, blocks_put=9)
     metrics.record(WorkerLeft(worker_id="p0", at_s=5.0, role=Role.PREFILL, reason="died"))
     return metrics
@@ -176,6 +178,9 @@ def test_every_series_is_set_by_something(busy: Metrics) -> None:
         "mooncake:prefix_cache_queries_total",
         "mooncake:prefix_cache_hits_total",
         "mooncake:num_preemptions_total",
+        "mooncake:spec_decode_num_drafts_total",
+        "mooncake:spec_decode_num_draft_tokens_total",
+        "mooncake:spec_decode_num_accepted_tokens_total",
         "mooncake:request_success_total",
         "mooncake:request_queue_time_seconds_bucket",
         "mooncake:request_prefill_time_seconds_bucket",

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.base import ConfigError
+from mooncake.engine.speculation import SpeculativeConfig
 from mooncake.launch.config import options
 
 
@@ -144,3 +145,29 @@ def test_a_setting_carries_what_is_known_of_it() -> None:
 def test_the_nearest_word() -> None:
     assert options.nearest("prot", ["port", "host"]) == " (did you mean port?)"
     assert options.nearest("zzz", ["port", "host"]) == ""
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize("written", ['{"method": "ngram", "num_speculative_tokens": 4}', NGRAM])
+def test_a_table_is_json_on_the_command_line_and_a_mapping_in_a_file(written: object) -> None:
+    read = options.table(SpeculativeConfig)
+    made = read("speculative_config", written)
+    assert made == SpeculativeConfig(**NGRAM)
+    assert read("speculative_config", made) is made
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("{", r"speculative-config: '{' is no JSON: "),
+        ("[1]", r"speculative-config: \[1\] is no JSON object of method, num_speculative_tokens"),
+        ({**NGRAM, "methd": 1}, r"'methd' is not one of .* \(did you mean method\?\)"),
+        ({"method": "ngram"}, "speculative-config: num_speculative_tokens is missing"),
+        ({**NGRAM, "method": "eagle"}, "speculative-config: method: 'eagle' is not one of ngram"),
+    ],
+)
+def test_a_wrong_table_is_refused(written: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options.table(SpeculativeConfig)("speculative_config", written)

@@ -1,0 +1,234 @@
+"""Several tokens of a sequence in one step: drafts of what may come next, computed beside its last
+token. The runner samples after each as it would have without them, and goes on to the next while
+the sampled token is the draft; so drafts change when a token is computed, never which it is.
+
+`NgramDrafter` proposes what followed the same tokens earlier; `Speculation` keeps those drafts that
+are worth their time. Both keep what they know of a sequence in its `drafting`. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from mooncake.base.errors import ConfigError
+from mooncake.base.messages import CostSample
+from mooncake.engine.sequence import FORGET, Drafting, Sequence
+
+METHODS = ("ngram",)
+MOST_DRAFTS = 32
+LOOKUP_WINDOW = 1 << 15
+"""Tokens at a sequence's end that are searched: so many take about 20 us."""
+
+_COMPARE_EVERY = 64
+"""So often a step is run the other way, without drafts or with them, to see what that costs now."""
+_FIRST_RATE, _FIRST_WEIGHT = 0.7, 4.0
+"""The share of drafts that is accepted as far as nothing is known, and how many drafts that counts
+for."""
+
+DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS = (
+    "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+)  # fmt: skip
+"""Counters, named as vLLM names them: slots with drafts, drafts in them, those accepted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """What `--speculative-config` says, by vLLM's names.
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other; the key is named.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    """Most drafts of a sequence in one step."""
+    prompt_lookup_max: int = 0
+    """Most tokens that are looked for; 0: as `prompt_lookup_min`, or 5."""
+    prompt_lookup_min: int = 0
+    """Fewest tokens that must be found again; 0: as `prompt_lookup_max`, or 5."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"method: {self.method!r} is not one of {', '.join(METHODS)}")
+        _in_range("num_speculative_tokens", self.num_speculative_tokens, 1)
+        _in_range("prompt_lookup_max", self.prompt_lookup_max, 0)
+        _in_range("prompt_lookup_min", self.prompt_lookup_min, 0)
+        longest, shortest = self.lookup
+        if shortest > longest:
+            raise ConfigError(
+                f"prompt_lookup_min: {shortest} is more than prompt_lookup_max ({longest})"
+            )
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """The most and the fewest tokens that are looked for."""
+        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
+        return longest or shortest or 5, shortest or longest or 5
+
+
+def _in_range(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_DRAFTS:
+        raise ConfigError(
+            f"{name}: {value!r} is not a whole number of {least or 1} to {MOST_DRAFTS}"
+        )
+
+
+class Drafter(Protocol):
+    """Proposes tokens."""
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """Return up to `most` tokens that may follow the known ones; any are allowed."""
+
+
+class NgramDrafter:
+    """Proposes what followed the last occurrence of a sequence's last tokens."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._longest, self._shortest = config.lookup
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """Return the tokens behind the longest match; of several as long, behind the last one."""
+        text = self._text(sequence)
+        end = len(text) - 1  # a match ends before the last token
+        if text.rfind(text[-self._shortest :], 0, end) < 0:
+            return []
+        for length in range(min(self._longest, end), self._shortest - 1, -1):
+            at = text.rfind(text[-length:], 0, end)
+            if at >= 0:
+                followed = text[at + length : at + length + most]
+                return [ord(letter) for letter in followed]
+        return []
+
+    def _text(self, sequence: Sequence) -> str:
+        """Return the tokens as letters: a text is searched fast, and whole letters only."""
+        drafting, num_tokens = sequence.drafting, sequence.num_tokens
+        first = max(drafting.num_read, num_tokens - LOOKUP_WINDOW)
+        new = "".join(map(chr, sequence.tokens_between(first, num_tokens)))
+        drafting.text = (drafting.text + new)[-LOOKUP_WINDOW:]
+        drafting.num_read = num_tokens
+        return drafting.text
+
+
+class RowCost:
+    """The time of steps of single tokens and drafts by their rows: a line through those that were
+    run, old ones forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0
+
+    def add(self, num_rows: int, seconds: float) -> None:
+        """Learn of a step. One that was held up counts as three times what was expected."""
+        if self.known:
+            fixed, each = self.line
+            seconds = min(seconds, 3 * (fixed + each * num_rows))
+        self._weight = FORGET * self._weight + 1
+        self._rows = FORGET * self._rows + num_rows
+        self._seconds = FORGET * self._seconds + seconds
+        self._rows_rows = FORGET * self._rows_rows + num_rows * num_rows
+        self._rows_seconds = FORGET * self._rows_seconds + num_rows * seconds
+
+    @property
+    def _spread(self) -> float:
+        """The variance of the rows, times the squared weight."""
+        return self._weight * self._rows_rows - self._rows * self._rows
+
+    @property
+    def known(self) -> bool:
+        """Whether steps of different numbers of rows have been seen lately."""
+        return self._spread > 1e-3 * self._weight * self._weight
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """The seconds of a step as such, and of each row. To be asked for when `known`."""
+        slope = self._weight * self._rows_seconds - self._rows * self._seconds
+        each = min(max(0.0, slope / self._spread), self._seconds / self._rows)
+        return (self._seconds - each * self._rows) / self._weight, each
+
+
+class Speculation:
+    """Chooses the drafts of each step: one is worth its time while its chance to be accepted is
+    larger than the tokens that the step would give in the time of a row.
+
+    What a row costs is measured, and what share of the drafts is accepted, of each sequence and of
+    all. So drafts end by themselves where a batch is so large, or a text so new, that they cost.
+    """
+
+    def __init__(self, drafter: Drafter, num_drafts: int) -> None:
+        """`num_drafts`: at most, of a sequence in one step."""
+        self.num_drafts = num_drafts
+        self._drafter = drafter
+        self._cost = RowCost()
+        self._of_all = Drafting(num_tested=_FIRST_WEIGHT, num_accepted=_FIRST_RATE * _FIRST_WEIGHT)
+        self._num_alike = 0
+        """Steps in a row with drafts, or without."""
+        self._had_drafts = False
+
+    def calibrate(self, samples: Iterable[CostSample]) -> None:
+        """Learn of steps that were timed at start."""
+        for sample in samples:
+            if sample.num_new_tokens == sample.num_sequences:
+                self._cost.add(sample.num_sequences, sample.seconds)
+
+    def choose(
+        self, candidates: list[tuple[Sequence, int]], num_rows: int, budget: int
+    ) -> dict[int, list[int]]:
+        """Return sequence id -> drafts, for some of these sequences.
+
+        candidates: each with how many drafts it may get; one row of each is in the step already.
+        num_rows: all of the step. budget: drafts of all together.
+        """
+        # Where nothing is known or was compared for long, a step of the other kind is run.
+        compare = not self._cost.known or self._num_alike >= _COMPARE_EVERY
+        if compare and self._had_drafts:
+            return {}
+        fixed, each = self._cost.line if self._cost.known and not compare else (1.0, 0.0)
+        tokens, seconds = float(len(candidates)), fixed + each * num_rows
+        offers: list[tuple[float, int]] = []
+        found: list[list[int]] = []
+        for index, (sequence, most) in enumerate(candidates):
+            rate = self._rate(sequence.drafting)
+            wanted = min(most, 1 if compare else self.num_drafts)
+            worth_it = wanted > 0 and rate * seconds > each * tokens
+            found.append(self._drafter.propose(sequence, wanted) if worth_it else [])
+            offers += [(-(rate ** (at + 1)), index) for at in range(len(found[-1]))]
+        taken = [0] * len(candidates)
+        for chance, index in sorted(offers)[:budget]:
+            if -chance * seconds <= each * tokens:
+                break
+            taken[index] += 1
+            tokens, seconds = tokens - chance, seconds + each
+        return {
+            sequence.sequence_id: found[index][: taken[index]]
+            for index, (sequence, _) in enumerate(candidates)
+            if taken[index]
+        }
+
+    def _rate(self, drafting: Drafting) -> float:
+        of_all = self._of_all
+        known = 2 * of_all.num_accepted / of_all.num_tested
+        return (drafting.num_accepted + known) / (drafting.num_tested + 2)
+
+    def observe(self, outcomes: Iterable[tuple[Sequence, int, int]], sample: CostSample) -> None:
+        """Learn of a step without prompts.
+
+        outcomes: of its sequences the numbers of drafts and of those accepted.
+        """
+        self._cost.add(sample.num_new_tokens, sample.seconds)
+        has_drafts = sample.num_new_tokens > sample.num_sequences
+        self._num_alike = self._num_alike + 1 if has_drafts is self._had_drafts else 1
+        self._had_drafts = has_drafts
+        for sequence, num_drafts, num_accepted in outcomes:
+            num_tested = min(num_accepted + 1, num_drafts)  # those behind a wrong one are not seen
+            for drafting in (sequence.drafting, self._of_all):
+                drafting.num_tested += num_tested
+                drafting.num_accepted += num_accepted
+            sequence.drafting.forget()
+        self._of_all.forget()
+
+
+def drafter_of(config: SpeculativeConfig) -> Drafter:
+    """Return what proposes by the method of `config`."""
+    return NgramDrafter(config)

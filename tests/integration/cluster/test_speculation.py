@@ -1,0 +1,89 @@
+"""Answers with drafts are those without, however the cluster is cut up, whatever happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake.api.constrained.grammar import json_rule
+from mooncake.api.text.tokenizer import load_tokenizer
+from mooncake.base import Grammar
+from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, SpeculativeConfig
+from mooncake.model.checkpoint.presets import init_checkpoint
+from tests.support.serve.model_cluster import ModelCluster, model_cluster, request
+
+NUM_TOKENS = 60
+SETTINGS: dict[str, Any] = {"max_model_len": 512, "block_size": 32}
+NGRAM = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3
+)
+PROMPTS = [[5, 6, 7, 8] * 10, [9, 10] * 30, list(range(11, 50)), [400, 3]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("checkpoints") / "nano"
+    return init_checkpoint("k2-nano", seed=3, out=out, dtype="float32")
+
+
+def samplings(model: Path) -> list[dict[str, Any]]:
+    end = load_tokenizer(model).special_id("<|im_end|>")
+    assert end is not None
+    schema = {"type": "array", "items": {"enum": ["ab", "abc"]}, "minItems": 4, "maxItems": 9}
+    grammar = Grammar(text=f"start: a\na: {json_rule(schema, 'x')}", end_ids=[end])
+    return [
+        {},
+        {"temperature": 0.7, "seed": 42, "top_p": 0.9},
+        {"presence_penalty": 0.1, "frequency_penalty": 0.05, "repetition_penalty": 1.02},
+        {"grammar": grammar, "stop_token_ids": [end], "ignore_eos": False, "seed": 1},
+    ]
+
+
+def answers(cluster: ModelCluster, model: Path) -> list[list[int]]:
+    """Return the tokens of every prompt with every sampling, all running together."""
+    asked = [
+        cluster.submit(request(f"{number}-{index}", tokens, NUM_TOKENS, **sampling))
+        for number, sampling in enumerate(samplings(model))
+        for index, tokens in enumerate(PROMPTS)
+    ]
+    for answer in asked:
+        assert answer.final().failure is None
+    return [answer.tokens for answer in asked]
+
+
+@pytest.fixture(scope="module")
+def truth(model: Path) -> list[list[int]]:
+    with model_cluster(model, 0, 1, kvstore=0, **SETTINGS) as cluster:
+        return answers(cluster, model)
+
+
+@pytest.mark.parametrize("layout", [(0, 1, 0), (1, 1, 1)])
+def test_any_layout(model: Path, truth: list[list[int]], layout: tuple[int, int, int]) -> None:
+    prefill, decode, kvstore = layout
+    with model_cluster(
+        model, prefill, decode, kvstore=kvstore, speculative_config=NGRAM, **SETTINGS
+    ) as cluster:
+        assert answers(cluster, model) == truth
+        assert answers(cluster, model) == truth, "from the cache"
+        assert cluster.counter(DRAFT_TOKENS) >= cluster.counter(ACCEPTED_TOKENS) > 0
+
+
+def test_preemption(model: Path, truth: list[list[int]]) -> None:
+    settings = {**SETTINGS, "num_gpu_blocks_override": 16}
+    with model_cluster(model, 0, 1, kvstore=0, speculative_config=NGRAM, **settings) as cluster:
+        assert answers(cluster, model) == truth
+        assert cluster.counter("preemptions") > 0
+        assert cluster.counter(ACCEPTED_TOKENS) > 0
+
+
+def test_another_worker_goes_on_with_an_answer(model: Path, truth: list[list[int]]) -> None:
+    with model_cluster(model, 1, 2, speculative_config=NGRAM, **SETTINGS) as cluster:
+        for number, expected in enumerate(truth[: len(PROMPTS)]):
+            answer = cluster.submit(request(f"r{number}", PROMPTS[number], NUM_TOKENS))
+            if number == 1:
+                answer.wait_for_tokens(10)
+                cluster.workers.kill("decode-0")
+            answer.final()
+            assert answer.tokens == expected

@@ -1,0 +1,101 @@
+"""Steps with drafts give what steps of one token give: tokens, log-probabilities, settings."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mooncake.base import SamplingParams
+from mooncake.engine.plan import Sample, SequenceStart, StepPlan, StepResult
+from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.layers.sampler import Sampler
+from mooncake.model.runner import ModelRunner
+from tests.support.model.tiny_models import kv_for, ours, random_tokens, slot, source_of, truth
+
+PAGES = {1: [0, 5, 2, 9, 11], 2: [3, 7, 8, 4, 12]}
+NUM_TOKENS = 24
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8, "top_p": 0.9, "seed": 5},
+    "penalties": {
+        "temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5,
+        "frequency_penalty": 0.4, "num_logprobs": 2,
+    },
+    "masks": {
+        "temperature": 0.7, "seed": 9, "min_tokens": 9, "stop_token_ids": list(range(0, 211, 7)),
+        "bad_words": [[3], [5, 9]], "logit_bias": {4: 3.0}, "num_logprobs": 1,
+    },
+}  # fmt: skip
+
+Draft = Callable[[int, int], list[int]]
+"""(sequence, output position) -> drafts of the tokens from that position on."""
+
+
+@pytest.fixture(scope="module")
+def model() -> KimiK2:
+    return ours(source_of(truth("plain")))
+
+
+def answers(model: KimiK2, sampling: dict[str, Any], draft: Draft) -> dict[int, list[Sample]]:
+    """Return the samples of two sequences that run together."""
+    runner = ModelRunner(model, kv_for(model.spec), Sampler(model.spec.vocab_size), num_threads=1)
+    prompts = {key: random_tokens(20 + key, key) for key in PAGES}
+    found: dict[int, list[Sample]] = {key: [] for key in PAGES}
+    starts = [
+        SequenceStart(
+            sequence_id=key, sampling=SamplingParams(**sampling), prompt_tokens=prompts[key],
+            output_tokens=[],
+        )
+        for key in prompts
+    ]  # fmt: skip
+    slots = [slot(key, 0, prompts[key], PAGES[key]) for key in prompts]
+    step = 0
+    try:
+        while slots:
+            runner.submit(StepPlan(step_id=step, starts=starts, slots=slots, ended=[]))
+            for sample in result_of(runner).samples:
+                found[sample.sequence_id].append(sample)
+            starts, slots, step = [], [], step + 1
+            for key, samples in found.items():
+                if len(samples) < NUM_TOKENS:
+                    start = len(prompts[key]) + len(samples) - 1
+                    drafts = draft(key, len(samples))[: NUM_TOKENS - len(samples) - 1]
+                    slots.append(slot(key, start, [samples[-1].token], PAGES[key], drafts=drafts))
+    finally:
+        runner.close()
+    return found
+
+
+def result_of(runner: ModelRunner) -> StepResult:
+    while True:
+        assert select.select([runner.fileno()], [], [], 60)[0], "the runner is silent"
+        for event in runner.poll():
+            assert isinstance(event, StepResult)
+            assert event.error is None, event.error
+            return event
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_tokens_do_not_depend_on_drafts(model: KimiK2, name: str) -> None:
+    alone = answers(model, SAMPLINGS[name], lambda key, at: [])
+    right = {key: [sample.token for sample in samples] for key, samples in alone.items()}
+    drafts: dict[str, Draft] = {
+        "right": lambda key, at: right[key][at : at + 6],
+        "wrong": lambda key, at: [1 + token % 200 for token in right[key][at : at + 3]],
+        "half": lambda key, at: [*right[key][at : at + 1 + at % 3], 17, 18],
+        "of one": lambda key, at: right[key][at : at + 2] if key == 1 else [],
+    }
+    for kind, draft in drafts.items():
+        found = answers(model, SAMPLINGS[name], draft)
+        for key, samples in found.items():
+            assert [sample.token for sample in samples] == right[key], kind
+            for sample, before in zip(samples, alone[key], strict=True):
+                assert (sample.logprobs is None) == (before.logprobs is None)
+                if sample.logprobs is not None and before.logprobs is not None:
+                    assert sample.logprobs.rank == before.logprobs.rank
+                    assert sample.logprobs.logprob == pytest.approx(
+                        before.logprobs.logprob, abs=1e-4
+                    )
