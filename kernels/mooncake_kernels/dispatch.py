@@ -11,6 +11,7 @@ from typing import Any
 REFERENCE = "reference"
 TRITON = "triton"
 NATIVE = "native"
+ONEDNN = "onednn"
 
 _TABLE: dict[str, dict[str, str]] = {
     "rms_norm": {
@@ -45,6 +46,8 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "linear_heads": {
         REFERENCE: "mooncake_kernels.reference.linear:linear_heads",
+        NATIVE: "mooncake_kernels.onednn.mla:linear_heads",
+        ONEDNN: "mooncake_kernels.onednn.mla:linear_heads",
         TRITON: "mooncake_kernels.triton.linear:linear_heads",
     },
     "linear_fp8": {
@@ -63,7 +66,7 @@ _TABLE: dict[str, dict[str, str]] = {
     "experts": {
         REFERENCE: "mooncake_kernels.reference.experts:StackedExperts",
         NATIVE: "mooncake_kernels.native.experts:PackedBf16Experts",
-        "onednn": "mooncake_kernels.onednn.experts:PackedExperts",
+        ONEDNN: "mooncake_kernels.onednn.experts:PackedExperts",
         TRITON: "mooncake_kernels.triton.experts:StackedExperts",
     },
     "experts_fp8": {
@@ -90,6 +93,8 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "mla_absorbed": {
         REFERENCE: "mooncake_kernels.reference.mla:mla_absorbed",
+        NATIVE: "mooncake_kernels.onednn.mla:mla_absorbed",
+        ONEDNN: "mooncake_kernels.onednn.mla:mla_absorbed",
         TRITON: "mooncake_kernels.triton.mla:mla_absorbed",
     },
     "mla_decode": {
@@ -99,6 +104,8 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "mla_expanded": {
         REFERENCE: "mooncake_kernels.reference.mla:mla_expanded",
+        NATIVE: "mooncake_kernels.onednn.mla:mla_expanded",
+        ONEDNN: "mooncake_kernels.onednn.mla:mla_expanded",
         TRITON: "mooncake_kernels.triton.mla:mla_expanded",
     },
     "mla_prefill": {

@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 from mooncake_kernels import dispatch
-from mooncake_kernels.dispatch import REFERENCE, TRITON, kernel
+from mooncake_kernels.dispatch import NATIVE, ONEDNN, REFERENCE, TRITON, kernel
 from mooncake_kernels.native import build, packed
 from mooncake_kernels.onednn import linear as onednn
 
 from mooncake.base import ConfigError
 
 AUTO = "auto"
-ONEDNN = "onednn"
-NATIVE = "native"
 
 _FIXED_SPLIT_PAGES = 64
 """Of a context, where cuts may not depend on the batch: 4096 tokens with pages of 64."""
@@ -103,9 +101,10 @@ class Backends:
     @property
     def linear_heads(self) -> Callable[..., torch.Tensor]:
         """Return the product of each head's rows apart."""
-        made: Callable[..., torch.Tensor] = kernel(
-            "linear_heads", TRITON if self.deterministic else REFERENCE
-        )
+        name = self.attention
+        if name == TRITON and not self.deterministic:
+            name = REFERENCE
+        made: Callable[..., torch.Tensor] = kernel("linear_heads", name)
         return made
 
     def experts(self, op: str, *stored: torch.Tensor) -> tuple[Any, str]:
@@ -147,7 +146,7 @@ def settle(
     dtype: torch.dtype = torch.float32,
 ) -> Backends:
     """Return the backends for `device`, `auto` replaced: Triton on a GPU; on the CPU compiled code
-    for bfloat16 where it can be had, else plain torch.
+    for bfloat16 where it can be had, else oneDNN's products of few shapes, else plain torch.
 
     Experts on the CPU stay `auto`: compiled code, oneDNN or the reference, whichever their dtype
     and widths allow.
@@ -157,8 +156,11 @@ def settle(
     """
     on_gpu = device.type == "cuda"
     compiled = not on_gpu and dtype == torch.bfloat16 and build.why_not() is None
-    if attention == AUTO:
-        attention = TRITON if on_gpu else NATIVE if compiled else REFERENCE
+    packs = not on_gpu and onednn.supported(torch.empty(0, dtype=dtype))
+    if attention == AUTO and on_gpu:
+        attention = TRITON
+    elif attention == AUTO:
+        attention = NATIVE if compiled else ONEDNN if packs else REFERENCE
     chosen = Backends(
         attention=attention,
         moe=(TRITON if on_gpu else AUTO) if moe == AUTO else moe,
@@ -170,8 +172,11 @@ def settle(
         if name == NATIVE and not compiled:
             reason = build.why_not() or f"it computes bfloat16 on the CPU, not {dtype} on {device}"
             raise ConfigError(f"{flag}-backend=native: {reason}")
-    if chosen.moe == ONEDNN and on_gpu:
-        raise ConfigError("moe-backend=onednn computes on the CPU, this model is on a GPU")
+        if name == ONEDNN and not packs:
+            raise ConfigError(
+                f"{flag}-backend=onednn: it computes bfloat16 on CPUs that have it, not {dtype} on "
+                f"{device}; use auto or reference"
+            )
     if deterministic and (chosen.attention, chosen.moe) != (TRITON, TRITON):
         raise ConfigError(
             "deterministic needs attention-backend and moe-backend triton, on a CUDA GPU: the "

@@ -8,7 +8,7 @@ from mooncake.base.parallel import Shape
 from mooncake.crypto.keys import KeySource
 
 DEVICES = ("auto", "cpu", "cuda")
-ATTENTION_BACKENDS = ("auto", "reference", "native", "triton")
+ATTENTION_BACKENDS = ("auto", "reference", "onednn", "native", "triton")
 RANK_BACKENDS = ("auto", "shm", "gloo")
 MOE_BACKENDS = ("auto", "reference", "onednn", "native", "triton")
 EXPERT_DEVICES = ("auto", "cpu")

@@ -17,6 +17,8 @@ import torch
 from torch.nn import functional
 
 _SMALL_RUNGS = (1, 2, 4, 8, 16, 32, 64)
+_FINE_ROWS = 2048
+"""Above so many, steps are finer: attention to long contexts is most of a step's time."""
 _ROWS_OF_A_PRODUCT = 24
 """As many rows as could be multiplied in the time that one product more takes."""
 MOST_ROWS_OF_PIECE = 256
@@ -65,12 +67,14 @@ def bytes_of(packed: torch.Tensor) -> torch.Tensor:
 def rung(rows: int) -> int:
     """Return the least number of rows on the ladder that is not below `rows`, at least 1.
 
-    Powers of two up to 64, then steps of 64, from 512 on steps of a quarter of the power below.
+    Powers of two up to 64, then steps of 64, from 512 on steps of a quarter of the power below,
+    from 2048 on of an eighth.
     """
     for small in _SMALL_RUNGS:
         if rows <= small:
             return small
-    step = max(64, 1 << max(0, (rows - 1).bit_length() - 3))
+    fraction = 3 if rows <= _FINE_ROWS else 4
+    step = max(64, 1 << max(0, (rows - 1).bit_length() - fraction))
     return -(-rows // step) * step
 
 

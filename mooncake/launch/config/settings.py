@@ -255,8 +255,8 @@ class ServeConfig:
         "ends, and others take its requests")
     attention_backend: str = owned(ModelOptions, "attention_backend", OneOf(*ATTENTION_BACKENDS),
         ENGINE, "NAME",
-        "auto: triton on a GPU; native (C++, compiled here) in bfloat16 where it can; else "
-        "reference")
+        "auto: triton on a GPU; in bfloat16 native (C++, compiled here) or else onednn, where they "
+        "can; else reference")
     moe_backend: str = owned(ModelOptions, "moe_backend", OneOf(*MOE_BACKENDS), ENGINE, "NAME",
         "auto: triton on a GPU; native or, where it is measured faster, onednn in bfloat16; else "
         "reference")

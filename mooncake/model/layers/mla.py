@@ -10,7 +10,7 @@ import contextlib
 from dataclasses import dataclass
 
 import torch
-from mooncake_kernels.dispatch import REFERENCE, kernel
+from mooncake_kernels.dispatch import NATIVE, REFERENCE, kernel
 from mooncake_kernels.native import build
 from mooncake_kernels.native import mla_decode as native
 from mooncake_kernels.native.glue import prepare_queries
@@ -18,7 +18,7 @@ from mooncake_kernels.native.mla_layer import LayerWeights, MlaLayer
 from mooncake_kernels.reference.paged_batch import PagedBatch
 
 from mooncake.base import ModelSpec
-from mooncake.model.backends import NATIVE, Backends
+from mooncake.model.backends import Backends
 from mooncake.model.inputs import PrefersAbsorbed, Queries
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.linear import Linear, Product

@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_said(plain: Path) -> None:
         ("serve {} --device tpu", "device: 'tpu' is not one of auto, cpu, cuda"),
         ("serve {} --device cuda", "device=cuda: this machine shows no NVIDIA GPU"),
         ("serve {} --moe-backend marlin", "moe-backend: 'marlin' is not one of auto, reference"),
-        ("serve {} --attention-backend onednn", "attention-backend: 'onednn' is not one of auto"),
+        ("serve {} --attention-backend fused", "attention-backend: 'fused' is not one of auto"),
         ("serve {} --kv-cache-dtype fp4", "kv-cache-dtype: 'fp4' is not one of auto, fp8"),
         ("bench throughput --model {} --device cuda", "device=cuda: torch sees no CUDA GPU here"),
         ("bench latency --model {} --n 0", "number of prompts and answers must be at least 1"),
