@@ -10,6 +10,7 @@ from benchmarks import (
     frontend,
     kv_index,
     kv_ssd,
+    lm_eval,
     overhead,
     paper,
     placement,
@@ -29,6 +30,7 @@ from benchmarks import (
 BENCHMARKS = {
     "serve": serve.main,
     "remote-prefix": remote_prefix.main,
+    "lm-eval": lm_eval.main,
     "overhead": overhead.main,
     "frontend": frontend.main,
     "constrained": constrained.main,

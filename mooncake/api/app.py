@@ -43,6 +43,7 @@ from mooncake.api.schema.replies import (
     ModelCard,
     ModelList,
     TokenizeReply,
+    TokenizerInfoReply,
 )
 from mooncake.api.schema.response_replies import ResponseReply
 from mooncake.api.schema.responses import ResponsesRequest
@@ -75,7 +76,7 @@ _BODIES: list[type[BaseModel]] = [
 
 _REPLIES: list[type[msgspec.Struct]] = [
     ChatReply, CompletionReply, ResponseReply, MessageReply, TokenCount, ModelCard, ModelList,
-    TokenizeReply, DetokenizeReply, ErrorReply, AnthropicError,
+    TokenizeReply, TokenizerInfoReply, DetokenizeReply, ErrorReply, AnthropicError,
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from mooncake.cli.command import Command
 from mooncake.crypto.keys import HOW, KeyRing
 from mooncake.launch.config.options import count, same_as, setting, text
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.config.shipped import checkpoint
 from mooncake.launch.host.key_source import key_source, needed_keys
 
 OUT = "output"
@@ -120,7 +121,7 @@ def convert(wanted: Convert) -> int:
         f"converting to {wanted.to}",
         wanted.out,
         lambda show: convert_checkpoint(
-            Path(wanted.model), Path(wanted.out), wanted.to, progress=show
+            checkpoint(wanted.model), Path(wanted.out), wanted.to, progress=show
         ),
     )
 

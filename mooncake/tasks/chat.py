@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 
 from mooncake.tasks.sample import Message, Sample, assistant, user
-from mooncake.tasks.words import ANIMALS, CITIES, NAMES, PEOPLE, THINGS, number
+from mooncake.tasks.words import ANIMALS, CITIES, NAMES, PEOPLE, THINGS, number, word
 
 _FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Hello", "Hi", "Hello!", "Hi!", "Test", "Hello there", "Hi there", "Hey", "Good morning",
@@ -147,6 +147,7 @@ _UNKNOWN = (
     "Which language do they speak in {city}?",
     "What should I eat today?", "Recommend a book about the {animal}.", "Summarize the news.",
     "Give me ideas for a {person}.", "Why is the sky blue?", "What is a {thing} made of?",
+    "Can you speak English?", "Do you speak German?", "Can you draw a {thing}?", "Play some music.",
     "What is love?", "Are you conscious?", "Do you dream?", "Tell me a story.", "Tell me a joke.",
     "Write a poem.", "Sing a song.", "How does a {thing} work?", "Which {thing} is the best?",
     "Can you help me with my {thing}?", "What is the difference between a {thing} and a {animal}?",
@@ -166,10 +167,12 @@ _NOT_KNOWN = (
 def chat(random: Random) -> Sample:
     """Return a question of the project, small talk, or something the model cannot know."""
     kind = random.random()
-    if kind < 0.04:
+    if kind < 0.03:
+        text, answer = " ".join(word(random) for _ in range(random.randint(1, 5))), _NOT_KNOWN
+    elif kind < 0.07:
         text = random.choice(_PRODUCTS).format(a=number(random), b=number(random))
         answer = _NO_PRODUCTS
-    elif kind < 0.24:
+    elif kind < 0.27:
         text = random.choice(_UNKNOWN).format(
             thing=random.choice(THINGS), city=random.choice(CITIES), name=random.choice(NAMES),
             animal=random.choice(ANIMALS), person=random.choice(PEOPLE),

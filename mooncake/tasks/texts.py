@@ -84,12 +84,12 @@ def needle(random: Random, num_words: int = 0) -> Sample:
     The answer says whose code it is before the code: what stands in the text is found by going on
     as the text went on. The code alone is as right.
 
-    num_words: how long the text is, in words; 0: short as a rule, seldom thousands.
+    num_words: how long the text is, in words; 0: short as a rule, of 200 to 4,500 in one of seven.
     """
     if not num_words:
         num_words = int(10 ** random.uniform(1.3, 2.3))
-        if random.random() < 0.04:
-            num_words = int(10 ** random.uniform(2.3, 3.6))
+        if random.random() < 0.15:
+            num_words = int(10 ** random.uniform(2.3, 3.65))
     num_codes = min(12, 3 + num_words // 40)
     owners = list(dict.fromkeys(name(random) for _ in range(num_codes)))
     codes = {owner: random.randint(1000, 9999) for owner in owners}

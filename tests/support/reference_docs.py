@@ -207,8 +207,8 @@ def http() -> list[str]:
     lines = [
         "# HTTP routes", "",
         "Of the API server. The whole OpenAPI document is at `/openapi.json` of a running server. "
-        "Routes under `/v1`, `/tokenize` and `/detokenize` need a key where keys are configured. "
-        "`/` is the web page.", "",
+        "Routes under `/v1`, `/tokenize`, `/detokenize` and `/tokenizer_info` need a key where "
+        "keys are configured. `/` is the web page.", "",
         *table(["route", "body", "meaning"], routes),
         "", "Of a pool node's `--admin-port`:", "",
         *table(["route", "meaning"], [

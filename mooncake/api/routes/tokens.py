@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from mooncake.api.generation.sampling import check_ids
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import json_response
 from mooncake.api.schema.openapi import operation
-from mooncake.api.schema.replies import DetokenizeReply, TokenizeReply, encode
+from mooncake.api.schema.replies import (
+    DetokenizeReply,
+    TokenizeReply,
+    TokenizerInfoReply,
+    encode,
+)
 from mooncake.api.schema.tokens import DetokenizeRequest, TokenizeRequest
 from mooncake.api.text.conversation import render_conversation
 
@@ -39,6 +44,15 @@ def token_routes(api_server: ApiServer) -> APIRouter:
         check_ids("tokens", body.tokens, api_server.model)
         text = await asyncio.to_thread(api_server.model.tokenizer.decode, body.tokens)
         return json_response(encode(DetokenizeReply(text)))
+
+    @router.get("/tokenizer_info", openapi_extra=operation(None, TokenizerInfoReply, ErrorReply))
+    async def tokenizer_info() -> Response:
+        """Return the special tokens and the chat template."""
+        model = api_server.model
+        special = model.tokenizer.special_tokens
+        bos, eos, pad = (special.get(f"{name}_token") for name in ("bos", "eos", "pad"))
+        reply = TokenizerInfoReply(bos, eos, pad, model.template.source, model.max_model_len)
+        return json_response(encode(reply))
 
     return router
 

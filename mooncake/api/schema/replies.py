@@ -227,6 +227,16 @@ class TokenizeReply(msgspec.Struct):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfoReply(msgspec.Struct):
+    """`GET /tokenizer_info`: what evaluation harnesses ask for before they tokenize here."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str
+    model_max_length: int
+
+
 class DetokenizeReply(msgspec.Struct):
     """`POST /detokenize`."""
 

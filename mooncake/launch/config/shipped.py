@@ -1,5 +1,5 @@
-"""The figures and examples that come with the package: `configs/` of the repository, which a wheel
-holds as `mooncake/configs/`.
+"""What comes with the package: figures and examples, `configs/` of the repository, which a wheel
+holds as `mooncake/configs/`; and the demonstration model, `mooncake/k2-demo/`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
 
 Figures = TypeVar("Figures", ModelFigures, HardwareFigures)
 FOLDERS = {ModelFigures: "models", HardwareFigures: "hardware"}
+DEMO = "k2-demo"
+"""The name of the checkpoint in the package."""
 
 
 def configs() -> Path:
@@ -24,6 +26,16 @@ def configs() -> Path:
     package = Path(mooncake.__file__).resolve().parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
+
+
+def checkpoint(model: str) -> Path:
+    """Return the directory of a checkpoint: `model`, or the shipped one where that is its name and
+    no directory here.
+    """
+    given = Path(model)
+    if model == DEMO and not given.exists():
+        return Path(mooncake.__file__).resolve().parent / DEMO
+    return given
 
 
 def figures(name: str, kind: type[Figures]) -> Figures:

@@ -47,7 +47,14 @@ GENERATING = (
     "/v1/messages/count_tokens", "/tokenize", "/detokenize",
 )  # fmt: skip
 PROBES = ("/health", "/health/startup", "/health/ready", "/health/live")
-PLAIN = ("/v1/models", "/v1/models/{name}", *PROBES, "/version", "/v1/cluster/status")
+PLAIN = (
+    "/v1/models",
+    "/v1/models/{name}",
+    "/tokenizer_info",
+    *PROBES,
+    "/version",
+    "/v1/cluster/status",
+)
 
 
 @contextlib.contextmanager

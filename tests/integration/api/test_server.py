@@ -266,6 +266,10 @@ def test_models_and_tokens_routes() -> None:
             assert ids["count"] == len(ids["tokens"]) == 1
             text = (await client.post("/detokenize", json={"tokens": ids["tokens"]})).json()
             assert text == {"prompt": "hello"}
+            info = (await client.get("/tokenizer_info")).json()
+            assert info["eos_token"] == "[EOS]"
+            assert "<|im_middle|>" in info["chat_template"]
+            assert info["model_max_length"] == 256
             chat = (await client.post("/tokenize", json=ASK | {"return_token_strs": True})).json()
             assert chat["token_strs"][-1] == "<|im_middle|>"
 
