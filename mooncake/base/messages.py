@@ -122,7 +122,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_cached_blocks: int = 0
     """Free blocks that still hold reusable content."""
     draining: bool = False
-    """The worker accepts no new work."""
+    """The worker wants to leave: what others can do is not given to it."""
     counters: dict[str, float] = {}
     """Counts since start, by name (`blocks_fetched`, `preemptions`, …), for /metrics."""
 
@@ -259,6 +259,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """Answer with `BlockEvents(snapshot=True)`."""
     gateways: list[WorkerRef] = []
     """Other gateways of this cluster: send a hello to them too."""
+    relieved: bool = False
+    """Others of its role have taken its place: when it wants to leave, it may."""
 
 
 class PeerLost(Message, frozen=True, tag="peer_lost"):
@@ -268,7 +270,9 @@ class PeerLost(Message, frozen=True, tag="peer_lost"):
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    """Accept no new work; finish what runs."""
+    """Finish what runs, to leave. A pool node accepts no new work; an engine goes on until another
+    one of its role can take its place.
+    """
 
     next_role: Role | None = msgspec.field(default=None, name="then")
     """Then leave, and come back in this role. Only for prefill and decode."""

@@ -119,9 +119,7 @@ class DecodeWorker:
         self.instance.engine.prepare(task.request)
         job = DecodeJob(task, layout)
         self._jobs.add(job)
-        if self.instance.draining:
-            self._fail(job, Failure.turned_away("this decode worker is shutting down"))
-        elif not can_ever_fit(layout.num_blocks(job.num_tokens), self.instance.pool.num_blocks):
+        if not can_ever_fit(layout.num_blocks(job.num_tokens), self.instance.pool.num_blocks):
             message = f"{job.num_tokens} tokens do not fit the KV memory of a decode worker"
             self._fail(job, Failure.invalid(message))
         elif len(self._waiting) >= self.instance.config.max_reservations:
@@ -277,7 +275,7 @@ class DecodeWorker:
             output_tokens=list(job.output_tokens),
             pages=pages,
             num_computed=num_computed,
-            num_cached_tokens=min(num_computed, len(request.prompt_tokens)) if job.local else 0,
+            num_cached_tokens=num_computed if job.local else 0,
         )
         if not self.instance.engine.add(sequence, now):
             self.instance.pool.release(pages)

@@ -101,6 +101,7 @@ class Instance:
         self.write_through = WriteThrough(self._writer, config.push_timeout_s)
         self.quarantine = Quarantine(self.pool, config.quarantine_s)
         self.draining = False
+        """The worker wants to leave."""
         self.next_role: Role | None = None
         """The role in which the worker starts again once nothing is in progress here."""
         self._membership = Membership(
@@ -290,6 +291,11 @@ class Instance:
             "puts_failed": self.write_through.num_puts_failed,
         }
         return msgspec.structs.replace(load, counters=counters, draining=self.draining)
+
+    @property
+    def relieved(self) -> bool:
+        """Whether others of this role have taken the worker's place, at every gateway."""
+        return self._membership.relieved
 
     @property
     def joined(self) -> bool:

@@ -117,9 +117,6 @@ class PrefillWorker:
         instance.engine.prepare(task.request)
         job = PrefillJob(task, instance.layout, instance.open_push())
         self._jobs.add(job)
-        if instance.draining:
-            self._fail(job, Failure.turned_away("this prefill worker is shutting down"), now)
-            return
 
         def gathered(pages: list[int], at: float) -> None:
             self._on_gathered(job, pages, at)

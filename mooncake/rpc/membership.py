@@ -45,6 +45,8 @@ class _Gateway:
     sequence_nos: dict[Tier, int] = field(default_factory=dict)
     samples: list[CostSample] = field(default_factory=list)
     kvstore: WorkerRef | None = None
+    relieved: bool = False
+    """It has others to do this worker's work."""
     suspected: bool = False
     """Another gateway calls it lost, and it has not answered since."""
     lost_at_s: float | None = None
@@ -106,12 +108,17 @@ class Membership:
         named = (gateway.kvstore for gateway in self._gateways.values())
         return next((kvstore for kvstore in named if kvstore is not None), None)
 
+    @property
+    def relieved(self) -> bool:
+        """Whether no gateway needs this worker any more."""
+        return all(gateway.relieved for gateway in self._welcoming())
+
     def on_welcome(self, welcome: Welcome) -> None:
         """Record that a gateway knows this worker, and send it a snapshot if it wants one."""
         gateway = self._gateway(welcome.gateway)
         gateway.welcomed = True
         gateway.suspected, gateway.lost_at_s = False, None
-        gateway.kvstore = welcome.kvstore
+        gateway.kvstore, gateway.relieved = welcome.kvstore, welcome.relieved
         if welcome.send_snapshot:
             for tier, inventory in self._inventories.items():
                 keys = [] if self._withdrawn else inventory()

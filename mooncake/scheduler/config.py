@@ -67,7 +67,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The same for a request whose later tokens have arrived while earlier ones are missing."""
     whole_on_decode_max_tokens: int = 0
     """Prompts with at most this many tokens to compute may run whole on a decode worker, where that
-    is faster. 0 = only when no prefill worker is alive.
+    is faster. 0 = only when no prefill worker is alive, and for the last tokens of requests that
+    were decoding on a worker that left.
     """
     needs_prefill: bool = False
     """The cluster is meant to have prefill workers: without one it is not ready, although decode

@@ -29,7 +29,6 @@ class Member:
     joined_s: float
     last_heard_s: float
     snapshot_asked_s: float
-    draining: bool = False
 
 
 class MembershipTable:
@@ -145,7 +144,9 @@ class MembershipTable:
         if hello.role == Role.KVSTORE:
             self._welcome_node(hello.node_id, now)
 
-    def welcome(self, worker: WorkerRef, now: float, *, send_snapshot: bool) -> None:
+    def welcome(
+        self, worker: WorkerRef, now: float, *, send_snapshot: bool, relieved: bool = False
+    ) -> None:
         """Send a member a `Welcome` that names the current pool of its node."""
         member = self._members[worker.worker_id]
         if send_snapshot:
@@ -157,6 +158,7 @@ class MembershipTable:
                 kvstore=self._pool_of(member.hello),
                 send_snapshot=send_snapshot,
                 gateways=self._gateways,
+                relieved=relieved,
             ),
         )
 

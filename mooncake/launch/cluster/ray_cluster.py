@@ -167,12 +167,14 @@ class WorkerActor:
         state = State(os.getpid(), machine_facts.boot_id(), *self._state, ready)
         return msgspec.msgpack.encode(state)
 
-    def stop(self, drain_s: float) -> None:
-        """End `run`, once what runs here has ended or `drain_s` have gone by."""
+    def stop(self, drain_s: float, waits: bool) -> None:
+        """End `run`, once what runs here has ended or `drain_s` have gone by. `waits`: see
+        `process.Worker.leave`.
+        """
         with self._lock:
             self._drain_s = drain_s
             if self._worker is not None:
-                self._worker.leave(SAVE_S if self._is_pool else drain_s)
+                self._worker.leave(SAVE_S if self._is_pool else drain_s, waits=waits)
 
     def _progress(self, what: str, done: int, whole: int) -> None:
         self._state = (what, done, whole)
@@ -415,10 +417,15 @@ class Supervisor:
     All in the thread that called `connect`, but for `give_up`. `lost` is told a worker's id.
     """
 
-    def __init__(self, lost: Callable[[str], None], drain_s: float = 0.0) -> None:
-        """`drain_s`: so long engines may finish at the end what they have."""
+    def __init__(
+        self, lost: Callable[[str], None], drain_s: float = 0.0, *, waits: bool = False
+    ) -> None:
+        """`drain_s`: so long engines may finish at the end what they have; those that `wait` serve
+        until others have taken their place.
+        """
         self._lost = lost
         self._drain_s = drain_s
+        self._waits = waits
         self._secret_file = ""
         self._entries: list[_Entry] = []
         self._poll = select.poll()
@@ -478,7 +485,7 @@ class Supervisor:
         runs = []
         for entry in self._entries:
             if entry.state is not None and entry.state.ready and not entry.lost:
-                entry.actor.stop.remote(self._drain_s)
+                entry.actor.stop.remote(self._drain_s, self._waits)
                 runs.append(entry.run)
         end_s = time.monotonic() + self._drain_s + STOP_S
         while runs and time.monotonic() < end_s and not self._hurry.is_set():

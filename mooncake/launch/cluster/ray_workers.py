@@ -148,7 +148,7 @@ def join(config: ServeConfig) -> int:
     assert config.role is not None
     assert config.join is not None
     console = Console(stderr=True)
-    supervisor = ray_cluster.Supervisor(lambda _: None, config.shutdown_timeout)
+    supervisor = ray_cluster.Supervisor(lambda _: None, config.shutdown_timeout, waits=True)
     asked_to_stop = threading.Event()
     secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
     credential = own_credential(secret, CredentialRole.WORKER)

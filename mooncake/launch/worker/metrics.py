@@ -46,7 +46,7 @@ GAUGES: dict[str, tuple[str, Callable[[EngineFigures], float]]] = {
     "blocks": ("its KV blocks", lambda f: f.load.num_total_blocks),
     "blocks_free": ("of those, free, cached ones included", lambda f: f.load.num_free_blocks),
     "blocks_cached": ("free blocks with reusable content", lambda f: f.load.num_cached_blocks),
-    "draining": ("1: takes nothing new", lambda f: int(f.load.draining)),
+    "draining": ("1: wants to leave", lambda f: int(f.load.draining)),
     "step_stalled_seconds": (
         "time for which its steps have made no progress; over --step-timeout it ends",
         lambda f: f.step_stalled_s,

@@ -270,17 +270,23 @@ class Worker:
             own = EngineFamilies(worker_id, role, figures)
         return [own, LinkFamilies(worker_id, self._ports.transfer.links())]
 
-    def leave(self, limit_s: float) -> None:
-        """End the driver. For at most `limit_s` before that, an engine finishes what it has, and a
-        pool node also saves what is worth it; neither takes anything new. Returns at once; from any
-        thread.
+    def leave(self, limit_s: float, *, waits: bool = False) -> None:
+        """End the driver. For at most `limit_s` before that, an engine finishes what others do not
+        take over, and a pool node saves what is worth it and takes nothing new. An engine that
+        `waits` serves on until another one of its role has taken its place. Returns at once; from
+        any thread.
         """
         if limit_s <= 0:
             self.driver.stop()
             return
-        is_pool = isinstance(self.machine, KvNode)
+
+        def done(machine: Any) -> bool:
+            if isinstance(machine, KvNode):
+                return machine.drained
+            return bool(machine.quiet and (machine.instance.relieved or not waits))
+
         self.driver.call(lambda machine, now: machine.handle(Drain(), now))
-        self.driver.stop_when(lambda role: role.drained if is_pool else role.quiet, limit_s)
+        self.driver.stop_when(done, limit_s)
 
     def say_goodbye(self, gateway_address: str) -> None:
         """Tell the gateway that this worker ends, so that it waits for no heartbeat."""

@@ -45,6 +45,7 @@ from mooncake.scheduler.gateway.status import (
 from mooncake.scheduler.membership_table import MembershipTable
 from mooncake.scheduler.placement.admission import draining
 from mooncake.scheduler.placement.conductor import Conductor
+from mooncake.scheduler.placement.views import InstanceView
 from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.requests.record import Sink
 from mooncake.scheduler.requests.request_manager import RequestManager
@@ -355,6 +356,18 @@ class Gateway:
             )
         )
         self._check_snapshot(report.worker, now)
+        if report.load.draining and view.role is not Role.KVSTORE:
+            self._let_go(view, now)
+
+    def _let_go(self, leaving: InstanceView, now: float) -> None:
+        """Have others take the place of an engine that wants to leave, once there are any."""
+        others = any(
+            view.role is leaving.role and not view.draining for view in self._conductor.views
+        )
+        self._membership.welcome(leaving.worker, now, send_snapshot=False, relieved=others)
+        if others and leaving.role is Role.DECODE:
+            worker_id = leaving.worker_id
+            self._request_manager.move_requests_from(worker_id, now, kept_only=True)
 
     def _check_snapshot(self, worker: WorkerRef, now: float) -> None:
         if self._conductor.needs_snapshot(worker.worker_id):

@@ -90,7 +90,6 @@ class RoleSwitching:
         self._next_s = now + CHECK_S
         logger.info("worker %s is to become %s", change.worker_id, change.role.value)
         self._current = _Change(member.hello.worker, change.role, now)
-        member.draining = True
         self._conductor.on_draining(change.worker_id)
         self._continue(self._current, now)
         return True

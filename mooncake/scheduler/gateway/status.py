@@ -91,7 +91,7 @@ def worker_status(member: Member, view: InstanceView, now: float) -> WorkerStatu
         pid=hello.pid,
         host=hello.host,
         node_id=hello.node_id,
-        state="draining" if member.draining or view.draining else "up",
+        state="draining" if view.draining else "up",
         load=view.load,
         silent_s=round(now - member.last_heard_s, 3),
         cost_error_ratio=view.cost.error_ratio,
@@ -100,9 +100,11 @@ def worker_status(member: Member, view: InstanceView, now: float) -> WorkerStatu
 
 
 def missing_roles(views: list[InstanceView], *, needs_prefill: bool) -> list[str]:
-    """Return the roles that a request needs and for which no worker accepts work."""
+    """Return the roles that a request needs and of which there is no worker. One that drains is
+    used while there is no other.
+    """
     needed = (Role.PREFILL, Role.DECODE) if needs_prefill else (Role.DECODE,)
-    there = {view.role for view in views if not view.draining}
+    there = {view.role for view in views}
     return [role.value for role in needed if role not in there]
 
 

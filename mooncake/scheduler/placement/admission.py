@@ -159,7 +159,7 @@ def no_decode() -> Rejection:
     return reject(
         Unavailable,
         "no_decode_worker",
-        "No decode worker is up (starting, restarting or draining). Retry later.",
+        "No decode worker is up (starting or restarting). Retry later.",
         2.0,
     )
 

@@ -56,6 +56,8 @@ from mooncake.scheduler.placement.replication import HOT_BLOCKS, Replication
 from mooncake.scheduler.placement.views import InstanceView
 
 OUTPUT_WINDOW = 512
+WHOLE_BLOCKS = 2
+"""A request that was decoding goes on without a prefill worker when the pools lack so little."""
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +108,7 @@ class Conductor:
         self._prefills, self._decodes = Fleet(), Fleet()
         self._pools = Pools(self._index, self._fetch)
         self._choice = PairChoice(
-            config, make_policy(config, ids), self._prefills, self._decodes,
+            make_policy(config, ids), self._prefills, self._decodes,
             FleetSearch(option_maker(config), self._pools, self._index), columns_from=columns_from,
         )  # fmt: skip
         self._queues = WorkerQueues()
@@ -142,6 +144,10 @@ class Conductor:
     def held_by(self, worker_id: str, tier: Tier) -> set[BlockKey]:
         """Return all blocks that a worker is known to hold in a tier; slow (for checks)."""
         return self._index.held_by(worker_id, tier)
+
+    def num_in_pools(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading `keys` the pool nodes hold, one or another."""
+        return self._index.prefix_match(keys).run_of(0, self._pools.mask)
 
     def view(self, worker_id: str) -> InstanceView | None:
         """Return what is known of a live worker, or None."""
@@ -200,7 +206,7 @@ class Conductor:
         return worker_id in self._views and self._index.needs_snapshot(worker_id)
 
     def on_draining(self, worker_id: str) -> None:
-        """Place nothing more on this worker."""
+        """Place nothing more on this worker that others can do."""
         view = self._views.get(worker_id)
         if view is not None:
             view.draining = True
@@ -240,7 +246,7 @@ class Conductor:
         """
         admit, exclude = exclude is None, exclude or ()
         queue_position = queue_position or QueuePosition((request.priority.order, 0.0))
-        if all(view.draining for view in self._decodes.views):
+        if not len(self._decodes):
             return no_decode()
         query = self._query(request, keys, num_output_so_far, exclude)
         chosen = self._choice.choose(query)
@@ -353,6 +359,10 @@ class Conductor:
             sources=sources,
             exclude=exclude,
             tbt_slo_s=self._config.tbt_limit_s(request),
+            max_whole_tokens=max(
+                self._config.whole_on_decode_max_tokens,
+                WHOLE_BLOCKS * layout.block_tokens if num_output_so_far else 0,
+            ),
         )
 
     def _ttft_s(self, prefill: PrefillOption, position: QueuePosition, now: float) -> float:

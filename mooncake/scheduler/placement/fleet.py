@@ -109,8 +109,12 @@ class Fleet:
         return self.columns
 
     def usable(self, exclude: Collection[str]) -> Bools:
-        """Return which workers accept work; excluded ones only when there is no other."""
+        """Return which workers may get work; excluded ones only when there is no other, and then
+        those that drain.
+        """
         usable = np.asarray(self.refresh()[Column.USABLE] > 0)
+        if not usable.any():
+            usable = np.ones(len(self._ids), np.bool_)
         if exclude:
             kept = np.array(usable)
             for worker_id in exclude:

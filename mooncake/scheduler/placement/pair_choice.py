@@ -11,7 +11,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from mooncake.kvstore.index.prefix_match import PrefixMatch
-from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement.decode_choice import (
     DecodeOption,
     DecodeQuery,
@@ -50,6 +49,8 @@ class PairQuery:
     exclude: Collection[str]
     """Workers that are used only when there is no other."""
     tbt_slo_s: float | None
+    max_whole_tokens: int
+    """With so many new tokens at most it may run on its decode worker alone."""
 
 
 class PairChoice:
@@ -57,7 +58,6 @@ class PairChoice:
 
     def __init__(
         self,
-        config: SchedulerConfig,
         policy: PrefillPolicy,
         prefills: Fleet,
         decodes: Fleet,
@@ -65,7 +65,6 @@ class PairChoice:
         *,
         columns_from: int,
     ) -> None:
-        self._whole_tokens = config.whole_on_decode_max_tokens
         self._policy = policy
         self._prefills = prefills
         self._decodes = decodes
@@ -76,15 +75,15 @@ class PairChoice:
         """Return the options for the prompt and for decoding (the same view = whole on decode);
         None when the request is too large for all workers.
         """
-        if all(view.draining for view in self._prefills.views):
+        if not len(self._prefills):
             return self._choose_whole(query)
         decode = self._choose_decode(query)
         prefill = self._choose_prefill(query)
         if decode is None or prefill is None:
             return None
-        if self._whole_tokens:
+        if query.max_whole_tokens:
             whole = self._choose_whole(query)
-            if whole is not None and self._whole_is_better(whole, prefill, query.tbt_slo_s):
+            if whole is not None and _whole_is_better(whole, prefill, query):
                 return whole
         return prefill, decode
 
@@ -126,18 +125,21 @@ class PairChoice:
             default=None,
         )
 
-    def _whole_is_better(self, whole: Pair, split: PrefillOption, limit_s: float | None) -> bool:
-        """Whether a short prompt should run on its decode worker: it is sooner there, there is
-        room, and the batch that it delays stays within the limit on gaps.
-        """
-        option, decode = whole
-        if option.num_new_tokens > self._whole_tokens or decode.full:
-            return False
-        gap_s = decode.tbt_s + option.compute_s
-        return option.ttft_s <= split.ttft_s and (limit_s is None or gap_s <= limit_s)
+
+def _whole_is_better(whole: Pair, split: PrefillOption, query: PairQuery) -> bool:
+    """Whether a request of few new tokens should run on its decode worker: it is sooner there,
+    there is room, and the batch that it delays stays within the limit on gaps.
+    """
+    option, decode = whole
+    if option.num_new_tokens > query.max_whole_tokens or decode.full:
+        return False
+    gap_s, limit_s = decode.tbt_s + option.compute_s, query.tbt_slo_s
+    return option.ttft_s <= split.ttft_s and (limit_s is None or gap_s <= limit_s)
 
 
 def _usable(fleet: Fleet, exclude: Collection[str]) -> list[InstanceView]:
-    """Return the workers that accept work; excluded ones only when there is no other."""
-    views = [view for view in fleet.views if not view.draining]
+    """Return the workers that may get work; excluded ones only when there is no other, and then
+    those that drain.
+    """
+    views = [view for view in fleet.views if not view.draining] or fleet.views
     return [view for view in views if view.worker_id not in exclude] or views

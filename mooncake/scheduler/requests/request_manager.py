@@ -166,13 +166,27 @@ class RequestManager:
             if record is not None and record.needs(worker_id):
                 self._requeue(record, f"worker {worker_id} was lost", now)
 
-    def move_requests_from(self, worker_id: str, now: float) -> None:
-        """Place elsewhere the requests that need this live worker, which drains."""
+    def move_requests_from(self, worker_id: str, now: float, *, kept_only: bool = False) -> None:
+        """Place elsewhere the requests that need this live worker, which drains. `kept_only`: those
+        that it decodes, as far as pools hold their KV and others have room, so that a move is a
+        short pause.
+        """
         for request_id in self._attempts.requests_on(worker_id):
             record = self._requests.get(request_id)
-            if record is not None and record.needs(worker_id):
-                reason = f"worker {worker_id} changes its role"
-                self._requeue(record, reason, now, blameless=True)
+            if record is None or not record.needs(worker_id):
+                continue
+            if kept_only and not self._is_kept(record):
+                continue
+            self._requeue(record, f"worker {worker_id} leaves", now, blameless=True)
+            if kept_only and (record.placement is None or record.placement.must_wait):
+                return
+
+    def _is_kept(self, record: RequestRecord) -> bool:
+        """Whether another worker could go on with a request, and compute again no more than its
+        last block, which is not full.
+        """
+        keys = record.block_keys(self._conductor.layout)
+        return record.decode_joined and self._conductor.num_in_pools(keys) == len(keys)
 
     def worker_joined(self, now: float) -> None:
         """Try the pending requests, because the new worker may have room for them."""

@@ -77,6 +77,8 @@ class Injector:
                 self._skew(fault.target, fault.amount)
             case "change_role":
                 world.change_role(fault.target)
+            case "leave":
+                world.leave(fault.target, fault.seconds)
             case "restart_gateway":
                 self._restarting()
                 world.start_gateway()

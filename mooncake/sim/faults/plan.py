@@ -32,6 +32,7 @@ KINDS = {
     "disk_error": "the disks of pool `target` refuse to read and write for `seconds`",
     "skew": "the clock of `target`, a worker or the gateway, jumps ahead by `amount` seconds",
     "change_role": "engine `target` is told to serve in the other role, if it is not the last",
+    "leave": "engine `target` is asked to end, and ends after `seconds` whatever it still has",
     "restart_gateway": "gateway and Conductor start anew and know nothing",
 }
 """Kind -> what happens."""
@@ -56,11 +57,12 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "disk_error": ("target", "seconds"),
     "skew": ("target", "amount"),
     "change_role": ("target",),
+    "leave": ("target", "seconds"),
     "restart_gateway": (),
 }
 _SHARES = ("lose", "reorder")
 _NODES = ("kill_node", "cut", "cut_gateway")
-_ENGINES = ("hang_step", "change_role")
+_ENGINES = ("hang_step", "change_role", "leave")
 _POOLS = ("slow_disk", "disk_error")
 _RANKS = ("kill_rank", "hang_rank", "slow_rank", "lose_step")
 

@@ -215,8 +215,8 @@ class SimTransfer:
         self._with_bytes = with_bytes
         self._last_batch = 0
         self._last_region = 0
-        self._cancelled: set[int] = set()
         self._started_s: dict[int, float] = {}
+        self._cancelled: set[int] = set()
 
     @property
     def segment(self) -> SegmentRef:
@@ -275,13 +275,16 @@ class SimTransfer:
         return batch_id
 
     def cancel(self, batch_id: int) -> None:
+        """Have a batch end soon, and copy nothing."""
+        network = self._network
         self._cancelled.add(batch_id)
+        network.heap.after(network.config.failure_s, lambda: self._finish(batch_id, "cancelled", 0))
 
     def counters(self) -> Mapping[str, float]:
         return {}
 
     def _apply(self, batch_id: int, batch: TransferBatch, peer: Endpoint, num_bytes: int) -> None:
-        if batch_id in self._cancelled:
+        if batch_id in self._cancelled or batch_id not in self._started_s:
             self._finish(batch_id, "cancelled", 0)
             return
         if not self._endpoint.alive:
@@ -312,9 +315,13 @@ class SimTransfer:
         return None
 
     def _finish(self, batch_id: int, error: str | None, num_bytes: int) -> None:
+        """End a batch, unless it has ended; one that was cancelled may have done so before."""
+        started_s = self._started_s.pop(batch_id, None)
+        if started_s is None:
+            return
         self._cancelled.discard(batch_id)
-        seconds = self._network.heap.now() - self._started_s.pop(batch_id)
         if self._endpoint.alive:
+            seconds = self._network.heap.now() - started_s
             self._endpoint.deliver(
                 TransferDone(batch_id=batch_id, error=error, num_bytes=num_bytes, seconds=seconds)
             )

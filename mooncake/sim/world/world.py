@@ -17,7 +17,7 @@ from mooncake.base.blocks import BlockKey
 from mooncake.base.ids import SeededIds
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.machine import Machine
-from mooncake.base.messages import CostSample, PeerLost, Role, WorkerHello, WorkerRef
+from mooncake.base.messages import CostSample, Drain, PeerLost, Role, WorkerHello, WorkerRef
 from mooncake.base.request import FinalEvent, GenerateRequest, OutputEvent, TokensEvent
 from mooncake.decode.worker import DecodeWorker
 from mooncake.engine.config import EngineConfig
@@ -236,7 +236,7 @@ class World:
         epoch = f"e{worker.num_starts}"
         address = f"{worker_id}/{epoch}"
         process = self._process(
-            address, lambda: self._change_role(worker_id), lambda: self.kill(worker_id)
+            address, lambda: self._depart_if_done(worker_id), lambda: self.kill(worker_id)
         )
         ref = WorkerRef(worker_id, epoch, address)
 
@@ -367,19 +367,45 @@ class World:
         gateway_host.gateway.change_role(worker_id, role, gateway_host.process.now())
         gateway_host.process.wake(gateway_host.process.now())
 
-    def _change_role(self, worker_id: str) -> None:
-        """Restart a worker that finished draining, in its next role."""
+    def leave(self, worker_id: str, limit_s: float) -> None:
+        """Ask an engine to leave (SIGTERM): at the latest after `limit_s` it says goodbye and ends,
+        and another process takes its place.
+        """
+        worker = self.workers[worker_id]
+        machine, process = worker.machine, worker.process
+        if machine is None or process is None or isinstance(machine, KvNode):
+            return
+        machine.handle(Drain(), process.now())
+        process.wake(process.now())
+
+        def end() -> None:
+            if worker.machine is machine:
+                self._depart(worker)
+
+        self.heap.after(limit_s, end)
+
+    def _depart_if_done(self, worker_id: str) -> None:
+        """End an engine that may go: in its next role it comes back, or else in its own."""
         worker = self.workers[worker_id]
         machine = worker.machine
-        if machine is None or isinstance(machine, KvNode) or machine.next_role is None:
+        if machine is None or isinstance(machine, KvNode):
             return
-        role = machine.next_role
+        instance = machine.instance
+        leaves = instance.draining and instance.next_role is None
+        if machine.next_role is not None or (leaves and machine.quiet and instance.relieved):
+            self._depart(worker)
+
+    def _depart(self, worker: Worker) -> None:
+        """Have an engine say goodbye, and start it again."""
+        machine, worker_id = worker.machine, worker.spec.worker_id
+        assert isinstance(machine, PrefillWorker | DecodeWorker)
         gateway = WorkerRef(GATEWAY_ADDRESS, "", GATEWAY_ADDRESS)
         machine.instance.send(gateway, PeerLost(worker=machine.instance.worker))
         assert worker.runner is not None, "an engine without a runner"
         self._end(worker)
         worker.former.append((worker.spec.role, worker.runner))
         worker.runner = None
+        role = machine.next_role or worker.spec.role
         worker.spec = msgspec.structs.replace(worker.spec, role=role)
         self.heap.after(self.config.supervisor.change_s, lambda: self._restart(worker_id))
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from mooncake.base import CheckpointError, FinishReason, Role
@@ -76,9 +77,7 @@ def test_a_crashed_decode_worker_costs_no_token(model: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_a_worker_that_is_to_leave_finishes_what_it_has_and_takes_nothing_new(
-    model: str, role: str
-) -> None:
+def test_a_worker_that_is_to_leave_finishes_what_no_pool_holds(model: str, role: str) -> None:
     async def serve() -> None:
         async with LocalWorld(model, prefill=2, decode=2, kvstore=0) as world:
             asked = [request(number, prompt, 200) for number, prompt in enumerate(prompts(6))]
@@ -89,7 +88,7 @@ def test_a_worker_that_is_to_leave_finishes_what_it_has_and_takes_nothing_new(
             ]
             await streaming.wait()
             leaving = world.cluster._workers[f"{role}-0"]
-            leaving.leave(60.0)
+            leaving.leave(60.0, waits=True)
             later = request(9, prompts(9)[8])
             answers.append(asyncio.create_task(world.generate(later)))
             for each, answer in zip([*asked, later], answers, strict=True):
@@ -101,6 +100,36 @@ def test_a_worker_that_is_to_leave_finishes_what_it_has_and_takes_nothing_new(
             counts = world.gateway_process.gateway._request_manager.counters
             assert counts["attempts_lost"] == 0
             world.cluster.remove(f"{role}-0")
+
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_the_last_of_its_role_serves_until_another_one_has_come(model: str, role: str) -> None:
+    async def serve() -> None:
+        async with LocalWorld(model, prefill=1, decode=1, kvstore=1) as world:
+            leaving = world.cluster._workers[f"{role}-0"]
+            thread = world.cluster._threads[f"{role}-0"]
+            leaving.leave(600.0, waits=True)
+            gateway = world.gateway_process.gateway
+            await world.until(
+                lambda: "draining" in {worker.state for worker in gateway.status(0).workers}
+            )
+            assert gateway.status(0).ready
+            asked = request(0, prompts(3)[2], 40)
+            tokens, final = await world.generate(asked)
+            assert final.reason is FinishReason.LENGTH, final
+            assert tokens == expected_output(world.layout, asked)
+            assert thread.is_alive()
+            [settings] = [each for each in world.workers if each.worker_id == f"{role}-0"]
+            later = msgspec.structs.replace(settings, worker_id=f"{role}-1")
+            await asyncio.to_thread(world.cluster.start, [later])
+            await world.until(lambda: not thread.is_alive())
+            tokens, final = await world.generate(request(1, prompts(5)[4], 40))
+            assert final.reason is FinishReason.LENGTH, final
+            assert gateway._request_manager.counters["attempts_lost"] == 0
+            world.cluster.remove(f"{role}-0")
+            await world.settle()
 
     asyncio.run(serve())
 
