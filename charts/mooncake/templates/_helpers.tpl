@@ -51,6 +51,15 @@
 {{/* One role with what it inherits: (dict "root" $ "role" "gateway"), with `values` and `name` added. */}}
 {{- define "mooncake.scope" -}}
 {{- $values := mergeOverwrite (deepCopy .root.Values.pods) (deepCopy (index .root.Values .role)) }}
+{{- with ($values.shape).gpu }}
+{{- $limits := ($values.resources).limits | default dict }}
+{{- $known := get $limits . }}
+{{- $ranks := $values.shape.tensorParallelSize | default 1 | int }}
+{{- if and $known (ne ($known | int) $ranks) }}
+{{- fail (printf "%s.resources.limits: %v of %s for %d ranks: leave it out, shape.tensorParallelSize counts them" $.role $known . $ranks) }}
+{{- end }}
+{{- $_ := set $values "resources" (merge (dict "limits" (dict . $ranks)) ($values.resources | default dict)) }}
+{{- end }}
 {{- $_ := set . "values" $values }}
 {{- $_ := set . "name" (printf "%s-%s" (include "mooncake.name" .root) .role) }}
 {{- $_ := set . "head" (printf "%s-head" (include "mooncake.name" .root)) }}
@@ -346,6 +355,14 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --headless \
   --prefill 0 --decode 0 --kvstore 0 --ray-address "$POD_IP:6379" \
   --bind-host "$POD_IP" --health-host "$POD_IP" --health-port 8200
 {{- include "mooncake.portTls" (dict "root" .root "port" "health") }}
+{{- range $role := list "prefill" "decode" }}
+{{- $shape := (index $.root.Values $role).shape | default dict }}
+{{- range $name, $flag := dict "tensorParallelSize" "tensor-parallel-size" "decodeContextParallelSize" "decode-context-parallel-size" }}
+{{- with get $shape $name | default 1 | int }}
+{{- if gt . 1 }} --{{ $role }}-set {{ $flag }}={{ . }}{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "mooncake.gateway" -}}

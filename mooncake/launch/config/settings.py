@@ -200,7 +200,8 @@ class ServeConfig:
         "processes that share each layer of an engine; on GPUs only with --dry-run so far",
         short="-tp")
     decode_context_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "ranks of those among which an engine's KV is dealt out; only with --dry-run so far",
+        "ranks of those among which an engine's KV is dealt out; on GPUs only with --dry-run "
+        "so far",
         short="-dcp")
     prefill_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
         "tensor-parallel-size or decode-context-parallel-size of prefill workers, where it is not "

@@ -38,7 +38,7 @@ SETTINGS = (
     "image.repository=registry/mooncake", "model.volume.hostPath.path=/mnt/models",
     "kvstore.ssd[0].size=900GiB", "kvstore.ssd[0].storage=1Ti", "kvstore.ssd[1].size=5GiB",
     "kvstore.ssd[1].storage=6Gi", "prefill.replicas=3", "prefill.rdma=true",
-    "prefill.resources.limits.nvidia\\.com/gpu=1", "gateway.replicas=4", "secret.apiKeys=true",
+    "prefill.shape.gpu=nvidia.com/gpu", "gateway.replicas=4", "secret.apiKeys=true",
     "secret.existing=mine", "head.args={--slo-ttft-s,5}", "decode.args={--max-num-seqs,16}",
 )  # fmt: skip
 needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
@@ -67,6 +67,9 @@ def test_the_values_keep_their_schema_and_all_are_in_it() -> None:
         ("decode.probes.startup.failureTreshold", 3),
         ("pods.probes.liveness", {"periodSeconds": 0}),
         ("decode.ssd", []),
+        ("kvstore.shape", {"tensorParallelSize": 2}),
+        ("decode.shape.tensorParallelSize", 0),
+        ("decode.shape.gpu", "gpu"),
         ("kvstore.autoscaling", {"maxReplicas": 3}),
         ("head.replicas", 2),
         ("model.download.source", "ftp://host"),

@@ -125,6 +125,47 @@ def test_what_a_role_adds_reaches_its_pods_alone(tmp_path: Path) -> None:
             assert selected == workload["spec"]["selector"]["matchLabels"]
 
 
+def head_words(documents: list[dict[str, Any]]) -> list[str]:
+    [container] = workloads(documents)["head"]["spec"]["template"]["spec"]["containers"]
+    script: str = container["args"][0]
+    return shlex.split(script.partition("exec mooncake serve")[2].replace("\\\n", " "))
+
+
+def test_the_head_hears_of_shapes_and_each_rank_gets_a_gpu(tmp_path: Path) -> None:
+    assert not [word for word in head_words(from_file(NEEDED, tmp_path)) if "-set" in word]
+    shapes = {
+        "prefill": {"shape": {"tensorParallelSize": 4, "gpu": "nvidia.com/gpu"}},
+        "decode": {
+            "shape": {
+                "tensorParallelSize": 8, "decodeContextParallelSize": 2, "gpu": "amd.com/gpu",
+            },
+            "resources": {"limits": {"memory": "9Gi", "amd.com/gpu": 8}, "requests": {"cpu": 3}},
+        },
+    }  # fmt: skip
+    documents = from_file({**NEEDED, **shapes}, tmp_path)
+    words = head_words(documents)
+    given = make_parser().parse_args(["serve", *words])
+    assert given.prefill_set == ["tensor-parallel-size=4"]
+    assert set(given.decode_set) == {"tensor-parallel-size=8", "decode-context-parallel-size=2"}
+    resources = {
+        role: workload["spec"]["template"]["spec"]["containers"][0]["resources"]
+        for role, workload in workloads(documents).items()
+    }
+    assert resources["prefill"]["limits"] == {"nvidia.com/gpu": 4}
+    assert resources["prefill"]["requests"]["memory"] == "32Gi"
+    assert resources["decode"]["limits"] == {"memory": "9Gi", "amd.com/gpu": 8}
+    assert resources["decode"]["requests"]["cpu"] == 3
+    assert "gpu" not in str(resources["kvstore"])
+
+
+def test_gpus_that_are_not_one_a_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"4 of nvidia\.com/gpu for 8 ranks: leave it out"):
+        rendered(
+            *SETTINGS, "decode.shape.gpu=nvidia.com/gpu", "decode.shape.tensorParallelSize=8",
+            "decode.resources.limits.nvidia\\.com/gpu=4",
+        )  # fmt: skip
+
+
 def test_engines_start_a_pod_before_one_ends_and_have_time_to_finish() -> None:
     found = workloads(rendered(*SETTINGS, "decode.drainSeconds=77"))
     kinds = {role: workload["kind"] for role, workload in found.items()}

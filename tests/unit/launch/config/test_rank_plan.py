@@ -170,6 +170,30 @@ def test_the_command_prints_a_row_for_each_rank(
     assert "this would: --tensor-parallel-size 8" in shown.err
 
 
+@pytest.mark.parametrize(
+    ("kind", "flags", "message"),
+    [
+        ("int4", "-tp 3", "64 attention heads do not divide among 3 ranks; this model can be cut "
+         "among 1, 2, 4, 8, 16, 32, 64 ranks"),
+        ("fp8", "-tp 32", "would be cut into rows of 576 among 32 ranks, and its quantized blocks "
+         "are 128 wide; this model can be cut among 1, 2, 4, 8, 16 ranks"),
+        ("int4", "-tp 16", "16 ranks of an engine lie on one node, which has 8 GPUs"),
+        ("int4", "-tp 8 --decode-set decode-context-parallel-size=3",
+         "3 does not divide tensor-parallel-size 8; each rank holds one share of the context: "
+         "1, 2, 4, 8 would do"),
+        ("int4", "-tp 4", "125 GiB (0.9 of a GPU): that leaves room for 0 tokens of KV, and 131072 "
+         "are wanted; this would: --tensor-parallel-size 8"),
+        ("int4", "-tp 8 -pp 2", "pipeline-parallel-size=2 is not supported yet"),
+    ],
+)  # fmt: skip
+def test_the_command_refuses_shapes_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, flags: str, message: str
+) -> None:
+    model = write_k2(tmp_path / "k2", kind)
+    assert cli.run(f"serve {model} --dry-run --hardware h200x8 {flags}".split()) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_roles_may_have_shapes_of_their_own(tmp_path: Path) -> None:
     model = tmp_path / "small"
     model.mkdir()

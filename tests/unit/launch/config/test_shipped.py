@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from mooncake.cli import main as cli
 from mooncake.launch.config import shipped
 from mooncake.launch.config.config import read_settings, resolve
 from mooncake.launch.config.key_file import read_keys
 from mooncake.launch.config.sim_settings import SimulateSettings
+from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
 from mooncake.sim.faults.random_faults import Trial
 from mooncake.sim.files import read_faults
+from tests.support.model.specs import KIMI_K2, small_config
 
 SECRET = {"MOONCAKE_CLUSTER_SECRET": "s"}
 
@@ -26,6 +30,31 @@ def files(folder: str) -> list[Path]:
 def test_clusters(path: Path) -> None:
     config = resolve({}, str(path), SECRET)
     assert config.model or config.role == "gateway"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in files("serve") if path.stem not in {"gateway", "pool", "k2-h200"}],
+    ids=lambda path: path.stem,
+)
+def test_clusters_can_be_planned(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(small_config(max_position_embeddings=32768)))
+    words = ["serve", str(tmp_path), "--config", str(path), "--dry-run"]
+    assert cli.run([*words, "--kv-cache-memory-bytes", "8MiB", "--device", "cpu"]) == 0
+
+
+def test_k2_on_gpus_is_planned_with_the_pages_dealt_out_where_it_decodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    config = {**small_config(**KIMI_K2), "quantization_config": QUANTIZATION_CONFIGS["int4"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = str(shipped.configs() / "serve" / "k2-h200.yaml")
+    assert cli.run(["serve", str(tmp_path), "--config", path]) == 0
+    shown = capsys.readouterr().out
+    assert "8 ranks (tp8), " in shown
+    assert "8 ranks (tp8-dcp8), " in shown
+    assert "on h200x8, 2 engines on 2 nodes" in shown
 
 
 def test_the_cluster_with_limits() -> None:
