@@ -104,22 +104,25 @@ class StepWriter:
         self.number += 1
         known = self._num_pages
         forgotten, self._forgotten = list(self._forgotten), {}
-        tokens, pages, num_pages = array(_COUNTS), array(_COUNTS), array(_COUNTS)
+        tokens: list[int] = []
+        pages: list[int] = []
+        num_pages: list[int] = []
         for slot in slots:
-            tokens.extend(slot.tokens)
-            had = known.get(slot.sequence_id, 0)
-            known[slot.sequence_id] = len(slot.pages)
-            num_pages.append(len(slot.pages) - had)
-            pages.extend(slot.pages[had:])
+            tokens += slot.tokens
+            had, have = known.get(slot.sequence_id, 0), len(slot.pages)
+            num_pages.append(have - had)
+            if have != had:  # of 64 sequences that decode, one or so
+                known[slot.sequence_id] = have
+                pages += slot.pages[had:]
         return RankStep(
             number=self.number,
             ids=array(_IDS, [slot.sequence_id for slot in slots]).tobytes(),
             starts=array(_COUNTS, [slot.start for slot in slots]).tobytes(),
             num_tokens=array(_COUNTS, [len(slot.tokens) for slot in slots]).tobytes(),
-            tokens=tokens.tobytes(),
-            num_pages=num_pages.tobytes(),
-            pages=pages.tobytes(),
-            sampled=bytes(slot.sample + slot.num_drafts for slot in slots),
+            tokens=array(_COUNTS, tokens).tobytes(),
+            num_pages=array(_COUNTS, num_pages).tobytes(),
+            pages=array(_COUNTS, pages).tobytes(),
+            sampled=bytes([slot.sample + slot.num_drafts for slot in slots]),
             logprob_rows=dict(logprob_rows),
             forgotten=forgotten,
         )

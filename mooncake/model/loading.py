@@ -232,9 +232,9 @@ class _Loader:
         biases = [self._bias_or_none(name) for name in names]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if all(bias is None for bias in biases):
-            # What all ranks compute alike must have the same bits, and each measures for itself.
-            alone = self._group.size == 1 or all(self._part(name + ".weight") for name in names)
-            return Linear(weight, multiply=multiply, compiled=self._backends.compiled and alone)
+            # What several ranks compute must have the same bits, and each would measure for itself.
+            alike = self._group.size > 1
+            return Linear(weight, multiply=multiply, compiled=self._backends.compiled, alike=alike)
         filled = [
             part.new_zeros(part.shape[0]) if bias is None else bias
             for part, bias in zip(weights, biases, strict=True)

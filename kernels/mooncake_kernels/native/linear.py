@@ -35,14 +35,17 @@ def _readable(weight: torch.Tensor, packed: torch.Tensor) -> bool:
 class FewRows:
     """`x @ weight.T` for up to `most` rows; the weight stays with who packed it."""
 
-    def __init__(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
-        """Raises CannotBuild: compiled code cannot run here, or not on this weight."""
+    def __init__(self, weight: torch.Tensor, packed: torch.Tensor, most: int | None = None) -> None:
+        """most: up to how many rows, if it need not be the faster way; None: it is measured.
+
+        Raises CannotBuild: compiled code cannot run here, or not on this weight.
+        """
         self._multiply = function("linear_bf16")
         if not _readable(weight, packed):
             raise build.CannotBuild(f"a weight of {tuple(weight.shape)} is packed in another order")
         self.outs, self.ins = weight.shape
         self.address = onednn.address(packed)
-        self.most = few_tokens(
+        self.most = most or few_tokens(
             ("linear_bf16", 1, self.ins, self.outs),
             lambda x, *_: self(x),
             lambda x, *_: onednn.linear(x, packed, None),

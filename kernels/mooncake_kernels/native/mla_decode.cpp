@@ -198,8 +198,9 @@ int64_t mla_layer_room(const MlaLayer* l) {
     return l->query_rank + l->rank + l->rope + (int64_t)l->heads * (l->nope + 2 * l->rope + 2 * l->rank + l->value);
 }
 
-// out = x + attention of the normed rows x [rows, hidden], whose KV is written to its places first.
-void mla_layer_bf16(const MlaLayer* l, const bf16* x, const float* rotation, const int64_t* places, bf16* pages,
+// out = attention of the normed rows x [rows, hidden], whose KV is written to its places first; plus
+// `add` [rows, hidden] where there is one.
+void mla_layer_bf16(const MlaLayer* l, const bf16* x, const bf16* add, const float* rotation, const int64_t* places, bf16* pages,
                     int tokens, const int32_t* row_start, const int32_t* lengths, const int32_t* table,
                     int sequences, int columns, bf16* room, bf16* out, int threads) {
     const int rows = row_start[sequences], heads = l->heads, head_width = l->nope + l->rope, width = l->rank + l->rope;
@@ -268,7 +269,7 @@ void mla_layer_bf16(const MlaLayer* l, const bf16* x, const float* rotation, con
         for (int block = 0; block < l->hidden / OUTS; ++block)
             each_product(Bf16Weight{l->output}, block, attended_width, 0, rows, attended, attended_width, [=](int row, const float* sums) {
                 const int64_t at = (int64_t)row * l->hidden + block * OUTS;
-                store_sums(sums, x + at, out + at);
+                store_sums(sums, add ? add + at : nullptr, out + at);
             });
     }
 }

@@ -56,7 +56,7 @@ class _Layer(ctypes.Structure):
 
 
 class MlaLayer:
-    """`x + attention(norm(x))` for up to `most` rows, their KV written first."""
+    """`to + attention(norm(x))` for up to `most` rows, their KV written first."""
 
     def __init__(self, weights: LayerWeights) -> None:
         """Raises CannotBuild: compiled code cannot run here, or not on these widths."""
@@ -104,18 +104,22 @@ class MlaLayer:
         places: torch.Tensor,
         pages: torch.Tensor,
         batch: PagedBatch,
+        to: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return [rows, hidden]; x: [rows, hidden], rotation, places: of its rows, see `kv_write`;
-        pages: [any, block_tokens, rank + rope]; batch: all rows, in host memory.
+        pages: [any, block_tokens, rank + rope]; batch: all rows, in host memory; to: [rows,
+        hidden], None: nothing is added.
         """
         rows, threads = x.shape[0], torch.get_num_threads()
         each = max(self._layer.hidden, self._layer.query_rank)
         room = x.new_empty(rows * (self._room + threads * each))
         out = torch.empty_like(x)
-        parts = (x.contiguous(), rotation.contiguous(), places, pages)
+        x = x.contiguous()
+        to = None if to is None else to.contiguous()
+        parts = (rotation.contiguous(), places, pages)
         of_batch = (batch.row_start, batch.lengths, batch.page_table)
         self._function(
-            ctypes.byref(self._layer), *map(at, parts),
+            ctypes.byref(self._layer), at(x), None if to is None else at(to), *map(at, parts),
             pages.shape[1], *map(at, of_batch),
             batch.num_sequences, batch.page_table.shape[1], at(room), at(out), threads,
         )  # fmt: skip

@@ -16,6 +16,10 @@ from torch.nn import functional
 from mooncake.model.parallel.group import Group
 
 
+ALIKE_ROWS = 32
+"""Up to so many rows ranks use compiled code, whatever each of them would measure."""
+
+
 class Product(Protocol):
     """A linear layer, however its weight is kept; x: [rows, in]."""
 
@@ -41,8 +45,12 @@ class Linear:
         multiply: Callable[..., torch.Tensor] | None = None,
         *,
         compiled: bool = False,
+        alike: bool = False,
     ) -> None:
-        """compiled: use compiled code for few rows, where it can be had."""
+        """compiled: use compiled code for few rows, where it can be had. alike: for as many rows on
+        all ranks, whose results must have the same bits; else for as many as it was measured to be
+        the faster way.
+        """
         self._packed = multiply is None and onednn.supported(weight)
         self._weight = onednn.pack(weight) if self._packed else weight
         self._bias = bias
@@ -50,7 +58,7 @@ class Linear:
         self.few: FewRows | None = None
         if compiled and self._packed and bias is None:
             with contextlib.suppress(build.CannotBuild):
-                self.few = FewRows(weight, self._weight)
+                self.few = FewRows(weight, self._weight, ALIKE_ROWS if alike else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out]."""
@@ -101,12 +109,13 @@ class SummedProduct:
     """
 
     def __init__(self, product: Product, group: Group) -> None:
-        self._product = product
-        self._group = group
+        self.product = product
+        """Of this rank's columns alone."""
+        self.group = group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out], the same on all ranks."""
-        return self._group.sum(self._product(x))
+        return self.group.sum(self.product(x))
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + self(x)`; to: [rows, out]."""

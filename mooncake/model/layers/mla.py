@@ -21,7 +21,7 @@ from mooncake.base import ModelSpec
 from mooncake.model.backends import Backends
 from mooncake.model.inputs import PrefersAbsorbed, Queries
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.linear import Linear, Product
+from mooncake.model.layers.linear import Linear, Product, SummedProduct
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
 from mooncake.model.parallel.group import Group
@@ -89,14 +89,16 @@ class Mla:
         self._context = context
         self._plain_decode = kernel("mla_decode", REFERENCE)
         self._merge = backends.op("merge_attention")
-        self._few = self._few_rows(spec) if self._reads_pages and self._interleaved else None
+        compiled = self._reads_pages and self._interleaved and context is None
+        self._few = self._few_rows(spec) if compiled else None
 
     def _few_rows(self, spec: ModelSpec) -> MlaLayer | None:
         """Return the whole layer by one call of compiled code for few rows, if it can be had."""
         w = self._w
+        of_output = w.output.product if isinstance(w.output, SummedProduct) else w.output
         products = [
             part.few if isinstance(part, Linear) else None
-            for part in (w.query_kv_a, w.query_b, w.output)
+            for part in (w.query_kv_a, w.query_b, of_output)
         ]
         query_kv_a, query_b, output = products
         if query_kv_a is None or output is None or (w.query_b is not None and query_b is None):
@@ -134,7 +136,11 @@ class Mla:
     ) -> torch.Tensor:
         """Return what `attend` does after `write_kv`, for rows of which `takes` holds."""
         assert self._few is not None
-        return self._few(x, rotation, places, kv.layers[self._layer], queries.host_batch)
+        given = (x, rotation, places, kv.layers[self._layer], queries.host_batch)
+        output = self._w.output
+        if isinstance(output, SummedProduct):
+            return output.group.sum(self._few(*given, None)).add_(x)
+        return self._few(*given, x)
 
     def write_kv(
         self, x: torch.Tensor, rotation: torch.Tensor, places: torch.Tensor, kv: KvTensors
