@@ -109,9 +109,10 @@ class StepWriter:
         num_pages: list[int] = []
         for slot in slots:
             tokens += slot.tokens
-            had, have = known.get(slot.sequence_id, 0), len(slot.pages)
+            known_pages, have = known.get(slot.sequence_id), len(slot.pages)
+            had = known_pages or 0
             num_pages.append(have - had)
-            if have != had:  # of 64 sequences that decode, one or so
+            if have != known_pages:  # of 64 sequences that decode, one or so
                 known[slot.sequence_id] = have
                 pages += slot.pages[had:]
         return RankStep(

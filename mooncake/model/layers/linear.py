@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from mooncake.model.parallel.group import Group
 
-
 ALIKE_ROWS = 32
 """Up to so many rows ranks use compiled code, whatever each of them would measure."""
 

@@ -10,6 +10,7 @@ import torch
 
 from mooncake.base.kv_layout import Home
 from mooncake.engine.plan import StepSlot
+from mooncake.model.backends import Backends
 from mooncake.model.inputs import PrefersAbsorbed
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -29,12 +30,20 @@ class ThreadRanks:
         num_ranks: int,
         dtype: torch.dtype = torch.float32,
         num_homes: int = 1,
+        backends: Backends | None = None,
     ) -> None:
         """source: what a rank reads its weights from. num_homes: ranks that share the KV out."""
         self.groups = ThreadGroup.make(num_ranks)
         self.sources = [source(rank) for rank in range(num_ranks)]
         self.models: list[KimiK2] = [
-            load_model(each, dtype=dtype, device=CPU, group=group, num_homes=num_homes)
+            load_model(
+                each,
+                dtype=dtype,
+                device=CPU,
+                group=group,
+                num_homes=num_homes,
+                backends=backends,
+            )
             for each, group in zip(self.sources, self.groups, strict=True)
         ]
         self.kv: list[KvTensors] = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mooncake_kernels.native import build
+from mooncake_kernels.native import build, linear
 from mooncake_kernels.native import experts as native_experts
 from mooncake_kernels.native.mla_layer import MlaLayer
 
@@ -18,6 +18,7 @@ from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.linear import Fp8Linear
 from mooncake.model.loading import WeightSource, load_model
+from tests.support.model.ranks import ThreadRanks
 from tests.support.model.tiny_models import CPU, forward, random_tokens, slot, source_of, truth
 
 needs_compiled_code = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -28,6 +29,8 @@ WIDTHS = {
     "num_attention_heads": 8, "num_key_value_heads": 8, "qk_rope_head_dim": 32,
 }  # fmt: skip
 PREFIX = random_tokens(70, seed=1)
+FIRST = [slot(1, 0, PREFIX, range(3, 9)), slot(2, 0, PREFIX[:5], [1])]
+AFTER = [slot(1, len(PREFIX), [9], range(3, 9)), slot(2, 5, [7, 8], [1])]
 
 
 def loaded(source: WeightSource, backends: Backends, dtype: torch.dtype) -> KimiK2:
@@ -36,13 +39,15 @@ def loaded(source: WeightSource, backends: Backends, dtype: torch.dtype) -> Kimi
 
 def logits(model: KimiK2, dtype: str) -> torch.Tensor:
     """Return those of two sequences' next tokens, after prefixes computed in one step."""
-    layout = KvLayout.for_model(model.spec, block_tokens=16, dtype=dtype, weights_revision="test")
-    kv = KvTensors.allocate(layout, 64, CPU)
-    first = [slot(1, 0, PREFIX, range(3, 9)), slot(2, 0, PREFIX[:5], [1])]
-    forward(model, kv, first)
-    after = [slot(1, len(PREFIX), [9], range(3, 9)), slot(2, 5, [7, 8], [1])]
-    found = forward(model, kv, after, whole=True)
+    kv = pages(model, dtype)
+    forward(model, kv, FIRST)
+    found = forward(model, kv, AFTER, whole=True)
     return torch.cat([found[1], found[2]])
+
+
+def pages(model: KimiK2, dtype: str) -> KvTensors:
+    layout = KvLayout.for_model(model.spec, block_tokens=16, dtype=dtype, weights_revision="test")
+    return KvTensors.allocate(layout, 64, CPU)
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -98,6 +103,34 @@ def test_whole_layers_of_few_rows_give_what_their_separate_ops_do(
     assert len(calls) == 3
     assert separate.std() > 0.5, "flat logits would make this comparison empty"
     assert error(found, separate) < 0.005
+
+
+@needs_compiled_code
+def test_ranks_compute_whole_layers_of_few_rows_and_write_the_same_kv(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    widths = {
+        "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "vocab_size": 256,
+        "first_k_dense_replace": 3, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "intermediate_size": 128,
+    }  # fmt: skip
+    source = source_of(truth("yarn", **(WIDTHS | widths)))
+    calls = []
+    run = MlaLayer.__call__
+    monkeypatch.setattr(MlaLayer, "__call__", lambda *given: calls.append(1) or run(*given))
+    # Each would measure something else, and must not go by it.
+    monkeypatch.setattr(linear, "few_tokens", lambda *_, **__: 1 + len(calls))
+    one = loaded(source, NATIVE, torch.bfloat16)
+    ranks = ThreadRanks(lambda _: source, 2, torch.bfloat16, backends=NATIVE)
+    ranks.kv = [pages(model, "bfloat16") for model in ranks.models]
+    ranks.forward(FIRST)
+    assert not calls, "a long chunk"
+    found = ranks.forward(AFTER, whole=True)
+    assert len(calls) == 3 * 2
+    assert torch.equal(ranks.kv[0].pages, ranks.kv[1].pages)
+    exact = logits(loaded(source, PLAIN, torch.float32), "float32")
+    of_ranks = torch.cat([found[1], found[2]])
+    assert error(of_ranks, exact) < max(0.02, 1.3 * error(logits(one, "bfloat16"), exact))
 
 
 @needs_compiled_code
