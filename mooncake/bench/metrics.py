@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from mooncake.base import ConfigError
+from mooncake.bench.drafts import NO_DRAFTS, DraftCounts
 from mooncake.bench.endpoint import Output
 from mooncake.telemetry.stats import percentile
 
@@ -39,6 +40,8 @@ class Metrics:
     max_concurrent_requests: int
     spreads: dict[str, Spread]
     """ttft, tpot, itl, e2el, client_queue_time -> its distribution."""
+    drafts: DraftCounts = NO_DRAFTS
+    """As far as the server has reported them."""
 
     @property
     def request_throughput(self) -> float:

@@ -45,6 +45,15 @@ def table(
         heading, short = TITLES[name]
         lines.append(heading.center(WIDTH, "-"))
         lines += _spread_rows(short, metrics.spreads[name])
+    if metrics.drafts.drafts:
+        lines.append("Speculative Decoding".center(WIDTH, "-"))
+        lines += [
+            _row("Acceptance rate (%):", metrics.drafts.acceptance_rate),
+            _row("Acceptance length:", metrics.drafts.acceptance_length),
+            _row("Drafts:", metrics.drafts.drafts),
+            _row("Draft tokens:", metrics.drafts.draft_tokens),
+            _row("Accepted tokens:", metrics.drafts.accepted_tokens),
+        ]
     lines.append("=" * WIDTH)
     return "\n".join(lines)
 
@@ -99,6 +108,14 @@ def document(metrics: Metrics, outputs: Sequence[Output], shown: Sequence[str]) 
         fields[f"std_{name}_ms"] = spread.std
         for percent, value in spread.percentiles:
             fields[f"p{_number(percent)}_{name}_ms"] = value
+    if metrics.drafts.drafts:
+        fields |= {
+            "spec_decode_acceptance_rate": metrics.drafts.acceptance_rate,
+            "spec_decode_acceptance_length": metrics.drafts.acceptance_length,
+            "spec_decode_num_drafts": metrics.drafts.drafts,
+            "spec_decode_draft_tokens": metrics.drafts.draft_tokens,
+            "spec_decode_accepted_tokens": metrics.drafts.accepted_tokens,
+        }
     return fields
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 import sys
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from mooncake.base import ConfigError, Unavailable
+from mooncake.bench.drafts import draft_counts
 from mooncake.bench.endpoint import Output, Target, ask
 from mooncake.bench.http_client import HttpClient, RequestFailed
 from mooncake.bench.metrics import Metrics, metrics_of
@@ -72,6 +74,7 @@ async def benchmark(
             *(_gated(gate, client, target, each, number) for number, each in enumerate(warmups))
         )
     times_s = _times_s(samples, run)
+    before = await draft_counts(client, target.headers)
     with _progress(len(samples), run.progress) as advance:
         start_s = time.perf_counter()
         tasks = []
@@ -84,7 +87,9 @@ async def benchmark(
             tasks.append(task)
         outputs = await asyncio.gather(*tasks)
         duration_s = time.perf_counter() - start_s
-    return metrics_of(outputs, duration_s, run.percentiles, run.goodput_ms), outputs
+    drafts = (await draft_counts(client, target.headers)).since(before)
+    metrics = metrics_of(outputs, duration_s, run.percentiles, run.goodput_ms)
+    return dataclasses.replace(metrics, drafts=drafts), outputs
 
 
 def _times_s(samples: Sequence[Sample], run: Run) -> list[float]:

@@ -1,0 +1,31 @@
+"""The tables of `mooncake status`."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from mooncake.cli.status import worker_table
+
+
+def shown(workers: list[dict[str, Any]]) -> str:
+    out = io.StringIO()
+    Console(file=out, width=200).print(worker_table(workers))
+    return out.getvalue()
+
+
+def worker(name: str, **counters: float) -> dict[str, Any]:
+    return {"id": name, "role": "decode", "load": {"num_running": 3, "counters": counters}}
+
+
+def test_accepted_drafts_have_a_column_where_there_are_any() -> None:
+    assert "drafts" not in shown([worker("d0", steps=5), {"id": "kv", "load": None}])
+    counts = {"drafts": 10, "draft_tokens": 40, "accepted_tokens": 25}
+    drafting = worker("d1", **{f"spec_decode_num_{name}": n for name, n in counts.items()})
+    table = shown([worker("d0"), drafting])
+    assert "drafts accepted" in table
+    rows = {line.split()[0]: line for line in table.splitlines() if line.strip()}
+    assert "62%, 3.50 tokens a step" in rows["d1"]
+    assert "%" not in rows["d0"]
