@@ -1,8 +1,8 @@
 """Time for an output token with drafts and without: `python -m benchmarks speculation [DIR]`.
 
-One model, two engines in turn over the same requests, no server. "repeats": greedy answers of twelve
-tokens, those of a prompt that repeats itself, so that even random weights do. "new": answers sampled
-from all tokens, in which nothing is found again.
+One model, two engines in turn over the same requests, no server. "repeats": greedy answers of
+twelve tokens, those of a prompt that repeats itself, so that even random weights do. "new": answers
+sampled from all tokens, in which nothing is found again.
 """
 
 from __future__ import annotations
