@@ -14,9 +14,6 @@ from enum import Enum
 from mooncake.base.blocks import BlockKey, chain_root, extend_chain
 from mooncake.base.request import Failure, FinishReason, GenerateRequest, TokenLogprobs
 
-FORGET = 0.98
-"""What a step leaves of the weight of what was known before it."""
-
 
 class SequenceState(str, Enum):
     """Where a sequence is in its life."""
@@ -42,10 +39,11 @@ class Drafting:
     """Drafts that were compared with sampled tokens, old ones counting less."""
     num_accepted: float = 0.0
 
-    def forget(self) -> None:
-        """Count what is known a little less."""
-        self.num_tested *= FORGET
-        self.num_accepted *= FORGET
+    def learn(self, num_tested: int, num_accepted: int, keep: float) -> None:
+        """Count further drafts; of what was known before, only the share `keep` counts from now."""
+        if num_tested:
+            self.num_tested = keep * self.num_tested + num_tested
+            self.num_accepted = keep * self.num_accepted + num_accepted
 
 
 @dataclass(slots=True, eq=False)

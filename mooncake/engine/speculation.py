@@ -14,13 +14,17 @@ from typing import Protocol
 
 from mooncake.base.errors import ConfigError
 from mooncake.base.messages import CostSample
-from mooncake.engine.sequence import FORGET, Drafting, Sequence
+from mooncake.engine.sequence import Drafting, Sequence
 
 METHODS = ("ngram",)
 MOST_DRAFTS = 32
 LOOKUP_WINDOW = 1 << 15
 """Tokens at a sequence's end that are searched: so many take about 20 us."""
 
+_FORGET = 0.98
+"""What a step leaves of the weight of those before it."""
+_FORGET_OWN = 0.9
+"""The same of what is known of one sequence: texts change."""
 _COMPARE_EVERY = 64
 """So often a step is run the other way, without drafts or with them, to see what that costs now."""
 _FIRST_RATE, _FIRST_WEIGHT = 0.7, 4.0
@@ -124,11 +128,11 @@ class RowCost:
         if self.known:
             fixed, each = self.line
             seconds = min(seconds, 3 * (fixed + each * num_rows))
-        self._weight = FORGET * self._weight + 1
-        self._rows = FORGET * self._rows + num_rows
-        self._seconds = FORGET * self._seconds + seconds
-        self._rows_rows = FORGET * self._rows_rows + num_rows * num_rows
-        self._rows_seconds = FORGET * self._rows_seconds + num_rows * seconds
+        self._weight = _FORGET * self._weight + 1
+        self._rows = _FORGET * self._rows + num_rows
+        self._seconds = _FORGET * self._seconds + seconds
+        self._rows_rows = _FORGET * self._rows_rows + num_rows * num_rows
+        self._rows_seconds = _FORGET * self._rows_seconds + num_rows * seconds
 
     @property
     def _spread(self) -> float:
@@ -161,7 +165,7 @@ class Speculation:
         self.num_drafts = num_drafts
         self._drafter = drafter
         self._cost = RowCost()
-        self._of_all = Drafting(num_tested=_FIRST_WEIGHT, num_accepted=_FIRST_RATE * _FIRST_WEIGHT)
+        self._of_all = Drafting()
         self._num_alike = 0
         """Steps in a row with drafts, or without."""
         self._had_drafts = False
@@ -208,8 +212,9 @@ class Speculation:
 
     def _rate(self, drafting: Drafting) -> float:
         of_all = self._of_all
-        known = 2 * of_all.num_accepted / of_all.num_tested
-        return (drafting.num_accepted + known) / (drafting.num_tested + 2)
+        usual = of_all.num_accepted + _FIRST_RATE * _FIRST_WEIGHT
+        usual /= of_all.num_tested + _FIRST_WEIGHT
+        return (drafting.num_accepted + 2 * usual) / (drafting.num_tested + 2)
 
     def observe(self, outcomes: Iterable[tuple[Sequence, int, int]], sample: CostSample) -> None:
         """Learn of a step without prompts.
@@ -220,13 +225,12 @@ class Speculation:
         has_drafts = sample.num_new_tokens > sample.num_sequences
         self._num_alike = self._num_alike + 1 if has_drafts is self._had_drafts else 1
         self._had_drafts = has_drafts
+        all_tested = all_accepted = 0
         for sequence, num_drafts, num_accepted in outcomes:
             num_tested = min(num_accepted + 1, num_drafts)  # those behind a wrong one are not seen
-            for drafting in (sequence.drafting, self._of_all):
-                drafting.num_tested += num_tested
-                drafting.num_accepted += num_accepted
-            sequence.drafting.forget()
-        self._of_all.forget()
+            sequence.drafting.learn(num_tested, num_accepted, _FORGET_OWN)
+            all_tested, all_accepted = all_tested + num_tested, all_accepted + num_accepted
+        self._of_all.learn(all_tested, all_accepted, _FORGET)
 
 
 def drafter_of(config: SpeculativeConfig) -> Drafter:
