@@ -87,7 +87,7 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Proposes what followed the last occurrence of a sequence's last tokens."""
+    """Proposes what followed the last earlier occurrence of a sequence's last tokens."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._longest, self._shortest = config.lookup
@@ -101,8 +101,10 @@ class NgramDrafter:
         for length in range(min(self._longest, end), self._shortest - 1, -1):
             at = text.rfind(text[-length:], 0, end)
             if at >= 0:
-                followed = text[at + length : at + length + most]
-                return [ord(letter) for letter in followed]
+                followed = text[at + length :][:most]
+                # What ends with the text goes on as it began: the text repeats itself from there.
+                followed *= -(-most // len(followed))
+                return [ord(letter) for letter in followed[:most]]
         return []
 
     def _text(self, sequence: Sequence) -> str:

@@ -95,7 +95,10 @@ def plainly(tokens: list[int], longest: int, shortest: int, most: int) -> list[i
     for length in range(longest, shortest - 1, -1):
         for at in range(len(tokens) - 1 - length, -1, -1):
             if tokens[at : at + length] == tokens[len(tokens) - length :]:
-                return tokens[at + length : at + length + most]
+                longer = list(tokens)
+                for place in range(at + length, at + length + most):
+                    longer.append(longer[place])
+                return longer[len(tokens) :]
     return []
 
 
@@ -121,7 +124,7 @@ def test_only_the_end_of_a_long_text_is_kept_and_searched() -> None:
     sequence = sequence_of([7, 8, 9, *[1] * LOOKUP_WINDOW, 7])
     assert drafter.propose(sequence, 3) == []
     sequence.output_tokens += [5, 6, 7]
-    assert drafter.propose(sequence, 3) == [5, 6, 7]
+    assert drafter.propose(sequence, 4) == [5, 6, 7, 5]
     assert len(sequence.drafting.text) == LOOKUP_WINDOW
 
 
