@@ -32,7 +32,6 @@ from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.mla import absorbed_is_cheaper
 from mooncake.model.loading import load_model
 from mooncake.model.options import ATTENTION_BACKENDS, MOE_BACKENDS
 
@@ -42,6 +41,7 @@ BF16_BYTES = 2
 COMPILED = (
     "experts_bf16", "experts_int4", "experts_fp8", "linear_bf16", "linear_fp8", "attention_bf16",
     "mla_layer_bf16", "kv_write_bf16", "prepare_queries_bf16", "rms_norm_bf16", "route_bf16",
+    "fixed_product", "fixed_attention", "fixed_sigmoid",
 )  # fmt: skip
 
 
@@ -126,8 +126,7 @@ def run(model: KimiK2, kv: KvTensors, shape: list[int], generator: torch.Generat
         )
         for number in range(sequences)
     ]
-    rule = absorbed_is_cheaper(model.spec)
-    inputs = build_inputs(slots, frozenset(), kv.page_shape, rule)
+    inputs = build_inputs(slots, frozenset(), kv.page_shape, model.prefers_absorbed)
     model.logits(model.forward(inputs, kv)).argmax(dim=-1)
 
 
@@ -142,7 +141,13 @@ def measure(args: argparse.Namespace) -> None:
         Checkpoint.open(args.model),
         dtype=torch.bfloat16,
         device=cpu,
-        backends=settle(args.attention_backend, args.moe_backend, cpu, dtype=torch.bfloat16),
+        backends=settle(
+            args.attention_backend,
+            args.moe_backend,
+            cpu,
+            deterministic=args.deterministic,
+            dtype=torch.bfloat16,
+        ),
     )
     spec = model.spec
     layout = KvLayout.for_model(
@@ -183,6 +188,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
     parser.add_argument("--moe-backend", choices=MOE_BACKENDS, default="auto")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.here:

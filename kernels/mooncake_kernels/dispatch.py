@@ -12,6 +12,7 @@ REFERENCE = "reference"
 TRITON = "triton"
 NATIVE = "native"
 ONEDNN = "onednn"
+FIXED = "fixed"
 
 _TABLE: dict[str, dict[str, str]] = {
     "rms_norm": {
@@ -42,10 +43,12 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "linear": {
         REFERENCE: "mooncake_kernels.reference.linear:linear",
+        FIXED: "mooncake_kernels.native.fixed:linear",
         TRITON: "mooncake_kernels.triton.linear:linear",
     },
     "linear_heads": {
         REFERENCE: "mooncake_kernels.reference.linear:linear_heads",
+        FIXED: "mooncake_kernels.native.fixed:linear_heads",
         NATIVE: "mooncake_kernels.onednn.mla:linear_heads",
         ONEDNN: "mooncake_kernels.onednn.mla:linear_heads",
         TRITON: "mooncake_kernels.triton.linear:linear_heads",
@@ -61,10 +64,12 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "choose": {
         REFERENCE: "mooncake_kernels.reference.router:choose",
+        FIXED: "mooncake_kernels.native.fixed:choose",
         TRITON: "mooncake_kernels.triton.router:choose",
     },
     "experts": {
         REFERENCE: "mooncake_kernels.reference.experts:StackedExperts",
+        FIXED: "mooncake_kernels.native.fixed:StackedExperts",
         NATIVE: "mooncake_kernels.native.experts:PackedBf16Experts",
         ONEDNN: "mooncake_kernels.onednn.experts:PackedExperts",
         TRITON: "mooncake_kernels.triton.experts:StackedExperts",
@@ -93,6 +98,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "mla_absorbed": {
         REFERENCE: "mooncake_kernels.reference.mla:mla_absorbed",
+        FIXED: "mooncake_kernels.native.fixed:mla_absorbed",
         NATIVE: "mooncake_kernels.onednn.mla:mla_absorbed",
         ONEDNN: "mooncake_kernels.onednn.mla:mla_absorbed",
         TRITON: "mooncake_kernels.triton.mla:mla_absorbed",

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from mooncake_kernels import dispatch
-from mooncake_kernels.dispatch import NATIVE, ONEDNN, REFERENCE, TRITON, kernel
-from mooncake_kernels.native import build, packed
+from mooncake_kernels.dispatch import FIXED, NATIVE, ONEDNN, REFERENCE, TRITON, kernel
+from mooncake_kernels.native import build, fixed, packed
 from mooncake_kernels.onednn import linear as onednn
+from mooncake_kernels.reference.experts import gated
 
 from mooncake.base import ConfigError
 
@@ -20,6 +21,7 @@ AUTO = "auto"
 
 _FIXED_SPLIT_PAGES = 64
 """Of a context, where cuts may not depend on the batch: 4096 tokens with pages of 64."""
+_SPLITTING = ("mla_absorbed", "mla_decode")
 _FIXED_ROWS_OF_EXPERT = 32
 """The load whose tiles are taken for every load, where they may not depend on the batch."""
 
@@ -28,8 +30,9 @@ _FIXED_ROWS_OF_EXPERT = 32
 class Backends:
     """The resolved choice. `attention` covers norms, rotation and the KV write too.
 
-    deterministic: no result of a row may depend on what else is in the batch. Costs speed: fixed
-    cuts and tiles, dense products of this project's own kernel, prompts in the absorbed form.
+    deterministic: no result of a row may depend on what else is in the batch, nor, by `FIXED` on
+    the CPU, on how many ranks compute it. Costs speed: fixed cuts and tiles, dense products of this
+    project's own kernel, prompts in the absorbed form.
     """
 
     attention: str = REFERENCE
@@ -52,6 +55,16 @@ class Backends:
         return self.attention == NATIVE
 
     @property
+    def adds_slabs(self) -> bool:
+        """Whether sums that ranks share are made of slabs, so that one rank makes the same."""
+        return self.moe == FIXED
+
+    @property
+    def gated(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the gate of a layer: `reference.experts.gated`."""
+        return fixed.gated if self.adds_slabs else gated
+
+    @property
     def draws_on_device(self) -> bool:
         """Whether a kernel draws the tokens, so that a step never waits for the host."""
         return self.attention == TRITON
@@ -61,7 +74,7 @@ class Backends:
         made = kernel(
             name, self.attention if self.attention in dispatch.backends(name) else REFERENCE
         )
-        if self.deterministic and name in ("mla_absorbed", "mla_decode"):
+        if self.attention == TRITON and self.deterministic and name in _SPLITTING:
             return functools.partial(made, split_pages=_FIXED_SPLIT_PAGES)
         return made
 
@@ -74,13 +87,13 @@ class Backends:
                 name = NATIVE
             made: Callable[..., Any] = kernel("route", name)
             return made
-        choose, multiply = kernel("choose", TRITON), kernel("linear", TRITON)
+        choose, multiply = kernel("choose", self.moe), kernel("linear", self.moe)
         return lambda x, weight, bias, routing: choose(multiply(x.float(), weight), bias, routing)
 
     @property
     def linear(self) -> Callable[..., torch.Tensor] | None:
         """Return the product dense layers must use; None: whichever is fastest."""
-        return kernel("linear", TRITON) if self.deterministic else None
+        return kernel("linear", self.attention) if self.deterministic else None
 
     def fp8_linear(
         self, weight: torch.Tensor, factors: torch.Tensor
@@ -132,7 +145,7 @@ class Backends:
         # Packed anew in their own memory; a second time they fill a GPU's.
         in_place = {"in_place": True} if (op, name) == ("experts_int4", TRITON) else {}
         made = kernel(op, name)(*stored, **in_place)
-        if self.deterministic:
+        if self.deterministic and name == TRITON:
             made.fix_tiles(_FIXED_ROWS_OF_EXPERT)
         return made, name + why
 
@@ -152,9 +165,14 @@ def settle(
     and widths allow.
 
     Raises:
-        ConfigError: Triton is asked for where it cannot run, or `deterministic` without it.
+        ConfigError: Triton is asked for where it cannot run, or `deterministic` where no backend
+            can be.
     """
     on_gpu = device.type == "cuda"
+    if deterministic and not on_gpu and (attention, moe) == (AUTO, AUTO):
+        if reason := build.why_not():
+            raise ConfigError(f"deterministic on the CPU needs compiled code: {reason}")
+        return Backends(FIXED, FIXED, deterministic=True)
     compiled = not on_gpu and dtype == torch.bfloat16 and build.why_not() is None
     packs = not on_gpu and onednn.supported(torch.empty(0, dtype=dtype))
     if attention == AUTO and on_gpu:
@@ -179,8 +197,8 @@ def settle(
             )
     if deterministic and (chosen.attention, chosen.moe) != (TRITON, TRITON):
         raise ConfigError(
-            "deterministic needs attention-backend and moe-backend triton, on a CUDA GPU: the "
-            "libraries behind the other backends sum in an order that depends on the batch"
+            "deterministic needs attention-backend and moe-backend auto, or triton on a CUDA GPU: "
+            "the libraries behind the other backends sum in an order that depends on the batch"
         )
     return chosen
 

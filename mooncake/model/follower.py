@@ -25,7 +25,6 @@ from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.inputs import PageTables, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.mla import absorbed_is_cheaper
 from mooncake.model.loading import load_model
 from mooncake.model.options import ModelOptions
 from mooncake.model.output_logits import prompt_pieces, sampled_rows
@@ -59,7 +58,6 @@ class Follower:
         self._reader = StepReader()
         self._kv: KvTensors | None = None
         self._tables = PageTables()
-        self._rule = absorbed_is_cheaper(model.spec)
 
     def use(self, kv: KvTensors) -> None:
         """Compute over these pages; no sequence is known any more."""
@@ -74,7 +72,8 @@ class Follower:
         whole = frozenset(step.logprob_rows)
         with torch.inference_mode():
             kv = self._kv
-            inputs = build_inputs(slots, whole, kv.page_shape, self._rule, self._tables, kv.home)
+            rule = self._model.prefers_absorbed
+            inputs = build_inputs(slots, whole, kv.page_shape, rule, self._tables, kv.home)
             hidden = self._model.forward(inputs, kv)
             for rows in inputs.output_rows:
                 count = step.logprob_rows.get(rows.slot.sequence_id, 0)
@@ -126,11 +125,18 @@ def run(link: socket.socket, memory: int, keys: Callable[[ModelOptions], KeyRing
 def _load(settings: FollowerSettings, group: Group, keys: KeyRing | None) -> KimiK2:
     options = settings.options
     device, dtype = torch.device("cpu"), SPEC_DTYPES[settings.dtype]
+    backends = settle(
+        options.attention_backend,
+        options.moe_backend,
+        device,
+        deterministic=options.deterministic,
+        dtype=dtype,
+    )
     return load_model(
         Checkpoint.open(Path(settings.model), keys),
         dtype=dtype,
         device=device,
-        backends=settle(options.attention_backend, options.moe_backend, device, dtype=dtype),
+        backends=backends,
         group=group,
         num_homes=options.shape.dcp,
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from mooncake.base import ModelSpec
-from mooncake.model.inputs import Queries, StepInputs
+from mooncake.model.inputs import PrefersAbsorbed, Queries, StepInputs
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.embedding import Embedding, Head
 from mooncake.model.layers.linear import GatedMlp
@@ -67,10 +67,14 @@ class KimiK2:
         norm: RmsNorm,
         head: Head,
         rope: Rope,
+        prefers_absorbed: PrefersAbsorbed,
         context: Group | None = None,
     ) -> None:
-        """`context`: the ranks that share the KV of every context out; None: each has all."""
+        """`prefers_absorbed`: which form of attention new tokens take. `context`: the ranks that
+        share the KV of every context out; None: each has all.
+        """
         self.spec = spec
+        self.prefers_absorbed = prefers_absorbed
         self.device = embedding.weight.device
         self.dtype = embedding.weight.dtype
         self._embedding = embedding

@@ -11,16 +11,23 @@ from typing import Protocol
 
 import torch
 
-from mooncake.base import CheckpointError, ModelSpec
+from mooncake.base import CheckpointError, ConfigError, ModelSpec
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.quant import QuantizedWeight
 from mooncake.model.checkpoint.quant_format import FP8_BLOCK
-from mooncake.model.checkpoint.tensor_cuts import Part, cut_of
+from mooncake.model.checkpoint.tensor_cuts import Part, cut_of, slabs_of
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.kimi_k2 import KimiK2, Layer
 from mooncake.model.layers.embedding import Embedding, Head
-from mooncake.model.layers.linear import Fp8Linear, GatedMlp, Linear, Product, SummedProduct
-from mooncake.model.layers.mla import LATENT_NORM_EPS, Mla, MlaWeights
+from mooncake.model.layers.linear import (
+    Fp8Linear,
+    GatedMlp,
+    Linear,
+    Product,
+    SlabbedProduct,
+    SummedProduct,
+)
+from mooncake.model.layers.mla import LATENT_NORM_EPS, Mla, MlaWeights, absorbed_is_cheaper
 from mooncake.model.layers.moe import HostExperts, Moe, MoeWeights
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
@@ -140,7 +147,10 @@ class _Loader:
             group=self._group if cut else None,
             compiled=self._backends.compiled,
         )
-        return KimiK2(spec, embedding, layers, norm, head, rope, self._context)
+        # The one form whose results do not depend on how a prompt was cut.
+        fixed = self._backends.deterministic
+        rule = (lambda _new, _context: True) if fixed else absorbed_is_cheaper(spec)
+        return KimiK2(spec, embedding, layers, norm, head, rope, rule, self._context)
 
     def _part(self, name: str) -> Part | None:
         """Return what this rank holds of a tensor; None: all of it."""
@@ -219,7 +229,7 @@ class _Loader:
             kv_norm=self._norm(prefix + "kv_a_layernorm.weight", LATENT_NORM_EPS),
             key_up=kv_b[:, : spec.qk_nope_head_dim].transpose(1, 2).contiguous(),
             value_up=kv_b[:, spec.qk_nope_head_dim :].contiguous(),
-            output=self._summed(self._linear(prefix + "o_proj")),
+            output=self._summed(prefix + "o_proj"),
         )
 
     def _linear(self, *names: str) -> Product:
@@ -261,20 +271,47 @@ class _Loader:
         if name + ".bias" not in self._shapes:
             return None
         bias = self._read(name + ".bias")
-        # Of a product that ranks sum, one of them adds it.
-        return torch.zeros_like(bias) if name.endswith("o_proj") and self._group.rank else bias
+        # Of a product that ranks sum, one of them adds it, or all do after the sum.
+        once = name.endswith("o_proj") and not self._backends.adds_slabs
+        return torch.zeros_like(bias) if once and self._group.rank else bias
 
-    def _summed(self, product: Product) -> Product:
+    def _summed(self, name: str) -> Product:
         """Return a product whose input columns are cut as that of the whole input."""
+        if self._backends.adds_slabs:
+            return self._slabbed(name, self._shapes[name + ".weight"][1])
+        product = self._linear(name)
         return product if self._group.size == 1 else SummedProduct(product, self._group)
 
-    def _dense(self, prefix: str) -> GatedMlp:
-        mlp = self._mlp(prefix)
-        return mlp if self._group.size == 1 else GatedMlp(mlp.gate_up, self._summed(mlp.down))
+    def _slabbed(self, name: str, columns: int) -> SlabbedProduct:
+        """Return a product that is summed in as many slabs as a sum over `columns` is."""
+        weight, bias = self._read(name + ".weight"), self._bias_or_none(name)
+        return SlabbedProduct(weight, bias, self._slabs_of(columns), self._group)
 
-    def _mlp(self, prefix: str) -> GatedMlp:
-        gate_up = self._linear(prefix + "gate_proj", prefix + "up_proj")
-        return GatedMlp(gate_up, self._linear(prefix + "down_proj"))
+    def _slabs_of(self, columns: int) -> int:
+        """Return how many slabs of a sum over `columns` this rank has.
+
+        Raises:
+            ConfigError: they cannot be shared among so many ranks.
+        """
+        slabs = slabs_of(columns)
+        if slabs % self._group.size:
+            raise ConfigError(f"{slabs} slabs do not divide among {self._group.size} ranks")
+        return slabs // self._group.size
+
+    def _gate_up(self, prefix: str) -> Product:
+        return self._linear(prefix + "gate_proj", prefix + "up_proj")
+
+    def _dense(self, prefix: str) -> GatedMlp:
+        gated = self._backends.gated
+        return GatedMlp(self._gate_up(prefix), self._summed(prefix + "down_proj"), gated)
+
+    def _shared(self, prefix: str) -> GatedMlp:
+        """Return the experts that all tokens have, summed as and with the routed ones."""
+        down = prefix + "down_proj"
+        fixed = self._backends.adds_slabs
+        columns = self._spec.moe_intermediate_size
+        product = self._slabbed(down, columns) if fixed else self._linear(down)
+        return GatedMlp(self._gate_up(prefix), product, self._backends.gated)
 
     def _moe(self, prefix: str) -> Moe:
         spec = self._spec
@@ -285,9 +322,11 @@ class _Loader:
             op, experts = "experts", self._plain_experts(prefix)
         else:
             op, experts = f"experts_{stored.kind}", self._stored_experts(prefix, stored.kind)
-        shared = self._mlp(prefix + "shared_experts.") if spec.n_shared_experts else None
+        shared = self._shared(prefix + "shared_experts.") if spec.n_shared_experts else None
         weights = MoeWeights(router, bias, op, experts, shared)
-        made = Moe(spec, weights, self._backends, self._group, self._host)
+        fixed = self._backends.adds_slabs
+        slabs = self._slabs_of(spec.moe_intermediate_size) if fixed else 0
+        made = Moe(spec, weights, self._backends, self._group, self._host, slabs)
         if not self._told:
             self._told = True
             where = "" if self._host is None else " in DRAM"

@@ -241,8 +241,6 @@ class ModelSource:
             decoder=decoder,
             copies=copies,
             lead=self._lead,
-            # The one form whose results do not depend on how a prompt was cut.
-            prefers_absorbed=(lambda *_: True) if self._backends.deterministic else None,
         )
 
     def _decoder(

@@ -34,13 +34,11 @@ from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.inputs import (
     OutputRows,
     PageTables,
-    PrefersAbsorbed,
     StepInputs,
     build_inputs,
 )
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.mla import absorbed_is_cheaper
 from mooncake.model.layers.sampler import Drawn
 from mooncake.model.output_logits import prompt_pieces, sampled_rows
 from mooncake.model.parallel.lead import Lead
@@ -94,14 +92,12 @@ class ModelRunner:
         *,
         num_threads: int | None = None,
         decoder: DecodeGraphs | None = None,
-        prefers_absorbed: PrefersAbsorbed | None = None,
         copies: Copies | None = None,
         lead: Lead | None = None,
     ) -> None:
         """Start the thread. `num_threads`: torch's CPU threads, of the whole process; None = as is.
 
         decoder: captured steps over the same pages; None = every step is run as it comes.
-        prefers_absorbed: which form of attention a slot takes; None = the cheaper one.
         copies: to the model's device; None = it is the host.
         lead: the followers that compute each step with this rank; None = there are none.
         The queue is as long as the engine lets it be (two steps in flight).
@@ -113,7 +109,6 @@ class ModelRunner:
         self._decoder = decoder
         self._copies = copies or HostCopies()
         self._lead = lead
-        self._prefers_absorbed = prefers_absorbed or absorbed_is_cheaper(model.spec)
         self._starts: dict[int, SequenceStart] = {}
         self._tables = PageTables()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
@@ -179,7 +174,7 @@ class ModelRunner:
         self._layers.close()
         os.close(self._readable)
         os.close(self._signal)
-        del self._model, self._kv, self._decoder, self._sampler, self._prefers_absorbed
+        del self._model, self._kv, self._decoder, self._sampler
 
     def _wake(self) -> None:
         """Have the driver call `poll`."""
@@ -252,7 +247,7 @@ class ModelRunner:
             if not (whole or plan.report_layers) and decoder.takes(plan.slots):
                 return self._decode(decoder, plan.slots)
             decoder.interrupt()
-        kv, rule = self._kv, self._prefers_absorbed
+        kv, rule = self._kv, self._model.prefers_absorbed
         inputs = build_inputs(plan.slots, whole, kv.page_shape, rule, self._tables, kv.home)
         inputs = inputs.to(self._model.device)
 

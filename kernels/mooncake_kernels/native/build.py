@@ -36,13 +36,13 @@ AVX512 = Isa(
     "AVX512_BF16",
     frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512vbmi")),
     ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vbmi"),
-    ("experts.cpp", "linear.cpp", "glue.cpp", "mla_decode.cpp"),
+    ("experts.cpp", "linear.cpp", "glue.cpp", "fixed.cpp", "mla_decode.cpp"),
 )
 AVX2 = Isa(
     "AVX2",
     frozenset(("avx2", "fma", "f16c")),
     ("-mavx2", "-mfma", "-mf16c"),
-    ("experts.cpp", "linear.cpp", "glue.cpp"),
+    ("experts.cpp", "linear.cpp", "glue.cpp", "fixed.cpp"),
 )
 WIDTH = 64
 """What the widths of compiled products are multiples of, whatever the instructions."""

@@ -41,6 +41,21 @@ inline Floats least(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 inline Floats most(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats whole(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Floats times_power(Floats x, Floats exponent) { return _mm512_scalef_ps(x, exponent); }
+inline Floats plus(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
+
+// The sums of LANES vectors, in their order; all are added alike.
+inline Floats sums_of(const Floats* a) {
+    Floats b[8], c[4], d[2];
+    for (int i = 0; i < 8; ++i)
+        b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+    for (int i = 0; i < 4; ++i) {
+        __m512d x = _mm512_castps_pd(b[2 * i]), y = _mm512_castps_pd(b[2 * i + 1]);
+        c[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    }
+    for (int i = 0; i < 2; ++i)
+        d[i] = _mm512_add_ps(_mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0x44), _mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0xEE));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(d[0], d[1], 0x88), _mm512_shuffle_f32x4(d[0], d[1], 0xDD));
+}
 
 #else
 
@@ -84,6 +99,14 @@ inline Floats whole(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_
 inline Floats times_power(Floats x, Floats exponent) {
     const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(exponent), _mm256_set1_epi32(127)), 23);
     return x * _mm256_castsi256_ps(power);
+}
+inline Floats plus(Floats sum, Floats a, Floats b) { return _mm256_fmadd_ps(a, b, sum); }
+
+inline Floats sums_of(const Floats* a) {
+    Floats b[2];
+    for (int i = 0; i < 2; ++i)
+        b[i] = _mm256_hadd_ps(_mm256_hadd_ps(a[4 * i], a[4 * i + 1]), _mm256_hadd_ps(a[4 * i + 2], a[4 * i + 3]));
+    return _mm256_add_ps(_mm256_permute2f128_ps(b[0], b[1], 0x20), _mm256_permute2f128_ps(b[0], b[1], 0x31));
 }
 
 #endif

@@ -11,20 +11,6 @@ namespace {
 
 constexpr int HEADS = 8, MOST_TOKENS = 256, MOST_RANK = 1024, WORD = 32;
 
-// The sums of 16 vectors, in their order.
-inline __m512 sums_of(const __m512* a) {
-    __m512 b[8], c[4], d[2];
-    for (int i = 0; i < 8; ++i)
-        b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
-    for (int i = 0; i < 4; ++i) {
-        __m512d x = _mm512_castps_pd(b[2 * i]), y = _mm512_castps_pd(b[2 * i + 1]);
-        c[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-    }
-    for (int i = 0; i < 2; ++i)
-        d[i] = _mm512_add_ps(_mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0x44), _mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0xEE));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(d[0], d[1], 0x88), _mm512_shuffle_f32x4(d[0], d[1], 0xDD));
-}
-
 // Products of R rows with each of `num` rows [num, width] that lie one after another: to[r][i], `step`
 // numbers from row to row. width: a multiple of 32.
 template <int R>

@@ -1,4 +1,6 @@
-"""Rotary position embedding as a product of complex numbers."""
+"""Rotary position embedding. In products of real numbers, each rounded: torch's complex ones differ
+in their last bit with a number's place in the tensor.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.
     returns interleaved input as two halves; scores agree because queries and keys are permuted
     alike, but cached keys do not, and this order is what our KV blocks hold.
     """
-    turn = rotation[:, None]
+    cosine, sine = torch.view_as_real(rotation)[:, None].unbind(-1)
+    wide = x.float().contiguous()
     if interleaved:
-        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.complex(first.contiguous(), second.contiguous()) * turn
-    return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)
+        first, second = wide.view(*x.shape[:-1], -1, 2).unbind(-1)
+    else:
+        first, second = wide.chunk(2, dim=-1)
+    turned = (first * cosine - second * sine, first * sine + second * cosine)
+    whole = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return whole.to(x.dtype)

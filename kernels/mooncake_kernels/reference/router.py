@@ -39,7 +39,13 @@ def choose(
     logits: torch.Tensor, bias: torch.Tensor, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `route` does, of the router's `logits` [tokens, experts] float32."""
-    scores = logits.sigmoid()
+    return choose_scored(logits.sigmoid(), bias, routing)
+
+
+def choose_scored(
+    scores: torch.Tensor, bias: torch.Tensor, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `route` does, of scores [tokens, experts] float32."""
     choice = scores + bias
     if routing.num_groups > 1:
         choice = _only_best_groups(choice, routing)

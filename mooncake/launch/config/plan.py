@@ -41,7 +41,7 @@ from mooncake.launch.host.key_source import key_source, read_keys
 from mooncake.model.checkpoint.files import CheckpointFiles
 from mooncake.model.checkpoint.quant_format import Fp8Block, QuantFormat, parse_quantization
 from mooncake.model.checkpoint.revision import PIECE_BYTES
-from mooncake.model.checkpoint.tensor_cuts import check_cuts
+from mooncake.model.checkpoint.tensor_cuts import check_cuts, check_slabs
 from mooncake.model.memory import kept_by
 from mooncake.model.options import KV_DTYPES, ModelOptions
 from mooncake.scheduler.config import SchedulerConfig
@@ -298,6 +298,8 @@ def _shapes(config: ServeConfig, model: ModelPlan) -> dict[Role, Shape]:
             dcp=given.get(DCP_FLAG, config.decode_context_parallel_size),
         )
         check_cuts(model.spec, model.quantization, shape.tp)
+        if config.deterministic:
+            check_slabs(model.spec, shape)
     return shapes
 
 

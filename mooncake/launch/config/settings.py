@@ -268,7 +268,8 @@ class ServeConfig:
         "what the ranks of an engine exchange tensors by; auto: shm, a memory that they share; "
         "gloo: connections over loopback, slower")
     deterministic: bool = owned(ModelOptions, "deterministic", truth, ENGINE, "",
-        "no result depends on the rest of the batch; slower", switch=True)
+        "no result depends on the rest of the batch nor, on CPUs, on the number of ranks; slower",
+        switch=True)
     enforce_eager: bool = setting(False, truth, ENGINE, "",
         "capture no CUDA graphs of decode steps", switch=True)
     num_threads: int | None = setting(None, count(1, 1024), ENGINE, "N",

@@ -12,12 +12,14 @@ import math
 from dataclasses import dataclass
 
 from mooncake.base import ConfigError, ModelSpec
-from mooncake.base.parallel import TP_FLAG, divisors
+from mooncake.base.parallel import DCP_FLAG, TP_FLAG, Shape, divisors
 from mooncake.model.checkpoint.quant_format import Fp8Block, QuantFormat, is_quantized
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 
 INT4_WORD = 8
 """Columns in one int32 word of packed INT4."""
+SLABS = 16
+"""The most slabs that a sum of fixed order is made of, and so the most ranks that can share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,39 @@ def check_cuts(spec: ModelSpec, quantization: QuantFormat | None, num_ranks: int
     raise ConfigError(
         f"{TP_FLAG}: {problem}; this model can be cut among {', '.join(map(str, able))} ranks"
     )
+
+
+def slabs_of(columns: int) -> int:
+    """Return into how many slabs a sum of fixed order over `columns` is cut: a power of two."""
+    return min(SLABS, columns & -columns)
+
+
+def check_slabs(spec: ModelSpec, shape: Shape) -> None:
+    """Check that ranks of `shape` can sum in the order of one rank.
+
+    Raises:
+        ConfigError: they cannot; names the number, and those that would do.
+    """
+    if shape.dcp > 1:
+        raise ConfigError(
+            f"{DCP_FLAG}={shape.dcp}: deterministic needs 1, since what the ranks find in their "
+            "pages is rounded before it is merged, and which pages those are depends on the load"
+        )
+    summed = {name: size[1] for name, size in _kinds(spec).items() if _is_summed(spec, name)}
+    name, columns = min(summed.items(), key=lambda entry: slabs_of(entry[1]))
+    slabs = slabs_of(columns)
+    if slabs % shape.tp:
+        able = [str(number) for number in divisors(slabs)]
+        raise ConfigError(
+            f"{TP_FLAG}={shape.tp}: deterministic adds the {columns} columns of {name} in "
+            f"{slabs} slabs, which can be shared among {', '.join(able)} ranks"
+        )
+
+
+def _is_summed(spec: ModelSpec, name: str) -> bool:
+    """Whether ranks have columns of this tensor, and so sum what they make of it."""
+    cut = cut_of(spec, name, 2)
+    return cut is not None and cut.dim == 1 and "embed_tokens" not in name
 
 
 def _problem(spec: ModelSpec, quantization: QuantFormat | None, num_ranks: int) -> str | None:

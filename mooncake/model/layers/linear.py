@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from mooncake_kernels.native import build
+from mooncake_kernels.native import build, fixed
 from mooncake_kernels.native.linear import FewRows, FewRowsMlp
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.experts import gated
@@ -121,19 +121,60 @@ class SummedProduct:
         return self(x).add_(to)
 
 
-class GatedMlp:
-    """`down(silu(gate x) * up x)`; gate_up makes [rows, 2 * inner], the gate first."""
+class SlabbedProduct:
+    """A product whose sums are made of slabs of its columns, added by one tree: with the same bits
+    however many ranks share the columns out. What is added is added once, after the sum.
+    """
 
-    def __init__(self, gate_up: Product, down: Product) -> None:
-        self.gate_up = gate_up
-        self.down = down
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, slabs: int, group: Group
+    ) -> None:
+        """weight: [out, in], of whose columns this rank has `slabs` slabs; bias: all of it."""
+        self._weight = weight
+        self._bias = bias
+        self._slabs = slabs
+        self._group = group
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slabs of `x W^T`, [slabs, rows, out] float32."""
+        return fixed.product(x, self._weight, self._slabs)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [rows, out], the same on all ranks."""
+        mine = [fixed.added(self.parts(piece)) for (piece,) in fixed.pieces(x)]
+        total = self._group.sum(torch.cat(mine))
+        return (total if self._bias is None else total + self._bias).to(x.dtype)
+
+    def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        """Return `to + self(x)`; to: [rows, out]."""
+        return self(x).add_(to)
+
+
+class GatedMlp:
+    """`down(gated(gate_up x))`; gate_up makes [rows, 2 * inner], the gate first."""
+
+    def __init__(
+        self,
+        gate_up: Product,
+        down: Product,
+        gated: Callable[[torch.Tensor], torch.Tensor] = gated,
+    ) -> None:
+        """gated: silu of the gate times the rest, as the reference."""
+        self._gate_up = gate_up
+        self._down = down
+        self._gated = gated
         self._few = _few_rows(gate_up, down)
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + mlp(x)`; x and to: [rows, hidden]."""
         if self._few is not None and 0 < x.shape[0] <= self._few.most:
             return self._few(x, to)
-        return self.down.add(gated(self.gate_up(x)), to)
+        return self._down.add(self._gated(self._gate_up(x)), to)
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slabs of `mlp(x)`, of a layer that is made of them."""
+        assert isinstance(self._down, SlabbedProduct)
+        return self._down.parts(self._gated(self._gate_up(x)))
 
 
 def _few_rows(gate_up: Product, down: Product) -> FewRowsMlp | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from mooncake_kernels.native.fixed import added, pieces
 from mooncake_kernels.reference.router import Routing
 
 from mooncake.base import ModelSpec
@@ -49,9 +50,11 @@ class Moe:
         backends: Backends,
         group: Group | None = None,
         host: HostExperts | None = None,
+        slabs: int = 0,
     ) -> None:
         """`group`: the ranks that each have columns of every expert; None: this one has all.
-        `host`: what computes the routed experts; None: `backends`, where all else is.
+        `host`: what computes the routed experts; None: `backends`, where all else is. `slabs`: of
+        the inner columns this rank has, where sums are made of slabs; 0: they are not.
         """
         self._group = group or Solo()
         self._routing = Routing(
@@ -68,10 +71,13 @@ class Moe:
         computing = backends if host is None else host.backends
         self._experts, self.experts_by = computing.experts(weights.experts_op, *weights.experts)
         self._route = backends.route
+        self._slabs = slabs
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + moe(x)`; x and to: [rows, hidden]."""
         experts, weights = self._route(x, self._router, self._router_bias, self._routing)
+        if self._slabs:
+            return self._slabbed(x, experts, weights).add_(to)
         if self._copies is not None:
             return self._apart(self._copies, (x, experts, weights), to)
         total: torch.Tensor = self._experts(x, experts, weights)
@@ -80,6 +86,18 @@ class Moe:
         if self._shared is not None:
             total = self._shared.add(x, total)
         return total if self._group.size == 1 else self._group.sum(total).add_(to)
+
+    def _slabbed(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `moe(x)`, summed by slabs of the experts' inner columns."""
+        mine = []
+        for of_rows in pieces(x, experts, weights):
+            parts = self._experts.parts(*of_rows, slabs=self._slabs)
+            if self._shared is not None:
+                parts += self._shared.parts(of_rows[0])
+            mine.append(added(parts))
+        return self._group.sum(torch.cat(mine)).to(x.dtype)
 
     def _apart(
         self, copies: Copies, of_routed: tuple[torch.Tensor, ...], to: torch.Tensor

@@ -1,7 +1,7 @@
 """The port by which ranks exchange tensors, and the group of one.
 
 Every rank of a group calls the same operations in the same order with tensors of the same shapes.
-Contract: what `sum` returns is bit-equal on all ranks (added in the order of the ranks, in float32,
+Contract: what `sum` returns is bit-equal on all ranks (added by one tree over them, in float32,
 rounded once), else replicated KV and routing would drift apart.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from mooncake_kernels.native.fixed import added
 
 
 @dataclass
@@ -100,11 +101,9 @@ class Solo:
 
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the ranks' parts: in their order, in float32, rounded once to their dtype.
+    """Return the sum of the ranks' parts: neighbours first, then neighbouring sums, in float32,
+    rounded once to their dtype.
 
     The plain form of what every group returns.
     """
-    total = parts[0].float() if parts[0].dtype != torch.float32 else parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total.to(parts[0].dtype)
+    return added([part.float() for part in parts]).to(parts[0].dtype)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,8 +70,9 @@ def test_a_closed_engine_keeps_no_memory(plain: Path) -> None:
         gc.enable()
 
 
-def test_tokens_depend_on_no_neighbour(plain: Path) -> None:
-    fixed = {**TRITON, "deterministic": True}
+@pytest.mark.parametrize("backends", [TRITON, {}], ids=["triton", "compiled"])
+def test_tokens_depend_on_no_neighbour(plain: Path, backends: dict[str, Any]) -> None:
+    fixed = {**backends, "deterministic": True}
     assert tokens_of(plain, GREEDY, PROMPTS[1:], **fixed) == tokens_of(plain, **fixed)[1:]
 
 
@@ -113,7 +115,7 @@ def test_what_does_not_fit_is_said(plain: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"62 \+ 3 tokens are more than max-model-len 64"):
         tokens_of(plain, GREEDY, [[1] * 62])
     with pytest.raises(ConfigError, match="deterministic needs"):
-        tokens_of(plain, deterministic=True)
+        tokens_of(plain, deterministic=True, moe_backend="reference")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -139,3 +140,22 @@ def test_prefill_and_decode_of_different_shape(
             assert [stream(server, each, 40)["ids"] for each in prompts] == expected
         for role, shape in shapes.items():
             assert len(ranks_of(server.pid_of(f"{role}-0"))) == shape.tp - 1
+
+
+def test_deterministic_logprobs_are_those_of_one_process(model: Path, tmp_path: Path) -> None:
+    """In bfloat16, of several requests at once, the second time from caches; bit for bit."""
+    prompts = [prompt(30 + 90 * index, seed=index) for index in range(4)]
+    fields = {"max_tokens": 30, "temperature": 0, "ignore_eos": True, "logprobs": 3}
+    found = {}
+    for tp in ("1", "2"):
+        flags = ["--colocated", "-tp", tp, "--deterministic", "--dtype", "bfloat16"]
+        with serving(str(model), *flags, *SMALL, log=tmp_path / f"log{tp}") as server:
+
+            def choices(tokens: list[int], server: Server = server) -> tuple[list[int], Any]:
+                [choice] = server.complete(tokens, **fields)["choices"]
+                return choice["token_ids"], choice["logprobs"]
+
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                found[tp] = list(pool.map(choices, prompts))
+            assert [choices(tokens) for tokens in prompts] == found[tp]
+    assert found["1"] == found["2"]

@@ -37,12 +37,7 @@ class ThreadRanks:
         self.sources = [source(rank) for rank in range(num_ranks)]
         self.models: list[KimiK2] = [
             load_model(
-                each,
-                dtype=dtype,
-                device=CPU,
-                group=group,
-                num_homes=num_homes,
-                backends=backends,
+                each, dtype=dtype, device=CPU, group=group, num_homes=num_homes, backends=backends
             )
             for each, group in zip(self.sources, self.groups, strict=True)
         ]

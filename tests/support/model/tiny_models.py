@@ -16,7 +16,6 @@ from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.inputs import PrefersAbsorbed, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.mla import absorbed_is_cheaper
 from mooncake.model.loading import QuantizedWeight, load_model
 
 CPU = torch.device("cpu")
@@ -191,7 +190,7 @@ def forward(
     rule: PrefersAbsorbed | None = None,
 ) -> dict[int, torch.Tensor]:
     """Return sequence id -> logits [rows, vocab] of the slots that sample; `whole`: of all rows."""
-    rule = rule or absorbed_is_cheaper(model.spec)
+    rule = rule or model.prefers_absorbed
     wanted = frozenset(entry.sequence_id for entry in slots) if whole else frozenset()
     with torch.inference_mode():
         inputs = build_inputs(slots, wanted, kv.page_shape, rule, home=kv.home)

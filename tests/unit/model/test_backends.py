@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mooncake_kernels.native.build import CannotBuild
 
 from mooncake.base import ConfigError
 from mooncake.model.backends import Backends, settle
@@ -147,6 +148,10 @@ def test_what_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigError, match="moe-backend=onednn: it computes bfloat16 on CPUs"):
         settle("auto", "onednn", gpu)
     with pytest.raises(ConfigError, match="deterministic needs"):
+        settle("auto", "onednn", CPU, deterministic=True)
+    no_compiler = CannotBuild("there is no C++ compiler")
+    monkeypatch.setattr("mooncake_kernels.native.build._tried", lambda isa: no_compiler)
+    with pytest.raises(ConfigError, match=r"deterministic on the CPU needs .*: there is no C"):
         settle("auto", "auto", CPU, deterministic=True)
     monkeypatch.setattr("mooncake_kernels.triton.device.INTERPRETED.value", False)
     with pytest.raises(ConfigError, match="needs a CUDA GPU"):

@@ -145,7 +145,7 @@ def test_quantized_weights_stay_so_and_mean_the_same(tmp_path: Path, kind: str) 
     for backends in (NATIVE, Backends()):
         model = loaded(source, backends, torch.bfloat16)
         assert isinstance(model._layers[1]._mlp._experts, kept)
-        shared = model._layers[1]._mlp._shared.down
+        shared = model._layers[1]._mlp._shared._down
         assert isinstance(shared, Fp8Linear) == (kind == "fp8")
         assert error(logits(model, "bfloat16"), exact) < max(0.02, 1.3 * error(plain, exact))
     whole = loaded(source, Backends(), torch.float32)

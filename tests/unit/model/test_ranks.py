@@ -4,12 +4,15 @@ formula says.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from mooncake_kernels.native import build
 
+from mooncake.model.backends import Backends, settle
 from mooncake.model.checkpoint.convert import convert_checkpoint
 from mooncake.model.checkpoint.presets import init_checkpoint
 from mooncake.model.checkpoint.tensor_cuts import cut_of
@@ -147,3 +150,44 @@ def test_one_rank_exchanges_nothing_and_keeps_its_fused_sums() -> None:
     whole: dict[int, Any] = forward(model, kv_for(source.spec), slots)
     assert torch.equal(whole[0], forward(ours(source), kv_for(source.spec), slots)[0])
     assert solo.traffic.num_calls == 0
+
+
+@pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_deterministic_bits_are_those_of_one_rank(name: str, dtype: torch.dtype) -> None:
+    """Of two ranks and of four, whatever runs beside, however the prompt is cut."""
+    source = source_of(truth(name, vocab_size=212))
+    fixed = settle("auto", "auto", CPU, deterministic=True, dtype=dtype)
+    tokens, pages = random_tokens(60, seed=6), range(10, 14)
+
+    def steps(run: Any, cuts: list[int], neighbours: bool) -> torch.Tensor:
+        found = []
+        for begin, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+            slots = [slot(1, begin, tokens[begin:end], pages)]
+            if neighbours:
+                slots.insert(0, slot(2, begin, random_tokens(end - begin, seed=end), range(4)))
+                slots.append(slot(3, 0, [begin + 1, 5, 3], [20]))
+            found.append(run(slots)[1])
+        return torch.cat(found)
+
+    def alone(backends: Backends | None, like: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        model = load_model(source, dtype=like, device=CPU, backends=backends)
+        kv = kv_for(source.spec)
+        found = steps(lambda slots: forward(model, kv, slots, whole=True), [47, 58, 59], False)
+        return found, kv.pages
+
+    wanted, written = alone(fixed, dtype)
+    truth_of_it = alone(None, torch.float32)[0]
+    if dtype == torch.float32:
+        torch.testing.assert_close(wanted, truth_of_it, atol=2e-4, rtol=0)
+    else:  # rounding moves what experts are chosen, by one library as by the other
+        by_library = alone(None, dtype)[0]
+        assert (wanted - truth_of_it).norm() <= 2 * (by_library - truth_of_it).norm()
+    for num_ranks in (1, 2, 4):
+        for cuts, neighbours in (([47, 58, 59], False), ([11, 40], True)):
+            ranks = ThreadRanks(lambda _: source, num_ranks, dtype, backends=fixed)
+            found = steps(partial(ranks.forward, whole=True), cuts, neighbours)
+            assert torch.equal(found, wanted)
+            for kv in ranks.kv:
+                assert torch.equal(kv.pages[:, 10:14], written[:, 10:14])

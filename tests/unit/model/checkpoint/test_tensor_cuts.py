@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Shape
 from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
 from mooncake.model.checkpoint.quant_format import parse_quantization
-from mooncake.model.checkpoint.tensor_cuts import check_cuts, cut_of, part_shape
+from mooncake.model.checkpoint.tensor_cuts import check_cuts, check_slabs, cut_of, part_shape
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from tests.support.model.specs import KIMI_K2, small_spec
 
@@ -65,6 +65,28 @@ def test_what_does_not_divide_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_cuts(small_spec(**changes), None, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "message"),
+    [
+        ({"intermediate_size": 50}, "tp4", "=4: .* 50 columns of .*mlp.down_proj.* among 1, 2 r"),
+        ({"moe_intermediate_size": 31}, "tp2", "31 columns of .*experts.* shared among 1 ranks"),
+        ({}, "tp2-dcp2", "decode-context-parallel-size=2: deterministic needs 1"),
+    ],
+)
+def test_sums_of_fixed_order_that_cannot_be_shared_are_named(
+    changes: dict[str, Any], shape: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_slabs(small_spec(**changes), Shape.parse(shape))
+
+
+def test_sixteen_ranks_sum_kimi_k2_in_the_order_of_one() -> None:
+    for tp in (1, 2, 4, 8, 16):
+        check_slabs(small_spec(**KIMI_K2), Shape(tp=tp))
+    with pytest.raises(ConfigError, match="in 16 slabs"):
+        check_slabs(small_spec(**KIMI_K2), Shape(tp=32))
 
 
 @pytest.mark.parametrize(("kind", "most"), [("fp8", 16), ("int4", 64)])

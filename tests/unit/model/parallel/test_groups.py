@@ -58,7 +58,9 @@ def on_all(groups: Sequence[Group], work: Callable[[Group], Made]) -> list[Made]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_sums_are_those_of_the_ranks_in_order(make: Make, size: int, dtype: torch.dtype) -> None:
+def test_sums_are_those_of_neighbours_then_of_pairs(
+    make: Make, size: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(size)
     rounds = [
         [torch.randn(5, 7).mul(10.0**rank).to(dtype) for rank in range(size)] for _ in range(20)
@@ -66,9 +68,10 @@ def test_sums_are_those_of_the_ranks_in_order(make: Make, size: int, dtype: torc
     groups = make(size)
     found = on_all(groups, lambda g: [g.sum(parts[g.rank].clone()) for parts in rounds])
     for number, parts in enumerate(rounds):
-        total = torch.zeros(5, 7)
-        for part in parts:
-            total = total + part.float()
+        first, *others = (part.float() for part in parts)
+        total = first + others[0]
+        if size > 2:
+            total = total + (others[1] if size == 3 else others[1] + others[2])
         for sums in found:
             assert sums[number].dtype == dtype
             assert torch.equal(sums[number], total.to(dtype)), "in float32, rounded once"

@@ -1,0 +1,151 @@
+"""Ops whose bits depend on nothing but their own row: not on the batch, on threads, on how heads,
+columns and experts are cut among ranks, and not on how a prompt was cut. All sums are float32.
+
+Sums over columns that ranks share out are made of slabs of columns, added by one tree: `added`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mooncake_kernels.native.packed import at, function
+from mooncake_kernels.reference import router
+from mooncake_kernels.reference.experts import order_by_expert
+from mooncake_kernels.reference.paged import PagedSpan
+from mooncake_kernels.reference.paged_batch import batch_of_spans
+from mooncake_kernels.reference.router import Routing
+
+PIECE_ROWS = 256
+"""Rows whose slabs are held at a time."""
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, slabs: int = 1) -> torch.Tensor:
+    """Return `x @ weight.T` in float32, each slab of the columns apart: [slabs, rows, out].
+
+    x: [rows, in]; weight: [out, in], float32 or bfloat16 (others are widened). Or [num, ...] both,
+    then the result too.
+    """
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        weight = weight.float()
+    weight, x = weight.contiguous(), x.float().contiguous()
+    (*lead, rows, ins), outs = x.shape, weight.shape[-2]
+    assert ins % slabs == 0
+    to = x.new_empty(*lead, slabs, rows, outs)
+    if to.numel():
+        function("fixed_product")(
+            at(x), rows, at(weight), int(weight.dtype == torch.bfloat16), outs, ins, slabs,
+            lead[0] if lead else 1, at(to), torch.get_num_threads(),
+        )  # fmt: skip
+    return to
+
+
+def pieces(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Yield the rows in pieces of which all slabs may be held; one piece where there are none."""
+    for first in range(0, max(1, tensors[0].shape[0]), PIECE_ROWS):
+        yield [each[first : first + PIECE_ROWS] for each in tensors]
+
+
+def added(parts: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """Return the sum of parts, neighbours first, then neighbouring sums: of 2, 4, 8 or 16 parts
+    the sums of both halves, added, are the same.
+    """
+    left: list[torch.Tensor] = list(parts)
+    while len(left) > 1:
+        pairs = [one + other for one, other in zip(left[::2], left[1::2], strict=False)]
+        left = pairs + left[len(left) & ~1 :]
+    [whole] = left
+    return whole
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As the reference; rounded once."""
+    made = product(x, weight)[0]
+    return (made if bias is None else made.add_(bias)).to(x.dtype)
+
+
+def linear_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As the reference."""
+    return product(x.transpose(0, 1), weight)[:, 0].transpose(0, 1).to(x.dtype)
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `reference.experts.gated`; rounded once."""
+    gate, up = (half.float().contiguous() for half in gate_up.chunk(2, dim=-1))
+    return (_sigmoid(gate, gate) * up).to(gate_up.dtype)
+
+
+def choose(
+    logits: torch.Tensor, bias: torch.Tensor, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference."""
+    return router.choose_scored(_sigmoid(logits.contiguous()), bias, routing)
+
+
+def mla_absorbed(
+    q: torch.Tensor, kv: torch.Tensor, spans: Sequence[PagedSpan], rank: int
+) -> torch.Tensor:
+    """As the reference; rounded once."""
+    rows, heads, width = q.shape
+    batch = batch_of_spans(spans, q.device)
+    table = batch.page_table
+    if kv.dtype not in (torch.float32, torch.bfloat16):
+        used, table = torch.unique(table, return_inverse=True)
+        # Not every torch moves e4m3 by index.
+        kv = kv.view(torch.uint8).index_select(0, used).view(kv.dtype).float()
+        table = table.to(torch.int32)
+    wide, kv, table = q.float().contiguous(), kv.contiguous(), table.contiguous()
+    out = wide.new_empty(rows, heads, rank)
+    function("fixed_attention")(
+        at(wide), at(kv), int(kv.dtype == torch.bfloat16), at(batch.row_start), at(batch.lengths),
+        at(table), batch.num_sequences, table.shape[1], heads, kv.shape[1], width, rank, at(out),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out.to(q.dtype)
+
+
+class StackedExperts:
+    """As the reference, of weights that stay as they are."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._gate_up = gate_up
+        self._down = down
+
+    def __call__(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As the reference; rounded once."""
+        made = [self.parts(*of_rows, slabs=1)[0] for of_rows in pieces(x, experts, weights)]
+        return torch.cat(made).to(x.dtype)
+
+    def parts(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *, slabs: int
+    ) -> torch.Tensor:
+        """Return the weighted sum of each slab of the experts' inner columns, [slabs, tokens,
+        hidden] float32. A token's experts are added in the order of their numbers.
+        """
+        order = order_by_expert(experts)
+        chosen, counts = torch.unique_consecutive(order.sorted_experts, return_counts=True)
+        share = weights.flatten().new_empty(order.tokens.numel())
+        share[order.places.flatten()] = weights.flatten()
+        parts = torch.zeros(slabs, *x.shape, dtype=torch.float32)
+        begin = 0
+        for expert, count in zip(chosen.tolist(), counts.tolist(), strict=True):
+            rows = slice(begin, begin + count)
+            tokens = order.tokens[rows]
+            inner = gated(product(x.index_select(0, tokens), self._gate_up[expert])[0])
+            made = product(inner, self._down[expert], slabs)
+            parts.index_add_(1, tokens, made.mul_(share[rows, None]))
+            begin += count
+        return parts
+
+
+def _sigmoid(x: torch.Tensor, by: torch.Tensor | None = None) -> torch.Tensor:
+    """Return sigmoid(x) in float32, times `by`; both contiguous."""
+    to = torch.empty_like(x)
+    function("fixed_sigmoid")(
+        at(x), None if by is None else at(by), ctypes.c_int64(x.numel()), at(to)
+    )
+    return to
