@@ -1,7 +1,8 @@
 """Decode steps over fixed buffers: one captured graph for each batch size of a ladder.
 
 Owns the tensors a captured step reads; a step fills them and replays. Unused rows of a batch have
-no KV place and no context. What captures is a port: CUDA graphs, or nothing at all.
+no KV place and no context. What captures is a port: CUDA graphs, or nothing at all. Where ranks
+share the model, each captures the same sizes in the same order, exchanges included.
 
 A batch that has settled runs ahead: its next step begins with the sampled tokens as they lie on the
 device, while the host still reads them. What it writes lies behind every sequence's known tokens,
@@ -233,7 +234,8 @@ class DecodeGraphs:
         width = max(len(slot.pages) for slot in slots[first:last])
         table = torch.zeros(last - first, width, dtype=torch.int32)
         for row in range(first, last):
-            pages = self._written[row] = list(slots[row].pages)
+            self._written[row] = list(slots[row].pages)
+            pages = self._mine(slots[row].pages)
             table[row - first, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         self._table[first:last, :width].copy_(self._copies.send(table))
 
@@ -245,5 +247,19 @@ class DecodeGraphs:
                 f"sequence {slot.sequence_id}: {slot.start + 1} tokens need {page + 1} pages, the "
                 f"table has {len(slot.pages)}"
             )
-        place = slot.pages[page] * self._block_tokens + offset
-        return slot.tokens[0], start, place, start + 1
+        if self._kv.home.num_homes == 1:
+            return slot.tokens[0], start, slot.pages[page] * self._block_tokens + offset, start + 1
+        # What of the context lies in this rank's pages, and whether the token does.
+        mine, last = self._mine(slot.pages[: page + 1]), self._mine([slot.pages[page]])
+        length = len(mine) * self._block_tokens
+        if not last:
+            return slot.tokens[0], start, -1, length
+        place = last[0] * self._block_tokens + offset
+        return slot.tokens[0], start, place, length - self._block_tokens + offset + 1
+
+    def _mine(self, pages: Sequence[int]) -> Sequence[int]:
+        """Return the pages that this rank holds, as it counts them."""
+        home, each = self._kv.home, self._kv.num_pages
+        if home.num_homes == 1:
+            return pages
+        return [page % each for page in pages if page // each == home.home]

@@ -140,6 +140,28 @@ def test_ranks_send_what_the_formula_says() -> None:
         assert group.traffic.num_calls == 2 * spec.num_hidden_layers + 2
 
 
+def test_a_chunk_gathers_its_context_once_a_layer() -> None:
+    """Where the KV is shared out: each rank gives the pages that it holds, as many as the rank
+    with most. In the last layer the one row that is read asks every rank instead.
+    """
+    source = source_of(truth("plain", vocab_size=212))
+    shared, copied = (ThreadRanks(lambda _: source, 2, num_homes=homes) for homes in (2, 1))
+    spec, pages = source.spec, [3, 40, 17, 60, 5]  # 3 of one home, 2 of the other
+    tokens = random_tokens(75, seed=1)
+    for begin, stop, most in ((0, 40, 2), (40, 75, 3)):
+        before = [ranks.groups[0].traffic.num_bytes for ranks in (shared, copied)]
+        for ranks in (shared, copied):
+            ranks.forward([slot(0, begin, tokens[begin:stop], pages)])
+        more, usual = (
+            ranks.groups[0].traffic.num_bytes - bytes_before
+            for ranks, bytes_before in zip((shared, copied), before, strict=True)
+        )
+        heads, each = spec.num_attention_heads // 2, 4
+        gathered = (spec.num_hidden_layers - 1) * most * 16 * spec.kv_width * each
+        asked = heads * spec.kv_width * each + 2 * heads * (spec.kv_lora_rank + 1) * each
+        assert more - usual == gathered + asked
+
+
 def test_one_rank_exchanges_nothing_and_keeps_its_fused_sums() -> None:
     source = source_of(truth("plain"))
     from mooncake.model.parallel.group import Solo

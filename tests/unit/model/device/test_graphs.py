@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mooncake.base import ConfigError, Failure, KvLayout, PageArray, SamplingParams
-from mooncake.engine.plan import SequenceStart, StepPlan, StepResult
+from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
 from mooncake.model.backends import Backends
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay, ladder
 from mooncake.model.kimi_k2 import KimiK2
@@ -20,6 +20,7 @@ from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.memory import GpuMemory, pages_that_fit
 from mooncake.model.runner import ModelRunner
+from tests.support.model.ranks import ThreadRanks
 from tests.support.model.tiny_models import (
     CPU,
     forward,
@@ -235,3 +236,42 @@ def test_numbers_too_large_for_fp8_pages_are_cut_off() -> None:
     kv = KvTensors.allocate(layout, 2, CPU)
     kv.write(1, torch.tensor([17]), torch.full((1, layout.kv_width), 1e4))
     assert kv.layers[1][1, 1].float().unique().tolist() == [448.0]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_homes"), [(2, 1), (2, 2), (4, 2)])
+def test_replays_of_ranks_give_what_steps_of_one_do(num_ranks: int, num_homes: int) -> None:
+    """Exchanges are part of what is captured: by all ranks alike, padding rows included."""
+    source = source_of(truth("yarn", vocab_size=212, num_hidden_layers=2))
+    one = load_model(source, dtype=torch.float32, device=CPU)
+    kv = kv_for(one.spec)
+    ranks = ThreadRanks(lambda _: source, num_ranks, num_homes=num_homes)
+    tables = {1: [9, 43, 7], 2: [50], 3: [11, 35]}  # of both homes, of one, of both
+    prompts = {number: random_tokens(count, number) for number, count in ((1, 40), (2, 3), (3, 15))}
+    begin = [slot(number, 0, prompts[number], tables[number]) for number in tables]
+    forward(one, kv, begin)
+    ranks.forward(begin)
+
+    def capture(rank: int) -> DecodeGraphs:
+        with torch.inference_mode():
+            return DecodeGraphs(
+                ranks.models[rank], ranks.kv[rank], Recorder(), most_rows=5, most_pages=6
+            )
+
+    graphs = ranks.on_all(capture)
+    for step in range(3):  # sequence 3 goes on into its second page
+        slots = [
+            slot(number, len(prompts[number]) + step, [50 + 10 * number + step], tables[number])
+            for number in tables
+        ]
+        wanted = torch.cat(list(forward(one, kv, slots).values()))
+
+        def replay(rank: int, slots: list[StepSlot] = slots) -> torch.Tensor:
+            with torch.inference_mode():
+                return graphs[rank].logits(slots).clone()
+
+        for found in ranks.on_all(replay):
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+    whole = torch.cat([held.pages for held in ranks.kv[:num_homes]], dim=1)
+    torch.testing.assert_close(whole, kv.pages, atol=1e-4, rtol=1e-4)
+    for rank, held in enumerate(ranks.kv):
+        assert torch.equal(held.pages, ranks.kv[rank % num_homes].pages)
