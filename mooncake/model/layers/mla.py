@@ -202,8 +202,8 @@ class Mla:
         latent_q = self._linear_heads(q[..., : self._nope], self._w.key_up)
         whole = torch.cat((latent_q, q[..., self._nope :]), dim=-1)
         if self._context is not None:
-            batch = queries.batch or queries.host_batch
-            latent = self._attend_shared(whole, pages, batch, self._context)
+            described = queries.batch or queries.host_batch
+            latent = self._attend_shared(whole, pages, described, self._context)
             return self._linear_heads(latent, self._w.value_up)
         batch = queries.batch
         few = batch is None and self._reads_pages and queries.few_rows
