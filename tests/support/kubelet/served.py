@@ -35,27 +35,22 @@ def image(source: Path = TOP) -> Image:
 
 
 @contextmanager
-def cluster_in(folder: Path, nodes: int = 1) -> Iterator[Cluster]:
+def cluster_in(folder: Path) -> Iterator[Cluster]:
     """Run a cluster that has a checkpoint, and beside it a file of values for the chart."""
     nano_checkpoint(folder / "models")
     values = yaml.safe_load(CPU_VALUES.read_text())
     values["model"]["volume"]["hostPath"]["path"] = f"{folder}/models"
     values["kvstore"]["ssd"] = [{"size": "64MiB", "storage": "64Mi"}]
     (folder / "values.yaml").write_text(yaml.safe_dump(values))
-    with Cluster(folder, {IMAGE: image()}, nodes) as cluster:
+    with Cluster(folder, {IMAGE: image()}) as cluster:
         yield cluster
-
-
-class Refused(ValueError):
-    """The server took the request not at all: 503, for the time being."""
 
 
 def streamed(url: str, prompt: str, num_tokens: int, **more: object) -> list[int]:
     """Return the tokens of a greedy streamed answer.
 
     Raises:
-        Refused: nobody could serve it now.
-        ValueError: it was refused for another reason, or broke off.
+        ValueError: it was refused, or broke off.
     """
     body = {
         "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
@@ -63,14 +58,9 @@ def streamed(url: str, prompt: str, num_tokens: int, **more: object) -> list[int
     }  # fmt: skip
     ids: list[int] = []
     ended = False
-    try:  # a Service without a ready pod hangs up before it has taken anything
-        httpx.get(f"{url}/ping", timeout=120.0)
-    except httpx.TransportError as error:
-        raise Refused(repr(error)) from error
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120.0) as reply:
         if reply.status_code != 200:
-            problem = Refused if reply.status_code == 503 else ValueError
-            raise problem(f"{reply.status_code} {reply.read().decode()}")
+            raise ValueError(f"{reply.status_code} {reply.read().decode()}")
         for line in reply.iter_lines():
             ended |= line == "data: [DONE]"
             if line.startswith("data: {"):
