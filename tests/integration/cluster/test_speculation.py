@@ -70,12 +70,23 @@ def test_any_layout(model: Path, truth: list[list[int]], layout: tuple[int, int,
         assert cluster.counter(DRAFT_TOKENS) >= cluster.counter(ACCEPTED_TOKENS) > 0
 
 
-def test_preemption(model: Path, truth: list[list[int]]) -> None:
-    settings = {**SETTINGS, "num_gpu_blocks_override": 16}
-    with model_cluster(model, 0, 1, kvstore=0, speculative_config=NGRAM, **settings) as cluster:
-        assert answers(cluster, model) == truth
-        assert cluster.counter("preemptions") > 0
-        assert cluster.counter(ACCEPTED_TOKENS) > 0
+def test_preemption(model: Path) -> None:
+    found = []
+    for num_pages, speculation in ((64, None), (10, NGRAM)):
+        settings = {**SETTINGS, "max_model_len": 256, "num_gpu_blocks_override": num_pages}
+        with model_cluster(
+            model, 0, 1, kvstore=0, speculative_config=speculation, **settings
+        ) as cluster:
+            asked = [
+                cluster.submit(request(f"r{number}", [number, *range(2, 41)], 150))
+                for number in range(6)
+            ]
+            for answer in asked:
+                answer.final()
+            found.append([answer.tokens for answer in asked])
+            assert (cluster.counter("preemptions") > 0) == (num_pages == 10)
+            assert (cluster.counter(ACCEPTED_TOKENS) > 0) == (speculation is not None)
+    assert found[0] == found[1]
 
 
 def test_another_worker_goes_on_with_an_answer(model: Path, truth: list[list[int]]) -> None:
