@@ -38,7 +38,7 @@ class Shown:
         boot = machine_facts.boot_id()
         return msgspec.msgpack.encode(State(os.getpid(), boot, seen, 0, 0, ready=True))
 
-    def stop(self, drain_s: float) -> None:
+    def stop(self, drain_s: float, waits: bool) -> None:
         self._stopped.set()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from mooncake.base import MooncakeError
 from mooncake.launch.cluster import ray_cluster
 from mooncake.launch.cluster.ray_cluster import State, Supervisor
+from tests.support.serve.placed_workers import Shown
 from tests.support.serve.plain_settings import worker_settings
 
 REFUSAL = "health-port: cannot listen on 127.0.0.1:9000"
@@ -22,6 +24,14 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> ray_cluster._Entry:
     monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=lambda: 100.0))
     unused: Any = None
     return ray_cluster._Entry(worker_settings(), unused, unused)
+
+
+@pytest.mark.parametrize("name", ["run", "state", "stop"])
+def test_the_worker_of_the_tests_is_called_as_the_real_one(name: str) -> None:
+    double, real = (
+        inspect.signature(getattr(cls, name)) for cls in (Shown, ray_cluster.WorkerActor)
+    )
+    assert list(double.parameters) == list(real.parameters)
 
 
 def test_a_refusal_at_the_start_ends_the_start(entry: ray_cluster._Entry) -> None:
