@@ -4,8 +4,9 @@ VENV      ?= .venv
 PYTHON    ?= python3
 BIN       := $(VENV)/bin
 STAMP     := $(VENV)/.installed
-PRESET    ?= k2-small
-MODEL     ?= checkpoints/$(PRESET)
+# Empty: k2-demo, which comes with the repository and answers. A preset has random weights, for speed.
+PRESET    ?=
+MODEL     ?= $(if $(PRESET),checkpoints/$(PRESET))
 # Only needed where pip would otherwise bring torch's large CUDA build to a machine without a GPU.
 TORCH_INDEX ?=
 
@@ -18,7 +19,7 @@ export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
-	@echo "make serve     write $(MODEL) once (PRESET=k2-nano|k2-tiny|k2-small), serve it on 127.0.0.1:8000"
+	@echo "make serve     serve k2-demo on 127.0.0.1:8000 (PRESET=k2-nano|k2-tiny|k2-small: random weights, written once; ARGS='--port 9000')"
 	@echo "make test      checks and short tests        make check  the checks alone      make fmt  format"
 	@echo "make test-all  all tests: also the slow ones (make test-slow), browser and RDMA"
 	@echo "make test-browser  the web page in a headless chromium (Debian's, installed by apt where it is missing)"
@@ -43,11 +44,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[api,ray,dev]'
 	@touch $@
 
-$(MODEL)/config.json: | $(STAMP)
-	$(BIN)/mooncake model init --preset $(PRESET) --seed 0 --out $(MODEL)
+checkpoints/%/config.json: | $(STAMP)
+	$(BIN)/mooncake model init --preset $* --seed 0 --out checkpoints/$*
 
-serve: $(STAMP) $(MODEL)/config.json
-	@exec $(BIN)/mooncake serve $(MODEL) --served-model-name $(PRESET) $(ARGS)
+serve: $(STAMP) $(if $(PRESET),$(MODEL)/config.json)
+	@exec $(BIN)/mooncake serve $(MODEL) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -118,7 +119,7 @@ fmt: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) $(MODEL)/config.json
+bench: $(STAMP) checkpoints/k2-small/config.json
 	$(BIN)/python -m benchmarks $(ARGS)
 
 public-names: $(STAMP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks import (
+    accuracy,
     balance,
     constrained,
     frontend,
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "frontend": frontend.main,
     "constrained": constrained.main,
     "paper": paper.main,
+    "accuracy": accuracy.main,
     "balance": balance.main,
     "placement": placement.main,
     "speculation": speculation.main,

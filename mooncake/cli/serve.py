@@ -10,6 +10,7 @@ from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
 
 EXAMPLES = """\
+mooncake serve                                             k2-demo, the small model in the package
 mooncake serve checkpoints/k2-small                        1 prefill, 1 decode, 1 kvstore worker
 mooncake serve checkpoints/k2-small --prefill 2 --decode 2 --slo-ttft-s 5
 mooncake serve checkpoints/k2-small --colocated            one process, no Ray

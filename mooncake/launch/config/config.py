@@ -5,6 +5,7 @@ Nothing below `launch` reads a file of settings or the environment.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from mooncake.base import ConfigError
 from mooncake.launch.config import options
 from mooncake.launch.config.options import flag, nearest
 from mooncake.launch.config.settings import LIMITS, ServeConfig
+from mooncake.launch.config.shipped import DEMO, checkpoint
 from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.environment import is_loopback
 
@@ -49,13 +51,19 @@ def resolve(
 ) -> ServeConfig:
     """Return the configuration of `mooncake serve`: see `read_settings`.
 
+    Without a model and without a role, the model is the one in the package.
+
     Raises:
         ConfigError: unknown key, unreadable value, or settings that exclude each other.
     """
     written = _written(ServeConfig, given, file, environ)
     config = _read(ServeConfig, written)
+    if config.role is None and not config.model:
+        config = dataclasses.replace(config, model=DEMO)
     if not config.check:
         _check_together(config, written)
+    if config.model:
+        config = dataclasses.replace(config, model=str(checkpoint(config.model)))
     return config
 
 
@@ -192,8 +200,7 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
         return
     if not config.model and config.role != "gateway":
         raise ConfigError(
-            "no model: give a checkpoint directory, e.g. mooncake serve checkpoints/k2-small "
-            "(`mooncake model init` writes one)"
+            f"no model: say whose KVCache the pool keeps, e.g. mooncake serve {DEMO} --role kvstore"
         )
     for name in ("api_key", "admin_token"):
         if any(not key.isascii() for key in getattr(config, name)):

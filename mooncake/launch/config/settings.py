@@ -69,7 +69,8 @@ class ServeConfig:
     """All settings, resolved; frozen from then on."""
 
     # fmt: off
-    model: str = setting("", text, MODEL, "MODEL", "directory of a checkpoint", positional=True)
+    model: str = setting("", text, MODEL, "MODEL", "directory of a checkpoint, or k2-demo: the "
+        "small model in the package (default)", positional=True)
     served_model_name: tuple[str, ...] = setting((), texts, MODEL, "NAME",
         "name in the API, may be repeated", repeat=True)
     dtype: str = setting("auto", OneOf(*_DTYPES), MODEL, "TYPE",

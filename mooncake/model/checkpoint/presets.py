@@ -50,6 +50,8 @@ class Preset:
     config: Mapping[str, Any]
     pieces: Callable[[], Pieces] | None = None
     """What the tokenizer learns from; None: the built-in text."""
+    temperature: float | None = None
+    """Of answers to requests that name none."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -98,6 +100,7 @@ PRESETS: dict[str, Preset] = {
             "rope_scaling": None, "rope_theta": 10000.0, "max_position_embeddings": 8192,
         },
         pieces=task_pieces,
+        temperature=0.0,
     ),
 }  # fmt: skip
 
@@ -200,14 +203,10 @@ def _write_all(
 
 def _write_files(directory: Path, config: Mapping[str, Any], preset: Preset) -> None:
     _write_json(directory / "config.json", config)
-    _write_json(
-        directory / "generation_config.json",
-        {
-            "bos_token_id": config["bos_token_id"],
-            "eos_token_id": config["eos_token_id"],
-            "pad_token_id": config["pad_token_id"],
-        },
-    )
+    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if preset.temperature is not None:
+        generation["temperature"] = preset.temperature
+    _write_json(directory / "generation_config.json", generation)
     pieces = None if preset.pieces is None else preset.pieces()
     write_tokenizer_files(directory, preset.num_base_tokens, pieces)
 

@@ -77,7 +77,9 @@ def test_the_wheel_has_what_the_program_reads(built: tuple[Path, Path]) -> None:
         for name in files_of("mooncake", "kernels")
         if name.endswith((".py", ".typed", ".html", ".css", ".js", ".svg", ".json"))
     }
+    wanted |= files_of("mooncake/k2-demo")
     assert names >= wanted
+    assert "mooncake/k2-demo/model.safetensors" in names
     assert "mooncake/py.typed" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]

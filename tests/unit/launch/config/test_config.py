@@ -126,7 +126,7 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "no model"),
+        ({"role": "kvstore", "cluster_secret": "s"}, "no model"),
         ({"model": "m", "role": "prefill"}, "add --join"),
         ({"model": "m", "join": "h:1"}, "add --role"),
         ({"model": "m", "colocated": True, "prefill": 2}, "colocated and prefill exclude"),

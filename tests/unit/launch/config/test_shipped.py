@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
+from mooncake.base import ModelSpec
 from mooncake.cli import main as cli
 from mooncake.launch.config import shipped
 from mooncake.launch.config.config import read_settings, resolve
 from mooncake.launch.config.key_file import read_keys
 from mooncake.launch.config.sim_settings import SimulateSettings
 from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
+from mooncake.model.checkpoint.presets import write_preset_files
+from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.sim.faults.random_faults import Trial
 from mooncake.sim.files import read_faults
 from tests.support.model.specs import KIMI_K2, small_config
@@ -90,3 +94,28 @@ def test_a_wheel_has_them_in_the_package(tmp_path: Path, monkeypatch: pytest.Mon
     assert shipped.configs() == package / "configs"
     (package / "configs").rmdir()
     assert shipped.configs() == tmp_path / "configs"
+
+
+def test_without_a_model_the_one_in_the_package_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in ({}, {"model": shipped.DEMO}):
+        config = resolve(given, None, {})
+        assert config.names == (shipped.DEMO,)
+        assert Path(config.model, "model.safetensors").stat().st_size < 20 * 2**20
+    Path(shipped.DEMO).mkdir()
+    assert resolve({"model": shipped.DEMO}, None, {}).model == shipped.DEMO
+
+
+def test_what_the_package_carries_is_what_training_writes(tmp_path: Path) -> None:
+    """Its shape and names are the preset's, and its weights those that an engine reads."""
+    carried = shipped.checkpoint(shipped.DEMO)
+    written = write_preset_files(shipped.DEMO, tmp_path)
+    assert json.loads((carried / "config.json").read_text()) == written
+    for name in ("generation_config.json", "chat_template.jinja"):
+        assert (carried / name).read_text() == (tmp_path / name).read_text()
+    with safe_open(carried / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    wanted = {str(name) for name in tensor_shapes(ModelSpec.from_config(written))}
+    assert names >= wanted

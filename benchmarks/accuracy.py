@@ -1,0 +1,160 @@
+"""Whether k2-demo answers as well in every form and layout: `python -m benchmarks accuracy`.
+
+Each row is a server of its own, asked the same held-out samples of every task as `mooncake eval`
+does, greedily. Rows are compared with the first, bfloat16 weights in one process: a row is lower
+where it loses more than one standard error of the first row's accuracy. `--json` keeps each task's
+figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.support.servers import SERVED_NAME, load, machine, ours, running
+from mooncake.api.http.event_loop import run_in_loop
+from mooncake.bench.evaluate import Endpoint, Score, evaluate
+from mooncake.bench.http_client import HttpClient
+from mooncake.launch.config.shipped import DEMO, checkpoint
+from mooncake.model.checkpoint.convert import convert_checkpoint
+from mooncake.tasks.mix import TASKS, evaluation_samples
+from mooncake.tasks.sample import Sample
+
+MAX_TOKENS = 192
+ONE_PROCESS = ("--colocated",)
+RANKS = ("--colocated", "--tensor-parallel-size", "2")
+
+
+@dataclass(frozen=True)
+class Form:
+    """One row: how the weights lie, and how the server is laid out."""
+
+    name: str
+    flags: Sequence[str]
+    weights: str = "bf16"
+    """bf16, or what `mooncake model convert --to` makes."""
+
+
+FORMS = (
+    Form("bf16, one process", ONE_PROCESS),
+    Form("FP8 weights", ONE_PROCESS, "fp8"),
+    Form("INT4 weights", ONE_PROCESS, "int4"),
+    Form("FP8 KV", (*ONE_PROCESS, "--kv-cache-dtype", "fp8")),
+    Form("1 prefill + 1 decode", ("--kvstore", "0")),
+    Form("1 prefill + 1 decode + pool", ()),
+    Form("TP2", RANKS),
+    Form("TP2 + DCP2", (*RANKS, "--decode-context-parallel-size", "2")),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a form answered."""
+
+    form: Form
+    scores: Sequence[Score]
+
+    @property
+    def num_samples(self) -> int:
+        return sum(score.num_samples for score in self.scores)
+
+    @property
+    def accuracy(self) -> float:
+        return sum(score.num_right for score in self.scores) / self.num_samples
+
+    @property
+    def standard_error(self) -> float:
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / self.num_samples)
+
+    def keeps(self, first: Row) -> bool:
+        """Whether the accuracy is at most one standard error below that of `first`."""
+        return self.accuracy >= first.accuracy - first.standard_error
+
+    def failures(self) -> list[str]:
+        return [why for score in self.scores for why in score.failures]
+
+
+def scores_of(url: str, model: str, samples: Mapping[str, Sequence[Sample]]) -> list[Score]:
+    """Return the scores of the server at `url`."""
+
+    async def ask() -> list[Score]:
+        client = HttpClient(url)
+        try:
+            return await evaluate(Endpoint(client, {}, model, MAX_TOKENS), samples, 8)
+        finally:
+            client.close()
+
+    return run_in_loop(ask())
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows in Markdown: all tasks together, then the tasks that have thresholds."""
+    shown = [score.task for score in rows[0].scores if score.task in THRESHOLDS]
+    lines = [
+        f"| form | right | standard error | {' | '.join(shown)} |",
+        f"|---|---|---|{'---|' * len(shown)}",
+    ]
+    for row in rows:
+        by_task = {score.task: score for score in row.scores}
+        shares = " | ".join(f"{by_task[task].accuracy:.0%}" for task in shown)
+        mark = "" if row.keeps(rows[0]) else " (lower)"
+        lines.append(
+            f"| {row.form.name} | {row.accuracy:.1%}{mark} | {row.standard_error:.1%} | {shares} |"
+        )
+    return "\n".join(lines)
+
+
+THRESHOLDS: Mapping[str, float] = {
+    "addition": 0.9, "tool_call": 0.8, "tool_result": 0.8, "needle": 0.7, "recall": 0.85,
+    "chat": 0.9,
+}  # fmt: skip
+"""Shares of right answers below which the gate of the tests fails: what was measured, less two
+standard errors of so few samples (`tests/integration/serve`)."""
+
+
+def measure(
+    model: Path, forms: Sequence[Form], samples: Mapping[str, Sequence[Sample]]
+) -> list[Row]:
+    """Serve each form in turn and return what it answered."""
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        for form in forms:
+            directory = model
+            if form.weights != "bf16":
+                directory = Path(place, form.weights)
+                convert_checkpoint(model, directory, form.weights)
+            with running(ours(form.name, directory, *form.flags)) as server:
+                rows.append(Row(form, scores_of(server.url, SERVED_NAME, samples)))
+            print(table([rows[0], rows[-1]]).splitlines()[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks accuracy", description=__doc__)
+    parser.add_argument("--model", type=Path, default=checkpoint(DEMO))
+    parser.add_argument("--num-samples", type=int, default=100, help="of each task")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--forms", nargs="+", choices=[form.name for form in FORMS])
+    parser.add_argument("--json", type=Path, help="write each task's figures there")
+    args = parser.parse_args(argv)
+    samples = {t: evaluation_samples(t, args.num_samples, args.seed) for t in args.tasks}
+    forms = [form for form in FORMS if not args.forms or form.name in args.forms]
+    rows = measure(args.model, forms, samples)
+    print(
+        f"{args.num_samples} samples of each of {len(samples)} tasks; {machine()}; load {load()}\n"
+    )
+    print(table(rows))
+    if args.json is not None:
+        document = {row.form.name: {s.task: s.document() for s in row.scores} for row in rows}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    failures = [why for row in rows for why in row.failures()]
+    for why in failures[:3]:
+        print(f"failed: {why}", file=sys.stderr)
+    return 1 if failures or not all(row.keeps(rows[0]) for row in rows) else 0
