@@ -9,6 +9,7 @@ import torch
 from mooncake_kernels.native import build, linear
 from mooncake_kernels.native import experts as native_experts
 from mooncake_kernels.native.mla_layer import MlaLayer
+from mooncake_kernels.onednn import linear as onednn
 
 from mooncake.base import ConfigError, KvLayout
 from mooncake.model.backends import Backends, settle
@@ -162,7 +163,9 @@ def test_what_cannot_be_compiled_is_not_chosen_and_refused_with_its_reason(
     with pytest.raises(ConfigError, match="moe-backend=native: it computes bfloat16 on the CPU"):
         settle("auto", "native", CPU, dtype=torch.float32)
     monkeypatch.setattr(build, "why_not", lambda: "there is no C++ compiler: install g++")
-    assert settle("auto", "auto", CPU, dtype=bf16) == Backends("reference", "auto")
+    packs = onednn.supported(torch.empty(0, dtype=bf16))
+    by_library = Backends("onednn" if packs else "reference", "auto")
+    assert settle("auto", "auto", CPU, dtype=bf16) == by_library
     with pytest.raises(ConfigError, match="attention-backend=native: there is no C"):
         settle("native", "auto", CPU, dtype=bf16)
 
