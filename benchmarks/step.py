@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.support.servers import KEPT_HEAP, machine
 from mooncake.base import KvLayout, ModelSpec
 from mooncake.engine.plan import StepSlot
+from mooncake.launch.host import environment
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.inputs import build_inputs
@@ -135,6 +136,8 @@ def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     cpu = torch.device("cpu")
     counts = Calls()
+    build.keep_in(environment.cache_dir())  # code and choices are those of a server
+    build.limit_to(os.environ.get("ONEDNN_MAX_CPU_ISA"))
     if build.why_not() is None:  # before the model is loaded, which keeps the functions it calls
         counts.count_compiled(build.code())
     model = load_model(
@@ -196,9 +199,9 @@ def main(argv: list[str]) -> int:
         return 0
     print(machine())
     print("     shape  median ms   best ms  best CPU  calls/layer  x floor  primitives")
-    environment = {**os.environ, **KEPT_HEAP, "ONEDNN_VERBOSE": "profile_create"}
+    settings = {**os.environ, **KEPT_HEAP, "ONEDNN_VERBOSE": "profile_create"}
     command = [sys.executable, "-m", "benchmarks", "step", "--here", *argv]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         built = 0
         for line in process.stdout:

@@ -68,6 +68,7 @@ class ModelSource:
         self._device = _device(self._options.device)
         if self._options.cache_dir is not None:
             build.keep_in(Path(self._options.cache_dir))
+        build.limit_to(self._options.cpu_isa)
         apart = self._experts_apart
         self._backends = settle(
             self._options.attention_backend,

@@ -33,6 +33,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """On a GPU: as many KV pages as fit, instead of the number in the engine's settings."""
     cache_dir: str | None = None
     """Where digests of weight files are kept, so that each is hashed once; None: nowhere."""
+    cpu_isa: str | None = None
+    """What compiled code may use of a CPU, as ONEDNN_MAX_CPU_ISA says it; None: all there is."""
     weights_key: KeySource = KeySource(name="weights-key")
     """Where the process that loads encrypted weights finds their key."""
     shape: Shape = Shape()

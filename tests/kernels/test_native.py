@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from mooncake_kernels.dispatch import kernel
 from mooncake_kernels.native import build, measured, packed
 from mooncake_kernels.native.glue import prepare_queries
-from mooncake_kernels.native.linear import FewRows, FewRowsMlp
+from mooncake_kernels.native.linear import FewRows, FewRowsMlp, takes_all_rows
 from mooncake_kernels.native.mla_decode import fits
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.experts import gated
@@ -131,9 +132,12 @@ def test_fp8_linear(isa: build.Isa, outs: int, ins: int, rows: int) -> None:
     x = random(rows, ins, seed=6).bfloat16()
     wanted = x.float() @ widen_blocks(codes, factors).t()
     layer = packed.Fp8Linear(codes, factors)
+    add = random(rows, outs, seed=7).bfloat16()
     assert_product(layer(x), wanted, gate=1e-5)
-    layer._most_rows = 0  # as where AMX multiplies many rows
+    assert_product(layer(x, add), wanted + add.float(), gate=1e-5)
+    layer.most = 0  # as where AMX multiplies many rows
     assert_product(layer(x), wanted, gate=3e-5)
+    assert torch.equal(layer(x, add), layer(x) + add)
 
 
 def test_each_code_is_its_number(isa: build.Isa) -> None:
@@ -346,6 +350,25 @@ def test_instructions_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
         assert build.isa() is wanted
 
 
+def test_instructions_are_no_more_than_onednn_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = build.AVX512.needed | build.AVX2.needed | {"amx_bf16"}
+    monkeypatch.setattr(build, "cpu_flags", lambda: everything)
+    monkeypatch.setattr(build, "_limit", [])
+    for limit, wanted, amx in (
+        ("AVX512_CORE_AMX", build.AVX512, True),
+        (None, build.AVX512, True),
+        ("no such name", build.AVX512, True),
+        ("avx512_core_bf16", build.AVX512, False),
+        ("AVX512_CORE", build.AVX2, False),
+        ("AVX2", build.AVX2, False),
+    ):
+        build.limit_to(limit)
+        assert (build.isa(), build.has_amx()) == (wanted, amx), limit
+    build.limit_to("SSE41")
+    with pytest.raises(build.CannotBuild, match="this CPU has no avx2, f16c, fma"):
+        build.isa()
+
+
 def test_a_failing_compiler_leaves_nothing(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="tiles.h: what is this?")
     monkeypatch.setattr(build.shutil, "which", lambda name: "/bin/c++")
@@ -389,17 +412,17 @@ def test_norms(rows: int, width: int) -> None:
 
 def few_rows(outs: int, ins: int, seed: int) -> tuple[torch.Tensor, FewRows]:
     weight = (random(outs, ins, seed=seed) * ins**-0.5).bfloat16()
-    packed = onednn.pack(weight)
+    packed = None if takes_all_rows(weight) else onednn.pack(weight)
     made = FewRows(weight, packed)
     made.kept = packed
+    assert (made.most == math.inf) == (packed is None)
     return weight, made
 
 
-@needs_compiled_code
-@pytest.mark.parametrize("rows", [1, 2, 6, 7, 13])
-def test_products_of_few_rows(rows: int) -> None:
-    weight, few = few_rows(192, 96, seed=32)
-    joined, add = random(rows, 160, seed=33).bfloat16(), random(rows, 192, seed=34).bfloat16()
+@pytest.mark.parametrize("rows", [0, 1, 2, 6, 7, 13, 100])
+def test_products_of_few_rows(isa: build.Isa, rows: int) -> None:
+    weight, few = few_rows(192, 128, seed=32)
+    joined, add = random(rows, 192, seed=33).bfloat16(), random(rows, 192, seed=34).bfloat16()
     x = joined[:, 64:]
     wanted = x.float() @ weight.float().T
     assert_product(few(x), wanted, gate=1e-5)
@@ -409,9 +432,8 @@ def test_products_of_few_rows(rows: int) -> None:
     torch.testing.assert_close(wide, wanted, atol=1e-4, rtol=1e-4)
 
 
-@needs_compiled_code
-@pytest.mark.parametrize("rows", [1, 5, 13])
-def test_a_gated_layer_of_few_rows(rows: int) -> None:
+@pytest.mark.parametrize("rows", [0, 1, 5, 13, 100])
+def test_a_gated_layer_of_few_rows(isa: build.Isa, rows: int) -> None:
     gate_up, first = few_rows(2 * INNER, HIDDEN, seed=35)
     down, second = few_rows(HIDDEN, INNER, seed=36)
     x, to = random(rows, HIDDEN, seed=37).bfloat16(), random(rows, HIDDEN, seed=38).bfloat16()
@@ -420,7 +442,16 @@ def test_a_gated_layer_of_few_rows(rows: int) -> None:
     assert_product(layer(x, to), wanted + to.float(), gate=1e-5)
 
 
-@needs_compiled_code
+@pytest.mark.parametrize("rows", [1, 13, 100])
+def test_a_gated_layer_of_fp8(isa: build.Isa, rows: int) -> None:
+    gate_up, down = fp8(256, HIDDEN, seed=35), fp8(HIDDEN, 128, seed=36)
+    x, to = random(rows, HIDDEN, seed=37).bfloat16(), random(rows, HIDDEN, seed=38).bfloat16()
+    wanted = gated(x.float() @ widen_blocks(*gate_up).T) @ widen_blocks(*down).T
+    layer = FewRowsMlp(packed.Fp8Linear(*gate_up), packed.Fp8Linear(*down), lambda x: x)
+    assert_product(layer(x, to), wanted + to.float(), gate=1e-5)
+
+
+@needs_avx512
 def test_products_of_odd_widths_are_left_to_the_library() -> None:
     for outs, ins in ((48, 64), (64, 48)):
         with pytest.raises(build.CannotBuild):

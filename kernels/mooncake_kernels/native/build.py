@@ -44,6 +44,16 @@ AVX2 = Isa(
     ("-mavx2", "-mfma", "-mf16c"),
     ("experts.cpp", "linear.cpp", "glue.cpp", "fixed.cpp"),
 )
+_LIMITS = {
+    **dict.fromkeys(("SSE41", "AVX"), frozenset[str]()),
+    **dict.fromkeys(
+        ("AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"), AVX2.needed
+    ),
+    **dict.fromkeys(
+        ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"), AVX2.needed | AVX512.needed
+    ),
+}
+"""What code may use where ONEDNN_MAX_CPU_ISA has one of these values; with others, all there is."""
 WIDTH = 64
 """What the widths of compiled products are multiples of, whatever the instructions."""
 
@@ -81,11 +91,24 @@ def unlikely(kept_in: Path | None = None) -> str | None:
 
 def isa() -> Isa:
     """Return the instructions that code is compiled for here. CannotBuild: there are none."""
-    here = cpu_flags()
+    here = _usable_flags()
     for wanted in (AVX512, AVX2):
         if wanted.needed <= here:
             return wanted
     raise CannotBuild(f"this CPU has no {', '.join(sorted(AVX2.needed - here))}")
+
+
+_limit: list[str] = []
+
+
+def limit_to(onednn_isa: str | None) -> None:
+    """Use no more instructions than oneDNN may by this value of its ONEDNN_MAX_CPU_ISA."""
+    _limit[:] = [(onednn_isa or "").upper()]
+
+
+def _usable_flags() -> frozenset[str]:
+    limit = _LIMITS.get(_limit[0]) if _limit else None
+    return cpu_flags() if limit is None else cpu_flags() & limit
 
 
 _kept_in: list[Path] = []
@@ -177,7 +200,7 @@ def has_amx() -> bool:
     """Return whether this CPU multiplies tiles of bfloat16: many rows go to oneDNN, which uses
     them.
     """
-    return "amx_bf16" in cpu_flags()
+    return "amx_bf16" in _usable_flags()
 
 
 def _checked(folder: Path) -> Path:

@@ -57,11 +57,12 @@ void linear_bf16(const bf16* x, int64_t stride, int rows, int outs, int ins, con
     });
 }
 
-// x: [rows, ins]; out: [rows, outs].
+// x: [rows, ins]; add (or nothing) and out: [rows, outs].
 void linear_fp8(const bf16* x, int rows, int outs, int ins, const void* codes, const float* factors,
-                bf16* out, int threads) {
+                const bf16* add, bf16* out, int threads) {
     linear(x, ins, rows, outs, ins, Fp8Weight{codes, factors}, threads, [=](int row, int block, const float* sums) {
-        store_sums(sums, nullptr, out + (int64_t)row * outs + block * OUTS);
+        const int64_t at = (int64_t)row * outs + block * OUTS;
+        store_sums(sums, add ? add + at : nullptr, out + at);
     });
 }
 

@@ -1,10 +1,13 @@
-"""Products of few rows with weights that oneDNN packed: compiled code reads them in place, at the
-speed of memory. Many rows go to oneDNN, see `measured`.
+"""Dense products by compiled code, few rows at the speed of memory.
+
+Weights that oneDNN packed are read in place; how many rows go to oneDNN is `measured`. Where oneDNN
+only emulates bfloat16, or has none, compiled code keeps its own copy and takes any number.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 
 import torch
@@ -12,11 +15,8 @@ import torch
 from mooncake_kernels.native import build
 from mooncake_kernels.native.experts import Call
 from mooncake_kernels.native.measured import few_tokens
-from mooncake_kernels.native.packed import at, blocked, function
+from mooncake_kernels.native.packed import Fp8Linear, at, blocked, function
 from mooncake_kernels.onednn import linear as onednn
-
-MOST_ROWS = 64
-
 
 _read: dict[tuple[int, int], bool] = {}
 
@@ -32,24 +32,40 @@ def _readable(weight: torch.Tensor, packed: torch.Tensor) -> bool:
     return _read[outs, ins]
 
 
-class FewRows:
-    """`x @ weight.T` for up to `most` rows; the weight stays with who packed it."""
+def takes_all_rows(weight: torch.Tensor) -> bool:
+    """Whether products with `weight` are best left to compiled code alone: it is bfloat16, and the
+    CPU multiplies that in float32 whoever does it, oneDNN at a third of this code's speed.
+    """
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+        return False
+    return build.why_not() is None and build.isa() is build.AVX2 and build.fits(*weight.shape)
 
-    def __init__(self, weight: torch.Tensor, packed: torch.Tensor, most: int | None = None) -> None:
-        """most: up to how many rows, if it need not be the faster way; None: it is measured.
+
+class FewRows:
+    """`x @ weight.T` for up to `most` rows."""
+
+    def __init__(
+        self, weight: torch.Tensor, packed: torch.Tensor | None, most: int | None = None
+    ) -> None:
+        """packed: oneDNN's copy, which stays with who made it; None: this makes one of its own, and
+        takes any number of rows. most: up to how many rows, if it need not be the faster way; None:
+        it is measured.
 
         Raises CannotBuild: compiled code cannot run here, or not on this weight.
         """
         self._multiply = function("linear_bf16")
+        self.outs, self.ins = weight.shape
+        if packed is None:
+            self._kept = blocked(weight.contiguous())
+            self.addresses, self.most = [self._kept.data_ptr()], math.inf
+            return
         if not _readable(weight, packed):
             raise build.CannotBuild(f"a weight of {tuple(weight.shape)} is packed in another order")
-        self.outs, self.ins = weight.shape
-        self.address = onednn.address(packed)
+        self.addresses = [onednn.address(packed)]
         self.most = most or few_tokens(
             ("linear_bf16", 1, self.ins, self.outs),
             lambda x, *_: self(x),
             lambda x, *_: onednn.linear(x, packed, None),
-            most=MOST_ROWS,
         )
 
     def __call__(
@@ -63,10 +79,10 @@ class FewRows:
         rows = x.shape[0]
         out = x.new_empty(rows, self.outs, dtype=torch.float32 if wide else x.dtype)
         add = None if add is None else add.contiguous()
+        values = ctypes.c_void_p(self.addresses[0])
         self._multiply(
-            at(x), ctypes.c_int64(x.stride(0)), rows, self.outs, self.ins,
-            ctypes.c_void_p(self.address), None if add is None else at(add), at(out), int(wide),
-            torch.get_num_threads(),
+            at(x), ctypes.c_int64(x.stride(0)), rows, self.outs, self.ins, values,
+            None if add is None else at(add), at(out), int(wide), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -74,8 +90,14 @@ class FewRows:
 class FewRowsMlp:
     """`to + down(silu(gate x) * up x)` for up to `most` rows: an expert that all tokens choose."""
 
-    def __init__(self, gate_up: FewRows, down: FewRows, many: Callable[..., torch.Tensor]) -> None:
-        """many: (x) -> down(silu(gate x) * up x), for any number of rows.
+    def __init__(
+        self,
+        gate_up: FewRows | Fp8Linear,
+        down: FewRows | Fp8Linear,
+        many: Callable[..., torch.Tensor],
+    ) -> None:
+        """gate_up and down: of one kind. many: (x) -> down(silu(gate x) * up x), for any number of
+        rows.
 
         Raises CannotBuild: the widths are not multiples of 64.
         """
@@ -84,12 +106,16 @@ class FewRowsMlp:
             raise build.CannotBuild(
                 f"a layer of widths {hidden} and {inner}, not multiples of {build.WIDTH}"
             )
-        addresses = [gate_up.address, down.address]
-        self._call = Call("experts_bf16", addresses, 1, hidden, inner)
-        self._first = torch.zeros(MOST_ROWS, 1, dtype=torch.int64)
-        self._whole = torch.ones(MOST_ROWS, 1)
-        self.most = few_tokens(self._call.kind, self._call, lambda x, *_: many(x), most=MOST_ROWS)
+        name = "experts_fp8" if isinstance(down, Fp8Linear) else "experts_bf16"
+        self._of = gate_up, down  # what the addresses lie in
+        self._call = Call(name, gate_up.addresses + down.addresses, 1, hidden, inner)
+        self._first, self._whole = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+        self.most = min(gate_up.most, down.most)
+        if self.most != math.inf:
+            self.most = few_tokens(self._call.kind, self._call, lambda x, *_: many(x))
 
     def __call__(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
+        if rows > self._first.shape[0]:
+            self._first, self._whole = self._first.new_zeros(rows, 1), self._whole.new_ones(rows, 1)
         return self._call(x, self._first[:rows], self._whole[:rows], to)

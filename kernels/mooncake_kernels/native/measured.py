@@ -62,9 +62,8 @@ def measured(kind: Kind) -> list[Timing]:
     return _measured[kind, torch.get_num_threads()]
 
 
-def few_tokens(kind: Kind, few: Experts, many: Experts, most: int = _TRIED_TOKENS[-1]) -> int:
-    """Return up to how many tokens, `most` at most, `few` is the faster way; measured once for each
-    `kind`.
+def few_tokens(kind: Kind, few: Experts, many: Experts) -> int:
+    """Return up to how many tokens `few` is the faster way; measured once for each `kind`.
 
     Above some number oneDNN's larger tiles (and AMX, where there is) multiply faster than the
     weights are read.
@@ -74,7 +73,7 @@ def few_tokens(kind: Kind, few: Experts, many: Experts, most: int = _TRIED_TOKEN
         file, key = _file(), _key(*wanted)
         found = None if file is None else _read(file).get(key)
         if found is None:
-            found = _measure(kind, few, many, most)
+            found = _measure(kind, few, many)
             if file is not None:
                 _keep(file, key, found)
         _measured[wanted] = found
@@ -86,12 +85,12 @@ def few_tokens(kind: Kind, few: Experts, many: Experts, most: int = _TRIED_TOKEN
     return limit
 
 
-def _measure(kind: Kind, few: Experts, many: Experts, most: int) -> list[Timing]:
+def _measure(kind: Kind, few: Experts, many: Experts) -> list[Timing]:
     """Time both ways on more and more tokens until `few` loses."""
     name, num, hidden, _ = kind
     generator = torch.Generator().manual_seed(0)
     found: list[Timing] = []
-    for tokens in (*(tried for tried in _TRIED_TOKENS if tried < most), most):
+    for tokens in _TRIED_TOKENS:
         started = time.perf_counter()
         x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
         choices = min(num, _TRIED_CHOICES)

@@ -149,6 +149,19 @@ void product_of_head(const bf16* weight, int outs, int ins, const bf16* x, int64
     }
 }
 
+// A packed weight: bfloat16 where there are no factors, else FP8.
+struct Packed {
+    const void* values;
+    const float* factors;
+};
+
+// See `each_product`.
+template <class Take>
+void each_product(const Packed& weight, int block, int ins, int rows, const bf16* x, const Take& take) {
+    if (weight.factors) each_product(Fp8Weight{weight.values, weight.factors}, block, ins, 0, rows, x, ins, take);
+    else each_product(Bf16Weight{(const bf16*)weight.values}, block, ins, 0, rows, x, ins, take);
+}
+
 }  // namespace
 
 extern "C" {
@@ -170,11 +183,12 @@ void attention_bf16(const bf16* q, const bf16* pages, const int32_t* row_start, 
     }
 }
 
-// The weights of one attention layer; `native/mla_layer.py` fills it. query_b: null where queries are
-// not compressed, and `query_rank` is all their width then. Packed: query_kv_a, query_b, output. As they
-// are: key_up [heads, rank, nope], value_up [heads, value, rank].
+// The weights of one attention layer; `native/mla_layer.py` fills it. query_b: of null where queries
+// are not compressed, and `query_rank` is all their width then. As they are: key_up [heads, rank, nope],
+// value_up [heads, value, rank].
 struct MlaLayer {
-    const bf16 *input_norm, *query_kv_a, *query_norm, *query_b, *kv_norm, *key_up, *value_up, *output;
+    Packed query_kv_a, query_b, output;
+    const bf16 *input_norm, *query_norm, *kv_norm, *key_up, *value_up;
     double input_eps, inner_eps, scale;
     int32_t hidden, query_rank, heads, nope, rope, rank, value;
 };
@@ -209,24 +223,24 @@ void mla_layer_bf16(const MlaLayer* l, const bf16* x, const bf16* add, const flo
             norm(x + (int64_t)row * l->hidden, l->input_norm, l->hidden, l->input_eps, normed + (int64_t)row * l->hidden);
 #pragma omp for schedule(dynamic, 1)
         for (int block = 0; block < joined_width / OUTS; ++block)
-            each_product(Bf16Weight{l->query_kv_a}, block, l->hidden, 0, rows, normed, l->hidden, [=](int row, const float* sums) {
+            each_product(l->query_kv_a, block, l->hidden, rows, normed, [=](int row, const float* sums) {
                 store_sums(sums, nullptr, joined + (int64_t)row * joined_width + block * OUTS);
             });
-        if (l->query_b)
+        if (l->query_b.values)
             for (int row = 0; row < rows; ++row)
                 norm(joined + (int64_t)row * joined_width, l->query_norm, l->query_rank, l->inner_eps, normed + (int64_t)row * l->query_rank);
-        const int blocks = l->query_b ? query_width / OUTS : 0;
+        const int blocks = l->query_b.values ? query_width / OUTS : 0;
 #pragma omp for schedule(dynamic, 1)
         for (int unit = 0; unit < blocks + rows; ++unit) {
             if (unit < blocks) {
-                each_product(Bf16Weight{l->query_b}, unit, l->query_rank, 0, rows, normed, l->query_rank, [=](int row, const float* sums) {
+                each_product(l->query_b, unit, l->query_rank, rows, normed, [=](int row, const float* sums) {
                     store_sums(sums, nullptr, queries + (int64_t)row * query_width + unit * OUTS);
                 });
                 continue;
             }
             const int row = unit - blocks;
             const bf16* from = joined + (int64_t)row * joined_width;
-            if (!l->query_b) std::memcpy(queries + (int64_t)row * query_width, from, query_width * sizeof(bf16));
+            if (!l->query_b.values) std::memcpy(queries + (int64_t)row * query_width, from, query_width * sizeof(bf16));
             if (places[row] < 0) continue;
             bf16* to = pages + places[row] * width;
             norm(from + l->query_rank, l->kv_norm, l->rank, l->inner_eps, to);
@@ -253,7 +267,7 @@ void mla_layer_bf16(const MlaLayer* l, const bf16* x, const bf16* add, const flo
                             (int64_t)heads * l->rank, rows, attended + (int64_t)head * l->value, attended_width, made);
 #pragma omp for schedule(dynamic, 1)
         for (int block = 0; block < l->hidden / OUTS; ++block)
-            each_product(Bf16Weight{l->output}, block, attended_width, 0, rows, attended, attended_width, [=](int row, const float* sums) {
+            each_product(l->output, block, attended_width, rows, attended, [=](int row, const float* sums) {
                 const int64_t at = (int64_t)row * l->hidden + block * OUTS;
                 store_sums(sums, add ? add + at : nullptr, out + at);
             });

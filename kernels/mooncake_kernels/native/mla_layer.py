@@ -13,40 +13,47 @@ import torch
 from mooncake_kernels.native import build
 from mooncake_kernels.native.linear import FewRows
 from mooncake_kernels.native.mla_decode import fits
-from mooncake_kernels.native.packed import at, function
+from mooncake_kernels.native.packed import Fp8Linear, at, function
 from mooncake_kernels.reference.paged_batch import PagedBatch
 
-_WORD, _MOST_OUTS = 32, 1024
+_WORD, _MOST_OUTS, _MOST_ROWS = 32, 1024, 64
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """Of one layer, bfloat16; norms as (weight, eps).
 
-    query_kv_a, query_b, output: packed products without bias. query_b and query_norm: None where
-    queries are not compressed. key_up: [heads, rank, nope]; value_up: [heads, value, rank]. scale:
-    of the softmax; rope: width of the rotated part, its pairs side by side.
+    query_kv_a, query_b, output: packed products without bias, of bfloat16 or FP8. query_b and
+    query_norm: None where queries are not compressed. key_up: [heads, rank, nope]; value_up:
+    [heads, value, rank]. scale: of the softmax; rope: width of the rotated part, its pairs side by
+    side.
     """
 
     input_norm: tuple[torch.Tensor, float]
-    query_kv_a: FewRows
+    query_kv_a: FewRows | Fp8Linear
     query_norm: tuple[torch.Tensor, float] | None
-    query_b: FewRows | None
+    query_b: FewRows | Fp8Linear | None
     kv_norm: tuple[torch.Tensor, float]
     key_up: torch.Tensor
     value_up: torch.Tensor
-    output: FewRows
+    output: FewRows | Fp8Linear
     scale: float
     rope: int
+
+
+class _Packed(ctypes.Structure):
+    """`Packed` of mla_decode.cpp."""
+
+    _fields_ = [("values", ctypes.c_uint64), ("factors", ctypes.c_uint64)]
 
 
 class _Layer(ctypes.Structure):
     """`MlaLayer` of mla_decode.cpp."""
 
     _fields_ = [
+        *((name, _Packed) for name in ("query_kv_a", "query_b", "output")),
         *((name, ctypes.c_uint64) for name in (
-            "input_norm", "query_kv_a", "query_norm", "query_b", "kv_norm", "key_up", "value_up",
-            "output",
+            "input_norm", "query_norm", "kv_norm", "key_up", "value_up",
         )),
         *((name, ctypes.c_double) for name in ("input_eps", "inner_eps", "scale")),
         *((name, ctypes.c_int32) for name in (
@@ -60,6 +67,8 @@ class MlaLayer:
 
     def __init__(self, weights: LayerWeights) -> None:
         """Raises CannotBuild: compiled code cannot run here, or not on these widths."""
+        if build.isa() is not build.AVX512:
+            raise build.CannotBuild(f"attention is compiled for {build.AVX512.name} only")
         w = weights
         heads, rank, nope = w.key_up.shape
         value, width = w.value_up.shape[1], rank + w.rope
@@ -67,18 +76,18 @@ class MlaLayer:
         if any(part % _WORD for part in widths) or value > _MOST_OUTS or heads % 8:
             raise build.CannotBuild(f"attention of {heads} heads and widths {widths}")
         products = [part for part in (w.query_kv_a, w.query_b, w.output) if part is not None]
-        self.most = min(part.most for part in products)
+        self.most = min(_MOST_ROWS, *(part.most for part in products))
         self._weights = w  # what the addresses below lie in
         self._heads, self._width, self._rank = heads, width, rank
         self._layer = _Layer(
+            query_kv_a=_Packed(*w.query_kv_a.addresses),
+            query_b=_Packed(*w.query_b.addresses) if w.query_b else _Packed(),
+            output=_Packed(*w.output.addresses),
             input_norm=w.input_norm[0].data_ptr(),
-            query_kv_a=w.query_kv_a.address,
             query_norm=w.query_norm[0].data_ptr() if w.query_norm else 0,
-            query_b=w.query_b.address if w.query_b else 0,
             kv_norm=w.kv_norm[0].data_ptr(),
             key_up=w.key_up.data_ptr(),
             value_up=w.value_up.data_ptr(),
-            output=w.output.address,
             input_eps=w.input_norm[1],
             inner_eps=w.kv_norm[1],
             scale=w.scale,

@@ -106,24 +106,30 @@ def _fp8_factors(factors: torch.Tensor, outs: int) -> torch.Tensor:
 
 class Fp8Linear:
     """`x W^T` of an e4m3 weight [outs, ins] with a factor for each 128 x 128 block; x: [rows, ins]
-    bfloat16, taken as it is.
+    bfloat16, taken as it is. More than `most` rows are multiplied with the weight widened.
     """
 
     def __init__(self, weight: torch.Tensor, factors: torch.Tensor) -> None:
         """Raises CannotBuild: compiled code cannot run here, or not on these widths."""
         self._weight = Quantized("fp8", weight, factors)
         self._multiply = function("linear_fp8")
-        self._outs = weight.shape[0]
-        self._most_rows = _AMX_ROWS if build.has_amx() else None
+        self.outs, self.ins = weight.shape
+        self.addresses = self._weight.addresses
+        self.most: float = _AMX_ROWS if build.has_amx() else math.inf
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [rows, outs] bfloat16."""
-        rows, ins = x.shape
-        if self._most_rows is not None and rows > self._most_rows:
-            return functional.linear(x, self._weight.wide())
-        x = x.contiguous()
-        out = x.new_empty(rows, self._outs)
-        codes, scales = (ctypes.c_void_p(address) for address in self._weight.addresses)
-        threads = torch.get_num_threads()
-        self._multiply(at(x), rows, self._outs, ins, codes, scales, at(out), threads)
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [rows, outs] bfloat16; `add`, of that shape, is added (up to `most` rows before
+        they are rounded).
+        """
+        rows = x.shape[0]
+        if rows > self.most:
+            made = functional.linear(x, self._weight.wide())
+            return made if add is None else made.add_(add)
+        x, add = x.contiguous(), None if add is None else add.contiguous()
+        out = x.new_empty(rows, self.outs)
+        codes, scales = (ctypes.c_void_p(address) for address in self.addresses)
+        self._multiply(
+            at(x), rows, self.outs, self.ins, codes, scales, None if add is None else at(add),
+            at(out), torch.get_num_threads(),
+        )  # fmt: skip
         return out

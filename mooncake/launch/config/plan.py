@@ -355,6 +355,7 @@ def _options(
         graphs=not config.enforce_eager,
         shape=shapes[Role.PREFILL if config.role == "prefill" else Role.DECODE],
         cache_dir=str(environment.cache_dir()),
+        cpu_isa=environment.variables().get("ONEDNN_MAX_CPU_ISA"),
         weights_key=_weights_key(config),
         **values_of(config, ModelOptions),
     )

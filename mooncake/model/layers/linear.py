@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from mooncake_kernels.native import build, fixed
-from mooncake_kernels.native.linear import FewRows, FewRowsMlp
+from mooncake_kernels.native import build, fixed, packed
+from mooncake_kernels.native.linear import FewRows, FewRowsMlp, takes_all_rows
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.experts import gated
 from torch.nn import functional
@@ -32,9 +32,9 @@ class Product(Protocol):
 class Linear:
     """`y = x W^T + b`; weight: [out, in], bias: [out] or None; x: [rows, in] of the same dtype.
 
-    bfloat16 on the CPU is packed for oneDNN (the given weight can then be freed); every other kind
-    keeps the tensor as it is. `multiply` (contract: `reference.linear`) replaces either.
-    `few`: the same by compiled code, where it can read this weight, for few rows.
+    bfloat16 on the CPU is packed for oneDNN or compiled code (the given weight can then be freed);
+    every other kind keeps the tensor as it is. `multiply` (contract: `reference.linear`) replaces
+    either. `few`: the same by compiled code, where it can read this weight, for few rows or all.
     """
 
     def __init__(
@@ -46,28 +46,32 @@ class Linear:
         compiled: bool = False,
         alike: bool = False,
     ) -> None:
-        """compiled: use compiled code for few rows, where it can be had. alike: for as many rows on
-        all ranks, whose results must have the same bits; else for as many as it was measured to be
-        the faster way.
+        """compiled: use compiled code, where it can be had. alike: for as many rows on all ranks,
+        whose results must have the same bits; else for as many as it was measured to be the faster
+        way.
         """
+        self.few: FewRows | None = None
+        compiled = compiled and multiply is None and bias is None
+        if compiled and takes_all_rows(weight):
+            self.few = FewRows(weight, None)
+            return
         self._packed = multiply is None and onednn.supported(weight)
         self._weight = onednn.pack(weight) if self._packed else weight
         self._bias = bias
         self._multiply = multiply or functional.linear
-        self.few: FewRows | None = None
-        if compiled and self._packed and bias is None:
+        if compiled and self._packed:
             with contextlib.suppress(build.CannotBuild):
                 self.few = FewRows(weight, self._weight, ALIKE_ROWS if alike else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out]."""
-        if self.few is not None and 0 < x.shape[0] <= self.few.most:
+        if self.few is not None and x.shape[0] <= self.few.most:
             return self.few(x)
         return self.by_library(x)
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out] in float32, of sums that were rounded only where a library does."""
-        if self.few is not None and 0 < x.shape[0] <= self.few.most:
+        if self.few is not None and x.shape[0] <= self.few.most:
             return self.few(x, wide=True)
         return self.by_library(x).float()
 
@@ -79,7 +83,7 @@ class Linear:
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + self(x)`, in one pass where the backend can; to: [rows, out]."""
-        if self.few is not None and 0 < x.shape[0] <= self.few.most:
+        if self.few is not None and x.shape[0] <= self.few.most:
             return self.few(x, to)
         if self._packed:
             return onednn.linear_add(x, self._weight, self._bias, to)
@@ -91,6 +95,11 @@ class Fp8Linear:
 
     def __init__(self, multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._multiply = multiply
+        self.few = multiply if isinstance(multiply, packed.Fp8Linear) else None
+
+    def by_library(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [rows, out]: there is one way for any number of rows."""
+        return self(x)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out] in x's dtype."""
@@ -98,7 +107,7 @@ class Fp8Linear:
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + self(x)`; to: [rows, out]."""
-        return self(x).add_(to)
+        return self(x).add_(to) if self.few is None else self.few(x, to)
 
 
 class SummedProduct:
@@ -167,7 +176,7 @@ class GatedMlp:
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + mlp(x)`; x and to: [rows, hidden]."""
-        if self._few is not None and 0 < x.shape[0] <= self._few.most:
+        if self._few is not None and x.shape[0] <= self._few.most:
             return self._few(x, to)
         return self._down.add(self._gated(self._gate_up(x)), to)
 
@@ -179,7 +188,7 @@ class GatedMlp:
 
 def _few_rows(gate_up: Product, down: Product) -> FewRowsMlp | None:
     """Return the whole layer by one call of compiled code for few rows, if it can be had."""
-    if not (isinstance(gate_up, Linear) and isinstance(down, Linear)):
+    if not (isinstance(gate_up, Linear | Fp8Linear) and type(gate_up) is type(down)):
         return None
     if gate_up.few is None or down.few is None:
         return None

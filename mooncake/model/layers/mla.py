@@ -21,7 +21,7 @@ from mooncake.base import ModelSpec
 from mooncake.model.backends import Backends
 from mooncake.model.inputs import PrefersAbsorbed, Queries
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.linear import Linear, Product, SummedProduct
+from mooncake.model.layers.linear import Fp8Linear, Linear, Product, SummedProduct
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
 from mooncake.model.parallel.group import Group
@@ -97,7 +97,7 @@ class Mla:
         w = self._w
         of_output = w.output.product if isinstance(w.output, SummedProduct) else w.output
         products = [
-            part.few if isinstance(part, Linear) else None
+            part.few if isinstance(part, Linear | Fp8Linear) else None
             for part in (w.query_kv_a, w.query_b, of_output)
         ]
         query_kv_a, query_b, output = products

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -77,23 +78,31 @@ def test_compiled_code_is_no_further_from_float32_than_plain_torch(
 
 
 @needs_compiled_code
-@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("kind", ["compressed queries", "plain queries", "fp8"])
 def test_whole_layers_of_few_rows_give_what_their_separate_ops_do(
-    compressed: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms, products, cached rows and attention in one call; no router, as an expert chosen
     otherwise would hide what differs.
     """
     widths = {
-        "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32 if compressed else None,
+        "qk_nope_head_dim": 32, "v_head_dim": 32,
+        "q_lora_rank": {"compressed queries": 32, "plain queries": None, "fp8": 128}[kind],
         "vocab_size": 256, "attention_bias": False, "first_k_dense_replace": 3,
-        "kv_lora_rank": 64 if compressed else 96,
+        "kv_lora_rank": 64 if kind == "compressed queries" else 96,
     }  # fmt: skip
     calls = []
     run = MlaLayer.__call__
     monkeypatch.setattr(MlaLayer, "__call__", lambda *given: calls.append(1) or run(*given))
-    model = loaded(source_of(truth("yarn", **(WIDTHS | widths))), NATIVE, torch.bfloat16)
+    made = truth("yarn", **(WIDTHS | widths))
+    source: WeightSource = source_of(made)
+    if kind == "fp8":
+        made.save_pretrained(tmp_path / "plain")
+        (tmp_path / "plain" / "tokenizer.json").write_text("{}")
+        source = Checkpoint.open(convert_checkpoint(tmp_path / "plain", tmp_path / "out", kind))
+    model = loaded(source, NATIVE, torch.bfloat16)
     for layer in model._layers:
+        assert isinstance(layer._attention._w.output, Fp8Linear) == (kind == "fp8")
         assert layer._attention._few is not None
         layer._attention._few.most = 64  # whatever was measured on this machine
     found = logits(model, "bfloat16")
@@ -132,6 +141,22 @@ def test_ranks_compute_whole_layers_of_few_rows_and_write_the_same_kv(
     exact = logits(loaded(source, PLAIN, torch.float32), "float32")
     of_ranks = torch.cat([found[1], found[2]])
     assert error(of_ranks, exact) < max(0.02, 1.3 * error(logits(one, "bfloat16"), exact))
+
+
+@needs_compiled_code
+def test_a_cpu_without_bfloat16_computes_all_dense_products_by_compiled_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = source_of(truth("yarn", **WIDTHS))
+    exact = logits(loaded(source, PLAIN, torch.float32), "float32")
+    plain = logits(loaded(source, PLAIN, torch.bfloat16), "bfloat16")
+    monkeypatch.setattr(build, "_limit", ["AVX512_CORE"])
+    assert build.isa() is build.AVX2
+    model = loaded(source, NATIVE, torch.bfloat16)
+    for layer in model._layers:
+        assert layer._attention._few is None
+        assert layer._attention._w.output.few.most == math.inf
+    assert error(logits(model, "bfloat16"), exact) < max(0.02, 1.3 * error(plain, exact))
 
 
 @needs_compiled_code
