@@ -24,6 +24,7 @@ from benchmarks import (
     serve,
     sim_vs_real,
     speculation,
+    start,
     step,
     transfer,
     weights,
@@ -52,6 +53,7 @@ BENCHMARKS = {
     "sim-vs-real": sim_vs_real.main,
     "weights": weights.main,
     "step": step.main,
+    "start": start.main,
 }
 
 

@@ -108,9 +108,10 @@ def layouts(model: Path) -> list[Layout]:
     return [*found, peer] if peer else found
 
 
-async def _drive(
+async def drive(
     server: Server, model: Path, shape: RandomShape, seed: int, count: int, concurrency: int
 ) -> Metrics:
+    """Send `count` prompts, `concurrency` at once; RuntimeError: one failed."""
     words = PromptSource(None, json.loads((model / "config.json").read_text())["vocab_size"])
     client = HttpClient(server.url)
     target = Target(
@@ -133,9 +134,9 @@ async def _drive(
 
 def _warm_up(server: Server, model: Path, seed: int, loads: Sequence[Load]) -> None:
     """Many short requests at once, then one of each load."""
-    run_in_loop(_drive(server, model, WARMUP, seed, NUM_WARMUPS, NUM_WARMUPS))
+    run_in_loop(drive(server, model, WARMUP, seed, NUM_WARMUPS, NUM_WARMUPS))
     for number, load in enumerate(loads):
-        run_in_loop(_drive(server, model, load.shape, seed + 1 + number, 1, 1))
+        run_in_loop(drive(server, model, load.shape, seed + 1 + number, 1, 1))
 
 
 def measure(servers: Mapping[str, Server], name: str, model: Path, load: Load, seed: int) -> Round:
@@ -145,7 +146,7 @@ def measure(servers: Mapping[str, Server], name: str, model: Path, load: Load, s
     began, client_s, server_s = time.monotonic(), _own_cpu_s(), server.cpu_s()
     others_s = sum(other.cpu_s() for other in others)
     counted = load.num_prompts, load.concurrency
-    metrics = run_in_loop(_drive(server, model, load.shape, seed, *counted))
+    metrics = run_in_loop(drive(server, model, load.shape, seed, *counted))
     server_s, client_s = server.cpu_s() - server_s, _own_cpu_s() - client_s
     others_s = sum(other.cpu_s() for other in others) - others_s
     thousands = metrics.num_output_tokens / 1000
@@ -222,7 +223,7 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     if args.with_vllm:
         vllm_environment.make()
-    _write_model(args.model)
+    write_model(args.model)
     found = [each for each in layouts(args.model) if each.name in args.only]
     print(f"{machine()}; {args.model.name}, bf16, random prompts, greedy")
     rounds: list[Round] = []
@@ -249,7 +250,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _write_model(model: Path) -> None:
+def write_model(model: Path) -> None:
+    """Write k2-small to `model` unless there is a checkpoint."""
     if not (model / "config.json").exists():
         preset = ["--preset", "k2-small", "--seed", "0", "--out", str(model)]
         program = [sys.executable, "-m", "mooncake.cli.main", "model", "init"]

@@ -103,6 +103,11 @@ class NullModel:
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         del progress
 
+    def warm_up(
+        self, config: EngineConfig, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        del config, progress
+
     def num_pages(self, layout: KvLayout, config: EngineConfig) -> int:
         del layout
         return config.num_blocks
@@ -116,8 +121,9 @@ class NullModel:
         config: EngineConfig,
         pages: memoryview | DeviceMemory,
         num_threads: int | None,
+        descriptor: int | None = None,
     ) -> PolledRunner:
-        del config, pages, num_threads
+        del config, pages, num_threads, descriptor
         return NullRunner(layout.num_layers, self._step_s)
 
 

@@ -29,7 +29,16 @@ class Layer:
         self._output_norm = output_norm
         self._mlp = mlp
         self.takes = attention.takes
+        self.prepare_context = attention.prepare_context
         self.write_kv = attention.write_kv
+
+    def prepare(self, rows: int, most_rows: int) -> None:
+        """Have a library build what steps of `rows` rows need, `most_rows` at most."""
+        self._attention.prepare(rows)
+        if isinstance(self._mlp, Moe):
+            self._mlp.prepare(rows, most_rows)
+        else:
+            self._mlp.prepare(rows)
 
     def in_one(
         self,
@@ -83,6 +92,7 @@ class KimiK2:
         self._head = head
         self._rope = rope
         self._context = context
+        self.prepare_head = head.prepare
 
     def forward(
         self, inputs: StepInputs, kv: KvTensors, after_write: Callable[[int], None] | None = None
@@ -117,6 +127,10 @@ class KimiK2:
             if after_write is not None and self._context is not None:
                 after_write(number)  # all ranks wrote theirs before they met in this layer
         return x
+
+    def kinds_of_layers(self) -> list[Layer]:
+        """Return a layer of each kind: dense ones come first, then those with experts."""
+        return list(dict.fromkeys((self._layers[0], self._layers[-1])))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return [rows, vocab] float32 for `forward`'s result, or some of its rows; in `out` where

@@ -6,7 +6,9 @@ Owns the loaded model; several runners of one process share its weights, each ha
 from __future__ import annotations
 
 import functools
+import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,7 +39,14 @@ from mooncake.model.memory import pages_that_fit
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.runner import ModelRunner
+from mooncake.model.warm_up import Limits, warm_up
 from mooncake.transfer.device import DeviceMemory
+
+_log = logging.getLogger(__name__)
+
+
+def _untold(done: int, whole: int) -> None:
+    """Tell nobody of progress."""
 
 
 class ModelSource:
@@ -128,6 +137,20 @@ class ModelSource:
                 if self._lead is not None:
                     self._lead.wait_until_loaded()
                 self._model = model
+
+    def warm_up(
+        self, config: EngineConfig, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Have built what steps within the limits of `config` need; see `model.warm_up`. Weights
+        must have been loaded. `progress(done, total)` counts sizes.
+        """
+        assert self._model is not None
+        began_s = time.monotonic()
+        limits = Limits(config.max_batched_tokens, config.max_num_seqs, config.max_model_len)
+        built, known = warm_up(self._model, limits, progress or _untold)
+        if known:
+            took_s = time.monotonic() - began_s
+            _log.info("warmed up for %d of %d sizes in %.1f s", built, known, took_s)
 
     def close(self) -> None:
         """End the other ranks, if there are any. Runners must have been closed."""

@@ -74,6 +74,7 @@ def test_pieces_hold_every_row_and_are_of_few_sizes(most: int) -> None:
 
 def test_the_ladder_of_keys_has_few_rungs_that_waste_little() -> None:
     rungs = {mla.keys_rung(context) for context in range(1, 32769)}
+    assert sorted(rungs) == mla.keys_rungs(32768)
     assert len(rungs) == 48
     for context in range(1024, 32769):
         assert mla.keys_rung(context) <= context * (1.25 if context <= 2048 else 1.125)

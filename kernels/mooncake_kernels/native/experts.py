@@ -70,6 +70,10 @@ class _Experts:
             f"{last.tokens}: {1e3 * last.few_s:.1f} ms a layer and {1e3 * last.many_s:.1f})"
         )
 
+    def by_library(self, most_tokens: int) -> Experts | None:
+        """Return what computes the experts of `most_tokens` tokens; None: compiled code does."""
+        return self._many if most_tokens > self._few_tokens else None
+
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from mooncake_kernels.native import build
+from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.fp8 import GROUP as FP8_BLOCK
 
 _AMX_ROWS = 32
@@ -123,7 +124,7 @@ class Fp8Linear:
         """
         rows = x.shape[0]
         if rows > self.most:
-            made = functional.linear(x, self._weight.wide())
+            made = functional.linear(onednn.padded(x), self._weight.wide())[:rows]
             return made if add is None else made.add_(add)
         x, add = x.contiguous(), None if add is None else add.contiguous()
         out = x.new_empty(rows, self.outs)

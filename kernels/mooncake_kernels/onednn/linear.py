@@ -108,7 +108,7 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> 
     """Return `x @ weight.T + bias`; x: [rows, in] bfloat16."""
     assert _linear is not None
     rows = x.shape[0]
-    out: torch.Tensor = _linear(_padded(x), packed, bias, "none", [], "")
+    out: torch.Tensor = _linear(padded(x), packed, bias, "none", [], "")
     return out[:rows] if out.shape[0] != rows else out
 
 
@@ -118,11 +118,12 @@ def linear_add(
     """Return `x @ weight.T + bias + add`, rounded once; add: [rows, out] bfloat16."""
     assert _linear_binary is not None
     rows = x.shape[0]
-    out: torch.Tensor = _linear_binary(_padded(x), _padded(add), packed, bias, "add")
+    out: torch.Tensor = _linear_binary(padded(x), padded(add), packed, bias, "add")
     return out[:rows] if out.shape[0] != rows else out
 
 
-def _padded(x: torch.Tensor) -> torch.Tensor:
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """Return x [rows, width] with zeros below it up to the ladder's next rung."""
     rows = x.shape[0]
     missing = rung(rows) - rows
     return functional.pad(x, (0, 0, 0, missing)) if missing and rows else x

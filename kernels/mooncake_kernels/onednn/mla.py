@@ -91,14 +91,18 @@ def linear_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return each head's `x @ weight.T`, [rows, heads, out]; see `reference.linear`."""
     rows = x.shape[0]
     missing = onednn.rung(rows) - rows
-    if missing:
-        x = functional.pad(x, (0, 0, 0, 0, 0, missing))
+    x = functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x.contiguous()
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)[:rows]
 
 
 def keys_rung(context: int) -> int:
     """Return the number of keys that `context` keys are padded to."""
     return max(_LEAST_KEYS, onednn.rung(context))
+
+
+def keys_rungs(most_context: int) -> list[int]:
+    """Return the ladder of keys up to the rung of `most_context`."""
+    return sorted({max(_LEAST_KEYS, rung) for rung in onednn.rungs(most_context)})
 
 
 def cuts(rows: int, most: int) -> list[tuple[int, int]]:

@@ -99,6 +99,10 @@ class Model(Protocol):
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None: ...
 
+    def warm_up(
+        self, config: EngineConfig, progress: Callable[[int, int], None] | None = None
+    ) -> None: ...
+
     def num_pages(self, layout: KvLayout, config: EngineConfig) -> int: ...
 
     def device_pages(self, layout: KvLayout, num_pages: int) -> Pages: ...
@@ -394,6 +398,7 @@ def _build_engine(
     else:
         region = ports.transfer.allocate(config.num_blocks * layout.block_bytes, "kv-pages")
         runner = model.runner(layout, config, region.buffer, settings.num_threads, region.fd)
+    model.warm_up(config, lambda done, whole: progress("warming up", done, whole))
     samples = []
     if settings.self_profile:
         progress("timing a few steps", 0, 0)

@@ -45,6 +45,11 @@ class Head:
         self._tied_weight = weight if tied else None
         self._multiply = multiply or functional.linear
 
+    def prepare(self, rows: int) -> None:
+        """Have a library build what `rows` rows need; see `layers.linear.Product`."""
+        if self._linear is not None:
+            self._linear.prepare(rows)
+
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return [rows, vocab] float32 for `hidden` [rows, hidden]; in `out` where it is given."""
         if self._linear is not None:

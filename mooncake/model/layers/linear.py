@@ -28,6 +28,11 @@ class Product(Protocol):
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + self(x)`; to: [rows, out]."""
 
+    def prepare(self, rows: int, *, adding: bool = False) -> None:
+        """Have a library that builds code for each shape build that of `rows` rows; adding: of
+        `add`.
+        """
+
 
 class Linear:
     """`y = x W^T + b`; weight: [out, in], bias: [out] or None; x: [rows, in] of the same dtype.
@@ -56,6 +61,7 @@ class Linear:
             self.few = FewRows(weight, None)
             return
         self._packed = multiply is None and onednn.supported(weight)
+        self._shape = weight.shape
         self._weight = onednn.pack(weight) if self._packed else weight
         self._bias = bias
         self._multiply = multiply or functional.linear
@@ -89,6 +95,19 @@ class Linear:
             return onednn.linear_add(x, self._weight, self._bias, to)
         return self._multiply(x, self._weight, self._bias).add_(to)
 
+    def prepare(self, rows: int, *, adding: bool = False) -> None:
+        """See `Product`."""
+        if self.few is not None and rows <= self.few.most:
+            return
+        if not self._packed:
+            return
+        outs, ins = self._shape
+        x = torch.zeros(rows, ins, dtype=self._weight.dtype)
+        if adding:
+            self.add(x, x.new_zeros(rows, outs))
+        else:
+            self.by_library(x)
+
 
 class Fp8Linear:
     """A product with a weight that stays FP8; `multiply` is `Backends.fp8_linear`'s."""
@@ -109,6 +128,9 @@ class Fp8Linear:
         """Return `to + self(x)`; to: [rows, out]."""
         return self(x).add_(to) if self.few is None else self.few(x, to)
 
+    def prepare(self, rows: int, *, adding: bool = False) -> None:
+        """Nothing: compiled code takes any number of rows."""
+
 
 class SummedProduct:
     """A product of whose input each rank of a group has columns: the ranks' results are summed.
@@ -128,6 +150,11 @@ class SummedProduct:
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + self(x)`; to: [rows, out]."""
         return self(x).add_(to)
+
+    def prepare(self, rows: int, *, adding: bool = False) -> None:
+        """See `Product`; asks no other rank."""
+        del adding
+        self.product.prepare(rows)
 
 
 class SlabbedProduct:
@@ -158,6 +185,9 @@ class SlabbedProduct:
         """Return `to + self(x)`; to: [rows, out]."""
         return self(x).add_(to)
 
+    def prepare(self, rows: int, *, adding: bool = False) -> None:
+        """Nothing: no library multiplies here."""
+
 
 class GatedMlp:
     """`down(gated(gate_up x))`; gate_up makes [rows, 2 * inner], the gate first."""
@@ -184,6 +214,12 @@ class GatedMlp:
         """Return this rank's slabs of `mlp(x)`, of a layer that is made of them."""
         assert isinstance(self._down, SlabbedProduct)
         return self._down.parts(self._gated(self._gate_up(x)))
+
+    def prepare(self, rows: int) -> None:
+        """Have a library build what `add` needs for `rows` rows; see `Product`."""
+        if self._few is None or rows > self._few.most:
+            self._gate_up.prepare(rows)
+            self._down.prepare(rows, adding=True)
 
 
 def _few_rows(gate_up: Product, down: Product) -> FewRowsMlp | None:

@@ -10,11 +10,12 @@ import contextlib
 from dataclasses import dataclass
 
 import torch
-from mooncake_kernels.dispatch import NATIVE, REFERENCE, kernel
+from mooncake_kernels.dispatch import NATIVE, ONEDNN, REFERENCE, kernel
 from mooncake_kernels.native import build
 from mooncake_kernels.native import mla_decode as native
 from mooncake_kernels.native.glue import prepare_queries
 from mooncake_kernels.native.mla_layer import LayerWeights, MlaLayer
+from mooncake_kernels.onednn import mla as onednn_mla
 from mooncake_kernels.reference.paged_batch import PagedBatch
 
 from mooncake.base import ModelSpec
@@ -85,6 +86,7 @@ class Mla:
         self._mla_decode = backends.op("mla_decode")
         self._mla_expanded = backends.op("mla_expanded")
         self._reads_pages = backends.attention == NATIVE
+        self._few_shapes = backends.attention in (NATIVE, ONEDNN)
         self._linear_heads = backends.linear_heads
         self._context = context
         self._plain_decode = kernel("mla_decode", REFERENCE)
@@ -119,6 +121,22 @@ class Mla:
                 )
             )
         return None
+
+    def prepare(self, rows: int) -> None:
+        """Have a library build what steps of `rows` rows need; see `layers.linear.Product`."""
+        self._w.query_kv_a.prepare(rows)
+        if self._w.query_b is not None:
+            self._w.query_b.prepare(rows)
+        self._w.output.prepare(rows, adding=True)
+        for weight in (self._w.key_up, self._w.value_up):
+            self._linear_heads(weight.new_zeros(rows, self._heads, weight.shape[2]), weight)
+
+    def prepare_context(self, num_keys: int) -> None:
+        """The same for attention to `num_keys` keys, a rung of the ladder."""
+        if not self._few_shapes:
+            return
+        rope = self._kv_width - self._rank
+        onednn_mla.multiply_once(self._w.key_up, self._w.value_up, rope, num_keys)
 
     def takes(self, queries: Queries, kv: KvTensors) -> bool:
         """Whether `in_one` computes these rows, which are all rows of their step."""

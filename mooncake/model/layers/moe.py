@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from mooncake_kernels.native.fixed import added, pieces
+from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.router import Routing
 
 from mooncake.base import ModelSpec
@@ -98,6 +99,17 @@ class Moe:
                 parts += self._shared.parts(of_rows[0])
             mine.append(added(parts))
         return self._group.sum(torch.cat(mine)).to(x.dtype)
+
+    def prepare(self, rows: int, most_rows: int) -> None:
+        """Have a library build what `add` needs for `rows` rows of an expert, and of the shared
+        one, in steps of `most_rows` rows at most; see `layers.linear.Product`.
+        """
+        if self._shared is not None:
+            self._shared.prepare(rows)
+        by_library = getattr(self._experts, "by_library", lambda _: None)(most_rows)
+        if by_library is not None and rows <= onednn.MOST_ROWS_OF_PIECE:
+            x = torch.zeros(rows, self._router.shape[1], dtype=torch.bfloat16)
+            by_library(x, torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1))
 
     def _apart(
         self, copies: Copies, of_routed: tuple[torch.Tensor, ...], to: torch.Tensor

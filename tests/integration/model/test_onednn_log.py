@@ -42,7 +42,7 @@ def heads(rows):
 for rows in onednn.rungs(700):
     dense(rows)
     heads(rows)
-for size in sorted({mla.keys_rung(keys) for keys in range(1, 1201)}):
+for size in mla.keys_rungs(1200):
     mla.multiply_once(key_up, value_up, 16, size)
 for rows in onednn.rungs(onednn.MOST_ROWS_OF_PIECE):
     routed(torch.zeros(rows, 1, dtype=torch.int64))
@@ -56,14 +56,67 @@ for rows in [*range(1, 40), 77, 130, 300, 511, 633, 700]:
 """
 
 
+MODEL = """
+import math
+import sys
+import torch
+from mooncake.base import KvLayout
+from mooncake.model.backends import settle
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.loading import load_model
+from mooncake.model.warm_up import Limits, warm_up
+from tests.support.model.specs import small_spec
+from tests.support.model.tiny_models import CPU, forward, random_source, random_tokens, slot
+spec = small_spec(num_hidden_layers=2, **{"hidden_size": 128, "moe_intermediate_size": 64,
+    "kv_lora_rank": 64, "num_attention_heads": 8, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+    "v_head_dim": 32})
+backends = settle(sys.argv[1], sys.argv[2], CPU, dtype=torch.bfloat16)
+model = load_model(random_source(spec), dtype=torch.bfloat16, device=CPU, backends=backends)
+built, known = warm_up(model, Limits(512, 33, 1500), lambda done, whole: None, math.inf)
+assert built == known > 30, (built, known)
+print("warm", flush=True)
+layout = KvLayout.for_model(spec, block_tokens=16, dtype="bfloat16", weights_revision="test")
+kv = KvTensors.allocate(layout, 200, CPU)
+pages, shown = torch.randperm(200).tolist(), random_tokens(1500, seed=1)
+at = 0
+for chunk in (512, 77, 413, 9, 300, 5):  # of one prompt
+    forward(model, kv, [slot(1, at, shown[at : at + chunk], pages)])
+    at += chunk
+for prefix, new in ((64, 200), (130, 33), (1000, 150), (48, 3)):
+    forward(model, kv, [slot(2, prefix, shown[prefix : prefix + new], pages)])
+decoding = [slot(n, 10 * n, [7], pages[2 * n:][:30]) for n in range(3, 35)]
+for num in (1, 2, 3, 7, 16, 31, 32):
+    forward(model, kv, decoding[:num])
+    forward(model, kv, [*decoding[:num], slot(1, 300, shown[:91], pages)])
+print("done", flush=True)
+"""
+
+
+def log_of(script: str, *words: str) -> tuple[str, str]:
+    """Return what oneDNN says of its primitives before "warm" is printed, and after."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words],
+        env={**os.environ, "ONEDNN_VERBOSE": "profile_create"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    before, warm, after = done.stdout.partition("warm\n")
+    assert warm
+    return before, after
+
+
 def test_no_primitive_is_built_after_every_size_was_seen_once() -> None:
     """By oneDNN's own log: without ladders this load builds hundreds."""
-    done = subprocess.run(
-        [sys.executable, "-c", MIXED_LOAD],
-        env={**os.environ, "ONEDNN_VERBOSE": "profile_create"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    before, _, after = done.stdout.partition("warm\n")
+    before, after = log_of(MIXED_LOAD)
     assert before.count("create:cache_miss") > 20
     assert "create:cache_hit" in after
     assert "create:cache_miss" not in after
+
+
+@pytest.mark.parametrize("backends", [("auto", "auto"), ("onednn", "onednn")])
+def test_no_primitive_is_built_after_a_model_is_warmed_up(backends: tuple[str, str]) -> None:
+    """Under chunks of odd lengths, long contexts, cached prefixes, batches of decode, and mixes."""
+    before, after = log_of(MODEL, *backends)
+    assert before.count("create:cache_miss") > 50
+    assert "create:cache_hit" in after
+    assert [line for line in after.splitlines() if "create:cache_miss" in line] == []

@@ -75,6 +75,11 @@ class HashModel:
         if progress is not None:
             progress(1, 1)
 
+    def warm_up(
+        self, config: EngineConfig, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """There is nothing to build."""
+
     def num_pages(self, layout: KvLayout, config: EngineConfig) -> int:
         return config.num_blocks
 

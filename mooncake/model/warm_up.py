@@ -1,0 +1,71 @@
+"""What oneDNN would build in the middle of the first requests, built before there are any.
+
+oneDNN builds code for each shape that it multiplies, in half a millisecond on a CPU with AVX-512
+and in several with AMX. Shapes are on a ladder, so they are few and known: each is multiplied once.
+Not for GPUs, and not for other dtypes than bfloat16, of which oneDNN multiplies nothing here.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from mooncake_kernels.onednn import linear as onednn
+from mooncake_kernels.onednn import mla
+
+from mooncake.model.kimi_k2 import KimiK2
+
+BUDGET_S = 1.0
+"""No further size is begun after so long: short ones come first, and what a long one builds is
+little beside the request that has it.
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a step: how many rows it computes, for how many it samples, over how long contexts."""
+
+    most_rows: int
+    most_samples: int
+    most_context: int
+
+
+def warm_up(
+    model: KimiK2,
+    limits: Limits,
+    progress: Callable[[int, int], None],
+    budget_s: float = BUDGET_S,
+) -> tuple[int, int]:
+    """Build the shapes of steps within `limits`, for `budget_s` at most; return (how many sizes
+    were built, of how many). `progress` is told the same.
+    """
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
+        return 0, 0
+    calls = _calls(model, limits)
+    end_s = time.monotonic() + budget_s
+    done = 0
+    with torch.inference_mode():
+        for call in calls:
+            if time.monotonic() > end_s:
+                break
+            call()
+            done += 1
+            progress(done, len(calls))
+    return done, len(calls)
+
+
+def _calls(model: KimiK2, limits: Limits) -> list[Callable[[], None]]:
+    """Return what multiplies each size once: of rows, and of keys; small ones first."""
+    layers = model.kinds_of_layers()
+    found: list[tuple[int, Callable[[], None]]] = []
+    for rows in onednn.rungs(limits.most_rows):
+        for layer in layers:
+            found.append((rows, functools.partial(layer.prepare, rows, limits.most_rows)))
+    for rows in onednn.rungs(limits.most_samples):
+        found.append((rows, functools.partial(model.prepare_head, rows)))
+    for size in mla.keys_rungs(limits.most_context):
+        found.append((size, functools.partial(layers[0].prepare_context, size)))
+    return [call for _, call in sorted(found, key=lambda entry: entry[0])]
