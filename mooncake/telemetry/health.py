@@ -49,7 +49,7 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
     joined: bool = True
     """Whether the cluster knows it."""
     draining: bool = False
-    """Whether it takes nothing new."""
+    """Whether it was told to leave."""
     stuck_s: float = 0.0
     """For how many seconds its loop has not turned."""
     limit_s: float = float("inf")
@@ -82,7 +82,7 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
                 counted = f", {self.num_done} of {self.num_whole}" if self.num_whole else ""
                 return f"{self.starting}{counted}"
             case Status.DRAINING:
-                return "it takes nothing new"
+                return "it was told to leave"
             case Status.JOINING:
                 return "no gateway knows it yet"
             case Status.OK:

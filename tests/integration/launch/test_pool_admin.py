@@ -115,7 +115,7 @@ def test_health_and_metrics_need_no_credential(api_server: PoolAdmin, driver: Dr
         asker=NODE, ticket=0, store=NODE, load=STATE.load, layout_fingerprint="f", block_bytes=1,
         draining=True,
     )  # fmt: skip
-    draining = {"status": "draining", "reason": "it takes nothing new"}
+    draining = {"status": "draining", "reason": "it was told to leave"}
     assert ask(api_server, "/health") == (503, draining)
     assert ask(api_server, "/health/ready") == (503, draining)
     assert ask(api_server, "/health/live") == (200, draining)

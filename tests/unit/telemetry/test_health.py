@@ -18,7 +18,7 @@ REASONS = {
     Status.OK: "",
     Status.STARTING: "loading weights, 3 of 10",
     Status.JOINING: "no gateway knows it yet",
-    Status.DRAINING: "it takes nothing new",
+    Status.DRAINING: "it was told to leave",
     Status.STUCK: "its loop has not turned for 120 s",
     Status.FAILED: "step 3 made no progress for 120 s",
 }
