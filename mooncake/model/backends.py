@@ -186,6 +186,11 @@ def settle(
     )
     if TRITON in (chosen.attention, chosen.moe):
         _need_triton(device)
+    if deterministic and (chosen.attention, chosen.moe) != (TRITON, TRITON):
+        raise ConfigError(
+            "deterministic needs attention-backend and moe-backend auto, or triton on a CUDA GPU: "
+            "the libraries behind the other backends sum in an order that depends on the batch"
+        )
     for flag, name in (("attention", chosen.attention), ("moe", chosen.moe)):
         if name == NATIVE and not compiled:
             reason = build.why_not() or f"it computes bfloat16 on the CPU, not {dtype} on {device}"
@@ -195,11 +200,6 @@ def settle(
                 f"{flag}-backend=onednn: it computes bfloat16 on CPUs that have it, not {dtype} on "
                 f"{device}; use auto or reference"
             )
-    if deterministic and (chosen.attention, chosen.moe) != (TRITON, TRITON):
-        raise ConfigError(
-            "deterministic needs attention-backend and moe-backend auto, or triton on a CUDA GPU: "
-            "the libraries behind the other backends sum in an order that depends on the batch"
-        )
     return chosen
 
 

@@ -202,7 +202,7 @@ def test_a_follower_that_holds_other_pages_ends_all_ranks(instance: Open) -> Non
     made.run(plan(0, [slot(1, 0, [5], [7])], [start(1, [5])]))
     made.runner.check_integrity()
     made.followers[1]._reader._pages[1].append(8)
-    with pytest.raises(InternalError, match=r"do not meet|rank 2 of this model has ended"):
+    with pytest.raises(InternalError, match=r"do not meet|rank [123] of this model has ended"):
         made.runner.check_integrity()
     assert [process.killed for process in made.processes] == [1] * 3
 
