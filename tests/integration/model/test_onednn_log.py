@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from mooncake_kernels.onednn import linear as onednn
+
+from mooncake.model.checkpoint.convert import convert_checkpoint
+from tests.support.model.tiny_models import truth
 
 pytestmark = pytest.mark.skipif(
     not onednn.supported(torch.zeros(1, 1, dtype=torch.bfloat16)),
@@ -59,19 +63,19 @@ for rows in [*range(1, 40), 77, 130, 300, 511, 633, 700]:
 MODEL = """
 import math
 import sys
+from pathlib import Path
 import torch
 from mooncake.base import KvLayout
+from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.backends import settle
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
 from mooncake.model.warm_up import Limits, warm_up
-from tests.support.model.specs import small_spec
-from tests.support.model.tiny_models import CPU, forward, random_source, random_tokens, slot
-spec = small_spec(num_hidden_layers=2, **{"hidden_size": 128, "moe_intermediate_size": 64,
-    "kv_lora_rank": 64, "num_attention_heads": 8, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
-    "v_head_dim": 32})
+from tests.support.model.tiny_models import CPU, forward, random_tokens, slot
+source = Checkpoint.open(Path(sys.argv[3]))
+spec = source.spec
 backends = settle(sys.argv[1], sys.argv[2], CPU, dtype=torch.bfloat16)
-model = load_model(random_source(spec), dtype=torch.bfloat16, device=CPU, backends=backends)
+model = load_model(source, dtype=torch.bfloat16, device=CPU, backends=backends)
 built, known = warm_up(model, Limits(512, 33, 1500), lambda done, whole: None, math.inf)
 assert built == known > 30, (built, known)
 print("warm", flush=True)
@@ -90,6 +94,13 @@ for num in (1, 2, 3, 7, 16, 31, 32):
     forward(model, kv, [*decoding[:num], slot(1, 300, shown[:91], pages)])
 print("done", flush=True)
 """
+
+
+WIDTHS = {
+    "num_hidden_layers": 2, "hidden_size": 128, "moe_intermediate_size": 64, "kv_lora_rank": 64,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32, "v_head_dim": 32,
+}  # fmt: skip
 
 
 def log_of(script: str, *words: str) -> tuple[str, str]:
@@ -113,10 +124,19 @@ def test_no_primitive_is_built_after_every_size_was_seen_once() -> None:
     assert "create:cache_miss" not in after
 
 
-@pytest.mark.parametrize("backends", [("auto", "auto"), ("onednn", "onednn")])
-def test_no_primitive_is_built_after_a_model_is_warmed_up(backends: tuple[str, str]) -> None:
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4"])
+@pytest.mark.parametrize("backend", ["auto", "onednn"])
+def test_no_primitive_is_built_after_a_model_is_warmed_up(
+    backend: str, weights: str, tmp_path: Path
+) -> None:
     """Under chunks of odd lengths, long contexts, cached prefixes, batches of decode, and mixes."""
-    before, after = log_of(MODEL, *backends)
+    checkpoint = tmp_path / "bf16"
+    truth("yarn", **WIDTHS).bfloat16().save_pretrained(checkpoint)
+    (checkpoint / "tokenizer.json").write_text("{}")
+    if weights != "bf16":
+        checkpoint = convert_checkpoint(checkpoint, tmp_path / weights, weights)
+    experts = backend if weights == "bf16" else "auto"
+    before, after = log_of(MODEL, backend, experts, str(checkpoint))
     assert before.count("create:cache_miss") > 50
     assert "create:cache_hit" in after
     assert [line for line in after.splitlines() if "create:cache_miss" in line] == []
