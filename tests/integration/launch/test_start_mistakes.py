@@ -50,7 +50,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 MISTAKES = [
-    ("serve --role kvstore", "no model: say whose KVCache the pool keeps"),
+    (
+        "serve --role kvstore --cluster-secret-file s",
+        "no model: say whose KVCache the pool keeps",
+    ),
     ("serve nowhere", "nowhere is not there; give the directory of a checkpoint"),
     ("serve a-file", "a-file is a file, not a directory"),
     ("serve empty", "empty/config.json: missing"),
