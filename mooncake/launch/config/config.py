@@ -23,7 +23,6 @@ from mooncake.launch.host.environment import is_loopback
 Settings = TypeVar("Settings")
 
 REFUSED = {
-    "model": "the checkpoint stands without a flag: mooncake serve DIR",
     "trust-remote-code": "no code is ever loaded from a checkpoint; leave the flag out",
     "kv-transfer-config": "prefill and decode are built in: use --prefill N --decode N",
     "distributed-executor-backend": "Ray places the workers, or use --colocated for one process",

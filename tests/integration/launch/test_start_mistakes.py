@@ -54,7 +54,6 @@ MISTAKES = [
         "serve --role kvstore --cluster-secret-file s",
         "no model: say whose KVCache the pool keeps",
     ),
-    ("serve --model good", "the checkpoint stands without a flag: mooncake serve DIR"),
     ("serve nowhere", "nowhere is not there; give the directory of a checkpoint"),
     ("serve a-file", "a-file is a file, not a directory"),
     ("serve empty", "empty/config.json: missing"),
