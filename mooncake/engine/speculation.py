@@ -19,7 +19,7 @@ from mooncake.engine.sequence import Drafting, Sequence
 METHODS = ("ngram",)
 MOST_DRAFTS = 32
 LOOKUP_WINDOW = 1 << 15
-"""Tokens at a sequence's end that are searched: so many take about 20 us."""
+"""Tokens at a sequence's end that are searched: about 20 us for one length, at worst 300."""
 
 _FORGET = 0.98
 """What a step leaves of the weight of those before it."""

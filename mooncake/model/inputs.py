@@ -85,7 +85,7 @@ class StepInputs:
     """Tensors of one forward pass over `tokens` [rows] at `positions` [rows].
 
     `places` [rows]: where each row's KV goes, below 0 where another rank keeps it. `queries`: all
-    rows, for every layer but the last. `outputs`: the rows of the last layer that anybody reads, in
+    rows, for every layer but the last. `outputs`: the rows of the last layer that are read, in
     the order of `output_rows`.
     """
 

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 def _untold(done: int, whole: int) -> None:
-    """Tell nobody of progress."""
+    """Show no progress."""
 
 
 class ModelSource:

@@ -201,7 +201,7 @@ def word(random: Random) -> str:
 
 
 def name(random: Random) -> str:
-    """Return a person's name; now and then one that nobody has."""
+    """Return a person's name; now and then an invented one."""
     return random.choice(NAMES) if random.random() < 0.8 else word(random).capitalize()
 
 

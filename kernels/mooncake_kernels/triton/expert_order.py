@@ -45,7 +45,7 @@ def _sort_and_tile(
     experts, order, tile_expert, tile_begin, tile_end, num_tiles, pairs, num_experts,
     TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """All in one program; a tile's number follows from its expert, so nobody waits for anybody."""
+    """All in one program; a tile's number follows from its expert, so none waits for another."""
     i = tl.arange(0, BLOCK)
     expert = tl.load(experts + i, mask=i < pairs, other=-1).to(tl.int32)
     known = (expert >= 0) & (expert < num_experts)

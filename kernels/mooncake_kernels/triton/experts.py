@@ -180,7 +180,7 @@ class Fp8Experts(_GroupedExperts):
 class Int4Experts(_GroupedExperts):
     """As `reference.experts_quantized.Int4Experts`; packs the weights anew, see `pack_int4`.
 
-    in_place: into the given tensors, which nobody else may use then: 384 experts of Kimi-K2 a layer
+    in_place: into the given tensors, which have no other user then: 384 experts of Kimi-K2 a layer
     need 10 GB a second time otherwise.
     """
 

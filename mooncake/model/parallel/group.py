@@ -97,7 +97,7 @@ class Solo:
         return self
 
     def fail(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: there is no other rank to wait for."""
 
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
