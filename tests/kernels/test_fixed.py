@@ -7,24 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from mooncake_kernels.dispatch import FIXED, kernel
-from mooncake_kernels.native import build, fixed
+from mooncake_kernels.native import fixed
 from mooncake_kernels.reference.experts import gated
 from mooncake_kernels.reference.paged import paged_span
 from mooncake_kernels.reference.router import Routing
 
+pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-
-
-@pytest.fixture(params=[build.AVX512, build.AVX2], ids=lambda isa: isa.name, autouse=True)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> build.Isa:
-    """Code as it is compiled for a CPU that has these instructions and no more."""
-    wanted: build.Isa = request.param
-    if not wanted.needed <= build.cpu_flags():
-        pytest.skip(f"this CPU has no {wanted.name}")
-    monkeypatch.setattr(build, "cpu_flags", lambda: wanted.needed)
-    if (reason := build.why_not()) is not None:
-        pytest.skip(reason)
-    return wanted
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

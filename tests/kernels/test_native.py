@@ -34,18 +34,6 @@ needs_avx512 = pytest.mark.skipif(
 HIDDEN, INNER, NUM = 192, 128, 6
 
 
-@pytest.fixture(params=[build.AVX512, build.AVX2], ids=lambda isa: isa.name)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> build.Isa:
-    """Code as it is compiled for a CPU that has these instructions and no more."""
-    wanted: build.Isa = request.param
-    if not wanted.needed <= build.cpu_flags():
-        pytest.skip(f"this CPU has no {wanted.name}")
-    monkeypatch.setattr(build, "cpu_flags", lambda: wanted.needed)
-    if (reason := build.why_not()) is not None:
-        pytest.skip(reason)
-    return wanted
-
-
 def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

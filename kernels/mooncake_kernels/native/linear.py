@@ -34,7 +34,7 @@ def _readable(weight: torch.Tensor, packed: torch.Tensor) -> bool:
 
 def takes_all_rows(weight: torch.Tensor) -> bool:
     """Whether products with `weight` are best left to compiled code alone: it is bfloat16, and the
-    CPU multiplies that in float32 whoever does it, oneDNN at a third of this code's speed.
+    CPU multiplies that in float32 in any library, oneDNN at a third of this code's speed.
     """
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return False
