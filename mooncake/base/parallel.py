@@ -1,9 +1,12 @@
 """The shape of an instance: how many ranks share one model, and how. Pure values and rules.
 
 An instance is one replica of the model on one or more ranks, each a process with a device of its
-own. `tp` ranks each hold a part of every layer (tensor parallel). Of these, `dcp` share out the
-KVCache (decode context parallel): with 1 every rank holds the KV of every block, since the latent
-KV of MLA has one head and cannot be cut by heads.
+own. Its layers are cut into `pp` stages (pipeline parallel), which pass activations on. The `tp`
+ranks of a stage each hold a part of each of its layers (tensor parallel). Of these, `dcp` share out
+the KVCache (decode context parallel): with 1 every rank holds the KV of every block, since the
+latent KV of MLA has one head and cannot be cut by heads.
+
+Rank 0 samples, so it is in the last stage: ranks are numbered from that stage backwards.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import msgspec
 from mooncake.base.errors import ConfigError
 
 TP_FLAG, DCP_FLAG = "tensor-parallel-size", "decode-context-parallel-size"
-_WORDS = re.compile(r"tp([1-9][0-9]*)(?:-dcp([1-9][0-9]*))?")
+PP_FLAG = "pipeline-parallel-size"
+_WORDS = re.compile(r"tp([1-9][0-9]*)(?:-pp([1-9][0-9]*))?(?:-dcp([1-9][0-9]*))?")
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,10 +30,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     tp: int = 1
+    pp: int = 1
     dcp: int = 1
 
     def __post_init__(self) -> None:
-        for flag, number in ((TP_FLAG, self.tp), (DCP_FLAG, self.dcp)):
+        for flag, number in ((TP_FLAG, self.tp), (PP_FLAG, self.pp), (DCP_FLAG, self.dcp)):
             if number < 1:
                 raise ConfigError(f"{flag}: must be at least 1, not {number}")
         if self.tp % self.dcp:
@@ -40,18 +45,60 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, words: str) -> Shape:
-        """Return the shape written as "tp8" or "tp8-dcp8".
+        """Return the shape written as "tp8" or "tp8-pp2-dcp8".
 
         Raises:
             ConfigError: it is not of that form, or not a shape that can be.
         """
         match = _WORDS.fullmatch(words)
         if match is None:
-            raise ConfigError(f"shape: {words!r} is not tpN or tpN-dcpN (e.g. tp8 or tp8-dcp8)")
-        return cls(tp=int(match.group(1)), dcp=int(match.group(2) or 1))
+            raise ConfigError(
+                f"shape: {words!r} is not tpN, with -ppN and -dcpN behind it where those are not 1 "
+                "(e.g. tp8, tp8-dcp8, tp8-pp2-dcp8)"
+            )
+        tp, pp, dcp = (int(number or 1) for number in match.groups())
+        return cls(tp=tp, pp=pp, dcp=dcp)
 
     def __str__(self) -> str:
-        return f"tp{self.tp}" + (f"-dcp{self.dcp}" if self.dcp > 1 else "")
+        others = ("pp", self.pp), ("dcp", self.dcp)
+        return f"tp{self.tp}" + "".join(f"-{name}{size}" for name, size in others if size > 1)
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks of the instance."""
+        return self.tp * self.pp
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage, counted from that with the first layers, in which `rank` is."""
+        return self.pp - 1 - rank // self.tp
+
+    def ranks_of(self, stage: int) -> range:
+        """Return the ranks of a stage, in the order of their parts of each layer."""
+        first = (self.pp - 1 - stage) * self.tp
+        return range(first, first + self.tp)
+
+
+def stage_layers(num_layers: int, pp: int) -> list[range]:
+    """Return the layers of each stage, first stage first.
+
+    Where they do not divide, stages between the ends have one more before the first has, and that
+    before the last: the ends hold the embedding and the head, and the first layers are small.
+
+    Raises:
+        ConfigError: a stage would have none.
+    """
+    if pp > num_layers:
+        raise ConfigError(
+            f"{PP_FLAG}: {pp} stages need as many layers, and this model has {num_layers}"
+        )
+    each, rest = divmod(num_layers, pp)
+    larger = [*range(1, pp - 1), 0, pp - 1][:rest]
+    found, first = [], 0
+    for stage in range(pp):
+        stop = first + each + (stage in larger)
+        found.append(range(first, stop))
+        first = stop
+    return found
 
 
 def divisors(number: int) -> list[int]:

@@ -21,7 +21,7 @@ from mooncake.model.checkpoint.quant_format import (
     fp8_scale_shape,
     is_quantized,
 )
-from mooncake.model.checkpoint.tensor_cuts import cut_of, part_shape
+from mooncake.model.checkpoint.tensor_cuts import cut_of, is_held, part_shape
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.options import ModelOptions
 
@@ -147,19 +147,22 @@ def held_weights(
     stored: QuantFormat | None,
     *,
     num_ranks: int = 1,
+    layers: range | None = None,
     elsewhere: bool = False,
 ) -> HeldWeights:
-    """Return what one of `num_ranks` ranks that run so holds of a checkpoint `stored` so.
+    """Return what one of `num_ranks` ranks that run so holds of a checkpoint `stored` so; of
+    `layers` alone where the ranks are one stage of several.
 
     elsewhere: on another machine, where code can be compiled.
     """
     kept = kept_by(options, dtype, stored)
     if not options.experts_apart:
-        return HeldWeights(weights_bytes(spec, dtype, num_ranks=num_ranks, kept=kept), 0)
+        held = weights_bytes(spec, dtype, num_ranks=num_ranks, layers=layers, kept=kept)
+        return HeldWeights(held, 0)
     beside = None
     if stored is not None:
         beside = _kept_by_host(options, dtype, stored, elsewhere=elsewhere)
-    parts = _parts(spec, num_ranks)
+    parts = _parts(spec, num_ranks, layers)
     on_device = in_dram = 0
     for name in parts:
         if ".mlp.experts." in name:
@@ -170,23 +173,30 @@ def held_weights(
 
 
 def weights_bytes(
-    spec: ModelSpec, dtype: str, *, num_ranks: int = 1, kept: Kept | None = None
+    spec: ModelSpec,
+    dtype: str,
+    *,
+    num_ranks: int = 1,
+    layers: range | None = None,
+    kept: Kept | None = None,
 ) -> int:
     """Return the bytes of the weights that one of `num_ranks` ranks holds: its parts (see
-    `tensor_cuts`), routers in float32, the rest in `dtype`.
+    `tensor_cuts`), those of `layers` where others have the rest, routers in float32, the rest in
+    `dtype`.
 
     kept: what stays as the checkpoint stores it; None: quantized weights are widened when they are
     loaded.
     """
-    parts = _parts(spec, num_ranks)
+    parts = _parts(spec, num_ranks, layers)
     return sum(_held_bytes(name, parts, dtype, kept) for name in parts)
 
 
-def _parts(spec: ModelSpec, num_ranks: int) -> dict[str, tuple[int, ...]]:
+def _parts(spec: ModelSpec, num_ranks: int, layers: range | None) -> dict[str, tuple[int, ...]]:
     """Return the shape of what one rank holds of each tensor."""
     return {
         name: part_shape(shape, cut_of(spec, name, num_ranks), num_ranks)
         for name, shape in tensor_shapes(spec).items()
+        if layers is None or is_held(spec, name, layers)
     }
 
 
@@ -264,12 +274,13 @@ def communication_bytes(
 ) -> int:
     """Return what one rank keeps for exchanges with the others: a float32 sum and a gathered
     embedding of the largest step; where KV is dealt out, the queries and outputs of all heads and
-    the latents of the longest context of one layer.
+    the latents of the longest context of one layer; between stages, the activations of two steps.
     """
-    if shape.tp == 1:
-        return 0
     each = DTYPE_BYTES[dtype]
-    total = step_tokens * spec.hidden_size * (DTYPE_BYTES["float32"] + each)
+    passed = 2 * step_tokens * spec.hidden_size * each if shape.pp > 1 else 0
+    if shape.tp == 1:
+        return passed
+    total = passed + step_tokens * spec.hidden_size * (DTYPE_BYTES["float32"] + each)
     if shape.dcp > 1:
         heads = step_sequences * spec.num_attention_heads
         total += heads * (spec.kv_width * each + (spec.kv_lora_rank + 1) * DTYPE_BYTES["float32"])

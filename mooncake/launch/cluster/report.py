@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mooncake.base import Role, format_bytes
 from mooncake.launch.config.plan import ServePlan
-from mooncake.launch.config.rank_plan import RankMemory, rank_rows
+from mooncake.launch.config.rank_plan import InstanceMemory, rank_rows
 from mooncake.launch.config.settings import ServeConfig
 
 Show = Callable[[str, str, int, int], None]
@@ -79,11 +79,13 @@ def holdings(plan: ServePlan, role: Role) -> str:
             f", {format_bytes(disk.num_bytes)} in {disk.directory}" for disk in plan.kvstore.ssd
         )
         return f"pool of {format_bytes(plan.kvstore.dram_bytes)} DRAM, {blocks} blocks{disks}"
-    rank = plan.ranks[role]
-    tokens = max(0, rank.num_pages) * rank.shape.dcp * plan.layout.block_tokens
-    ranks = "" if rank.shape.tp == 1 else f"{rank.shape.tp} ranks ({rank.shape}), "
+    memory = plan.ranks[role]
+    shape = memory.shape
+    tokens = max(0, memory.num_pages) * shape.dcp * plan.layout.block_tokens
+    ranks = "" if shape.num_ranks == 1 else f"{shape.num_ranks} ranks ({shape}), "
     threads = "" if plan.gpu_node is not None else f", {plan.num_threads} threads"
-    return f"{ranks}{format_bytes(rank.kv * rank.shape.tp)} KV, {tokens} tokens{threads}"
+    kv = format_bytes(memory.sum(lambda rank: rank.kv))
+    return f"{ranks}{kv} KV, {tokens} tokens{threads}"
 
 
 def started_table(rows: list[WorkerRow]) -> Table:
@@ -116,41 +118,48 @@ def print_plan(
             workers.add_row(role.value, str(number), holdings(plan, role))
     console.print()
     console.print(workers)
-    shown: list[RankMemory] = []
+    shown: list[InstanceMemory] = []
     for role, _ in plan.engines:
-        rank = plan.ranks[role]
-        if rank not in shown and (rank.shape.tp > 1 or plan.gpu_node is not None):
-            shown.append(rank)
+        memory = plan.ranks[role]
+        several = memory.shape.num_ranks > 1 or plan.gpu_node is not None
+        if several and memory not in shown:
+            shown.append(memory)
             console.print()
             console.print(_rank_table(plan, role))
     if plan.gpu_node is not None:
         return
-    memory = Table(title="memory on this machine", box=None, pad_edge=False, title_justify="left")
+    table = Table(title="memory on this machine", box=None, pad_edge=False, title_justify="left")
     for name in ("what", "each", "together"):
-        memory.add_column(name)
+        table.add_column(name)
     for cells in plan.memory_rows():
-        memory.add_row(*cells)
+        table.add_row(*cells)
     if available is not None:
-        memory.add_row("free now", "", format_bytes(available))
+        table.add_row("free now", "", format_bytes(available))
     console.print()
-    console.print(memory)
+    console.print(table)
 
 
 def _rank_table(plan: ServePlan, role: Role) -> Table:
     """Return the memory of each rank of an engine; KV is what is left of a GPU where one is
     planned for.
     """
-    node, rank = plan.gpu_node, plan.ranks[role]
-    number = sum(each for other, each in plan.engines if plan.ranks[other] == rank)
+    node, memory = plan.gpu_node, plan.ranks[role]
+    shape = memory.shape
+    number = sum(each for other, each in plan.engines if plan.ranks[other] == memory)
     where = "on this machine" if node is None else f"on {node.name}"
     if node is not None:
-        nodes = -(-number // (node.num_gpus // rank.shape.tp))
-        where += f", {number} engines on {nodes} node{'s' * (nodes > 1)}"
-    title = f"memory of each rank of an engine of {rank.shape}, {where}"
+        nodes = -(-number * shape.pp // (node.num_gpus // shape.tp))
+        engines = f"{number} engine{'s' * (number > 1)}"
+        where += f", {engines} on {nodes} node{'s' * (nodes > 1)}"
+    title = f"memory of each rank of an engine of {shape}, {where}"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
-    names = ("rank", "weights", "KV", "tokens", "steps", "exchange", "libraries", "sum", "of")
-    for name in (*names, "experts in DRAM") if rank.dram else names:
+    names = ["rank", "weights", "KV", "tokens", "steps", "exchange", "libraries", "sum", "of"]
+    if shape.pp > 1:
+        names.insert(1, "layers")
+    if memory.stages[-1].dram:
+        names.append("experts in DRAM")
+    for name in names:
         table.add_column(name, justify="right")
-    for cells in rank_rows(rank, plan.layout):
+    for cells in rank_rows(memory, plan.layout):
         table.add_row(*cells)
     return table

@@ -90,7 +90,7 @@ def gpus_of(plan: ServePlan, role: Role) -> float:
         return 0.0
     there, wanted = machine_facts.num_gpus(), plan.num_ranks
     if wanted <= there or not there:
-        return float(plan.ranks[role].shape.tp)
+        return float(plan.ranks[role].shape.num_ranks)
     return math.floor(GPU_SHARES / math.ceil(wanted / there)) / GPU_SHARES
 
 

@@ -270,7 +270,11 @@ def quotas(name: str, value: object) -> tuple[tuple[str, int], ...]:
     return tuple(found.items())
 
 
-ROLE_SETTINGS = ("tensor-parallel-size", "decode-context-parallel-size")
+ROLE_SETTINGS = (
+    "tensor-parallel-size",
+    "pipeline-parallel-size",
+    "decode-context-parallel-size",
+)
 """What one role's engines may have of their own."""
 
 

@@ -22,17 +22,17 @@ from mooncake.base import (
     Shape,
     format_bytes,
 )
-from mooncake.base.parallel import DCP_FLAG, TP_FLAG
+from mooncake.base.parallel import DCP_FLAG, PP_FLAG, TP_FLAG, stage_layers
 from mooncake.crypto.keys import KeySource
 from mooncake.engine.config import EngineConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.rank_plan import (
     GpuNode,
-    RankMemory,
+    InstanceMemory,
     RankNeeds,
     check_dram,
-    rank_memory,
+    instance_memory,
 )
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.config.shipped import figures
@@ -83,8 +83,8 @@ class ServePlan:
     layout: KvLayout
     options: ModelOptions
     needs: RankNeeds
-    ranks: dict[Role, RankMemory]
-    """Of each rank of an engine of prefill and of decode."""
+    ranks: dict[Role, InstanceMemory]
+    """Of an engine of prefill and of decode."""
     gpu_node: GpuNode | None
     """The hardware planned for, where it is not this machine."""
 
@@ -96,7 +96,7 @@ class ServePlan:
     @property
     def num_ranks(self) -> int:
         """Of all workers with a model."""
-        return sum(number * self.ranks[role].shape.tp for role, number in self.engines)
+        return sum(number * self.ranks[role].shape.num_ranks for role, number in self.engines)
 
     @property
     def engines(self) -> list[tuple[Role, int]]:
@@ -112,13 +112,15 @@ class ServePlan:
         )
 
     def engine_bytes(self, role: Role) -> int:
-        """Return the memory of all ranks of one engine; on the host they map the same pages."""
-        rank = self.ranks[role]
-        return rank.shape.tp * (rank.dram + rank.total - rank.kv) + self._num_copies(rank) * rank.kv
+        """Return the memory of all ranks of one engine."""
+        memory = self.ranks[role]
+        return memory.sum(lambda rank: rank.dram + rank.weights + rank.overhead) + self._kv(memory)
 
-    def _num_copies(self, rank: RankMemory) -> int:
-        """Return how often an engine's memory holds a rank's pages."""
-        return rank.shape.tp if self.needs.on_gpu else rank.shape.dcp
+    def _kv(self, memory: InstanceMemory) -> int:
+        """Return the bytes of an engine's pages; on the host its ranks map the same ones."""
+        shape = memory.shape
+        copies = shape.tp if self.needs.on_gpu else shape.dcp
+        return memory.sum(lambda rank: rank.kv) // shape.tp * copies
 
     @property
     def total_bytes(self) -> int:
@@ -138,15 +140,26 @@ class ServePlan:
         alike = len({self.ranks[role] for role, _ in self.engines}) == 1
         engines = [(role, self.num_engines) for role, _ in self.engines[:1]]
         for role, number in engines if alike else self.engines:
-            rank, of_whom = self.ranks[role], "" if alike else f", {role.value}"
-            pages = f"{rank.num_pages} pages of {self.engine.block_tokens} tokens"
+            memory, of_whom = self.ranks[role], "" if alike else f", {role.value}"
+            pages = f"{memory.num_pages} pages of {self.engine.block_tokens} tokens"
+            shape = memory.shape
+            ranks = number * shape.num_ranks
             rows += [
-                (f"weights ({self._weights_as}){of_whom}", rank.weights, number * rank.shape.tp),
-                (f"KV cache, {pages}{of_whom}", rank.kv, number * self._num_copies(rank)),
-                (f"activations and libraries{of_whom}", rank.overhead, number * rank.shape.tp),
+                (
+                    f"weights ({self._weights_as}){of_whom}",
+                    memory.sum(lambda rank: rank.weights) // shape.num_ranks,
+                    ranks,
+                ),
+                (f"KV cache, {pages}{of_whom}", self._kv(memory), number),
+                (
+                    f"activations and libraries{of_whom}",
+                    memory.sum(lambda rank: rank.overhead) // shape.num_ranks,
+                    ranks,
+                ),
             ]
-            if rank.dram:
-                rows.append((f"routed experts in DRAM{of_whom}", rank.dram, number * rank.shape.tp))
+            dram = memory.sum(lambda rank: rank.dram)
+            if dram:
+                rows.append((f"routed experts in DRAM{of_whom}", dram // shape.num_ranks, ranks))
         rows.append(("kvstore pool", self.kvstore.dram_bytes, self.num_kvstores))
         shown = [
             (what, f"{format_bytes(each)} x {count}", format_bytes(each * count))
@@ -224,7 +237,8 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     )
     num_prefills, num_decodes, num_kvstores = _counts(config)
     shapes, gpu_node = _shapes(config, model), _gpu_node(config)
-    num_ranks = num_prefills * shapes[Role.PREFILL].tp + num_decodes * shapes[Role.DECODE].tp
+    num_ranks = num_prefills * shapes[Role.PREFILL].num_ranks
+    num_ranks += num_decodes * shapes[Role.DECODE].num_ranks
     num_threads = config.num_threads or max(1, cores // max(1, num_ranks))
     options = msgspec.structs.replace(
         _options(config, shapes, num_ranks, gpu_node), num_threads=num_threads
@@ -247,7 +261,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
             ranks[role] = gpu_node.filled(needs, shape)
             num_pages = max(1, ranks[role].num_pages * shape.dcp)
         else:
-            ranks[role] = rank_memory(needs, shape, num_pages)
+            ranks[role] = instance_memory(needs, shape, num_pages)
     kvstore = KvStoreConfig(
         ssd=[SsdConfig(directory=where, num_bytes=size) for where, size in config.ssd],
         tenant_quota_bytes=dict(config.tenant_quota),
@@ -295,9 +309,11 @@ def _shapes(config: ServeConfig, model: ModelPlan) -> dict[Role, Shape]:
         given = dict(own)
         shape = shapes[role] = Shape(
             tp=given.get(TP_FLAG, config.tensor_parallel_size),
+            pp=given.get(PP_FLAG, config.pipeline_parallel_size),
             dcp=given.get(DCP_FLAG, config.decode_context_parallel_size),
         )
         check_cuts(model.spec, model.quantization, shape.tp)
+        stage_layers(model.spec.num_hidden_layers, shape.pp)
         if config.deterministic:
             check_slabs(model.spec, shape)
     return shapes
@@ -326,6 +342,7 @@ def _options(
         ConfigError: more ranks than the GPUs can take.
     """
     largest = max(shapes.values(), key=lambda shape: shape.tp)
+    of_engines = all(shape.num_ranks == 1 for shape in shapes.values())
     device, num_gpus = config.device, machine_facts.num_gpus()
     if gpu_node is not None:
         device, num_gpus = "cuda", gpu_node.num_gpus
@@ -333,7 +350,7 @@ def _options(
         device = "cuda" if num_gpus else "cpu"
     if device == "cuda" and num_gpus and largest.tp > num_gpus:
         raise ConfigError(
-            f"{TP_FLAG}: {largest.tp} ranks of an engine lie on one node, which has {num_gpus} GPUs"
+            f"{TP_FLAG}: {largest.tp} ranks of a stage lie on one node, which has {num_gpus} GPUs"
         )
     if not config.dry_run:
         for shape in shapes.values():
@@ -343,7 +360,7 @@ def _options(
     if here and num_ranks > 1 and not num_gpus:
         raise ConfigError("device=cuda: this machine shows no NVIDIA GPU; use --device cpu")
     if here and num_ranks > 1 and num_ranks > num_gpus and sized is None:
-        kind = "engines" if largest.tp == 1 else "ranks"
+        kind = "engines" if of_engines else "ranks"
         raise ConfigError(
             f"device=cuda: {num_ranks} {kind} and {num_gpus} GPU: each takes all its memory. "
             "Engines that share one need pages of a given size: --kv-cache-memory-bytes or "
@@ -364,12 +381,15 @@ def _options(
 def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
     """Raise ConfigError for shapes that can be planned, but not served yet."""
     can = "it can only be planned (--dry-run, or simulate --shape)"
-    if shape.tp > 1 and device == "cuda":
-        raise ConfigError(
-            f"{TP_FLAG}={shape.tp} is not supported on GPUs yet: {can}; ranks on CPUs: --device cpu"
-        )
-    if shape.tp > 1 and config.moe_backend == "triton":
-        raise ConfigError(f"{TP_FLAG}={shape.tp}: ranks on CPUs compute without triton")
+    for flag, size in ((TP_FLAG, shape.tp), (PP_FLAG, shape.pp)):
+        if size > 1 and device == "cuda":
+            raise ConfigError(
+                f"{flag}={size} is not supported on GPUs yet: {can}; ranks on CPUs: --device cpu"
+            )
+        if size > 1 and config.moe_backend == "triton":
+            raise ConfigError(f"{flag}={size}: ranks on CPUs compute without triton")
+    if shape.pp > 1:
+        raise ConfigError(f"{PP_FLAG}={shape.pp} is not served yet: {can}")
 
 
 def _counts(config: ServeConfig) -> tuple[int, int, int]:
@@ -409,8 +429,8 @@ def check_memory(plan: ServePlan, available: int | None) -> None:
             plan.gpu_node.check(plan.needs, plan.ranks[role], number)
     else:
         for role, number in plan.engines:
-            rank = plan.ranks[role]
-            check_dram(number * rank.shape.tp, rank.dram, available, "here")
+            ranks = number * plan.ranks[role].shape.num_ranks
+            check_dram(ranks, max(rank.dram for rank in plan.ranks[role].stages), available, "here")
     if available is None or plan.total_bytes <= available or plan.options.device != "cpu":
         return
     nothing = format_bytes(0)

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from mooncake.base import ConfigError, KvLayout, ModelSpec, Shape, format_bytes
-from mooncake.base.parallel import DCP_FLAG, TP_FLAG, divisors
+from mooncake.base.parallel import DCP_FLAG, PP_FLAG, TP_FLAG, divisors, stage_layers
 from mooncake.model.checkpoint.quant_format import INT4_GROUP, Int4Group, QuantFormat
 from mooncake.model.checkpoint.tensor_cuts import check_cuts
 from mooncake.model.memory import (
@@ -26,6 +27,8 @@ GPU_LIBRARY_BYTES = 2**30
 """On a GPU: the CUDA context and loaded kernels. Assumed, not measured."""
 GPU_COMMUNICATOR_BYTES = 2**28
 """On a GPU: the channels of one NCCL communicator. Assumed, not measured."""
+_MOST_STAGES = 8
+"""Of which a shape that would fit is advised."""
 _LEAST_CONTEXT = 1024
 """A shorter --max-model-len is no advice."""
 
@@ -53,9 +56,9 @@ class RankNeeds:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of one rank, bytes; all ranks of an instance hold the same."""
+    """The memory of one rank, bytes; all ranks of a stage hold the same."""
 
-    shape: Shape
+    layers: range
     weights: int
     """Where the rank computes; routed experts in DRAM beside a GPU are `dram`."""
     dram: int
@@ -66,6 +69,7 @@ class RankMemory:
     num_pages: int
     """KV pages of this rank; below 0: the rest does not fit either."""
     block_bytes: int
+    """Of a page: of this rank's layers."""
     gpu_bytes: int | None = None
     """What a GPU's memory and its utilization leave to a rank; None: not known here, or no GPU."""
 
@@ -83,11 +87,35 @@ class RankMemory:
         return self.activations + self.communication + self.libraries
 
 
-def rank_memory(needs: RankNeeds, shape: Shape, num_pages: int) -> RankMemory:
-    """Return the memory of a rank of an instance that has `num_pages` pages.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InstanceMemory:
+    """The memory of the ranks of one instance."""
+
+    shape: Shape
+    stages: tuple[RankMemory, ...]
+    """One of each stage's ranks, first stage first; all have as many pages."""
+
+    @property
+    def num_pages(self) -> int:
+        """KV pages of each rank; below 0: the rest does not fit either."""
+        return self.stages[0].num_pages
+
+    def sum(self, of_rank: Callable[[RankMemory], int]) -> int:
+        """Return the bytes that `of_rank` says, of all ranks together."""
+        return self.shape.tp * sum(of_rank(rank) for rank in self.stages)
+
+
+def instance_memory(needs: RankNeeds, shape: Shape, num_pages: int) -> InstanceMemory:
+    """Return the memory of the ranks of an instance that has `num_pages` pages.
 
     Where KV is dealt out (`dcp`) each rank has its share of them, else all.
     """
+    stages = stage_layers(needs.spec.num_hidden_layers, shape.pp)
+    ranks = tuple(_rank_memory(needs, shape, layers, num_pages) for layers in stages)
+    return InstanceMemory(shape=shape, stages=ranks)
+
+
+def _rank_memory(needs: RankNeeds, shape: Shape, layers: range, num_pages: int) -> RankMemory:
     libraries = GPU_LIBRARY_BYTES if needs.on_gpu else HOST_LIBRARY_BYTES
     communication = communication_bytes(
         needs.spec,
@@ -97,7 +125,7 @@ def rank_memory(needs: RankNeeds, shape: Shape, num_pages: int) -> RankMemory:
         step_sequences=needs.step_sequences,
         max_model_len=needs.max_model_len,
     )
-    if needs.on_gpu and shape.tp > 1:
+    if needs.on_gpu and shape.num_ranks > 1:
         communication += GPU_COMMUNICATOR_BYTES
     held = held_weights(
         needs.spec,
@@ -105,10 +133,11 @@ def rank_memory(needs: RankNeeds, shape: Shape, num_pages: int) -> RankMemory:
         needs.options,
         needs.quantization,
         num_ranks=shape.tp,
+        layers=layers,
         elsewhere=needs.elsewhere,
     )
     return RankMemory(
-        shape=shape,
+        layers=layers,
         weights=held.on_device,
         dram=held.in_dram,
         activations=workspace_bytes(
@@ -121,7 +150,7 @@ def rank_memory(needs: RankNeeds, shape: Shape, num_pages: int) -> RankMemory:
         communication=communication,
         libraries=libraries,
         num_pages=math.ceil(num_pages / shape.dcp),
-        block_bytes=needs.layout.block_bytes,
+        block_bytes=needs.layout.slice_bytes * len(layers),
     )
 
 
@@ -136,9 +165,16 @@ class GpuNode:
     dram_bytes: int | None
     """Of a node; None: not known."""
 
-    def filled(self, needs: RankNeeds, shape: Shape) -> RankMemory:
-        """Return the memory of a rank with all pages that a GPU has room for."""
-        rank = rank_memory(needs, shape, 0)
+    def filled(self, needs: RankNeeds, shape: Shape) -> InstanceMemory:
+        """Return the memory of ranks with all pages that every GPU has room for."""
+        ranks = [self._filled(rank) for rank in instance_memory(needs, shape, 0).stages]
+        num_pages = min(rank.num_pages for rank in ranks)
+        return InstanceMemory(
+            shape=shape,
+            stages=tuple(dataclasses.replace(rank, num_pages=num_pages) for rank in ranks),
+        )
+
+    def _filled(self, rank: RankMemory) -> RankMemory:
         resident = rank.weights + rank.communication + rank.libraries
         memory = GpuMemory(self.gpu_bytes, resident, rank.activations)
         return dataclasses.replace(
@@ -149,35 +185,37 @@ class GpuNode:
             gpu_bytes=int(self.gpu_bytes * self.utilization),
         )
 
-    def check(self, needs: RankNeeds, rank: RankMemory, num_engines: int) -> None:
+    def check(self, needs: RankNeeds, memory: InstanceMemory, num_engines: int) -> None:
         """Raise ConfigError where the pages do not fit, or no sequence of full length, or experts
         not into DRAM; the message says what takes the room and what would fit.
         """
-        on_a_node = min(num_engines, self.num_gpus // rank.shape.tp)
-        check_dram(on_a_node * rank.shape.tp, rank.dram, self.dram_bytes, f"on {self.name}")
-        room = self.filled(needs, rank.shape)
-        each = rank.shape.dcp * needs.layout.block_tokens
-        tokens = max(0, room.num_pages) * each
-        wanted = max(needs.max_model_len, rank.num_pages * each)
+        shape = memory.shape
+        on_a_node = min(num_engines * shape.pp, self.num_gpus // shape.tp) * shape.tp
+        most = max(rank.dram for rank in memory.stages)
+        check_dram(on_a_node, most, self.dram_bytes, f"on {self.name}")
+        filled = self.filled(needs, shape)
+        each = shape.dcp * needs.layout.block_tokens
+        tokens = max(0, filled.num_pages) * each
+        wanted = max(needs.max_model_len, memory.num_pages * each)
         if wanted <= tokens:
             return
         usable = int(self.gpu_bytes * self.utilization)
+        fullest = max(filled.stages, key=lambda rank: rank.weights)
         raise ConfigError(
-            f"{rank.shape} on {self.name} does not fit: each rank holds "
-            f"{format_bytes(room.weights)} of weights and {format_bytes(room.overhead)} for steps, "
-            f"communication and libraries, of {format_bytes(usable)} ({self.utilization:g} of a "
-            f"GPU): that leaves room for {tokens} tokens of KV, and {wanted} are wanted; "
-            f"{self._cures(needs, rank.shape, tokens)}"
+            f"{shape} on {self.name} does not fit: each rank holds "
+            f"{format_bytes(fullest.weights)} of weights and {format_bytes(fullest.overhead)} for "
+            f"steps, communication and libraries, of {format_bytes(usable)} ({self.utilization:g} "
+            f"of a GPU): that leaves room for {tokens} tokens of KV, and {wanted} are wanted; "
+            f"{self._cures(needs, shape, tokens)}"
         )
 
     def _cures(self, needs: RankNeeds, present: Shape, tokens: int) -> str:
         cures = []
         fitting = self._fitting_shape(needs, present)
         if fitting is not None:
-            flags = f"--{TP_FLAG} {fitting.tp}" + (
-                f" --{DCP_FLAG} {fitting.dcp}" if fitting.dcp > 1 else ""
-            )
-            cures.append(flags)
+            sizes = (PP_FLAG, fitting.pp), (DCP_FLAG, fitting.dcp)
+            others = "".join(f" --{flag} {size}" for flag, size in sizes if size > 1)
+            cures.append(f"--{TP_FLAG} {fitting.tp}{others}")
         if tokens >= _LEAST_CONTEXT:
             cures.append(f"--max-model-len {tokens}")
         if not isinstance(needs.quantization, Int4Group):
@@ -186,24 +224,38 @@ class GpuNode:
             if shape is not None:
                 cures.append(f"INT4 weights as {shape}")
         if not cures:
-            return f"no shape of this model fits the {self.num_gpus} GPUs of a node"
+            return f"no shape of this model fits nodes of {self.num_gpus} such GPUs"
         return "this would: " + ", or ".join(cures)
 
     def _fitting_shape(self, needs: RankNeeds, present: Shape) -> Shape | None:
-        """Return the smallest shape, no smaller than `present`, that fits one node."""
-        for tp in divisors(needs.spec.num_attention_heads):
-            if not present.tp <= tp <= self.num_gpus:
-                continue
-            try:
-                check_cuts(needs.spec, needs.quantization, tp)
-            except ConfigError:
-                continue
-            for dcp in divisors(tp):
-                shape = Shape(tp=tp, dcp=dcp)
-                pages = self.filled(needs, shape).num_pages
-                if pages * dcp * needs.layout.block_tokens >= needs.max_model_len:
-                    return shape
+        """Return the smallest shape, no smaller than `present`, that fits: of one node for each of
+        as few stages as may be, of each as few GPUs.
+        """
+        sizes = [
+            tp
+            for tp in divisors(needs.spec.num_attention_heads)
+            if present.tp <= tp <= self.num_gpus and self._can_be_cut(needs, tp)
+        ]
+        for pp in range(present.pp, min(_MOST_STAGES, needs.spec.num_hidden_layers) + 1):
+            for tp in sizes if pp == present.pp else sizes[-1:]:
+                filled = self.filled(needs, Shape(tp=tp, pp=pp))
+                for dcp in divisors(tp):
+                    shape = Shape(tp=tp, pp=pp, dcp=dcp)
+                    exact = filled if dcp == 1 else self.filled(needs, shape)
+                    tokens = exact.num_pages * dcp * needs.layout.block_tokens
+                    if tokens >= needs.max_model_len:
+                        return shape
+                    if filled.num_pages <= 0:
+                        break  # weights alone do not fit: dealing KV out does not help
         return None
+
+    @staticmethod
+    def _can_be_cut(needs: RankNeeds, tp: int) -> bool:
+        try:
+            check_cuts(needs.spec, needs.quantization, tp)
+        except ConfigError:
+            return False
+        return True
 
 
 def check_dram(num_ranks: int, each: int, dram_bytes: int | None, where: str) -> None:
@@ -222,22 +274,27 @@ _INT4_IGNORED = (r"re:.*self_attn.*", r"re:.*shared_experts.*", r"re:.*mlp\.(gat
 """Kimi-K2-Thinking's: only routed experts are INT4."""
 
 
-def rank_rows(rank: RankMemory, layout: KvLayout) -> list[tuple[str, ...]]:
-    """Return one row a rank for a table: rank, weights, KV, its tokens, activations,
-    communication, libraries, all together, of what, and experts in DRAM where there are.
+def rank_rows(memory: InstanceMemory, layout: KvLayout) -> list[tuple[str, ...]]:
+    """Return one row a rank for a table: rank, its layers where there are stages, weights, KV, its
+    tokens, activations, communication, libraries, all together, of what, and experts in DRAM where
+    there are.
     """
-    shape = rank.shape
-    tokens = max(0, rank.num_pages) * layout.block_tokens
+    shape = memory.shape
+    tokens = max(0, memory.num_pages) * layout.block_tokens
     share = f"{tokens}" if shape.dcp == 1 else f"{tokens} of {tokens * shape.dcp}"
-    cells = (
-        format_bytes(rank.weights),
-        format_bytes(rank.kv),
-        share,
-        format_bytes(rank.activations),
-        format_bytes(rank.communication),
-        format_bytes(rank.libraries),
-        format_bytes(rank.total),
-        "" if rank.gpu_bytes is None else format_bytes(rank.gpu_bytes),
-        *((format_bytes(rank.dram),) if rank.dram else ()),
-    )
-    return [(str(number), *cells) for number in range(shape.tp)]
+    rows = []
+    for stage, rank in enumerate(memory.stages):
+        cells = (
+            *((f"{rank.layers[0]}-{rank.layers[-1]}",) if shape.pp > 1 else ()),
+            format_bytes(rank.weights),
+            format_bytes(rank.kv),
+            share,
+            format_bytes(rank.activations),
+            format_bytes(rank.communication),
+            format_bytes(rank.libraries),
+            format_bytes(rank.total),
+            "" if rank.gpu_bytes is None else format_bytes(rank.gpu_bytes),
+            *((format_bytes(rank.dram),) if rank.dram else ()),
+        )
+        rows += [(str(number), *cells) for number in shape.ranks_of(stage)]
+    return rows

@@ -205,12 +205,13 @@ class ServeConfig:
         "so far",
         short="-dcp")
     prefill_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
-        "tensor-parallel-size or decode-context-parallel-size of prefill workers, where it is not "
+        "tensor-, pipeline- or decode-context-parallel-size of prefill workers, where it is not "
         "that of all; may be repeated", repeat=True)
     decode_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
         "the same of decode workers", repeat=True)
-    pipeline_parallel_size: int = setting(1, only_one(_WHOLE_LAYERS), CLUSTER, "N",
-        "only 1 so far", short="-pp")
+    pipeline_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
+        "stages of an engine, each with a part of the layers; only with --dry-run so far",
+        short="-pp")
     data_parallel_size: int = setting(1, only_one(_WHOLE_LAYERS), CLUSTER, "N", "only 1 so far",
         short="-dp")
     host: str = owned(ApiConfig, "host", text, API, "HOST", "address of the API")

@@ -3,7 +3,8 @@ plan and the loader agree on. Pure.
 
 Heads, expert and MLP columns, and the vocabulary are cut; norms, latent projections (`q_a_proj`,
 `kv_a_proj_with_mqa`) and the router are whole on every rank. The embedding is cut by hidden columns
-(gathering is exact where adding masked rows is a sum), a tied one is whole.
+(gathering is exact where adding masked rows is a sum), a tied one is whole. Of a pipeline each
+stage has its layers, the first the embedding, the last the norm and head behind them.
 """
 
 from __future__ import annotations
@@ -77,6 +78,16 @@ def cut_of(spec: ModelSpec, name: str, num_ranks: int) -> Cut | None:
         case "lm_head":
             return None if spec.vocab_size % num_ranks else Cut(0, 1, "words of the vocabulary")
     return None
+
+
+def is_held(spec: ModelSpec, name: str, layers: range) -> bool:
+    """Whether the stage of these layers has (its parts of) tensor `name`."""
+    if name.startswith("model.layers."):
+        return int(name.split(".", 3)[2]) in layers
+    is_first, is_last = 0 in layers, spec.num_hidden_layers - 1 in layers
+    if "embed_tokens" in name:
+        return is_first or (is_last and spec.tie_word_embeddings)
+    return is_last
 
 
 def part_shape(shape: tuple[int, ...], cut: Cut | None, num_ranks: int) -> tuple[int, ...]:

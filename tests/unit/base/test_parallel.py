@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base import ConfigError, Shape
-from mooncake.base.parallel import divisors
+from mooncake.base.parallel import divisors, stage_layers
 
 
 @pytest.mark.parametrize(
     ("words", "shape"),
-    [("tp1", Shape()), ("tp8", Shape(tp=8)), ("tp8-dcp4", Shape(tp=8, dcp=4))],
+    [
+        ("tp1", Shape()),
+        ("tp8", Shape(tp=8)),
+        ("tp8-dcp4", Shape(tp=8, dcp=4)),
+        ("tp1-pp2", Shape(pp=2)),
+        ("tp8-pp2-dcp8", Shape(tp=8, pp=2, dcp=8)),
+    ],
 )
 def test_a_shape_is_written_as_it_is_read(words: str, shape: Shape) -> None:
     assert Shape.parse(words) == shape
@@ -18,10 +24,11 @@ def test_a_shape_is_written_as_it_is_read(words: str, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["", "8", "tp0", "tp", "dcp8", "tp8-dcp", "tp8dcp8", "TP8", "tp8-"]
+    "words",
+    ["", "8", "tp0", "tp", "dcp8", "tp8-dcp", "tp8dcp8", "TP8", "tp8-", "pp2", "tp8-dcp8-pp2"],
 )
 def test_what_is_no_shape(words: str) -> None:
-    with pytest.raises(ConfigError, match="is not tpN or tpN-dcpN"):
+    with pytest.raises(ConfigError, match="is not tpN, with -ppN"):
         Shape.parse(words)
 
 
@@ -36,3 +43,32 @@ def test_shapes_that_cannot_be() -> None:
 
 def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_rank_0_is_in_the_last_stage() -> None:
+    shape = Shape(tp=2, pp=3)
+    assert shape.num_ranks == 6
+    assert [shape.stage_of(rank) for rank in range(6)] == [2, 2, 1, 1, 0, 0]
+    assert [list(shape.ranks_of(stage)) for stage in range(3)] == [[4, 5], [2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "sizes"),
+    [
+        (61, 1, [61]),
+        (61, 2, [31, 30]),
+        (61, 4, [15, 16, 15, 15]),
+        (62, 4, [15, 16, 16, 15]),
+        (63, 4, [16, 16, 16, 15]),
+        (3, 3, [1, 1, 1]),
+    ],
+)
+def test_stages_have_the_layers_in_order(num_layers: int, pp: int, sizes: list[int]) -> None:
+    stages = stage_layers(num_layers, pp)
+    assert [len(stage) for stage in stages] == sizes
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(ConfigError, match="pipeline-parallel-size: 4 stages need as many layers"):
+        stage_layers(3, 4)

@@ -23,7 +23,7 @@ BLOCK_BYTES = 3 * 64 * 20 * 2
 
 def rank_of(plan: ServePlan) -> RankMemory:
     """Return the memory of each rank of a decode worker."""
-    return plan.ranks[Role.DECODE]
+    return plan.ranks[Role.DECODE].stages[0]
 
 
 def plan_for(model: Path, *, cores: int = 8, **settings: Any) -> ServePlan:

@@ -29,8 +29,8 @@ def write_k2(directory: Path, kind: str, **changes: Any) -> Path:
 
 
 def rank_of(plan: ServePlan) -> RankMemory:
-    """Return the memory of each rank of a decode worker."""
-    return plan.ranks[Role.DECODE]
+    """Return the memory of a rank of the last stage of a decode worker."""
+    return plan.ranks[Role.DECODE].stages[-1]
 
 
 def plan_for(model: Path, **settings: Any) -> ServePlan:
@@ -59,7 +59,8 @@ def test_k2_int4_on_eight_h200_has_the_kv_that_vllm_has(
          r"room for \d+ tokens of KV, and 131072 are wanted; this would: --tensor-parallel-size 8 "
          r"--decode-context-parallel-size 8, or --max-model-len \d+, or INT4 weights as tp8"),
         ("fp8", {"tensor_parallel_size": 8, "hardware": "h800x8"},
-         "0 tokens of KV, and 131072 are wanted; no shape of this model fits the 8 GPUs of a node"),
+         "0 tokens of KV, and 131072 are wanted; this would: --tensor-parallel-size 8 "
+         "--pipeline-parallel-size 2, or INT4 weights as tp8"),
         ("int4", {"tensor_parallel_size": 4}, "this would: --tensor-parallel-size 8$"),
         ("int4", {"tensor_parallel_size": 8, "num_gpu_blocks_override": 100_000},
          "and 6400000 are wanted"),
@@ -125,16 +126,53 @@ def test_k2_thinking_on_one_gpu_and_dram(
 
 def test_a_node_has_so_many_gpus(tmp_path: Path) -> None:
     model = write_k2(tmp_path / "k2", "int4")
-    with pytest.raises(ConfigError, match="16 ranks of an engine lie on one node, which has 8"):
+    with pytest.raises(ConfigError, match="16 ranks of a stage lie on one node, which has 8"):
         plan_for(model, tensor_parallel_size=16, hardware="h200x8")
 
 
 def test_some_shapes_are_planned_and_not_served_yet(tmp_path: Path) -> None:
     model = write_k2(tmp_path / "k2", "int4")
-    assert rank_of(plan_for(model, tensor_parallel_size=2)).shape.tp == 2
+    assert plan_for(model, tensor_parallel_size=2).ranks[Role.DECODE].shape.tp == 2
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     with pytest.raises(ConfigError, match="tensor-parallel-size=2 is not supported on GPUs yet"):
         plan_for(model, tensor_parallel_size=2, dry_run=False, device="cuda")
+    with pytest.raises(ConfigError, match="pipeline-parallel-size=2 is not supported on GPUs yet"):
+        plan_for(model, pipeline_parallel_size=2, dry_run=False, device="cuda")
+
+
+def test_stages_hold_their_layers(tmp_path: Path) -> None:
+    """K2 in FP8 on 16 H800, as its recipe: 65 GB of weights a rank, and one page is the same block
+    in both stages.
+    """
+    model = write_k2(tmp_path / "k2", "fp8")
+    plan = plan_for(
+        model, tensor_parallel_size=8, pipeline_parallel_size=2, hardware="h800x8", colocated=True
+    )
+    check_memory(plan, None)
+    memory = plan.ranks[Role.DECODE]
+    first, last = memory.stages
+    assert (first.layers, last.layers) == (range(31), range(31, 61))
+    assert first.weights == pytest.approx(65.1e9, rel=0.03)
+    assert first.num_pages == last.num_pages == plan.engine.num_blocks
+    assert first.block_bytes + last.block_bytes == plan.layout.block_bytes
+    whole = plan_for(model, tensor_parallel_size=8, hardware="h800x8", colocated=True)
+    together = sum(rank.weights for rank in memory.stages)
+    assert together == rank_of(whole).weights, "no tensor is held twice, none is missing"
+
+
+def test_a_row_for_each_rank_of_each_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    model = write_k2(tmp_path / "k2", "fp8")
+    words = f"serve {model} --dry-run --hardware h800x8 -tp 8 --colocated -pp 3"
+    assert cli.run(words.split()) == 0
+    table = capsys.readouterr().out.partition("memory of each rank of an engine of tp8-pp3")[2]
+    assert "1 engine on 3 nodes" in table
+    rows = [line.split()[:2] for line in table.splitlines()[2:]]
+    layers = ["0-19"] * 8 + ["20-40"] * 8 + ["41-60"] * 8
+    ranks = [*range(16, 24), *range(8, 16), *range(8)]
+    assert rows == [[str(rank), held] for rank, held in zip(ranks, layers, strict=True)]
 
 
 def test_ranks_on_cpus_share_cores_and_add_up(tmp_path: Path) -> None:
@@ -148,6 +186,11 @@ def test_ranks_on_cpus_share_cores_and_add_up(tmp_path: Path) -> None:
     assert (one.num_threads, two.num_threads) == (4, 2)
     assert rank_of(two).weights < rank_of(one).weights < 2 * rank_of(two).weights
     assert rank_of(two).kv == rank_of(one).kv
+    staged = plan_for(model, pipeline_parallel_size=2, device="cpu")
+    assert staged.num_threads == 2
+    stages = staged.ranks[Role.DECODE].stages
+    assert sum(rank.kv for rank in stages) == rank_of(one).kv
+    assert staged.engine_bytes(Role.DECODE) == sum(rank.total for rank in stages)
     dealt = plan_for(model, tensor_parallel_size=2, decode_context_parallel_size=2, device="cpu")
     assert rank_of(dealt).num_pages == -(-dealt.engine.num_blocks // 2)
     limits = dealt.engine_of(Role.DECODE)
@@ -177,13 +220,14 @@ def test_the_command_prints_a_row_for_each_rank(
          "among 1, 2, 4, 8, 16, 32, 64 ranks"),
         ("fp8", "-tp 32", "would be cut into rows of 576 among 32 ranks, and its quantized blocks "
          "are 128 wide; this model can be cut among 1, 2, 4, 8, 16 ranks"),
-        ("int4", "-tp 16", "16 ranks of an engine lie on one node, which has 8 GPUs"),
+        ("int4", "-tp 16", "16 ranks of a stage lie on one node, which has 8 GPUs"),
         ("int4", "-tp 8 --decode-set decode-context-parallel-size=3",
          "3 does not divide tensor-parallel-size 8; each rank holds one share of the context: "
          "1, 2, 4, 8 would do"),
         ("int4", "-tp 4", "125 GiB (0.9 of a GPU): that leaves room for 0 tokens of KV, and 131072 "
          "are wanted; this would: --tensor-parallel-size 8"),
-        ("int4", "-tp 8 -pp 2", "pipeline-parallel-size=2 is not supported yet"),
+        ("int4", "-tp 8 -pp 62", "62 stages need as many layers, and this model has 61"),
+        ("int4", "-dp 2", "data-parallel-size=2 is not supported yet"),
     ],
 )  # fmt: skip
 def test_the_command_refuses_shapes_that_cannot_be(
