@@ -48,6 +48,7 @@ from mooncake.base.kv_layout import (
     SegmentRef,
     packed_places,
 )
+from mooncake.base.kv_parts import KvPart
 from mooncake.base.machine import (
     Machine,
 )
@@ -141,6 +142,7 @@ __all__ = [
     "KVReady",
     "KeyChain",
     "KvLayout",
+    "KvPart",
     "LoadReport",
     "Machine",
     "Message",

@@ -9,6 +9,7 @@ width]`). One offset and one layer stride describe both, so a copy works the sam
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import msgspec
 
@@ -77,7 +78,9 @@ class SegmentRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockPlaces(msgspec.Struct, frozen=True, array_like=True):
-    """Slice `layer` of block `i` starts at `offsets[i] + layer * layer_stride`."""
+    """Blocks in one region: the slice of the layer `n` layers after the first that lies there of
+    block `i` starts at `offsets[i] + n * layer_stride`.
+    """
 
     segment: SegmentRef
     region: int
@@ -86,19 +89,37 @@ class BlockPlaces(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageArray(msgspec.Struct, frozen=True):
-    """The pages of an engine in one region: `[homes, layers, pages of a home, tokens, width]`.
+    """The pages of an engine that lie in one region: `[homes, layers, pages of a home, tokens,
+    width]`.
 
-    A page's *home* is the rank that holds it where ranks share the pages out: the first
-    `num_pages / num_homes` pages lie with the first, and so on.
+    A page's *home* says which ranks hold it where ranks share the pages out: the first
+    `num_pages / num_homes` pages lie with the first, and so on. Pages keep their numbers wherever
+    they lie: of an array that holds one home the first page need not be 0.
     """
 
     layout: KvLayout
     num_pages: int
+    """Of the engine, in all homes."""
     num_homes: int = 1
+    home: int | None = None
+    """The only one that this region holds; None: it holds all."""
+    first_layer: int = 0
+    stop_layer: int | None = None
+    """Layers from `first_layer` to the one before this lie here; None: to the last."""
+
+    @property
+    def layers(self) -> range:
+        """The layers of the model that lie here."""
+        stop = self.layout.num_layers if self.stop_layer is None else self.stop_layer
+        return range(self.first_layer, stop)
 
     @property
     def num_bytes(self) -> int:
-        return self.num_pages * self.layout.block_bytes
+        return self.num_homes_here * self._home_bytes
+
+    @property
+    def num_homes_here(self) -> int:
+        return self.num_homes if self.home is None else 1
 
     @property
     def pages_of_home(self) -> int:
@@ -109,17 +130,29 @@ class PageArray(msgspec.Struct, frozen=True):
         """Bytes from a page's slice to that of the next layer."""
         return self.pages_of_home * self.layout.slice_bytes
 
-    def offset(self, page: int) -> int:
-        """Return the byte at which a page's first slice begins."""
-        home, within = divmod(page, self.pages_of_home)
-        layout = self.layout
-        return home * self.pages_of_home * layout.block_bytes + within * layout.slice_bytes
+    def of_rank(self, rank: int) -> PageArray:
+        """Return what `rank` holds in a memory of its own, where this is what all hold."""
+        return msgspec.structs.replace(self, home=rank % self.num_homes)
 
-    def places(self, segment: SegmentRef, region: int, pages: list[int]) -> BlockPlaces:
+    def holds(self, page: int) -> bool:
+        """Whether a page of the engine lies here."""
+        return self.home is None or page // self.pages_of_home == self.home
+
+    def offset(self, page: int) -> int:
+        """Return the byte at which the first slice of a page begins that lies here."""
+        home, within = divmod(page, self.pages_of_home)
+        before = home if self.home is None else 0
+        return before * self._home_bytes + within * self.layout.slice_bytes
+
+    def places(self, segment: SegmentRef, region: int, pages: Sequence[int]) -> BlockPlaces:
         """Return the places of `pages` for peers."""
         return BlockPlaces(
             segment, region, self.layer_stride, [self.offset(page) for page in pages]
         )
+
+    @property
+    def _home_bytes(self) -> int:
+        return len(self.layers) * self.layer_stride
 
 
 class Home(msgspec.Struct, frozen=True):

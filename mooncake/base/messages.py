@@ -14,6 +14,7 @@ import msgspec
 
 from mooncake.base.blocks import BlockKey
 from mooncake.base.kv_layout import BlockPlaces
+from mooncake.base.kv_parts import KvPart
 from mooncake.base.large_settings import LargeSettings, SettingName
 from mooncake.base.request import (
     Failure,
@@ -22,7 +23,7 @@ from mooncake.base.request import (
     TokenLogprobs,
 )
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Role(str, Enum):
@@ -340,9 +341,8 @@ class Reserved(Message, frozen=True, tag="reserved"):
     request_id: str
     attempt: int
     decode: WorkerRef
-    indexes: list[int]
-    """Positions in the sequence of the blocks in `places`."""
-    places: BlockPlaces
+    parts: list[KvPart]
+    """One for each memory that is to get some of them."""
 
 
 # ---------------------------------------------------------------- to decode

@@ -159,8 +159,7 @@ class DecodeWorker:
                 request_id=job.request_id,
                 attempt=job.attempt,
                 decode=self.instance.worker,
-                indexes=list(range(job.num_matched, len(job.pages))),
-                places=self.instance.places(job.pages[job.num_matched :]),
+                parts=self.instance.mover.parts(job.pages[job.num_matched :], job.num_matched),
             ),
         )
 

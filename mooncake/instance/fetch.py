@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mooncake.base.blocks import BlockKey
-from mooncake.base.kv_layout import PageArray
+from mooncake.base.kv_layout import BlockPlaces
 from mooncake.base.messages import NO_HEAD, ChainHead, WorkerRef
-from mooncake.kvstore.client.block_memory import BlockMemory, Places
+from mooncake.instance.mover import Ended, OwnPages, SliceMover
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 
 Fetched = Callable[[int, float], None]
@@ -20,21 +20,38 @@ Moved = Callable[[WorkerRef, ReadResult], None]
 """(pool node, how a fetch from it ended): from it is learnt how fast pool nodes are."""
 
 
+class PageReads:
+    """Reads blocks into pages of this instance, into every memory that holds them: the `ReadPort`
+    of its reader.
+    """
+
+    def __init__(self, mover: SliceMover, own: OwnPages, ended: Ended) -> None:
+        """`ended` is called with the end of each read."""
+        self._mover = mover
+        self._own = own
+        self._ended = ended
+
+    def read(self, places: Sequence[int], there: BlockPlaces, deadline_s: float) -> int:
+        return self._mover.read(places, there, deadline_s, self._ended)
+
+    def cancel(self, number: int) -> None:
+        self._mover.cancel(number)
+
+    def checksum(self, places: Sequence[int], index: int) -> int:
+        return self._own.checksum(places[index])
+
+
 class Fetcher:
     """All fetches of one worker."""
 
     def __init__(
         self,
         reader: BlockReader,
-        memory: BlockMemory,
-        pages: PageArray,
         timeout_s: float,
         moved: Moved = lambda _store, _result: None,
     ) -> None:
-        """Fetch into `pages`, which lie in `memory`."""
+        """`reader` reads into pages of this instance."""
         self._reader = reader
-        self._memory = memory
-        self._pages = pages
         self._timeout_s = timeout_s
         self._moved = moved
         self.num_blocks_fetched = 0
@@ -59,8 +76,7 @@ class Fetcher:
             self.num_fetches_failed += result.num_blocks == 0
             fetched(result.num_blocks, at)
 
-        places = Places(self._memory, tuple(map(self._pages.offset, pages)))
-        return self._reader.start(store, keys, places, now + self._timeout_s, ended, head=head)
+        return self._reader.start(store, keys, pages, now + self._timeout_s, ended, head=head)
 
     def cancel(self, number: int, now: float) -> None:
         """Stop a fetch; it still ends through its callback."""

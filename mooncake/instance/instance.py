@@ -12,7 +12,7 @@ import msgspec
 
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
-from mooncake.base.kv_layout import BlockPlaces, KvLayout, PageArray
+from mooncake.base.kv_layout import KvLayout, PageArray
 from mooncake.base.messages import (
     NO_HEAD,
     Answer,
@@ -38,13 +38,12 @@ from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance.checksums import BlockChecksums, HashDone, Hasher
 from mooncake.instance.config import InstanceConfig
-from mooncake.instance.fetch import Fetcher
+from mooncake.instance.fetch import Fetcher, PageReads
 from mooncake.instance.kept_settings import KeptSettings, TaskT
-from mooncake.instance.mover import SliceMover
+from mooncake.instance.mover import OwnPages, SliceMover
 from mooncake.instance.pages import Quarantine
 from mooncake.instance.push import Push
 from mooncake.instance.put import WriteThrough
-from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from mooncake.kvstore.client.block_writer import BlockWriter
 from mooncake.rpc.channel import Channel
@@ -82,23 +81,19 @@ class Instance:
         self.worker = hello.worker
         self._channel = ports.channel
         self._transfer = ports.transfer
-        self._segment = ports.transfer.segment
-        self._region_id = ports.pages.region_id
-        self._pages = PageArray(layout, engine.config.num_blocks, engine.config.num_homes)
-        self.mover = SliceMover(self._pages, ports.transfer, self._region_id)
+        array = PageArray(layout, engine.config.num_blocks, engine.config.num_homes)
+        self._own_pages = OwnPages(array, ports.transfer, ports.pages)
+        self.mover = SliceMover([self._own_pages])
         self._reader = BlockReader(
             self.worker,
             ports.channel,
-            ports.transfer,
+            PageReads(self.mover, self._own_pages, self._on_read),
             verify=config.verify_fetches and _has_bytes(ports.pages),
         )
         self._writer = BlockWriter(self.worker, ports.channel)
-        self._blocks = BlockMemory.strided(ports.pages, layout, self._pages.layer_stride)
-        self.fetcher = Fetcher(
-            self._reader, self._blocks, self._pages, config.fetch_timeout_s, self._count_fetch
-        )
+        self.fetcher = Fetcher(self._reader, config.fetch_timeout_s, self._count_fetch)
         self.checksums = BlockChecksums(ports.hasher)
-        self.write_through = WriteThrough(self._writer, config.push_timeout_s)
+        self.write_through = WriteThrough(self._writer, layout.num_layers, config.push_timeout_s)
         self.quarantine = Quarantine(self.pool, config.quarantine_s)
         self.draining = False
         """The worker wants to leave."""
@@ -130,8 +125,7 @@ class Instance:
             case LayerDone():
                 self.engine.on_progress()
             case TransferDone():
-                if not self._reader.on_transfer_done(event, now):
-                    self.mover.on_done(event, now)
+                self.mover.on_done(event, now)
             case HashDone():
                 self.checksums.on_done(event, now)
             case PutGranted():
@@ -182,10 +176,6 @@ class Instance:
     def next_sequence_id(self) -> int:
         self._last_sequence_id += 1
         return self._last_sequence_id
-
-    def places(self, pages: list[int]) -> BlockPlaces:
-        """Return where a peer may write these pages."""
-        return self._pages.places(self._segment, self._region_id, pages)
 
     def send(self, worker: WorkerRef, message: AnyMessage) -> None:
         self._channel.send(worker.address, message)
@@ -268,6 +258,9 @@ class Instance:
 
         push.close(now, released)
 
+    def _on_read(self, done: TransferDone, now: float) -> None:
+        self._reader.on_transfer_done(done, now)
+
     def _count_fetch(self, store: WorkerRef, result: ReadResult) -> None:
         """Count what fetches move, from this machine's pool node and from others: the Conductor
         learns their speed from it.
@@ -307,7 +300,7 @@ class Instance:
         workers.
         """
         pages = self.pool.match(keys)
-        return [self._blocks.checksum(self._pages.offset(page)) for page in pages]
+        return [self._own_pages.checksum(page) for page in pages]
 
     @property
     def quiet(self) -> bool:
@@ -327,6 +320,7 @@ class Instance:
         """
         self.engine.check_integrity()
         self.kept_settings.check_integrity()
+        self.mover.check_integrity()
         if role_quiet and self.quiet:
             assert self.pool.num_held == 0, f"{self.pool.num_held} pages are held for nothing"
 

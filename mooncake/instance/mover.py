@@ -1,66 +1,191 @@
-"""Writes slices of this instance's pages to block places elsewhere.
+"""Moves slices between the pages of this instance and block places elsewhere, each rank those in
+its own memory.
 
-Owns which batch belongs to which push; each batch ends through the callback it was started with.
+Owns which rank's batches belong to which move; each move ends once, when all of them have ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from mooncake.base.kv_layout import BlockPlaces, PageArray
-from mooncake.transfer.engine import Op, Transfer, TransferBatch, TransferDone, TransferOp
+from mooncake.base.kv_layout import BlockPlaces, PageArray, SegmentRef
+from mooncake.base.kv_parts import KvPart, Move, copies, part_of, reshard
+from mooncake.kvstore.client.block_memory import BlockMemory
+from mooncake.transfer.engine import (
+    Op,
+    Region,
+    Transfer,
+    TransferBatch,
+    TransferDone,
+    TransferOp,
+)
 
 Ended = Callable[[TransferDone, float], None]
+"""(how a move ended, now); the id is that of the move."""
+
+
+class RankPages(Protocol):
+    """The pages in the memory of one rank, and its transfer engine."""
+
+    @property
+    def array(self) -> PageArray:
+        """Which of the instance's pages and layers these are."""
+
+    @property
+    def segment(self) -> SegmentRef: ...
+
+    @property
+    def region_id(self) -> int: ...
+
+    def start(self, op: Op, move: Move, deadline_s: float) -> int:
+        """Begin a move and return its number on this rank, which its end names."""
+
+    def cancel(self, number: int) -> None:
+        """Ask a move to stop; its end still comes."""
+
+
+class OwnPages:
+    """The pages in this process's memory: a `RankPages`."""
+
+    def __init__(self, array: PageArray, transfer: Transfer, region: Region) -> None:
+        self.array = array
+        self._transfer = transfer
+        self.region_id = region.region_id
+        self._blocks = BlockMemory.strided(region, array.layout, array.layer_stride)
+
+    @property
+    def segment(self) -> SegmentRef:
+        return self._transfer.segment
+
+    def start(self, op: Op, move: Move, deadline_s: float) -> int:
+        """Begin a move as one batch; its `TransferDone` is the end."""
+        array, there, size = self.array, move.there, self.array.layout.slice_bytes
+        before = move.first_layer - array.first_layer
+        steps = [
+            ((before + number) * array.layer_stride, number * there.layer_stride)
+            for number in range(len(move.layers))
+        ]
+        ops = [
+            TransferOp(self.region_id, here + mine, there.region, offset + theirs, size)
+            for here, offset in zip(map(array.offset, move.pages), there.offsets, strict=True)
+            for mine, theirs in steps
+        ]
+        return self._transfer.submit(
+            TransferBatch(op=op, peer=there.segment, ops=ops, deadline_s=deadline_s)
+        )
+
+    def cancel(self, number: int) -> None:
+        self._transfer.cancel(number)
+
+    def checksum(self, page: int) -> int:
+        """Return the xxh3-64 of the block in a page. Raises TransferError when a device fails."""
+        return self._blocks.checksum(self.array.offset(page))
+
+
+@dataclass
+class _Moving:
+    """A move under way."""
+
+    ended: Ended
+    open: set[tuple[int, int]] = field(default_factory=set)
+    """(rank, number on this rank) of what has not ended."""
+    error: str | None = None
+    num_bytes: int = 0
+    seconds: float = 0.0
 
 
 class SliceMover:
-    """Copies slices (one layer of one block each) from local pages to remote places."""
+    """Copies slices (one layer of one block each) between the ranks' pages and remote places."""
 
-    def __init__(self, pages: PageArray, transfer: Transfer, region_id: int) -> None:
-        self.layout = pages.layout
-        self._pages = pages
-        self._transfer = transfer
-        self._region_id = region_id
-        self._ended: dict[int, Ended] = {}
+    def __init__(self, ranks: Sequence[RankPages]) -> None:
+        """`ranks`: the memories of this instance, that of this process first."""
+        self.layout = ranks[0].array.layout
+        self._ranks = ranks
+        self._arrays = [rank.array for rank in ranks]
+        self._moving: dict[int, _Moving] = {}
+        self._move_of: dict[tuple[int, int], int] = {}
+        """(rank, number on this rank) -> move."""
+        self._last_move = 0
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._ended)
+        return len(self._moving)
 
-    def move(
+    def parts(self, pages: Sequence[int], first_index: int) -> list[KvPart]:
+        """Return where peers may write the blocks from `first_index` on, which go to `pages`: to
+        each memory what it holds.
+        """
+        return [
+            part_of(rank.array, rank.segment, rank.region_id, pages, first_index)
+            for rank in self._ranks
+        ]
+
+    def write(
         self,
-        places: BlockPlaces,
-        slices: Iterable[tuple[int, int, int]],
+        parts: Sequence[KvPart],
+        blocks: Mapping[int, int],
+        layers: range,
         deadline_s: float,
         ended: Ended,
-    ) -> int:
-        """Start to write one batch and return its id; `ended` is called once.
-
-        Each slice is (page, byte offset of the block at the remote place, layer).
+    ) -> int | None:
+        """Start to write `layers` of `blocks` (index -> page) to `parts`; return the move's id.
+        `ended` is called once. None: no part takes any of that.
         """
-        size, mine = self.layout.slice_bytes, self._pages
-        ops = [
-            TransferOp(
-                self._region_id,
-                mine.offset(page) + layer * mine.layer_stride,
-                places.region,
-                offset + layer * places.layer_stride,
-                size,
+        moves = reshard(self._arrays, parts, blocks, layers)
+        return self._start(Op.WRITE, moves, deadline_s, ended) if moves else None
+
+    def read(
+        self, pages: Sequence[int], there: BlockPlaces, deadline_s: float, ended: Ended
+    ) -> int:
+        """Start to read whole blocks into `pages`, to every memory that holds them; return the
+        move's id. `ended` is called once.
+        """
+        return self._start(Op.READ, copies(self._arrays, pages, there), deadline_s, ended)
+
+    def _start(self, op: Op, moves: Sequence[Move], deadline_s: float, ended: Ended) -> int:
+        self._last_move += 1
+        moving = self._moving[self._last_move] = _Moving(ended)
+        for move in moves:
+            key = (move.rank, self._ranks[move.rank].start(op, move, deadline_s))
+            moving.open.add(key)
+            self._move_of[key] = self._last_move
+        return self._last_move
+
+    def cancel(self, move_id: int) -> None:
+        """Ask a move to stop; its callback is called when all of it has."""
+        moving = self._moving.get(move_id)
+        for rank, number in sorted(moving.open) if moving is not None else ():
+            self._ranks[rank].cancel(number)
+
+    def on_done(self, done: TransferDone, now: float, rank: int = 0) -> None:
+        """Take the end of one rank's batch; one that is unknown is ignored."""
+        key = (rank, done.batch_id)
+        move_id = self._move_of.pop(key, None)
+        if move_id is None:
+            return
+        moving = self._moving[move_id]
+        moving.open.discard(key)
+        moving.num_bytes += done.num_bytes
+        moving.seconds = max(moving.seconds, done.seconds)
+        if done.error is not None and moving.error is None:
+            moving.error = done.error
+            self.cancel(move_id)
+        if not moving.open:
+            del self._moving[move_id]
+            whole = TransferDone(
+                batch_id=move_id,
+                error=moving.error,
+                num_bytes=moving.num_bytes if moving.error is None else 0,
+                seconds=moving.seconds,
             )
-            for page, offset, layer in slices
-        ]
-        batch_id = self._transfer.submit(
-            TransferBatch(op=Op.WRITE, peer=places.segment, ops=ops, deadline_s=deadline_s)
-        )
-        self._ended[batch_id] = ended
-        return batch_id
+            moving.ended(whole, now)
 
-    def cancel(self, batch_id: int) -> None:
-        """Ask a batch to stop; its callback is called when it has."""
-        self._transfer.cancel(batch_id)
-
-    def on_done(self, done: TransferDone, now: float) -> None:
-        """Call the callback of the batch that ended; an unknown one is ignored."""
-        ended = self._ended.pop(done.batch_id, None)
-        if ended is not None:
-            ended(done, now)
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a batch belongs to no move, or a move waits for none."""
+        for key, move_id in self._move_of.items():
+            assert key in self._moving[move_id].open
+        num_open = sum(len(moving.open) for moving in self._moving.values())
+        assert num_open == len(self._move_of)
+        assert all(moving.open for moving in self._moving.values())

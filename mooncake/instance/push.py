@@ -12,9 +12,9 @@ nothing of it is in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from mooncake.base.kv_layout import BlockPlaces
+from mooncake.base.kv_parts import KvPart
 from mooncake.instance.checksums import BlockChecksums
 from mooncake.instance.mover import SliceMover
 from mooncake.instance.pages import PagePool
@@ -30,16 +30,15 @@ class Destination:
 
     def __init__(
         self,
-        places: BlockPlaces,
-        offsets: dict[int, int],
+        parts: Sequence[KvPart],
         progress: Progress,
         checksums: BlockChecksums | None,
     ) -> None:
-        self.places = places
+        self.parts = parts
+        self.wanted = {index for part in parts for index in part.indexes}
         self.error: str | None = None
-        self.offsets = offsets
         self.progress = progress
-        self.batches: set[int] = set()
+        self.moves: set[int] = set()
         self.in_flight_of: dict[int, int] = {}
         self.sent_layers: dict[int, int] = {}
         self.whole: set[int] = set()
@@ -52,7 +51,7 @@ class Destination:
         """Whether every block that the destination asked for is whole there, and hashed where
         checksums are wanted.
         """
-        num_blocks = len(self.offsets)
+        num_blocks = len(self.wanted)
         is_hashed = self.hashing is None or len(self.checksums) == num_blocks
         return self.error is None and len(self.whole) == num_blocks and is_hashed
 
@@ -76,7 +75,7 @@ class Push:
 
     @property
     def in_flight(self) -> bool:
-        return any(destination.batches for destination in self._destinations)
+        return any(destination.moves for destination in self._destinations)
 
     def add_block(self, index: int, page: int) -> None:
         """Push block `index` of the sequence, which lies in `page` or will; ignored when the block
@@ -99,22 +98,20 @@ class Push:
 
     def add_destination(
         self,
-        places: BlockPlaces,
-        indexes: list[int],
+        parts: Sequence[KvPart],
         progress: Progress,
         now: float,
         checksums: BlockChecksums | None = None,
     ) -> Destination:
-        """Push the blocks at `indexes` to `places` (in the same order), at once as far as they are
-        final. With `checksums`, each is hashed while it is on its way. Raises ValueError when the
+        """Push blocks to `parts`, to each the layers it takes, at once as far as they are final.
+        With `checksums`, each block is hashed while it is on its way. Raises ValueError when the
         push is closed.
         """
         if self._closed:
             raise ValueError("a closed push takes no more destinations")
-        offsets = dict(zip(indexes, places.offsets, strict=True))
-        destination = Destination(places, offsets, progress, checksums)
+        destination = Destination(parts, progress, checksums)
         self._destinations.append(destination)
-        self._send(destination, [index for index in indexes if index in self._pages], now)
+        self._send(destination, sorted(destination.wanted & self._pages.keys()), now)
         return destination
 
     def close(self, now: float, on_released: Callable[[float], None] | None = None) -> None:
@@ -126,36 +123,40 @@ class Push:
         self._closed = True
         self._on_released = on_released
         for destination in self._destinations:
-            for batch_id in sorted(destination.batches):
-                self._mover.cancel(batch_id)
+            for move_id in sorted(destination.moves):
+                self._mover.cancel(move_id)
         self._release_if_idle(now)
 
     def _send(self, destination: Destination, indexes: list[int], now: float) -> None:
         if destination.error is not None:
             return
-        slices: list[tuple[int, int, int]] = []
-        moved: list[int] = []
+        runs: dict[tuple[int, int], list[int]] = {}
         for index in indexes:
-            offset = destination.offsets.get(index)
-            if offset is None:
-                continue
             first, stop = destination.sent_layers.get(index, 0), self._ready_layers[index]
-            if first == stop:
-                continue
-            page = self._pages[index]
-            slices.extend((page, offset, layer) for layer in range(first, stop))
-            destination.sent_layers[index] = stop
+            if index in destination.wanted and first < stop:
+                runs.setdefault((first, stop), []).append(index)
+        for (first, stop), moved in runs.items():
+            self._send_layers(destination, moved, range(first, stop), now)
+
+    def _send_layers(
+        self, destination: Destination, moved: list[int], layers: range, now: float
+    ) -> None:
+        """Send these layers of the blocks at `moved`."""
+        blocks = {index: self._pages[index] for index in moved}
+        for index in moved:
+            destination.sent_layers[index] = layers.stop
             destination.in_flight_of[index] = destination.in_flight_of.get(index, 0) + 1
-            moved.append(index)
-        if not slices:
-            return
 
         def ended(done: TransferDone, at: float) -> None:
-            self._on_batch_done(destination, moved, done, at)
+            self._on_move_done(destination, moved, done, at)
 
         deadline_s = now + self._timeout_s
-        batch_id = self._mover.move(destination.places, slices, deadline_s, ended)
-        destination.batches.add(batch_id)
+        move_id = self._mover.write(destination.parts, blocks, layers, deadline_s, ended)
+        if move_id is None:
+            what = f"it takes no layers from {layers.start} to {layers.stop}"
+            self._on_move_done(destination, moved, TransferDone(batch_id=0, error=what), now)
+            return
+        destination.moves.add(move_id)
         self._hash(destination, moved)
 
     def _hash(self, destination: Destination, moved: list[int]) -> None:
@@ -172,10 +173,10 @@ class Push:
 
         destination.hashing.start([self._pages[index] for index in final], hashed)
 
-    def _on_batch_done(
+    def _on_move_done(
         self, destination: Destination, moved: list[int], done: TransferDone, now: float
     ) -> None:
-        destination.batches.discard(done.batch_id)
+        destination.moves.discard(done.batch_id)
         whole: list[int] = []
         for index in moved:
             destination.in_flight_of[index] -= 1

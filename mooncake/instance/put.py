@@ -13,6 +13,7 @@ from functools import partial
 from mooncake.base.blocks import BlockKey
 from mooncake.base.errors import MooncakeError
 from mooncake.base.kv_layout import BlockPlaces
+from mooncake.base.kv_parts import KvPart
 from mooncake.base.messages import NO_HEAD, ChainHead, WorkerRef
 from mooncake.instance.push import Destination, Push
 from mooncake.kvstore.client.block_writer import BlockWrite, BlockWriter
@@ -36,8 +37,10 @@ class _Put:
 class WriteThrough:
     """All puts of one worker."""
 
-    def __init__(self, writer: BlockWriter, grant_timeout_s: float) -> None:
+    def __init__(self, writer: BlockWriter, num_layers: int, grant_timeout_s: float) -> None:
+        """`num_layers` of a block, which pool nodes hold whole."""
         self._writer = writer
+        self._num_layers = num_layers
         self._grant_timeout_s = grant_timeout_s
         self._puts: dict[int, _Put] = {}
         """By ticket."""
@@ -86,19 +89,20 @@ class WriteThrough:
             self._advance(put, at)
 
         indexes = [put.indexes[key] for key in keys]
-        put.destination = put.push.add_destination(places, indexes, progress, now)
+        part = KvPart(places, indexes, 0, self._num_layers)
+        put.destination = put.push.add_destination([part], progress, now)
         self._advance(put, now)
 
     def _advance(self, put: _Put, now: float) -> None:
         destination = put.destination
         if destination is None or put.ticket not in self._puts:
             return
-        if destination.complete or (destination.error is not None and not destination.batches):
+        if destination.complete or (destination.error is not None and not destination.moves):
             self._end(put, now)
 
     def _stop(self, put: _Put, now: float) -> None:
         """End a put to a lost node, unless batches are under way: these fail by themselves."""
-        if put.destination is None or not put.destination.batches:
+        if put.destination is None or not put.destination.moves:
             self._end(put, now)
 
     def _end(self, put: _Put, now: float) -> None:

@@ -177,7 +177,7 @@ class PrefillWorker:
         instance = self.instance
         wanted = instance.config.push_checksums and instance.checksums.can_hash
         job.decode = job.push.add_destination(
-            message.places, message.indexes, progress, now, instance.checksums if wanted else None
+            message.parts, progress, now, instance.checksums if wanted else None
         )
         self._settle(job, now)
 

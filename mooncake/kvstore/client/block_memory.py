@@ -13,7 +13,7 @@ from itertools import groupby
 import xxhash
 
 from mooncake.base import BlockPlaces, KvLayout
-from mooncake.transfer.engine import Region, TransferOp
+from mooncake.transfer.engine import Op, Region, Transfer, TransferBatch, TransferOp
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,25 @@ class Places:
 
     def __getitem__(self, some: slice) -> Places:
         return Places(self.memory, self.offsets[some])
+
+
+class MemoryReads:
+    """Reads blocks into registered memory of this process: a `block_reader.ReadPort`."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+
+    def read(self, places: Places, there: BlockPlaces, deadline_s: float) -> int:
+        ops = places.memory.ops(places.offsets, there)
+        return self._transfer.submit(
+            TransferBatch(op=Op.READ, peer=there.segment, ops=ops, deadline_s=deadline_s)
+        )
+
+    def cancel(self, number: int) -> None:
+        self._transfer.cancel(number)
+
+    def checksum(self, places: Places, index: int) -> int:
+        return places.memory.checksum(places.offsets[index])
 
 
 Where = Sequence[int] | Places

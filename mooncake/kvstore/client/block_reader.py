@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Protocol
 
 from mooncake.base import (
     BlockKey,
+    BlockPlaces,
     MooncakeError,
     PinBlocks,
     PinGranted,
@@ -24,9 +26,8 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.messages import NO_HEAD, ChainHead
-from mooncake.kvstore.client.block_memory import Places
 from mooncake.rpc.channel import Channel
-from mooncake.transfer.engine import Op, Transfer, TransferBatch, TransferDone
+from mooncake.transfer.engine import TransferDone
 
 VERIFY_BYTES_PER_TICK = 8 << 20
 """Bytes hashed in one tick: less than a millisecond, so that nothing else waits long."""
@@ -48,6 +49,24 @@ class ReadResult:
     """Time those transfers took together."""
 
 
+class ReadPort(Protocol):
+    """The memory that blocks are read into, and what moves them.
+
+    It alone knows what `places` are: one for each block, a sequence whose slices are places too.
+    """
+
+    def read(self, places: Any, there: BlockPlaces, deadline_s: float) -> int:
+        """Begin to read the blocks `there` into `places`; return the number by which the
+        `TransferDone` names it.
+        """
+
+    def cancel(self, number: int) -> None:
+        """Ask a read to stop; its end still comes."""
+
+    def checksum(self, places: Any, index: int) -> int:
+        """Return the xxh3-64 of a block that was read. Raises TransferError when that fails."""
+
+
 ReadEnded = Callable[[ReadResult, float], None]
 """(result, now)"""
 
@@ -66,7 +85,7 @@ class _Read:
     store: WorkerRef
     keys: Sequence[BlockKey]
     """Keys of this piece and of those to come; `places` likewise."""
-    places: Places
+    places: Any
     deadline_s: float
     answer_by_s: float
     """When the read is given up unless the node has answered."""
@@ -85,6 +104,7 @@ class _Read:
     arrived: list[int] = field(default_factory=list)
     """Checksum of each block that has arrived, in the pieces before too."""
     num_bytes: int = 0
+    piece_bytes: int = 0
     seconds: float = 0.0
 
     def advance(self) -> None:
@@ -100,12 +120,12 @@ class BlockReader:
     """All reads of one process."""
 
     def __init__(
-        self, reader: WorkerRef, channel: Channel, transfer: Transfer, *, verify: bool
+        self, reader: WorkerRef, channel: Channel, memory: ReadPort, *, verify: bool
     ) -> None:
         """With `verify`, what arrives is compared with the checksums that nodes promise."""
         self._reader = reader
         self._channel = channel
-        self._transfer = transfer
+        self._memory = memory
         self._verify = verify
         self._reads: dict[int, _Read] = {}
         """Open reads by the ticket of their piece."""
@@ -124,7 +144,7 @@ class BlockReader:
         self,
         store: WorkerRef,
         keys: Sequence[BlockKey],
-        places: Places,
+        places: Any,
         deadline_s: float,
         ended: ReadEnded,
         *,
@@ -165,11 +185,8 @@ class BlockReader:
             self._end(message.ticket, 0, now)
             return
         read.stage = _Stage.READING
-        ops = read.places.memory.ops(read.places.offsets[:count], message.places)
-        batch = TransferBatch(
-            op=Op.READ, peer=message.places.segment, ops=ops, deadline_s=read.deadline_s
-        )
-        read.batch_id = self._transfer.submit(batch)
+        places = read.places[:count]
+        read.batch_id = self._memory.read(places, message.places, read.deadline_s)
         self._batches[read.batch_id] = message.ticket
 
     def on_transfer_done(self, done: TransferDone, now: float) -> bool:
@@ -182,6 +199,7 @@ class BlockReader:
             self._end(ticket, 0, now, TransferError(done.error))
             return True
         read.num_bytes += done.num_bytes
+        read.piece_bytes = done.num_bytes
         read.seconds += done.seconds
         if self._verify and any(read.promised):
             read.stage = _Stage.VERIFYING
@@ -245,7 +263,7 @@ class BlockReader:
         """End a read now, or when its transfer has stopped."""
         read = self._reads[ticket]
         if read.stage is _Stage.READING:
-            self._transfer.cancel(read.batch_id)
+            self._memory.cancel(read.batch_id)
         else:
             self._end(ticket, 0, now, error)
 
@@ -258,9 +276,9 @@ class BlockReader:
             if index == read.num_blocks:
                 self._end(ticket, index, now)
                 continue
-            promised, memory = read.promised[index], read.places.memory
+            promised = read.promised[index]
             try:
-                is_right = not promised or memory.checksum(read.places.offsets[index]) == promised
+                is_right = not promised or self._memory.checksum(read.places, index) == promised
             except TransferError as error:  # of a device
                 self._end(ticket, index, now, error)
                 continue
@@ -269,7 +287,7 @@ class BlockReader:
                 self._end(ticket, index, now, corrupt=[read.keys[index]])
                 continue
             read.num_verified += 1
-            num_bytes += memory.slice_bytes * len(memory.layers)
+            num_bytes += read.piece_bytes // read.num_blocks
 
     def _end(
         self,

@@ -50,7 +50,7 @@ from mooncake.base.pool_messages import (
     SetPins,
     TakenOver,
 )
-from mooncake.kvstore.client.block_memory import BlockMemory, Places, Where
+from mooncake.kvstore.client.block_memory import BlockMemory, MemoryReads, Places, Where
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult, is_of
 from mooncake.kvstore.client.block_writer import BlockWrite, BlockWriter
 from mooncake.kvstore.client.calls import Attempt, Call, Policy, run
@@ -124,7 +124,8 @@ class PoolClient:
         self._membership = Membership(
             hello, ports.channel, ports.gateway_address, Tier.HBM, list, REPORT_INTERVAL_S
         )
-        self._reader = BlockReader(hello.worker, ports.channel, ports.transfer, verify=True)
+        reads = MemoryReads(ports.transfer)
+        self._reader = BlockReader(hello.worker, ports.channel, reads, verify=True)
         self._writer = BlockWriter(hello.worker, ports.channel)
         self._puts: dict[int, _Put] = {}
         """Puts under way by the id of their batch."""

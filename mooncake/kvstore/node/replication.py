@@ -15,7 +15,7 @@ from functools import partial
 from mooncake.base import BlockKey, PinGranted, WorkerRef
 from mooncake.base.messages import Replicate
 from mooncake.base.pool_messages import LastingPin, TakenOver, TakeOver
-from mooncake.kvstore.client.block_memory import BlockMemory
+from mooncake.kvstore.client.block_memory import BlockMemory, MemoryReads
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.storage.tiering import Tiering
@@ -69,7 +69,7 @@ class Replicator:
         self._config = config
         self._dram, self._tiering = tiering.dram, tiering
         self._channel, self._arena = ports.channel, ports.arena
-        self._reader = BlockReader(worker, ports.channel, ports.transfer, verify=False)
+        self._reader = BlockReader(worker, ports.channel, MemoryReads(ports.transfer), verify=False)
         """Checksums are left to the node, which hashes copies like all other blocks."""
         self._worker = worker
         self._copied = copied

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from mooncake.base import BlockPlaces, WorkerRef
+from mooncake.base import KvPart, WorkerRef
 from mooncake.base.messages import BlocksPushed
 from mooncake.instance import Instance
 from mooncake.instance.mover import Ended, SliceMover
@@ -64,15 +64,15 @@ class Spoiler:
         self._num_batches = 0
         self._pages: dict[str, HostRegion] = {}
         """By the id of the engine they belong to."""
-        self._move, self._allocate = SliceMover.move, RoutedTransfer.allocate
+        self._write, self._allocate = SliceMover.write, RoutedTransfer.allocate
 
-        def moved(mover: SliceMover, *given: Any) -> int:
-            return self._moved(mover, *given)
+        def written(mover: SliceMover, *given: Any) -> int | None:
+            return self._written(mover, *given)
 
         def allocated(transfer: RoutedTransfer, num_bytes: int, label: str) -> HostRegion:
             return self._allocated(transfer, num_bytes, label)
 
-        monkeypatch.setattr(SliceMover, "move", moved)
+        monkeypatch.setattr(SliceMover, "write", written)
         monkeypatch.setattr(RoutedTransfer, "allocate", allocated)
 
     def _allocated(self, transfer: RoutedTransfer, num_bytes: int, label: str) -> HostRegion:
@@ -80,18 +80,21 @@ class Spoiler:
         self._pages[transfer.segment.engine_id] = region
         return region
 
-    def _moved(
+    def _written(
         self,
         mover: SliceMover,
-        places: BlockPlaces,
-        slices: Iterable[tuple[int, int, int]],
+        parts: Sequence[KvPart],
+        blocks: Mapping[int, int],
+        layers: range,
         deadline_s: float,
         ended: Ended,
-    ) -> int:
-        some = list(slices)
+    ) -> int | None:
+        [part] = parts
+        places = part.places
         self._num_batches += 1
         number = self._num_batches
-        _, offset, layer = some[number % len(some)]
+        index, layer = list(blocks)[number % len(blocks)], layers[number % len(layers)]
+        offset = places.offsets[part.indexes.index(index)]
 
         def arrived(done: TransferDone, now: float) -> None:
             if self.works and done.error is None:
@@ -101,7 +104,7 @@ class Spoiler:
             ended(done, now)
 
         wrong = arrived if number % 3 == 0 else ended
-        return self._move(mover, places, some, deadline_s, wrong)
+        return self._write(mover, parts, blocks, layers, deadline_s, wrong)
 
 
 @pytest.mark.parametrize("protocol", ["inproc", "shm", "tcp"])

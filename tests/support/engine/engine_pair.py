@@ -8,9 +8,9 @@ from random import Random
 
 import msgspec
 
-from mooncake.base import BlockPlaces, KvLayout, PageArray, packed_places
+from mooncake.base import BlockPlaces, KvLayout, KvPart, PageArray, packed_places
 from mooncake.engine.block_pool import BlockPool
-from mooncake.instance.mover import SliceMover
+from mooncake.instance.mover import OwnPages, SliceMover
 from mooncake.kvstore.client.block_reader import BlockReader
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.network import Endpoint, Network, NetworkConfig, SimChannel, SimTransfer
@@ -43,7 +43,8 @@ class EnginePair:
         self.transfer = transfer
         self.reader: BlockReader | None = None
         """Set by tests of fetches."""
-        self.mover = SliceMover(PAGES, transfer, self.pages.region_id)
+        self.own_pages = OwnPages(PAGES, transfer, self.pages)
+        self.mover = SliceMover([self.own_pages])
 
     def _deliver(self, event: msgspec.Struct) -> None:
         if not isinstance(event, TransferDone):
@@ -60,6 +61,10 @@ class EnginePair:
         """Where pool blocks lie."""
         offsets = [block * LAYOUT.block_bytes for block in blocks]
         return packed_places(LAYOUT, self.remote.segment, self.arena.region_id, offsets)
+
+    def part(self, blocks: list[int], indexes: list[int]) -> KvPart:
+        """Pool blocks as a destination of the blocks at `indexes`."""
+        return KvPart(self.places(blocks), indexes, 0, LAYOUT.num_layers)
 
     def fill_page(self, page: int, num_layers: int = LAYOUT.num_layers) -> bytes:
         """Write recognisable bytes into the first layers of a page; return the whole block's

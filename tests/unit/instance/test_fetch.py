@@ -5,11 +5,11 @@ from __future__ import annotations
 import xxhash
 
 from mooncake.base import BlockSource, PinBlocks, PinGranted, Unpin, WorkerRef
-from mooncake.instance.fetch import Fetcher
+from mooncake.instance.fetch import Fetcher, PageReads
 from mooncake.instance.reuse import PrefixReuse
-from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.kvstore.client.block_reader import BlockReader
-from tests.support.engine.engine_pair import LAYOUT, PAGES, EnginePair
+from mooncake.transfer.engine import TransferDone
+from tests.support.engine.engine_pair import EnginePair
 
 HERE = WorkerRef("prefill-0", "e1", "here")
 STORE = WorkerRef("kvstore-0", "e2", "there")
@@ -20,10 +20,14 @@ KEYS = [bytes([index]) * 16 for index in range(4)]
 class Scene:
     def __init__(self, *, verify: bool = False) -> None:
         pair = self.engine_pair = EnginePair()
-        self.reader = pair.reader = BlockReader(HERE, pair.channel, pair.transfer, verify=verify)
-        memory = BlockMemory.strided(pair.pages, LAYOUT, PAGES.layer_stride)
-        self.fetcher = Fetcher(self.reader, memory, PAGES, timeout_s=5.0)
+        self.reader = BlockReader(
+            HERE, pair.channel, PageReads(pair.mover, pair.own_pages, self._on_read), verify=verify
+        )
+        self.fetcher = Fetcher(self.reader, timeout_s=5.0)
         self.ended: list[int] = []
+
+    def _on_read(self, done: TransferDone, now: float) -> None:
+        self.reader.on_transfer_done(done, now)
 
     def start(self, num_blocks: int) -> list[int]:
         pages = self.engine_pair.pool.allocate(num_blocks) or []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base import AbortTask, PrefillTask, WorkerRef
-from mooncake.base.kv_layout import BlockPlaces, KvLayout, SegmentRef
+from mooncake.base.kv_layout import KvLayout
 from mooncake.base.messages import Reserved
 from mooncake.engine.sequence import Sequence
 from mooncake.instance.job_table import EARLY_S, MAX_EARLY, MAX_REMEMBERED, Job, JobTable
@@ -41,8 +41,7 @@ def job(name: str = "r", attempt: int = 1, gateway: WorkerRef = GATEWAY) -> Job[
 
 
 def reserved(name: str = "r", attempt: int = 1) -> Reserved:
-    places = BlockPlaces(SegmentRef("d0", {}, "host"), 0, 0, [])
-    return Reserved(request_id=name, attempt=attempt, decode=ref("d0"), indexes=[], places=places)
+    return Reserved(request_id=name, attempt=attempt, decode=ref("d0"), parts=[])
 
 
 def test_repeats_and_older_attempts_are_not_new(table: Table) -> None:

@@ -38,7 +38,7 @@ def open_push(engine_pair: EnginePair, num_blocks: int) -> tuple[Push, list[int]
 def test_layers_arrive_one_by_one() -> None:
     engine_pair, log = EnginePair(), Log()
     push, pages = open_push(engine_pair, 2)
-    push.add_destination(engine_pair.places([4, 1]), [0, 1], log, engine_pair.heap.now())
+    push.add_destination([engine_pair.part([4, 1], [0, 1])], log, engine_pair.heap.now())
     for layer in range(LAYOUT.num_layers):
         for page in pages:
             engine_pair.fill_page(page, layer + 1)
@@ -56,7 +56,7 @@ def test_a_late_destination_catches_up() -> None:
     expected = [engine_pair.fill_page(page) for page in pages]
     push.advance([0, 1], LAYOUT.num_layers, engine_pair.heap.now())
     destination = push.add_destination(
-        engine_pair.places([0, 2, 3]), [0, 1, 2], log, engine_pair.heap.now()
+        [engine_pair.part([0, 2, 3], [0, 1, 2])], log, engine_pair.heap.now()
     )
     engine_pair.run()
     assert log.whole == [0, 1]
@@ -71,9 +71,9 @@ def test_destinations_are_independent() -> None:
     engine_pair, good, bad = EnginePair(), Log(), Log()
     push, pages = open_push(engine_pair, 1)
     expected = engine_pair.fill_page(pages[0])
-    beyond = engine_pair.places([99])
-    first = push.add_destination(beyond, [0], bad, engine_pair.heap.now())
-    second = push.add_destination(engine_pair.places([5]), [0], good, engine_pair.heap.now())
+    beyond = engine_pair.part([99], [0])
+    first = push.add_destination([beyond], bad, engine_pair.heap.now())
+    second = push.add_destination([engine_pair.part([5], [0])], good, engine_pair.heap.now())
     push.advance([0], LAYOUT.num_layers, engine_pair.heap.now())
     engine_pair.run()
     assert first.error is not None
@@ -87,14 +87,14 @@ def test_destinations_are_independent() -> None:
 def test_a_destination_may_want_no_block_at_all() -> None:
     engine_pair, log = EnginePair(), Log()
     push, _ = open_push(engine_pair, 1)
-    assert push.add_destination(engine_pair.places([]), [], log, engine_pair.heap.now()).complete
+    assert push.add_destination([engine_pair.part([], [])], log, engine_pair.heap.now()).complete
 
 
 def test_pages_are_held_until_nothing_is_in_flight() -> None:
     engine_pair, log = EnginePair(), Log()
     push, pages = open_push(engine_pair, 2)
     engine_pair.pool.release(pages)  # the sequence ends; the push goes on
-    push.add_destination(engine_pair.places([0, 1]), [0, 1], log, engine_pair.heap.now())
+    push.add_destination([engine_pair.part([0, 1], [0, 1])], log, engine_pair.heap.now())
     push.advance([0, 1], LAYOUT.num_layers, engine_pair.heap.now())
     released: list[float] = []
     push.close(engine_pair.heap.now(), released.append)
@@ -113,7 +113,7 @@ def test_a_closed_push_takes_nothing_more() -> None:
     with pytest.raises(ValueError, match="no more blocks"):
         push.add_block(7, 7)
     with pytest.raises(ValueError, match="no more destinations"):
-        push.add_destination(engine_pair.places([]), [], Log(), engine_pair.heap.now())
+        push.add_destination([engine_pair.part([], [])], Log(), engine_pair.heap.now())
     with pytest.raises(ValueError, match="closed already"):
         push.close(engine_pair.heap.now())
 
@@ -121,7 +121,7 @@ def test_a_closed_push_takes_nothing_more() -> None:
 def test_a_dead_peer_fails_the_destination() -> None:
     engine_pair, log = EnginePair(), Log()
     push, _ = open_push(engine_pair, 1)
-    push.add_destination(engine_pair.places([0]), [0], log, engine_pair.heap.now())
+    push.add_destination([engine_pair.part([0], [0])], log, engine_pair.heap.now())
     engine_pair.network.detach("there")
     push.advance([0], LAYOUT.num_layers, engine_pair.heap.now())
     engine_pair.run()
@@ -148,9 +148,9 @@ def test_blocks_are_hashed_once_when_their_last_layer_goes_and_complete_when_tha
     hasher = SlowHasher()
     checksums = BlockChecksums(hasher)
     now = engine_pair.heap.now()
-    places = engine_pair.places([0, 1])
-    destination = push.add_destination(places, [0, 2], log, now, checksums)
-    other = push.add_destination(engine_pair.places([2, 3, 4]), [0, 1, 2], plain, now)
+    part = engine_pair.part([0, 1], [0, 2])
+    destination = push.add_destination([part], log, now, checksums)
+    other = push.add_destination([engine_pair.part([2, 3, 4], [0, 1, 2])], plain, now)
     push.advance([0], 1, now)
     assert not hasher.asked, "not final yet"
     push.advance([0, 1], LAYOUT.num_layers, now)
@@ -175,7 +175,7 @@ def test_a_closed_push_hears_no_more_of_its_hashes() -> None:
     hasher = SlowHasher()
     checksums = BlockChecksums(hasher)
     now = engine_pair.heap.now()
-    push.add_destination(engine_pair.places([0]), [0], log, now, checksums)
+    push.add_destination([engine_pair.part([0], [0])], log, now, checksums)
     push.advance([0], LAYOUT.num_layers, now)
     push.close(now)
     engine_pair.run()

@@ -19,7 +19,7 @@ class Scene:
     def __init__(self, num_blocks: int) -> None:
         self.engine_pair = EnginePair()
         self.writer = BlockWriter(HERE, self.engine_pair.channel)
-        self.puts = WriteThrough(self.writer, grant_timeout_s=5.0)
+        self.puts = WriteThrough(self.writer, LAYOUT.num_layers, grant_timeout_s=5.0)
         self.push = Push(self.engine_pair.mover, self.engine_pair.pool, timeout_s=30.0)
         self.pages = self.engine_pair.pool.allocate(num_blocks) or []
         for index, page in enumerate(self.pages):
@@ -111,7 +111,7 @@ def test_a_grant_that_never_comes_is_given_up() -> None:
 
 def test_a_grant_for_a_push_being_closed_is_given_back() -> None:
     scene = Scene(1)
-    scene.push.add_destination(scene.engine_pair.places([4]), [0], lambda *_: None, 0.0)
+    scene.push.add_destination([scene.engine_pair.part([4], [0])], lambda *_: None, 0.0)
     scene.push.advance([0], LAYOUT.num_layers, scene.engine_pair.heap.now())
     scene.push.close(scene.engine_pair.heap.now(), lambda at: scene.puts.abandon(scene.push, at))
     scene.grant([0], [2])

@@ -13,6 +13,7 @@ from mooncake.base import pool_messages as p
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import ProtocolError
 from mooncake.base.kv_layout import BlockPlaces, SegmentRef
+from mooncake.base.kv_parts import KvPart
 from mooncake.base.large_settings import LargeSettings, SettingName
 from mooncake.base.request import FinishReason, GenerateRequest, TokenLogprobs
 from mooncake.base.sampling import SamplingParams
@@ -55,7 +56,7 @@ EXAMPLES: list[AnyMessage] = [
     m.PrefillTask(
         request=REQUEST, attempt=1, gateway=WORKER, decode=WORKER, sources=[SOURCE]
     ),
-    m.Reserved(request_id="r1", attempt=1, decode=WORKER, indexes=[0, 1], places=PLACES),
+    m.Reserved(request_id="r1", attempt=1, decode=WORKER, parts=[KvPart(PLACES, [0, 1], 0, 5)]),
     m.DecodeTask(request=REQUEST, attempt=2, gateway=WORKER, prefill=None, output_tokens=[4]),
     m.DecodeTask(
         request=REQUEST,
