@@ -78,6 +78,11 @@ class FirstRank:
     def meet(self) -> None:
         """Return."""
 
+    def part(self, size: int) -> FirstRank:
+        """Return this group: the ranks are one stage."""
+        assert size == RANKS
+        return self
+
 
 class RandomRank:
     """Weights of a rank, made on the device as they are asked for (`loading.WeightSource`)."""

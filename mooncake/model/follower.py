@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from mooncake.crypto.keys import KeyRing
 from mooncake.engine.step_log import Held, RankStep, StepReader, UsePages, decode
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
-from mooncake.model.inputs import PageTables, build_inputs
+from mooncake.model.inputs import OutputRows, PageTables, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
@@ -75,14 +75,21 @@ class Follower:
             rule = self._model.prefers_absorbed
             inputs = build_inputs(slots, whole, kv.page_shape, rule, self._tables, kv.home)
             hidden = self._model.forward(inputs, kv)
-            for rows in inputs.output_rows:
-                count = step.logprob_rows.get(rows.slot.sequence_id, 0)
-                for first, num in prompt_pieces(rows, count):
-                    self._model.logits(hidden[first : first + num])
-            sampled = sampled_rows(inputs.output_rows)
-            if sampled.numel():
-                self._model.logits(hidden.index_select(0, sampled))
-        self._group.meet()
+            if self._model.stage.is_last:
+                self._make_logits(inputs.output_rows, hidden, step.logprob_rows)
+        # Others may be at later steps by now, or at earlier ones.
+        self._model.stage.ranks.meet()
+
+    def _make_logits(
+        self, output_rows: Sequence[OutputRows], hidden: torch.Tensor, counts: Mapping[int, int]
+    ) -> None:
+        """Make this rank's part of the logits that the lead makes."""
+        for rows in output_rows:
+            for first, num in prompt_pieces(rows, counts.get(rows.slot.sequence_id, 0)):
+                self._model.logits(hidden[first : first + num])
+        sampled = sampled_rows(output_rows)
+        if sampled.numel():
+            self._model.logits(hidden.index_select(0, sampled))
 
     def check(self, held: Held) -> None:
         """Compare what this rank holds with what the lead says; both errors of `StepReader.check`
@@ -138,7 +145,7 @@ def _load(settings: FollowerSettings, group: Group, keys: KeyRing | None) -> Kim
         device=device,
         backends=backends,
         group=group,
-        num_homes=options.shape.dcp,
+        shape=options.shape,
     )
 
 

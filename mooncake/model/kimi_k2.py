@@ -19,6 +19,7 @@ from mooncake.model.layers.moe import Moe
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
 from mooncake.model.parallel.group import Group
+from mooncake.model.parallel.stages import Stage
 
 
 class Layer:
@@ -65,48 +66,72 @@ class Layer:
         return self._mlp.add(self._output_norm(x), x)
 
 
+class Output:
+    """What makes logits of hidden states: a norm and the vocabulary head."""
+
+    def __init__(self, norm: RmsNorm, head: Head) -> None:
+        self._norm = norm
+        self._head = head
+        self.prepare = head.prepare
+
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [rows, vocab] float32 for `hidden` [rows, hidden]; in `out` where it is given."""
+        return self._head(self._norm(hidden), out)
+
+
 class KimiK2:
-    """The model. Not safe for two threads at once on the same KV pages."""
+    """The model, or one stage of it. Not safe for two threads at once on the same KV pages."""
 
     def __init__(
         self,
         spec: ModelSpec,
-        embedding: Embedding,
+        placed: torch.Tensor,
+        embedding: Embedding | None,
         layers: list[Layer],
-        norm: RmsNorm,
-        head: Head,
+        output: Output | None,
         rope: Rope,
         prefers_absorbed: PrefersAbsorbed,
+        stage: Stage,
         context: Group | None = None,
     ) -> None:
-        """`prefers_absorbed`: which form of attention new tokens take. `context`: the ranks that
-        share the KV of every context out; None: each has all.
+        """`placed`: of the device and dtype computed with. `layers`, `embedding` and `output`: what
+        `stage` has. `prefers_absorbed`: which form of attention new tokens take. `context`: the
+        ranks that share the KV of every context out; None: each has all.
         """
         self.spec = spec
         self.prefers_absorbed = prefers_absorbed
-        self.device = embedding.weight.device
-        self.dtype = embedding.weight.dtype
+        self.device = placed.device
+        self.dtype = placed.dtype
+        self.stage = stage
+        self._placed = placed
         self._embedding = embedding
         self._layers = layers
-        self._norm = norm
-        self._head = head
+        self._output = output
         self._rope = rope
         self._context = context
-        self.prepare_head = head.prepare
 
     def forward(
         self, inputs: StepInputs, kv: KvTensors, after_write: Callable[[int], None] | None = None
     ) -> torch.Tensor:
-        """Return the final hidden states of the output rows, [rows, hidden], before the last norm.
+        """Return the final hidden states of the output rows, [rows, hidden], before the last norm;
+        of a stage before the last those of all rows, which the next one gets.
 
         Writes the KV of all rows; `after_write(layer)` is called as soon as a layer's is written,
-        by all ranks that have a share of it. The last layer attends only for rows whose output is
-        used.
+        by all ranks that have a share of it, and all layers' before it. The last layer attends only
+        for rows whose output is used.
         """
-        x = self._embedding(inputs.tokens)
+        stage = self.stage
+        stage.begin()
+        if stage.is_first:
+            assert self._embedding is not None
+            x = self._embedding(inputs.tokens)
+        else:
+            x = stage.receive(self._placed.new_empty(len(inputs.tokens), self.spec.hidden_size))
+            if after_write is not None:
+                after_write(stage.layers[0] - 1)
         rotation = self._rope.rotation(inputs.positions)
-        last = len(self._layers) - 1
-        for number, layer in enumerate(self._layers):
+        last = self.spec.num_hidden_layers - 1
+        for number, layer in zip(stage.layers, self._layers, strict=True):
             queries = inputs.queries if number < last else inputs.outputs
             if queries.rows is None and layer.takes(queries, kv):
                 x = layer.in_one(x, rotation, inputs.places, queries, kv)
@@ -126,6 +151,8 @@ class KimiK2:
                 self._context.meet()
             if after_write is not None and self._context is not None:
                 after_write(number)  # all ranks wrote theirs before they met in this layer
+        if not stage.is_last:
+            stage.send(x)
         return x
 
     def kinds_of_layers(self) -> list[Layer]:
@@ -134,6 +161,12 @@ class KimiK2:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return [rows, vocab] float32 for `forward`'s result, or some of its rows; in `out` where
-        it is given.
+        it is given. Only the last stage can.
         """
-        return self._head(self._norm(hidden), out)
+        assert self._output is not None, "a stage before the last makes no logits"
+        return self._output(hidden, out)
+
+    def prepare_head(self, rows: int) -> None:
+        """Have a library build what logits of `rows` rows need."""
+        if self._output is not None:
+            self._output.prepare(rows)

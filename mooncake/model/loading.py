@@ -11,13 +11,13 @@ from typing import Protocol
 
 import torch
 
-from mooncake.base import CheckpointError, ConfigError, ModelSpec
+from mooncake.base import CheckpointError, ConfigError, ModelSpec, Shape
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.quant import QuantizedWeight
 from mooncake.model.checkpoint.quant_format import FP8_BLOCK
-from mooncake.model.checkpoint.tensor_cuts import Part, cut_of, slabs_of
+from mooncake.model.checkpoint.tensor_cuts import Part, cut_of, is_held, slabs_of
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
-from mooncake.model.kimi_k2 import KimiK2, Layer
+from mooncake.model.kimi_k2 import KimiK2, Layer, Output
 from mooncake.model.layers.embedding import Embedding, Head
 from mooncake.model.layers.linear import (
     Fp8Linear,
@@ -32,6 +32,7 @@ from mooncake.model.layers.moe import HostExperts, Moe, MoeWeights
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
 from mooncake.model.parallel.group import Group, Solo
+from mooncake.model.parallel.stages import Stage
 from mooncake.model.placing import Placer
 
 _log = logging.getLogger(__name__)
@@ -67,12 +68,11 @@ def load_model(
     progress: Callable[[int, int], None] | None = None,
     backends: Backends | None = None,
     group: Group | None = None,
-    num_homes: int = 1,
+    shape: Shape | None = None,
     host: HostExperts | None = None,
 ) -> KimiK2:
-    """Return the model of `checkpoint` with weights as `dtype` on `device`; where a `group` shares
-    it, this rank's parts only (`tensor_cuts`), and no others are read. Each `num_homes` ranks of
-    the group share the KV of every context out.
+    """Return the model of `checkpoint` with weights as `dtype` on `device`; where a `group` of
+    `shape` shares it, this rank's parts only (`tensor_cuts`), and no others are read.
 
     host: what keeps and computes the routed experts, in DRAM; None: they lie on `device`.
 
@@ -86,8 +86,10 @@ def load_model(
     """
     with Placer(staged=device.type == "cuda") as placer:
         ranks = group or Solo()
-        context = ranks.part(num_homes) if num_homes > 1 else None
-        to = _Place(dtype, device, backends or Backends(), ranks, context, host)
+        shape = shape or Shape(tp=ranks.size)
+        stage = Stage(ranks, shape, checkpoint.spec.num_hidden_layers)
+        context = stage.ranks.part(shape.dcp) if shape.dcp > 1 else None
+        to = _Place(dtype, device, backends or Backends(), stage, context, host)
         return _Loader(checkpoint, to, progress, placer).model()
 
 
@@ -98,7 +100,7 @@ class _Place:
     dtype: torch.dtype
     device: torch.device
     backends: Backends
-    group: Group
+    stage: Stage
     context: Group | None
     host: HostExperts | None
 
@@ -123,22 +125,39 @@ class _Loader:
         self._backends = to.backends
         self._host = to.host
         self._expert_device = to.device if to.host is None else torch.device("cpu")
-        self._group = to.group
+        self._stage = to.stage
+        self._group = to.stage.ranks
         self._context = to.context
         self._shapes = tensor_shapes(source.spec)
+        self._num_held = sum(is_held(source.spec, name, to.stage.layers) for name in self._shapes)
         self._done = 0
         self._told = False  # by what experts are computed: all layers are alike
 
     def model(self) -> KimiK2:
         spec = self._spec
         self._source.check_names(self._shapes)
-        table = "model.embed_tokens.weight"
-        embedding = Embedding(self._read(table), self._group if self._part(table) else None)
+        table, stage = "model.embed_tokens.weight", self._stage
+        embedding = None
+        if is_held(spec, table, stage.layers):
+            embedding = Embedding(self._read(table), self._group if self._part(table) else None)
         rope = Rope(spec, self._device, self._backends)
-        layers = [self._layer(number, rope) for number in range(spec.num_hidden_layers)]
-        norm = self._norm("model.norm.weight", spec.rms_norm_eps)
-        tied = spec.tie_word_embeddings
-        weight = embedding.weight if tied else self._read("lm_head.weight")
+        layers = [self._layer(number, rope) for number in stage.layers]
+        output = self._output(embedding) if stage.is_last else None
+        # The one form whose results do not depend on how a prompt was cut.
+        fixed = self._backends.deterministic
+        rule = (lambda _new, _context: True) if fixed else absorbed_is_cheaper(spec)
+        placed = torch.empty(0, dtype=self._dtype, device=self._device)
+        return KimiK2(spec, placed, embedding, layers, output, rope, rule, stage, self._context)
+
+    def _output(self, embedding: Embedding | None) -> Output:
+        """Return what makes logits; with a tied head the weight of `embedding` does."""
+        norm = self._norm("model.norm.weight", self._spec.rms_norm_eps)
+        tied = self._spec.tie_word_embeddings
+        if tied:
+            assert embedding is not None
+            weight = embedding.weight
+        else:
+            weight = self._read("lm_head.weight")
         cut = not tied and self._part("lm_head.weight") is not None
         head = Head(
             weight,
@@ -147,10 +166,7 @@ class _Loader:
             group=self._group if cut else None,
             compiled=self._backends.compiled,
         )
-        # The one form whose results do not depend on how a prompt was cut.
-        fixed = self._backends.deterministic
-        rule = (lambda _new, _context: True) if fixed else absorbed_is_cheaper(spec)
-        return KimiK2(spec, embedding, layers, norm, head, rope, rule, self._context)
+        return Output(norm, head)
 
     def _part(self, name: str) -> Part | None:
         """Return what this rank holds of a tensor; None: all of it."""
@@ -176,7 +192,7 @@ class _Loader:
         with self._counting:
             self._done += 1
             if self._progress is not None:
-                self._progress(self._done, len(self._shapes))
+                self._progress(self._done, self._num_held)
 
     def _stored(self, name: str) -> QuantizedWeight | None:
         """Return the weight as it is stored, if it may stay so."""

@@ -131,7 +131,7 @@ class ModelSource:
                     progress=progress,
                     backends=self._backends,
                     group=None if self._lead is None else self._lead.group,
-                    num_homes=self._options.shape.dcp,
+                    shape=self._options.shape,
                     host=host,
                 )
                 if self._lead is not None:

@@ -100,7 +100,8 @@ class ModelRunner:
         decoder: captured steps over the same pages; None = every step is run as it comes.
         copies: to the model's device; None = it is the host.
         lead: the followers that compute each step with this rank; None = there are none.
-        The queue is as long as the engine lets it be (two steps in flight).
+        The queue is as long as the engine lets it be (two steps in flight; one more than there
+        are stages).
         """
         self._model = model
         self._kv = kv
@@ -112,6 +113,8 @@ class ModelRunner:
         self._starts: dict[int, SequenceStart] = {}
         self._tables = PageTables()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._untold: queue.SimpleQueue[StepPlan | None] | None = None
+        """Steps that the stages before this one's have not heard of; None: there are none."""
         self._events: deque[RunnerEvent] = deque()
         self._layers = LayerReports(self._emit)
         self._lock = threading.Lock()
@@ -119,8 +122,12 @@ class ModelRunner:
         self._readable, self._signal = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         if lead is not None:
             lead.watch(self._wake)
-        self._thread = threading.Thread(target=self._run, name="model-runner", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name="model-runner", daemon=True)]
+        if not model.stage.is_first:  # it is the last one, and the others are to be ahead of it
+            self._untold = queue.SimpleQueue()
+            self._threads.append(threading.Thread(target=self._tell_ahead, name="step-log"))
+        for thread in self._threads:
+            thread.start()
 
     def prepare(self, grammar: Grammar) -> None:
         """Start compiling the grammar of a sequence to come; never blocks."""
@@ -130,7 +137,7 @@ class ModelRunner:
         """Queue a step; never blocks. RuntimeError: the runner is closed."""
         if self._closed:
             raise RuntimeError("the runner is closed")
-        self._plans.put(plan)
+        (self._untold or self._plans).put(plan)
 
     def fileno(self) -> int:
         """Return a file descriptor that is readable while events wait."""
@@ -169,8 +176,9 @@ class ModelRunner:
         self._closed = True
         if self._lead is not None:
             self._lead.watch(lambda: None)
-        self._plans.put(None)
-        self._thread.join()
+        (self._untold or self._plans).put(None)
+        for thread in self._threads:
+            thread.join()
         self._layers.close()
         os.close(self._readable)
         os.close(self._signal)
@@ -198,6 +206,40 @@ class ModelRunner:
                     return
                 self._emit(self._step(plan))
 
+    def _tell_ahead(self) -> None:
+        """Have stages before this one hear of each step as soon as it is there."""
+        assert self._untold is not None
+        assert self._lead is not None
+        while True:
+            plan = self._untold.get()
+            if plan is not None and not self._closed:
+                try:
+                    self._tell(plan)
+                except Exception as error:  # whatever it was, no rank can go on
+                    self._lead.fail(f"step {plan.step_id}: {error}")
+            self._plans.put(plan)
+            if plan is None:
+                return
+
+    def _tell(self, plan: StepPlan) -> None:
+        """Learn which sequences begin and end with this step, and tell the followers all of it."""
+        for sequence_id in plan.ended:
+            self._starts.pop(sequence_id, None)
+        for start in plan.starts:
+            self._starts[start.sequence_id] = start
+        unknown = [s.sequence_id for s in plan.slots if s.sequence_id not in self._starts]
+        if unknown:
+            raise ValueError(f"sequences {unknown} were never started")
+        if self._lead is not None:
+            self._lead.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
+            if plan.slots:
+                counts = {s.sequence_id: len(self._following(s)) for s in self._whole(plan)}
+                self._lead.step(plan.slots, counts)
+
+    def _whole(self, plan: StepPlan) -> list[StepSlot]:
+        """Return the slots of which every row is wanted at the end."""
+        return [slot for slot in plan.slots if self._logprobs_wanted(slot.sequence_id)]
+
     def _step(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
         try:
@@ -217,31 +259,23 @@ class ModelRunner:
         return StepResult(
             step_id=plan.step_id,
             samples=outcome.samples,
-            seconds=time.perf_counter() - begin,
+            seconds=time.perf_counter() - begin
+            if self._untold is None
+            else self._model.stage.slowest_s,
             prompt_logprobs=outcome.prompt_logprobs,
             failures=outcome.failures,
         )
 
     def _execute(self, plan: StepPlan) -> _Outcome:
         for sequence_id in plan.ended:
-            self._starts.pop(sequence_id, None)
             self._sampler.forget(sequence_id)
         for start in plan.starts:
-            self._starts[start.sequence_id] = start
             self._sampler.start(start)
-        if self._lead is not None:
-            self._lead.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
+        if self._untold is None:
+            self._tell(plan)
         if not plan.slots:
             return _Outcome([], {}, {})
-        unknown = [s.sequence_id for s in plan.slots if s.sequence_id not in self._starts]
-        if unknown:
-            raise ValueError(f"sequences {unknown} were never started")
-        whole = frozenset(s.sequence_id for s in plan.slots if self._logprobs_wanted(s.sequence_id))
-        if self._lead is not None:
-            counts = {
-                s.sequence_id: len(self._following(s)) for s in plan.slots if s.sequence_id in whole
-            }
-            self._lead.step(plan.slots, counts)
+        whole = frozenset(slot.sequence_id for slot in self._whole(plan))
         decoder = self._decoder
         if decoder is not None:
             if not (whole or plan.report_layers) and decoder.takes(plan.slots):
@@ -263,7 +297,7 @@ class ModelRunner:
         asked = [rows.slot for rows in inputs.output_rows if rows.slot.sample]
         logits = self._sampled_logits(inputs, hidden) if asked else None
         if self._lead is not None:  # pages may be used for something else from here on
-            self._lead.group.meet()
+            self._model.stage.ranks.meet()
         failures = self._sampler.broken([slot.sequence_id for slot in asked])
         samples = [] if logits is None else self._sample(logits, asked, failures)
         if not samples:  # they would have come behind all else

@@ -25,7 +25,7 @@ def open_model(path: str, dtype: str, options: ModelOptions | None = None) -> Mo
 
     options = options or ModelOptions()
     keys = read_keys(options.weights_key)
-    if options.shape.tp == 1:
+    if options.shape.num_ranks == 1:
         return ModelSource(Path(path), dtype, options, keys)
     from mooncake.launch.worker.rank_processes import start_ranks
 

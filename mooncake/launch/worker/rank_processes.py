@@ -42,7 +42,7 @@ def start_ranks(path: str, dtype: str, options: ModelOptions) -> Lead:
     sockets: list[socket.socket] = []
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(1, shape.tp):
+        for rank in range(1, shape.num_ranks):
             ours, theirs = socket.socketpair()
             sockets.append(ours)
             with theirs:

@@ -51,6 +51,17 @@ class Group(Protocol):
         what this rank has for rank i.
         """
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Have rank `to`, which receives from this one alone, receive `x`; return once `x` may be
+        overwritten. A few that are on their way are not waited for.
+        """
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """Write what `source` sends next, of the shape and dtype of `out`, into it.
+
+        Waits as long as that rank computes: who watches the steps ends them.
+        """
+
     def meet(self) -> None:
         """Return once all ranks have come here."""
 
@@ -87,6 +98,16 @@ class Solo:
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`."""
         return x
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Raise: there is no other rank."""
+        del x
+        raise GroupError(f"one rank alone has no rank {to}")
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """Raise: there is no other rank."""
+        del out
+        raise GroupError(f"one rank alone has no rank {source}")
 
     def meet(self) -> None:
         """Return."""

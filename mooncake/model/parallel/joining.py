@@ -22,7 +22,7 @@ def make_file(backend: str, shape: Shape) -> int:
     descriptor = os.memfd_create("mooncake-ranks", os.MFD_CLOEXEC)
     if backend != GLOO:
         try:
-            os.ftruncate(descriptor, _bytes(shape))
+            os.ftruncate(descriptor, shared_bytes(shape.num_ranks))
         except OSError:
             os.close(descriptor)
             raise
@@ -36,13 +36,9 @@ def join(backend: str, shape: Shape, rank: int, descriptor: int, timeout_s: floa
     others may take to come to an exchange.
     """
     if backend == GLOO:
-        group = TorchGroup(GLOO, rank, shape.tp, descriptor, timeout_s)
+        group = TorchGroup(GLOO, rank, shape.num_ranks, descriptor, timeout_s)
         weakref.finalize(group, os.close, descriptor)
         return group
-    memory = mmap.mmap(descriptor, _bytes(shape))
+    memory = mmap.mmap(descriptor, shared_bytes(shape.num_ranks))
     os.close(descriptor)
-    return SharedGroup(rank, shape.tp, memory, timeout_s)
-
-
-def _bytes(shape: Shape) -> int:
-    return shared_bytes(shape.tp, shape.dcp)
+    return SharedGroup(rank, shape.num_ranks, memory, timeout_s)

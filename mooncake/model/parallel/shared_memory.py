@@ -3,7 +3,11 @@
 Nothing listens: the memory has no name, and a rank has its descriptor from
 the process that started it. A rank lays its part down, says so in a counter, and reads the parts of
 the others once their counters say so. Each rank has two places for parts and takes them in turn:
-who has come to one exchange has read all parts of the one before.
+who has come to one exchange has read all parts of the one before. What one rank alone sends to
+another lies in that one's inbox, until it is read.
+
+Memory that is never touched is never there: what is laid out for parts and inboxes costs nothing
+where there are none.
 """
 
 from __future__ import annotations
@@ -17,23 +21,33 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from mooncake.model.parallel.group import GroupError, Traffic, ordered_sum
+from mooncake.base.parallel import divisors
+from mooncake.model.parallel.group import Group, GroupError, Solo, Traffic, ordered_sum
 
 LINE_BYTES = 64
 """Counters of two ranks never share a cache line."""
 PLACE_BYTES = 8 * 2**20
 """Of one part; larger tensors go in pieces of rows."""
+INBOX_PLACES = 8
+"""Of one inbox: who sends more waits until some are read."""
 _YIELDS = 2000
 """How often a waiting rank gives up its core before it sleeps: about a millisecond."""
 _SLEEP_S = 50e-6
 
 
-def shared_bytes(size: int, part: int = 1) -> int:
-    """Return the bytes of memory that a group of `size` ranks maps, and its parts of `part` ranks
-    where there are any.
+def shared_bytes(size: int) -> int:
+    """Return the bytes of memory that a group of `size` ranks maps, with those of its parts."""
+    return _first_of_parts(size, 1)
+
+
+def _first_of_parts(size: int, part: int) -> int:
+    """Return where in the memory of `size` ranks that of its parts of `part` ranks begins: larger
+    parts come first, all behind the group's own.
     """
-    own = (size + 1) * LINE_BYTES + 2 * size * PLACE_BYTES
-    return own + (size // part * shared_bytes(part) if 1 < part < size else 0)
+    lines = (size + 1 + 2 * size) * LINE_BYTES
+    own = lines + (2 + INBOX_PLACES) * size * PLACE_BYTES
+    larger = [each for each in divisors(size) if max(1, part) < each < size]
+    return own + sum(size // each * shared_bytes(each) for each in larger)
 
 
 class SharedGroup:
@@ -56,13 +70,20 @@ class SharedGroup:
         self._fence = threading.Lock()
         self._memory = memory
         self._first = first
-        begin = first + (size + 1) * LINE_BYTES
+        begin = first + (size + 1 + 2 * size) * LINE_BYTES
         words = memoryview(memory)[first:begin].cast("q")
         self._counters = words
         self._step = LINE_BYTES // words.itemsize
         self._failed = words[size * self._step :]
+        self._written, self._read = (
+            words[(size + 1 + kind * size) * self._step :] for kind in range(2)
+        )
+        """Of each inbox: pieces that were laid there, and that its rank has read."""
         whole = torch.frombuffer(memory, dtype=torch.uint8)
-        self._places = whole[begin : begin + 2 * size * PLACE_BYTES].view(2, size, PLACE_BYTES)
+        behind = begin + 2 * size * PLACE_BYTES
+        self._places = whole[begin:behind].view(2, size, PLACE_BYTES)
+        inboxes = whole[behind : behind + INBOX_PLACES * size * PLACE_BYTES]
+        self._inboxes = inboxes.view(size, INBOX_PLACES, PLACE_BYTES)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' `x`. GroupError: another rank failed, or did not come."""
@@ -87,16 +108,45 @@ class SharedGroup:
         ]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).view(x.shape)
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Lay `x` into the inbox of rank `to`. GroupError: another rank failed."""
+        line = to * self._step
+        for piece in self._pieces(x):
+            number = self._written[line]
+            self._wait_until(self._read, line, number - INBOX_PLACES + 1)
+            self._inbox(to, number, piece).copy_(piece)
+            with self._fence:
+                self._written[line] = number + 1
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """Write what comes next into `out`. GroupError: another rank failed."""
+        del source  # one alone sends to this rank
+        line = self.rank * self._step
+        for piece in self._pieces(out, sent=False):
+            number = self._read[line]
+            self._wait_until(self._written, line, number + 1)
+            with self._fence:
+                piece.copy_(self._inbox(self.rank, number, piece))
+            with self._fence:
+                self._read[line] = number + 1
+
+    def _inbox(self, rank: int, number: int, like: torch.Tensor) -> torch.Tensor:
+        num_bytes = like.numel() * like.element_size()
+        place = self._inboxes[rank, number % INBOX_PLACES]
+        return place[:num_bytes].view(like.dtype).view(like.shape)
+
     def meet(self) -> None:
         """Wait for all ranks. GroupError: another rank failed, or did not come."""
         self._come()
 
-    def part(self, size: int) -> SharedGroup:
+    def part(self, size: int) -> Group:
         """Return this rank's group of `size` ranks, in memory of its own behind this group's."""
         if size == self.size:
             return self
+        if size == 1:
+            return Solo()
         number = self.rank // size
-        first = self._first + shared_bytes(self.size) + number * shared_bytes(size)
+        first = self._first + _first_of_parts(self.size, size) + number * shared_bytes(size)
         made = SharedGroup(self.rank % size, size, self._memory, self.timeout_s, first)
         made._failed = self._failed
         return made
@@ -105,9 +155,10 @@ class SharedGroup:
         """Have every rank that waits, or comes later, raise; from any thread or process."""
         self._failed[0] = 1
 
-    def _pieces(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _pieces(self, x: torch.Tensor, *, sent: bool = True) -> Iterator[torch.Tensor]:
         """Yield `x` in pieces of rows that fit a place."""
-        self.traffic.count(x)
+        if sent:
+            self.traffic.count(x)
         rows = x if x.dim() > 2 else x.reshape(-1, x.shape[-1])
         row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
         if row_bytes > PLACE_BYTES:
@@ -133,25 +184,35 @@ class SharedGroup:
         # A lock of this process orders what it writes before from what it writes after.
         with self._fence:
             counters[self.rank * step] = number
-        deadline_s = 0.0
-        num_waits = 0
         for other in range(self.size):
-            while counters[other * step] < number:
-                if self._failed[0]:
-                    raise GroupError("another rank of this model failed")
-                num_waits += 1
-                if num_waits < _YIELDS:
-                    os.sched_yield()
-                    continue
-                now = time.monotonic()
-                deadline_s = deadline_s or now + self.timeout_s
-                if now > deadline_s:
-                    raise GroupError(
-                        f"rank {other} of this model did not answer for {self.timeout_s:.0f} s"
-                    )
-                time.sleep(_SLEEP_S)
+            if not self._wait_until(counters, other * step, number, self.timeout_s):
+                raise GroupError(
+                    f"rank {other} of this model did not answer for {self.timeout_s:.0f} s"
+                )
         with self._fence:
             return
+
+    def _wait_until(
+        self, counters: memoryview[int], at: int, number: int, timeout_s: float = math.inf
+    ) -> bool:
+        """Wait until the counter at `at` has come to `number`; False: it has not in time.
+        GroupError: another rank failed.
+        """
+        deadline_s = 0.0
+        num_waits = 0
+        while counters[at] < number:
+            if self._failed[0]:
+                raise GroupError("another rank of this model failed")
+            num_waits += 1
+            if num_waits < _YIELDS:
+                os.sched_yield()
+                continue
+            now = time.monotonic()
+            deadline_s = deadline_s or now + timeout_s
+            if now > deadline_s:
+                return False
+            time.sleep(_SLEEP_S)
+        return True
 
 
 def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
-from mooncake.model.parallel.group import GroupError, Traffic, ordered_sum
+from mooncake.model.parallel.group import Group, GroupError, Solo, Traffic, ordered_sum
 
 MEET_S = 60.0
 """How long a rank waits for the others: they compute the same layer."""
@@ -19,6 +20,10 @@ class _Meeting:
     def __init__(self, size: int) -> None:
         self.parts: list[torch.Tensor] = [torch.empty(0)] * size
         self.barrier = threading.Barrier(size)
+        self.inboxes: list[queue.SimpleQueue[torch.Tensor | None]] = [
+            queue.SimpleQueue() for _ in range(size)
+        ]
+        """Of each rank; None: another has failed."""
         self._cut: dict[tuple[int, int], _Meeting] = {}
         self._cutting = threading.Lock()
 
@@ -27,15 +32,18 @@ class _Meeting:
         with self._cutting:
             made = self._cut.setdefault((size, number), _Meeting(size))
         if self.barrier.broken:
-            made.barrier.abort()
+            made.abort()
         return made
 
     def abort(self) -> None:
         """Have everyone who waits here, or in a part of it, raise."""
         with self._cutting:
             parts = list(self._cut.values())
-        for meeting in (self, *parts):
-            meeting.barrier.abort()
+        self.barrier.abort()
+        for inbox in self.inboxes:
+            inbox.put(None)
+        for meeting in parts:
+            meeting.abort()
 
 
 class ThreadGroup:
@@ -66,14 +74,28 @@ class ThreadGroup:
         """Return all ranks' parts for this one. GroupError: another rank failed."""
         return self._with_all(x, lambda parts: torch.stack([part[self.rank] for part in parts]))
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Lay a copy of `x` down for rank `to`."""
+        self.traffic.count(x)
+        self._meeting.inboxes[to].put(x.clone())
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """Write what comes next into `out`. GroupError: another rank failed."""
+        x = self._meeting.inboxes[self.rank].get()
+        if x is None:
+            raise GroupError(f"rank {source} of this model failed")
+        out.copy_(x)
+
     def meet(self) -> None:
         """Wait for all ranks. GroupError: another rank failed."""
         self._wait()
 
-    def part(self, size: int) -> ThreadGroup:
+    def part(self, size: int) -> Group:
         """Return this rank's group of `size` ranks."""
         if size == self.size:
             return self
+        if size == 1:
+            return Solo()
         return ThreadGroup(self.rank % size, self._meeting.cut(size, self.rank // size))
 
     def fail(self) -> None:

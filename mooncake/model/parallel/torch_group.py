@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,10 +17,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from mooncake.model.parallel.group import GroupError, Traffic, ordered_sum
+from mooncake.model.parallel.group import Group, GroupError, Solo, Traffic, ordered_sum
 
 GLOO, NCCL = "gloo", "nccl"
 LOOPBACK = "127.0.0.1"
+_ON_THEIR_WAY = 4
+"""Tensors sent to the next stage that it has not received."""
+_NO_LIMIT = timedelta(days=1)
 ONE_SHOT_BYTES = 1 << 16
 """Smaller parts are sent to every rank whole; larger ones are summed in slices, one a rank."""
 
@@ -47,10 +51,12 @@ class TorchGroup:
         self._file = descriptor
         self._own_file: int | None = None
         self._ranks: Any = None
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def __del__(self) -> None:
         # torch's store opens its file once more when it ends: by a number that by then was another
         # file's, it would end the process or write there.
+        self._sent.clear()
         self._ranks = None
         if self._own_file is not None:
             os.close(self._own_file)
@@ -80,14 +86,30 @@ class TorchGroup:
         self.traffic.count(x)
         return self._exchanged(x)
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Begin to send a copy of `x` to rank `to`. GroupError: it failed."""
+        self.traffic.count(x)
+        kept = x.contiguous().clone()
+        with _as_group_error():
+            while len(self._sent) >= _ON_THEIR_WAY:
+                self._sent.popleft()[0].wait(_NO_LIMIT)
+            self._sent.append((self._connected().send([_bytes_of(kept)], to, 0), kept))
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """Write what rank `source` sends next into `out`. GroupError: it failed."""
+        with _as_group_error():
+            self._connected().recv([_bytes_of(out)], source, 0).wait(_NO_LIMIT)
+
     def meet(self) -> None:
         """Wait for all ranks. GroupError: another rank failed, or did not come."""
         self._gathered(torch.zeros(1, device="cuda" if self._kind == NCCL else "cpu"))
 
-    def part(self, size: int) -> TorchGroup:
+    def part(self, size: int) -> Group:
         """Return this rank's group of `size` ranks, which connect to each other."""
         if size == self.size:
             return self
+        if size == 1:
+            return Solo()
         name = f"{self._name}-{size}-{self.rank // size}"
         return TorchGroup(self._kind, self.rank % size, size, self._file, self._timeout_s, name)
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from mooncake.base import Shape
 from mooncake.base.kv_layout import Home
 from mooncake.engine.plan import StepSlot
 from mooncake.model.backends import Backends
@@ -31,21 +32,23 @@ class ThreadRanks:
         dtype: torch.dtype = torch.float32,
         num_homes: int = 1,
         backends: Backends | None = None,
+        num_stages: int = 1,
     ) -> None:
-        """source: what a rank reads its weights from. num_homes: ranks that share the KV out."""
-        self.groups = ThreadGroup.make(num_ranks)
-        self.sources = [source(rank) for rank in range(num_ranks)]
+        """source: what a rank reads its weights from. num_ranks: of each stage. num_homes: ranks
+        that share the KV out.
+        """
+        self.shape = shape = Shape(tp=num_ranks, pp=num_stages, dcp=num_homes)
+        self.groups = ThreadGroup.make(shape.num_ranks)
+        self.sources = [source(rank) for rank in range(shape.num_ranks)]
         self.models: list[KimiK2] = [
-            load_model(
-                each, dtype=dtype, device=CPU, group=group, num_homes=num_homes, backends=backends
-            )
+            load_model(each, dtype=dtype, device=CPU, group=group, shape=shape, backends=backends)
             for each, group in zip(self.sources, self.groups, strict=True)
         ]
         self.kv: list[KvTensors] = [
             kv_for(model.spec, home=Home(rank % num_homes, num_homes))
             for rank, model in enumerate(self.models)
         ]
-        self._threads = ThreadPoolExecutor(num_ranks)
+        self._threads = ThreadPoolExecutor(shape.num_ranks)
 
     def on_all(self, work: Callable[[int], Made]) -> list[Made]:
         """Return what `work(rank)` returns on each, all running at once."""
@@ -66,10 +69,12 @@ class ThreadRanks:
         whole: bool = False,
         rule: PrefersAbsorbed | None = None,
     ) -> dict[int, torch.Tensor]:
-        """Return the logits of one step as `tiny_models.forward`; all ranks have the same bits."""
+        """Return the logits of one step as `tiny_models.forward`; all ranks of the last stage have
+        the same bits.
+        """
         first, *others = self.on_all(
             lambda rank: forward(self.models[rank], self.kv[rank], slots, whole=whole, rule=rule)
-        )
+        )[: self.shape.tp]
         for other in others:
             assert all(torch.equal(first[key], other[key]) for key in first)
         return first

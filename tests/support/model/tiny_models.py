@@ -194,7 +194,10 @@ def forward(
     wanted = frozenset(entry.sequence_id for entry in slots) if whole else frozenset()
     with torch.inference_mode():
         inputs = build_inputs(slots, wanted, kv.page_shape, rule, home=kv.home)
-        logits = model.logits(model.forward(inputs, kv))
+        hidden = model.forward(inputs, kv)
+        if not model.stage.is_last:
+            return {}
+        logits = model.logits(hidden)
     return {
         rows.slot.sequence_id: logits[rows.first : rows.first + rows.num_rows]
         for rows in inputs.output_rows

@@ -14,8 +14,15 @@ import msgspec
 import pytest
 import torch
 
-from mooncake.base import CheckpointError, InternalError, PageArray, SamplingParams
-from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.base import CheckpointError, InternalError, PageArray, SamplingParams, Shape
+from mooncake.engine.plan import (
+    LayerDone,
+    RunnerEvent,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+    StepSlot,
+)
 from mooncake.engine.step_log import UsePages
 from mooncake.model.follower import Follower, _follow
 from mooncake.model.kv_tensors import KvTensors
@@ -54,11 +61,12 @@ class Process:
 class Instance:
     """A runner with followers in threads."""
 
-    def __init__(self, source: DictSource, num_ranks: int, num_homes: int = 1) -> None:
-        memory = mmap.mmap(-1, shared_bytes(num_ranks, num_homes))
+    def __init__(self, source: DictSource, shape: Shape) -> None:
+        num_ranks, num_homes = shape.num_ranks, shape.dcp
+        memory = mmap.mmap(-1, shared_bytes(num_ranks))
         groups = [SharedGroup(rank, num_ranks, memory, 30.0) for rank in range(num_ranks)]
         models = [
-            load_model(source, dtype=torch.float32, device=CPU, group=group, num_homes=num_homes)
+            load_model(source, dtype=torch.float32, device=CPU, group=group, shape=shape)
             for group in groups
         ]
         pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
@@ -104,13 +112,21 @@ class Instance:
             assert not thread.is_alive()
 
 
-def run(runner: ModelRunner, plan: StepPlan) -> StepResult:
-    runner.submit(plan)
+def events_until(runner: ModelRunner, step_id: int) -> Iterator[RunnerEvent]:
+    """Yield what the runner says until a step has ended."""
     while True:
         assert select.select([runner.fileno()], [], [], 30)[0]
         for event in runner.poll():
-            if isinstance(event, StepResult):
-                return event
+            yield event
+            if isinstance(event, StepResult) and event.step_id == step_id:
+                return
+
+
+def run(runner: ModelRunner, plan: StepPlan) -> StepResult:
+    runner.submit(plan)
+    *_, result = events_until(runner, plan.step_id)
+    assert isinstance(result, StepResult)
+    return result
 
 
 Open = Callable[..., Instance]
@@ -125,8 +141,8 @@ def source() -> DictSource:
 def instance(source: DictSource) -> Iterator[Open]:
     opened: list[Instance] = []
 
-    def make(num_ranks: int = 2, num_homes: int = 1) -> Instance:
-        opened.append(Instance(source, num_ranks, num_homes))
+    def make(shape: Shape = Shape(tp=2)) -> Instance:  # noqa: B008
+        opened.append(Instance(source, shape))
         return opened[-1]
 
     yield make
@@ -182,23 +198,62 @@ def scenario(go: Callable[[StepPlan], StepResult]) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize(("num_ranks", "num_homes"), [(2, 1), (4, 1), (2, 2), (4, 2)])
-def test_followers_compute_with_the_lead(
-    instance: Open, source: DictSource, num_ranks: int, num_homes: int
-) -> None:
+SHAPES = ("tp2", "tp4", "tp2-dcp2", "tp4-dcp2", "tp1-pp2", "tp1-pp3", "tp2-pp2", "tp2-pp2-dcp2")
+
+
+@pytest.mark.parametrize("words", SHAPES)
+def test_followers_compute_with_the_lead(instance: Open, source: DictSource, words: str) -> None:
     model = load_model(source, dtype=torch.float32, device=CPU)
     kv = KvTensors.allocate(layout_for(source.spec), NUM_PAGES, CPU)
     alone = ModelRunner(model, kv, Sampler(source.spec.vocab_size))
     expected = scenario(lambda each: run(alone, each))
     alone.close()
-    made = instance(num_ranks, num_homes)
+    made = instance(Shape.parse(words))
     assert scenario(made.run) == expected
     made.runner.check_integrity()
     assert made.lead.lost is None
 
 
+def test_stages_compute_further_steps_before_the_lead_has_ended_one(
+    instance: Open, source: DictSource
+) -> None:
+    """The chunks of a prompt are all submitted at once: bits of one rank, whatever was ahead."""
+    prompt, pages = random_tokens(60, seed=1), [3, 1, 7, 9]
+
+    def first_token(runner: ModelRunner) -> tuple[StepResult, list[int]]:
+        for number, begin in enumerate(range(0, 60, 20)):
+            chunk = slot(1, begin, prompt[begin : begin + 20], pages, sample=begin == 40)
+            starts = [start(1, prompt, num_logprobs=3)] if number == 0 else []
+            runner.submit(
+                StepPlan(step_id=number, starts=starts, slots=[chunk], ended=[], report_layers=True)
+            )
+        events = list(events_until(runner, 2))
+        layers: dict[int, list[int]] = {}
+        for event in events:
+            if isinstance(event, LayerDone):
+                layers.setdefault(event.step_id, []).append(event.layer)
+        assert all(found == sorted(found) for found in layers.values())
+        assert [found[-1] for found in layers.values()] == [source.spec.num_hidden_layers - 1] * 3
+        results = [event for event in events if isinstance(event, StepResult)]
+        assert [result.step_id for result in results] == [0, 1, 2]
+        return results[-1], sorted({layer for found in layers.values() for layer in found})
+
+    model = load_model(source, dtype=torch.float32, device=CPU)
+    kv = KvTensors.allocate(layout_for(source.spec), NUM_PAGES, CPU)
+    alone = ModelRunner(model, kv, Sampler(source.spec.vocab_size))
+    expected, layers = first_token(alone)
+    alone.close()
+    assert layers == list(range(source.spec.num_hidden_layers))
+    made = instance(Shape(pp=2))
+    found, layers = first_token(made.runner)
+    assert found.samples == expected.samples, "log-probabilities too, bit by bit"
+    first = made.followers[0]._model.stage.layers
+    assert layers == list(range(first[-1], source.spec.num_hidden_layers)), "those before by one"
+    assert torch.equal(made.runner._kv.pages[:, pages], kv.pages[:, pages])
+
+
 def test_a_follower_that_holds_other_pages_ends_all_ranks(instance: Open) -> None:
-    made = instance(4)
+    made = instance(Shape(tp=4))
     made.run(plan(0, [slot(1, 0, [5], [7])], [start(1, [5])]))
     made.runner.check_integrity()
     made.followers[1]._reader._pages[1].append(8)
@@ -218,7 +273,7 @@ def test_a_step_that_fails_on_the_lead_ends_all_ranks(instance: Open) -> None:
 
 
 def test_a_follower_that_goes_is_found_out_while_nothing_runs(instance: Open) -> None:
-    made = instance(4)
+    made = instance(Shape(tp=4))
     made.links[1].shutdown(socket.SHUT_RDWR)
     assert select.select([made.runner.fileno()], [], [], 30)[0]
     with pytest.raises(InternalError, match="rank 2 of this model has ended"):

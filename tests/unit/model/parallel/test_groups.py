@@ -25,7 +25,7 @@ Made = TypeVar("Made")
 
 
 def over_memory(size: int, timeout_s: float = 60.0) -> Sequence[SharedGroup]:
-    memory = mmap.mmap(-1, shared_bytes(size, 2))
+    memory = mmap.mmap(-1, shared_bytes(size))
     return [SharedGroup(rank, size, memory, timeout_s) for rank in range(size)]
 
 
@@ -130,6 +130,46 @@ def test_gloo_sums_large_parts_in_slices_to_the_same_bits(size: int, dtype: torc
         assert torch.equal(found, ordered_sum(parts))
 
 
+def test_what_one_sends_another_receives_in_order(make: Make) -> None:
+    """More than is on its way at once, of several sizes, while others talk."""
+    sizes = [(3, 4), (1, 1), (0, 2), (200, 7)] * 4
+
+    def work(group: Group) -> bool:
+        ranks = group.part(1)
+        assert ranks.size == 1
+        for number, size in enumerate(sizes):
+            if group.rank == 0:
+                found = torch.empty(size)
+                group.receive(found, 2)
+                assert torch.equal(found, torch.full(size, float(number)))
+            if group.rank == 2:
+                x = torch.full(size, float(number))
+                group.send(x, 0)
+                x.zero_()
+        group.meet()
+        return True
+
+    assert all(on_all(make(3), work))
+
+
+def test_a_thread_that_fails_ends_who_receives() -> None:
+    groups = ThreadGroup.make(2)
+    groups[1].fail()
+    with pytest.raises(GroupError, match="rank 1 of this model failed"):
+        groups[0].receive(torch.ones(1), 1)
+
+
+def test_a_process_that_fails_ends_who_receives_and_who_sends_too_much() -> None:
+    groups = over_memory(2)
+    for _ in range(shared_memory.INBOX_PLACES):
+        groups[0].send(torch.ones(1), 1)
+    groups[1].fail()
+    with pytest.raises(GroupError):
+        groups[0].send(torch.ones(1), 1)
+    with pytest.raises(GroupError):
+        groups[0].receive(torch.ones(1), 1)
+
+
 def test_what_is_larger_than_a_place_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "PLACE_BYTES", 4 * 8 * 3)
     x = torch.arange(80.0).view(10, 8)
@@ -137,6 +177,10 @@ def test_what_is_larger_than_a_place_goes_in_pieces(monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(found, 2 * x) for found in on_all(groups, lambda g: g.sum(x.clone())))
     gathered = on_all(groups, lambda g: g.gather(x))
     assert all(torch.equal(found, torch.cat((x, x), dim=1)) for found in gathered)
+    groups[0].send(x, 1)
+    received = torch.empty_like(x)
+    groups[1].receive(received, 0)
+    assert torch.equal(received, x)
     with pytest.raises(ValueError, match="a row of 100 bytes does not fit"):
         groups[0].sum(torch.ones(2, 25))
 
