@@ -6,6 +6,10 @@ ranks of a stage each hold a part of each of its layers (tensor parallel). Of th
 the KVCache (decode context parallel): with 1 every rank holds the KV of every block, since the
 latent KV of MLA has one head and cannot be cut by heads.
 
+`dp` instances, each with sequences and pages of its own, may hold the routed experts together (data
+and expert parallel): of the `ep` ranks that they have in a stage each has some experts whole. With
+`ep` 1 each rank has columns of every expert.
+
 Rank 0 samples, so it is in the last stage: ranks are numbered from that stage backwards.
 """
 
@@ -19,22 +23,29 @@ from mooncake.base.errors import ConfigError
 
 TP_FLAG, DCP_FLAG = "tensor-parallel-size", "decode-context-parallel-size"
 PP_FLAG = "pipeline-parallel-size"
-_WORDS = re.compile(r"tp([1-9][0-9]*)(?:-pp([1-9][0-9]*))?(?:-dcp([1-9][0-9]*))?")
+DP_FLAG, EP_FLAG = "data-parallel-size", "enable-expert-parallel"
+_WORDS = re.compile(
+    r"tp([1-9][0-9]*)" + "".join(f"(?:-{name}([1-9][0-9]*))?" for name in ("pp", "dcp", "dp", "ep"))
+)
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of one instance.
+    """The ranks of one instance, and the instances with which it shares its experts.
 
     Raises:
-        ConfigError: a number is below 1, or `dcp` does not divide `tp`.
+        ConfigError: a number is below 1, `dcp` does not divide `tp`, or `ep` is neither 1 nor all
+            ranks of `dp` instances.
     """
 
     tp: int = 1
     pp: int = 1
     dcp: int = 1
+    dp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for flag, number in ((TP_FLAG, self.tp), (PP_FLAG, self.pp), (DCP_FLAG, self.dcp)):
+        sizes = (TP_FLAG, self.tp), (PP_FLAG, self.pp), (DCP_FLAG, self.dcp), (DP_FLAG, self.dp)
+        for flag, number in sizes:
             if number < 1:
                 raise ConfigError(f"{flag}: must be at least 1, not {number}")
         if self.tp % self.dcp:
@@ -42,10 +53,19 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
                 f"{DCP_FLAG}: {self.dcp} does not divide {TP_FLAG} {self.tp}; each rank holds one "
                 f"share of the context: {_listed(divisors(self.tp))} would do"
             )
+        if self.dp > 1 and self.ep == 1:
+            raise ConfigError(
+                f"{DP_FLAG}={self.dp}: ranks that share no experts are workers (--prefill N, "
+                f"--decode N); to share them add --{EP_FLAG}"
+            )
+        if self.ep not in (1, self.tp * self.dp):
+            raise ConfigError(
+                f"shape: the experts lie on 1 or on all {self.tp * self.dp} ranks, not on {self.ep}"
+            )
 
     @classmethod
     def parse(cls, words: str) -> Shape:
-        """Return the shape written as "tp8" or "tp8-pp2-dcp8".
+        """Return the shape written as "tp8", "tp8-pp2-dcp8" or "tp8-dp2-ep16".
 
         Raises:
             ConfigError: it is not of that form, or not a shape that can be.
@@ -53,15 +73,22 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         match = _WORDS.fullmatch(words)
         if match is None:
             raise ConfigError(
-                f"shape: {words!r} is not tpN, with -ppN and -dcpN behind it where those are not 1 "
-                "(e.g. tp8, tp8-dcp8, tp8-pp2-dcp8)"
+                f"shape: {words!r} is not tpN, with -ppN, -dcpN, -dpN and -epN behind it where "
+                "those are not 1 (e.g. tp8, tp8-dcp8, tp8-pp2-dcp8, tp8-dp2-ep16)"
             )
-        tp, pp, dcp = (int(number or 1) for number in match.groups())
-        return cls(tp=tp, pp=pp, dcp=dcp)
+        tp, pp, dcp, dp, ep = (int(number or 1) for number in match.groups())
+        return cls(tp=tp, pp=pp, dcp=dcp, dp=dp, ep=ep)
 
     def __str__(self) -> str:
-        others = ("pp", self.pp), ("dcp", self.dcp)
+        others = ("pp", self.pp), ("dcp", self.dcp), ("dp", self.dp), ("ep", self.ep)
         return f"tp{self.tp}" + "".join(f"-{name}{size}" for name, size in others if size > 1)
+
+    @property
+    def flags(self) -> str:
+        """The shape as flags of `serve`."""
+        others = (PP_FLAG, self.pp), (DCP_FLAG, self.dcp), (DP_FLAG, self.dp)
+        given = [f" --{flag} {size}" for flag, size in others if size > 1]
+        return f"--{TP_FLAG} {self.tp}{''.join(given)}" + f" --{EP_FLAG}" * (self.ep > 1)
 
     @property
     def num_ranks(self) -> int:

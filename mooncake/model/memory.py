@@ -21,11 +21,12 @@ from mooncake.model.checkpoint.quant_format import (
     fp8_scale_shape,
     is_quantized,
 )
-from mooncake.model.checkpoint.tensor_cuts import cut_of, is_held, part_shape
+from mooncake.model.checkpoint.tensor_cuts import ROUTED, cut_of, is_held, part_shape
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.options import ModelOptions
 
 _ROUTER_PARTS = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
+_ALONE = Shape()
 _WIDENED = "kv_b_proj.weight"
 """Never kept in FP8: attention multiplies with its two halves, cut apart."""
 _JOINED = (
@@ -92,7 +93,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
         total += size
         if name.endswith(_ROUTER_PARTS):
             router += size
-        if ".mlp.experts." in name:
+        if ROUTED in name:
             routed += size
     idle = routed * (spec.n_routed_experts - spec.num_experts_per_tok) // spec.n_routed_experts
     return ParameterCount(total=total, router=router, active=total - idle)
@@ -146,26 +147,26 @@ def held_weights(
     options: ModelOptions,
     stored: QuantFormat | None,
     *,
-    num_ranks: int = 1,
+    shape: Shape = _ALONE,
     layers: range | None = None,
     elsewhere: bool = False,
 ) -> HeldWeights:
-    """Return what one of `num_ranks` ranks that run so holds of a checkpoint `stored` so; of
-    `layers` alone where the ranks are one stage of several.
+    """Return what a rank of `shape` that runs so holds of a checkpoint `stored` so; of `layers`
+    alone where it is in one stage of several.
 
     elsewhere: on another machine, where code can be compiled.
     """
     kept = kept_by(options, dtype, stored)
     if not options.experts_apart:
-        held = weights_bytes(spec, dtype, num_ranks=num_ranks, layers=layers, kept=kept)
+        held = weights_bytes(spec, dtype, shape=shape, layers=layers, kept=kept)
         return HeldWeights(held, 0)
     beside = None
     if stored is not None:
         beside = _kept_by_host(options, dtype, stored, elsewhere=elsewhere)
-    parts = _parts(spec, num_ranks, layers)
+    parts = _parts(spec, shape, layers)
     on_device = in_dram = 0
     for name in parts:
-        if ".mlp.experts." in name:
+        if ROUTED in name:
             in_dram += _held_bytes(name, parts, dtype, beside)
         else:
             on_device += _held_bytes(name, parts, dtype, kept)
@@ -176,28 +177,31 @@ def weights_bytes(
     spec: ModelSpec,
     dtype: str,
     *,
-    num_ranks: int = 1,
+    shape: Shape = _ALONE,
     layers: range | None = None,
     kept: Kept | None = None,
 ) -> int:
-    """Return the bytes of the weights that one of `num_ranks` ranks holds: its parts (see
-    `tensor_cuts`), those of `layers` where others have the rest, routers in float32, the rest in
-    `dtype`.
+    """Return the bytes of the weights that a rank of `shape` holds: its parts (see `tensor_cuts`),
+    those of `layers` where others have the rest, routers in float32, the rest in `dtype`.
 
     kept: what stays as the checkpoint stores it; None: quantized weights are widened when they are
     loaded.
     """
-    parts = _parts(spec, num_ranks, layers)
+    parts = _parts(spec, shape, layers)
     return sum(_held_bytes(name, parts, dtype, kept) for name in parts)
 
 
-def _parts(spec: ModelSpec, num_ranks: int, layers: range | None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of what one rank holds of each tensor."""
-    return {
-        name: part_shape(shape, cut_of(spec, name, num_ranks), num_ranks)
-        for name, shape in tensor_shapes(spec).items()
-        if layers is None or is_held(spec, name, layers)
-    }
+def _parts(spec: ModelSpec, shape: Shape, layers: range | None) -> dict[str, tuple[int, ...]]:
+    """Return the shape of what one rank holds of each tensor; others of its stage hold as much."""
+    parts = {}
+    for name, whole in tensor_shapes(spec).items():
+        if layers is not None and not is_held(spec, name, layers):
+            continue
+        if ROUTED in name and int(name.split(ROUTED)[1].split(".")[0]) % shape.ep:
+            continue
+        cut = cut_of(spec, name, shape.tp, whole_experts=shape.ep > 1)
+        parts[name] = part_shape(whole, cut, shape.tp)
+    return parts
 
 
 def _held_bytes(
@@ -210,7 +214,7 @@ def _held_bytes(
         return size * DTYPE_BYTES["float32"]
     if kept is None or not is_quantized(kept.format, name):
         return size * DTYPE_BYTES[dtype]
-    expert = ".mlp.experts." in name
+    expert = ROUTED in name
     if isinstance(kept.format, Fp8Block):
         stays = _fits(shape, kept) if expert else _stays_fp8(name, parts, kept)
         if stays and kept.format.block == (FP8_BLOCK, FP8_BLOCK):
@@ -274,13 +278,16 @@ def communication_bytes(
 ) -> int:
     """Return what one rank keeps for exchanges with the others: a float32 sum and a gathered
     embedding of the largest step; where KV is dealt out, the queries and outputs of all heads and
-    the latents of the longest context of one layer; between stages, the activations of two steps.
+    the latents of the longest context of one layer; between stages, the activations of two steps;
+    where instances share experts, the rows of all of them with their experts' outputs.
     """
     each = DTYPE_BYTES[dtype]
-    passed = 2 * step_tokens * spec.hidden_size * each if shape.pp > 1 else 0
-    if shape.tp == 1:
-        return passed
-    total = passed + step_tokens * spec.hidden_size * (DTYPE_BYTES["float32"] + each)
+    rows = step_tokens * spec.hidden_size
+    total = 2 * rows * each if shape.pp > 1 else 0
+    if shape.dp > 1:
+        total += 2 * shape.dp * rows * each
+    if shape.tp > 1:
+        total += rows * (DTYPE_BYTES["float32"] + each)
     if shape.dcp > 1:
         heads = step_sequences * spec.num_attention_heads
         total += heads * (spec.kv_width * each + (spec.kv_lora_rank + 1) * DTYPE_BYTES["float32"])

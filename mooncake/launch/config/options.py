@@ -274,6 +274,7 @@ ROLE_SETTINGS = (
     "tensor-parallel-size",
     "pipeline-parallel-size",
     "decode-context-parallel-size",
+    "data-parallel-size",
 )
 """What one role's engines may have of their own."""
 
@@ -385,15 +386,3 @@ def joinable(name: str, value: object) -> str:
     """Read "HOST:PORT" or "tcp://HOST:PORT"."""
     written = str(value)
     return DIRECT * written.startswith(DIRECT) + host_and_port(name, written.removeprefix(DIRECT))
-
-
-def only_one(reason: str) -> Callable[[str, object], int]:
-    """Read a degree of parallelism of which only 1 exists so far."""
-
-    def read(name: str, value: object) -> int:
-        number = count(1)(name, value)
-        if number != 1:
-            raise ConfigError(f"{flag(name)}={number} is not supported yet: {reason}")
-        return number
-
-    return read

@@ -22,7 +22,7 @@ from mooncake.base import (
     Shape,
     format_bytes,
 )
-from mooncake.base.parallel import DCP_FLAG, PP_FLAG, TP_FLAG, stage_layers
+from mooncake.base.parallel import DCP_FLAG, DP_FLAG, EP_FLAG, PP_FLAG, TP_FLAG, stage_layers
 from mooncake.crypto.keys import KeySource
 from mooncake.engine.config import EngineConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
@@ -235,8 +235,8 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         dtype=KV_DTYPES.get(config.kv_cache_dtype, model.dtype),
         weights_revision=model.revision,
     )
-    num_prefills, num_decodes, num_kvstores = _counts(config)
     shapes, gpu_node = _shapes(config, model), _gpu_node(config)
+    num_prefills, num_decodes, num_kvstores = _counts(config, shapes)
     num_ranks = num_prefills * shapes[Role.PREFILL].num_ranks
     num_ranks += num_decodes * shapes[Role.DECODE].num_ranks
     num_threads = config.num_threads or max(1, cores // max(1, num_ranks))
@@ -307,12 +307,16 @@ def _shapes(config: ServeConfig, model: ModelPlan) -> dict[Role, Shape]:
     shapes = {}
     for role, own in ((Role.PREFILL, config.prefill_set), (Role.DECODE, config.decode_set)):
         given = dict(own)
+        tp = given.get(TP_FLAG, config.tensor_parallel_size)
+        dp = given.get(DP_FLAG, config.data_parallel_size)
         shape = shapes[role] = Shape(
-            tp=given.get(TP_FLAG, config.tensor_parallel_size),
+            tp=tp,
             pp=given.get(PP_FLAG, config.pipeline_parallel_size),
             dcp=given.get(DCP_FLAG, config.decode_context_parallel_size),
+            dp=dp,
+            ep=tp * dp if config.enable_expert_parallel else 1,
         )
-        check_cuts(model.spec, model.quantization, shape.tp)
+        check_cuts(model.spec, model.quantization, shape)
         stage_layers(model.spec.num_hidden_layers, shape.pp)
         if config.deterministic:
             check_slabs(model.spec, shape)
@@ -381,6 +385,10 @@ def _options(
 def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
     """Raise ConfigError for shapes that can be planned, but not served yet."""
     can = "it can only be planned (--dry-run, or simulate --shape)"
+    if shape.ep > 1:
+        raise ConfigError(
+            f"{EP_FLAG} is not served yet: it can only be planned (--dry-run): {shape}"
+        )
     for flag, size in ((TP_FLAG, shape.tp), (PP_FLAG, shape.pp)):
         if size > 1 and device == "cuda":
             raise ConfigError(
@@ -392,17 +400,29 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
         raise ConfigError(f"{PP_FLAG}={shape.pp} is not served yet: {can}")
 
 
-def _counts(config: ServeConfig) -> tuple[int, int, int]:
-    """Return how many prefill, decode and kvstore workers run on this machine."""
+def _counts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[int, int, int]:
+    """Return how many prefill, decode and kvstore workers there are: of each engine whose experts
+    are shared, as many as share them.
+
+    Raises:
+        ConfigError: one worker is to be started of several that share their experts.
+    """
+    dp = {role.value: shape.dp for role, shape in shapes.items()}
     if config.role is not None:
+        if dp.get(config.role, 1) > 1:
+            raise ConfigError(
+                f"{DP_FLAG}: workers that share their experts are started by one `mooncake serve`, "
+                "not one at a time with --role"
+            )
         return (
             int(config.role == "prefill"),
             int(config.role == "decode"),
             int(config.role == "kvstore"),
         )
     if config.colocated:
-        return 0, 1, config.kvstore or 0
-    return config.prefill, config.decode, 1 if config.kvstore is None else config.kvstore
+        return 0, dp["decode"], config.kvstore or 0
+    num_kvstores = 1 if config.kvstore is None else config.kvstore
+    return config.prefill * dp["prefill"], config.decode * dp["decode"], num_kvstores
 
 
 def _num_pages(config: ServeConfig, model: ModelPlan, block_bytes: int) -> int:

@@ -8,8 +8,10 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import msgspec
+
 from mooncake.base import ConfigError, KvLayout, ModelSpec, Shape, format_bytes
-from mooncake.base.parallel import DCP_FLAG, PP_FLAG, TP_FLAG, divisors, stage_layers
+from mooncake.base.parallel import divisors, stage_layers
 from mooncake.model.checkpoint.quant_format import INT4_GROUP, Int4Group, QuantFormat
 from mooncake.model.checkpoint.tensor_cuts import check_cuts
 from mooncake.model.memory import (
@@ -125,14 +127,14 @@ def _rank_memory(needs: RankNeeds, shape: Shape, layers: range, num_pages: int) 
         step_sequences=needs.step_sequences,
         max_model_len=needs.max_model_len,
     )
-    if needs.on_gpu and shape.num_ranks > 1:
-        communication += GPU_COMMUNICATOR_BYTES
+    if needs.on_gpu:
+        communication += GPU_COMMUNICATOR_BYTES * ((shape.num_ranks > 1) + (shape.dp > 1))
     held = held_weights(
         needs.spec,
         needs.dtype,
         needs.options,
         needs.quantization,
-        num_ranks=shape.tp,
+        shape=shape,
         layers=layers,
         elsewhere=needs.elsewhere,
     )
@@ -213,9 +215,7 @@ class GpuNode:
         cures = []
         fitting = self._fitting_shape(needs, present)
         if fitting is not None:
-            sizes = (PP_FLAG, fitting.pp), (DCP_FLAG, fitting.dcp)
-            others = "".join(f" --{flag} {size}" for flag, size in sizes if size > 1)
-            cures.append(f"--{TP_FLAG} {fitting.tp}{others}")
+            cures.append(fitting.flags)
         if tokens >= _LEAST_CONTEXT:
             cures.append(f"--max-model-len {tokens}")
         if not isinstance(needs.quantization, Int4Group):
@@ -229,18 +229,22 @@ class GpuNode:
 
     def _fitting_shape(self, needs: RankNeeds, present: Shape) -> Shape | None:
         """Return the smallest shape, no smaller than `present`, that fits: of one node for each of
-        as few stages as may be, of each as few GPUs.
+        as few stages as may be, of each as few GPUs; where experts are shared, among as many ranks.
         """
+        ep = present.ep
         sizes = [
             tp
             for tp in divisors(needs.spec.num_attention_heads)
-            if present.tp <= tp <= self.num_gpus and self._can_be_cut(needs, tp)
+            if present.tp <= tp <= self.num_gpus
+            and not (ep > 1 and ep % tp)
+            and self._can_be_cut(needs, _sharing(tp, ep))
         ]
         for pp in range(present.pp, min(_MOST_STAGES, needs.spec.num_hidden_layers) + 1):
             for tp in sizes if pp == present.pp else sizes[-1:]:
-                filled = self.filled(needs, Shape(tp=tp, pp=pp))
+                least = msgspec.structs.replace(_sharing(tp, ep), pp=pp)
+                filled = self.filled(needs, least)
                 for dcp in divisors(tp):
-                    shape = Shape(tp=tp, pp=pp, dcp=dcp)
+                    shape = msgspec.structs.replace(least, dcp=dcp)
                     exact = filled if dcp == 1 else self.filled(needs, shape)
                     tokens = exact.num_pages * dcp * needs.layout.block_tokens
                     if tokens >= needs.max_model_len:
@@ -250,12 +254,17 @@ class GpuNode:
         return None
 
     @staticmethod
-    def _can_be_cut(needs: RankNeeds, tp: int) -> bool:
+    def _can_be_cut(needs: RankNeeds, shape: Shape) -> bool:
         try:
-            check_cuts(needs.spec, needs.quantization, tp)
+            check_cuts(needs.spec, needs.quantization, shape)
         except ConfigError:
             return False
         return True
+
+
+def _sharing(tp: int, ep: int) -> Shape:
+    """Return the shape of `tp` ranks, the experts shared among `ep` in all."""
+    return Shape(tp=tp, dp=ep // tp, ep=ep) if ep > 1 else Shape(tp=tp)
 
 
 def check_dram(num_ranks: int, each: int, dram_bytes: int | None, where: str) -> None:

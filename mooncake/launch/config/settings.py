@@ -23,7 +23,6 @@ from mooncake.launch.config.options import (
     host_and_port,
     joinable,
     nearby,
-    only_one,
     owned,
     part,
     positive,
@@ -58,7 +57,6 @@ ENGINE = "engine"
 LIMITS = "placement and limits"
 OTHER = "other"
 
-_WHOLE_LAYERS = "add workers (--prefill N --decode N), or cut layers: --tensor-parallel-size N"
 _ROLES = ("prefill", "decode", "kvstore", "gateway")
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
 _LEVELS = ("debug", "info", "warning", "error")
@@ -205,15 +203,19 @@ class ServeConfig:
         "so far",
         short="-dcp")
     prefill_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
-        "tensor-, pipeline- or decode-context-parallel-size of prefill workers, where it is not "
-        "that of all; may be repeated", repeat=True)
+        "tensor-, pipeline-, decode-context- or data-parallel-size of prefill workers, where it is "
+        "not that of all; may be repeated", repeat=True)
     decode_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
         "the same of decode workers", repeat=True)
     pipeline_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
         "stages of an engine, each with a part of the layers; only with --dry-run so far",
         short="-pp")
-    data_parallel_size: int = setting(1, only_one(_WHOLE_LAYERS), CLUSTER, "N", "only 1 so far",
+    data_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
+        "workers of each engine: each has sequences and KV of its own, and all share the experts",
         short="-dp")
+    enable_expert_parallel: bool = setting(False, truth, CLUSTER, "",
+        "each rank of an engine has some routed experts whole, in place of columns of all",
+        switch=True, short="-ep")
     host: str = owned(ApiConfig, "host", text, API, "HOST", "address of the API")
     port: int = owned(ApiConfig, "port", count(0, 65535), API, "PORT",
         "port of the API; 0: any free one")

@@ -3,8 +3,9 @@ plan and the loader agree on. Pure.
 
 Heads, expert and MLP columns, and the vocabulary are cut; norms, latent projections (`q_a_proj`,
 `kv_a_proj_with_mqa`) and the router are whole on every rank. The embedding is cut by hidden columns
-(gathering is exact where adding masked rows is a sum), a tied one is whole. Of a pipeline each
-stage has its layers, the first the embedding, the last the norm and head behind them.
+(gathering is exact where adding masked rows is a sum), a tied one is whole. Routed experts are cut
+like MLPs, or with expert parallelism whole, some on each rank. Of a pipeline each stage has its
+layers, the first the embedding, the last the norm and head behind them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import math
 from dataclasses import dataclass
 
 from mooncake.base import ConfigError, ModelSpec
-from mooncake.base.parallel import DCP_FLAG, TP_FLAG, Shape, divisors
+from mooncake.base.parallel import DCP_FLAG, EP_FLAG, TP_FLAG, Shape, divisors
 from mooncake.model.checkpoint.quant_format import Fp8Block, QuantFormat, is_quantized
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 
+ROUTED = ".mlp.experts."
+"""In the names of routed experts' tensors."""
 INT4_WORD = 8
 """Columns in one int32 word of packed INT4."""
 SLABS = 16
@@ -53,12 +56,14 @@ class Cut:
         return Part(self.dim, rank * each, (rank + 1) * each)
 
 
-def cut_of(spec: ModelSpec, name: str, num_ranks: int) -> Cut | None:
-    """Return how tensor `name` is cut among `num_ranks` ranks; None: whole on each.
+def cut_of(
+    spec: ModelSpec, name: str, num_ranks: int, *, whole_experts: bool = False
+) -> Cut | None:
+    """Return how tensor `name` is cut among `num_ranks` ranks; None: whole on each that has it.
 
     The embedding's columns and the vocabulary are cut only where they divide evenly.
     """
-    if num_ranks == 1:
+    if num_ranks == 1 or (whole_experts and ROUTED in name):
         return None
     last = name.rpartition(".weight")[0].rpartition(".")[2]
     match last:
@@ -97,19 +102,26 @@ def part_shape(shape: tuple[int, ...], cut: Cut | None, num_ranks: int) -> tuple
     return tuple(size // num_ranks if dim == cut.dim else size for dim, size in enumerate(shape))
 
 
-def check_cuts(spec: ModelSpec, quantization: QuantFormat | None, num_ranks: int) -> None:
-    """Check that every tensor can be cut among `num_ranks` ranks, quantized blocks kept whole.
+def check_cuts(spec: ModelSpec, quantization: QuantFormat | None, shape: Shape) -> None:
+    """Check that every tensor can be cut among ranks of `shape`, quantized blocks kept whole.
 
     Raises:
         ConfigError: one cannot; names the number, and the sizes that would do.
     """
-    problem = _problem(spec, quantization, num_ranks)
+    whole_experts = shape.ep > 1
+    if spec.n_routed_experts % shape.ep:
+        able = [number for number in divisors(spec.n_routed_experts) if not number % shape.tp]
+        raise ConfigError(
+            f"{EP_FLAG}: {spec.n_routed_experts} experts do not divide among {shape.ep} ranks "
+            f"({shape}); {', '.join(map(str, able)) or 'no number'} would do"
+        )
+    problem = _problem(spec, quantization, shape.tp, whole_experts)
     if problem is None:
         return
     able = [
         number
         for number in divisors(spec.num_attention_heads)
-        if _problem(spec, quantization, number) is None
+        if _problem(spec, quantization, number, whole_experts) is None
     ]
     raise ConfigError(
         f"{TP_FLAG}: {problem}; this model can be cut among {', '.join(map(str, able))} ranks"
@@ -132,6 +144,11 @@ def check_slabs(spec: ModelSpec, shape: Shape) -> None:
             f"{DCP_FLAG}={shape.dcp}: deterministic needs 1, since what the ranks find in their "
             "pages is rounded before it is merged, and which pages those are depends on the load"
         )
+    if shape.ep > 1:
+        raise ConfigError(
+            f"{EP_FLAG}: deterministic cuts experts by columns; which experts a rank has must not "
+            "change what is summed first"
+        )
     summed = {name: size[1] for name, size in _kinds(spec).items() if _is_summed(spec, name)}
     name, columns = min(summed.items(), key=lambda entry: slabs_of(entry[1]))
     slabs = slabs_of(columns)
@@ -149,11 +166,13 @@ def _is_summed(spec: ModelSpec, name: str) -> bool:
     return cut is not None and cut.dim == 1 and "embed_tokens" not in name
 
 
-def _problem(spec: ModelSpec, quantization: QuantFormat | None, num_ranks: int) -> str | None:
+def _problem(
+    spec: ModelSpec, quantization: QuantFormat | None, num_ranks: int, whole_experts: bool
+) -> str | None:
     if num_ranks == 1:
         return None
     for name, shape in _kinds(spec).items():
-        cut = cut_of(spec, name, num_ranks)
+        cut = cut_of(spec, name, num_ranks, whole_experts=whole_experts)
         if cut is None:
             continue
         units = shape[cut.dim] // cut.unit

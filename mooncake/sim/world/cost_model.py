@@ -313,6 +313,11 @@ def _check(model: ModelFigures, hardware: HardwareFigures, shape: Shape) -> None
             f"shape: {shape.tp} ranks lie on one node, and {hardware.name} has "
             f"{hardware.num_gpus} GPUs"
         )
+    if shape.ep > 1:
+        raise ConfigError(
+            f"shape: {shape}: the simulator knows tpN and tpN-dcpN; leave --shape out for nodes "
+            "that share out the experts"
+        )
     if _kv_shares(model, shape) > shape.tp:
         raise ConfigError(
             f"shape: {shape}: the {model.num_kv_heads} KV heads of {model.name} are shared out "

@@ -98,7 +98,7 @@ MISTAKES = [
     ("serve good --hardware h200x8", "hardware: only a plan is made for other machines"),
     ("serve good --hardware tpu --dry-run", "no figures of 'tpu'; known: a800x8"),
     ("serve good --pipeline-parallel-size 2", "pipeline-parallel-size=2 is not supported yet"),
-    ("serve good --data-parallel-size 2", "data-parallel-size=2 is not supported yet"),
+    ("serve good -dp 2", "data-parallel-size=2: ranks that share no experts are workers"),
     ("serve good --decode 0", "decode: must be at least 1, unless decode workers join"),
     ("serve good --headless --colocated", "colocated and headless exclude each other"),
     ("serve --headless --role gateway --join h:1", "headless: only the process that looks after"),

@@ -16,6 +16,9 @@ from mooncake.base.parallel import divisors, stage_layers
         ("tp8-dcp4", Shape(tp=8, dcp=4)),
         ("tp1-pp2", Shape(pp=2)),
         ("tp8-pp2-dcp8", Shape(tp=8, pp=2, dcp=8)),
+        ("tp2-ep2", Shape(tp=2, ep=2)),
+        ("tp1-dp16-ep16", Shape(dp=16, ep=16)),
+        ("tp8-dcp8-dp2-ep16", Shape(tp=8, dcp=8, dp=2, ep=16)),
     ],
 )
 def test_a_shape_is_written_as_it_is_read(words: str, shape: Shape) -> None:
@@ -25,8 +28,9 @@ def test_a_shape_is_written_as_it_is_read(words: str, shape: Shape) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["", "8", "tp0", "tp", "dcp8", "tp8-dcp", "tp8dcp8", "TP8", "tp8-", "pp2", "tp8-dcp8-pp2"],
-)
+    ["", "8", "tp0", "tp", "dcp8", "tp8-dcp", "tp8dcp8", "TP8", "tp8-", "pp2", "tp8-dcp8-pp2",
+     "tp8-ep8-dp1"],
+)  # fmt: skip
 def test_what_is_no_shape(words: str) -> None:
     with pytest.raises(ConfigError, match="is not tpN, with -ppN"):
         Shape.parse(words)
@@ -39,6 +43,18 @@ def test_shapes_that_cannot_be() -> None:
         Shape(dcp=2)
     with pytest.raises(ConfigError, match="tensor-parallel-size: must be at least 1, not 0"):
         Shape(tp=0)
+    with pytest.raises(ConfigError, match=r"data-parallel-size=2: .* --enable-expert-parallel"):
+        Shape(dp=2)
+    with pytest.raises(ConfigError, match="on 1 or on all 16 ranks, not on 8"):
+        Shape(tp=8, dp=2, ep=8)
+
+
+def test_a_shape_as_flags() -> None:
+    assert Shape().flags == "--tensor-parallel-size 1"
+    assert Shape(tp=2, dcp=2, dp=2, ep=4).flags == (
+        "--tensor-parallel-size 2 --decode-context-parallel-size 2 --data-parallel-size 2 "
+        "--enable-expert-parallel"
+    )
 
 
 def test_divisors() -> None:

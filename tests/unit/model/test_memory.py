@@ -84,7 +84,7 @@ def test_ranks_hold_parts_and_what_is_whole_on_each() -> None:
     spec = small_spec(**KIMI_K2)
     kept = Kept(parse_quantization(QUANTIZATION_CONFIGS["int4"]))
     whole, part = (
-        weights_bytes(spec, "bfloat16", num_ranks=number, kept=kept) for number in (1, 8)
+        weights_bytes(spec, "bfloat16", shape=Shape(tp=number), kept=kept) for number in (1, 8)
     )
     assert part == pytest.approx(76.5e9, rel=0.005)
     latent = 7168 * (1536 + 576) * 61 * 2

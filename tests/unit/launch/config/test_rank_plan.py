@@ -61,6 +61,10 @@ def test_k2_int4_on_eight_h200_has_the_kv_that_vllm_has(
         ("fp8", {"tensor_parallel_size": 8, "hardware": "h800x8"},
          "0 tokens of KV, and 131072 are wanted; this would: --tensor-parallel-size 8 "
          "--pipeline-parallel-size 2, or INT4 weights as tp8"),
+        ("fp8", {"data_parallel_size": 16, "enable_expert_parallel": True, "hardware": "h800x8"},
+         r"tp1-dp16-ep16 on h800x8 does not fit: each rank holds 73.1 GiB of weights and 3.75 "
+         r".* of 71.7 GiB .* this would: --tensor-parallel-size 4 --decode-context-parallel-size 2 "
+         r"--data-parallel-size 4 --enable-expert-parallel, or INT4 weights as tp1-dp16-ep16"),
         ("int4", {"tensor_parallel_size": 4}, "this would: --tensor-parallel-size 8$"),
         ("int4", {"tensor_parallel_size": 8, "num_gpu_blocks_override": 100_000},
          "and 6400000 are wanted"),
@@ -73,6 +77,28 @@ def test_what_does_not_fit_is_refused_with_what_would(
     plan = plan_for(model, **{"hardware": "h200x8", **settings})
     with pytest.raises(ConfigError, match=message):
         check_memory(plan, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "weights", "tokens"),
+    [
+        ("int4", {"data_parallel_size": 16}, 59.4e9, 191_744),
+        ("fp8", {"tensor_parallel_size": 4, "decode_context_parallel_size": 2,
+                 "data_parallel_size": 4}, 68.4e9, 131_072),
+        ("fp8", {"tensor_parallel_size": 8, "decode_context_parallel_size": 8,
+                 "data_parallel_size": 2}, 66.7e9, 781_824),
+    ],
+)  # fmt: skip
+def test_sixteen_gpus_of_80_gb_share_the_experts(
+    tmp_path: Path, kind: str, settings: dict[str, Any], weights: float, tokens: int
+) -> None:
+    model = write_k2(tmp_path / "k2", kind)
+    plan = plan_for(model, enable_expert_parallel=True, hardware="h800x8", **settings)
+    check_memory(plan, None)
+    rank, shape = rank_of(plan), plan.ranks[Role.DECODE].shape
+    assert rank.weights == pytest.approx(weights, rel=0.002)
+    assert rank.num_pages * shape.dcp * plan.layout.block_tokens >= tokens
+    assert (plan.num_prefills, plan.num_decodes) == (shape.dp, shape.dp)
 
 
 def test_what_is_advised_fits(tmp_path: Path) -> None:
@@ -227,7 +253,7 @@ def test_the_command_prints_a_row_for_each_rank(
         ("int4", "-tp 4", "125 GiB (0.9 of a GPU): that leaves room for 0 tokens of KV, and 131072 "
          "are wanted; this would: --tensor-parallel-size 8"),
         ("int4", "-tp 8 -pp 62", "62 stages need as many layers, and this model has 61"),
-        ("int4", "-dp 2", "data-parallel-size=2 is not supported yet"),
+        ("int4", "-dp 2", "data-parallel-size=2: ranks that share no experts are workers"),
     ],
 )  # fmt: skip
 def test_the_command_refuses_shapes_that_cannot_be(

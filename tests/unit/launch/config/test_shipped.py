@@ -38,7 +38,11 @@ def test_clusters(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in files("serve") if path.stem not in {"gateway", "pool", "k2-h200"}],
+    [
+        path
+        for path in files("serve")
+        if path.stem not in {"gateway", "pool"} and not path.stem.startswith("k2-")
+    ],
     ids=lambda path: path.stem,
 )
 def test_clusters_can_be_planned(path: Path, tmp_path: Path) -> None:
@@ -59,6 +63,23 @@ def test_k2_on_gpus_is_planned_with_the_pages_dealt_out_where_it_decodes(
     assert "8 ranks (tp8), " in shown
     assert "8 ranks (tp8-dcp8), " in shown
     assert "on h200x8, 2 engines on 2 nodes" in shown
+
+
+def test_the_experts_of_k2_lie_on_two_nodes_of_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    config = {**small_config(**KIMI_K2), "quantization_config": QUANTIZATION_CONFIGS["fp8"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = str(shipped.configs() / "serve" / "k2-h800-ep.yaml")
+    assert cli.run(["serve", str(tmp_path), "--config", path]) == 0
+    shown = capsys.readouterr().out
+    assert "8 ranks (tp8-dcp8-dp2-ep16), " in shown
+    assert "on h800x8, 2 engines on 2 nodes" in shown
+    assert "62.1 GiB" in shown
+    words = "--tensor-parallel-size 1 --decode-context-parallel-size 1 --data-parallel-size 16"
+    assert cli.run(["serve", str(tmp_path), "--config", path, *words.split()]) == 2
+    assert "holds 73.1 GiB of weights" in capsys.readouterr().err
 
 
 def test_the_cluster_with_limits() -> None:

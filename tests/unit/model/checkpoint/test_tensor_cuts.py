@@ -24,7 +24,7 @@ WIDE = {
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_parts_of_all_ranks_are_the_whole(changes: dict[str, Any], num_ranks: int) -> None:
     spec = small_spec(**WIDE, **changes)
-    check_cuts(spec, None, num_ranks)
+    check_cuts(spec, None, Shape(tp=num_ranks))
     cuts = set()
     for name, shape in tensor_shapes(spec).items():
         cut = cut_of(spec, name, num_ranks)
@@ -64,7 +64,7 @@ def test_what_does_not_divide_is_named(
     changes: dict[str, Any], num_ranks: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_cuts(small_spec(**changes), None, num_ranks)
+        check_cuts(small_spec(**changes), None, Shape(tp=num_ranks))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,7 @@ def test_what_does_not_divide_is_named(
         ({"intermediate_size": 50}, "tp4", "=4: .* 50 columns of .*mlp.down_proj.* among 1, 2 r"),
         ({"moe_intermediate_size": 31}, "tp2", "31 columns of .*experts.* shared among 1 ranks"),
         ({}, "tp2-dcp2", "decode-context-parallel-size=2: deterministic needs 1"),
+        ({}, "tp2-ep2", "enable-expert-parallel: deterministic cuts experts by columns"),
     ],
 )
 def test_sums_of_fixed_order_that_cannot_be_shared_are_named(
@@ -95,7 +96,18 @@ def test_kimi_k2_is_cut_as_far_as_its_quantized_blocks_stay_whole(kind: str, mos
     quantization = parse_quantization(QUANTIZATION_CONFIGS[kind])
     for num_ranks in (1, 2, 4, 8, 16, 32, 64):
         if num_ranks <= most:
-            check_cuts(spec, quantization, num_ranks)
+            check_cuts(spec, quantization, Shape(tp=num_ranks))
         else:
             with pytest.raises(ConfigError, match="quantized blocks are 128 wide"):
-                check_cuts(spec, quantization, num_ranks)
+                check_cuts(spec, quantization, Shape(tp=num_ranks))
+
+
+def test_experts_are_whole_where_ranks_share_them_out() -> None:
+    spec = small_spec(**KIMI_K2)
+    check_cuts(spec, parse_quantization(QUANTIZATION_CONFIGS["fp8"]), Shape.parse("tp8-dp2-ep16"))
+    for name in tensor_shapes(spec):
+        whole = cut_of(spec, name, 8, whole_experts=True)
+        assert whole == (None if ".mlp.experts." in name else cut_of(spec, name, 8))
+    wrong = r"384 experts do not divide among 40 ranks \(tp8-dp5-ep40\); 8, 16, 24, .* would do"
+    with pytest.raises(ConfigError, match=wrong):
+        check_cuts(spec, None, Shape(tp=8, dp=5, ep=40))
