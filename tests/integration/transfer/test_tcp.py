@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import struct
 import threading
@@ -409,7 +410,7 @@ def hung_up(sock: socket.socket) -> bool:
         b"GET / HTTP/1.1\r\n\r\n",
         bytes(4),
         (2**31).to_bytes(4, "little"),
-        os.urandom(64),
+        random.Random(1).randbytes(64),
         wire.pack_request(wire.READ, 1, [TransferOp(0, 0, 1, 0, 16)], 16),
     ],
 )
@@ -436,7 +437,7 @@ def test_without_a_handshake_nothing_is_answered_but_a_refusal(open_tcp: Open, d
 @pytest.mark.parametrize(
     "data",
     [
-        os.urandom(wire.HEAD_BYTES),
+        random.Random(2).randbytes(wire.HEAD_BYTES),
         wire.pack_header(wire.Header(wire.DONE, 0, 1, 0)) + bytes(wire.RANGE_BYTES),
         wire.pack_header(wire.Header(wire.WRITE, 0, 1, 100)) + bytes(wire.RANGE_BYTES),
         wire.pack_header(wire.Header(wire.READ, wire.MAX_RANGES + 1, 1, 100)) + bytes(100),
