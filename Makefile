@@ -58,18 +58,18 @@ check: $(STAMP)
 	$(BIN)/pytest -q tests/arch
 	@$(BIN)/python -m tests.arch.sizes
 
-# What a person runs after a change: minutes. EXAMPLES=all gives properties their full rounds. What waits for
-# sockets and processes runs alone; the rest shares the cores.
+# What a person runs after a change: minutes. EXAMPLES=all gives properties their full rounds. A file's tests run in
+# one process, files beside one another; those that mostly wait for processes of their own get a process more.
 EXAMPLES ?= few
 PURE_TESTS := tests/unit tests/kernels tests/sim tests/property tests/fuzz
+PYTEST := $(BIN)/pytest --maxprocesses 4 --dist loadfile
 test: check helm
-	@for folder in $(PURE_TESTS); do echo "== $$folder" && MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) \
-	  $(BIN)/pytest -q -m "not slow" -n auto --maxprocesses 4 --dist loadfile $$folder || exit 1; done
-	@echo "== tests/integration" && MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -m "not slow" tests/integration
+	@for folder in $(PURE_TESTS) tests/integration; do echo "== $$folder" && MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) \
+	  $(PYTEST) -q -m "not slow" -n auto $$folder || exit 1; done
 
 # Soaks, clusters of processes, comparisons with transformers: what `make test` leaves out.
 test-slow: $(STAMP) helm
-	$(BIN)/pytest -v -p tests.support.timed_tests -m slow $(PURE_TESTS) tests/integration
+	$(PYTEST) -v -p tests.support.timed_tests -m slow -n 3 $(PURE_TESTS) tests/integration
 
 test-all: EXAMPLES = all
 test-all: test test-slow test-browser test-rdma

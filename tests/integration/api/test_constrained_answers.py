@@ -35,7 +35,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def bias(llm: LLM) -> dict[str, float]:
     encode = llm.get_tokenizer().encode
-    return {str(token): 6.0 for letter in CLOSING for token in encode(letter)}
+    return {str(token): 10.0 for letter in CLOSING for token in encode(letter)}
 
 
 def ask(llm: LLM, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -89,15 +89,10 @@ def calls_of_random_tools(llm: LLM, bias: dict[str, float], seed: int, count: in
     return num_whole
 
 
-def test_calls_of_random_tools_are_valid(llm: LLM, bias: dict[str, float]) -> None:
-    count = examples(192)
-    assert calls_of_random_tools(llm, bias, seed=1, count=count) > count * 2 // 3
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_calls_of_a_thousand_random_tools_are_valid(llm: LLM, bias: dict[str, float]) -> None:
-    assert calls_of_random_tools(llm, bias, seed=2, count=1500) > 1000
+    count = examples(1200)
+    assert calls_of_random_tools(llm, bias, seed=2, count=count) > count * 5 // 6
 
 
 def test_free_text_may_lead_to_calls_and_those_are_valid(llm: LLM, bias: dict[str, float]) -> None:
