@@ -155,11 +155,13 @@ def _find_indexed(
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX_NAME}: no weight_map")
-    for file_name in weight_map.values():
-        # An index from elsewhere must not make us open files outside its directory.
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise CheckpointError(f"{path / INDEX_NAME}: {file_name!r} is not a plain file name")
-    files = {name: SafetensorsFile(open_bytes(name)) for name in sorted(set(weight_map.values()))}
+    strange = [file for file in weight_map.values() if not isinstance(file, str)]
+    # An index from elsewhere must not make us open files outside its directory.
+    named = [] if strange else sorted(set(weight_map.values()))
+    strange += [file for file in named if Path(file).name != file]
+    if strange:
+        raise CheckpointError(f"{path / INDEX_NAME}: {strange[0]!r} is not a plain file name")
+    files = {name: SafetensorsFile(open_bytes(name)) for name in named}
     for name, file_name in weight_map.items():
         if name not in files[file_name].tensors:
             raise CheckpointError(f"{path / file_name}: lacks {name}, which the index places there")

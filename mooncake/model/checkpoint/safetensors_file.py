@@ -101,15 +101,13 @@ def _entries(path: Path, header: bytes, file_bytes: int) -> dict[str, StoredTens
         dtype, shape, (begin, end) = row.dtype, tuple(row.shape), row.data_offsets
         item = ITEM_BYTES.get(dtype)
         wrong_size = item is not None and end - begin != math.prod(shape) * item
-        where = f"{name[:MAX_NAME_CHARS]} in {path}"
-        if end < begin or wrong_size:
-            raise CheckpointError(
-                f"{where}: {dtype} {list(shape)} does not fit the bytes {begin} to {end}"
+        if end < begin or wrong_size or start + end > file_bytes:
+            problem = (
+                f"the file is truncated: it has {file_bytes} bytes, the tensor ends at "
+                f"{start + end}"
+                if begin <= end and not wrong_size
+                else f"{dtype} {list(shape)} does not fit the bytes {begin} to {end}"
             )
-        if start + end > file_bytes:
-            raise CheckpointError(
-                f"{where}: the file is truncated: it has {file_bytes} bytes, "
-                f"the tensor ends at {start + end}"
-            )
+            raise CheckpointError(f"{name[:MAX_NAME_CHARS]} in {path}: {problem}")
         entries[name] = StoredTensor(dtype, shape, start + begin, start + end)
     return entries
