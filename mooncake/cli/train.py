@@ -8,6 +8,7 @@ import dataclasses
 import json
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ STYLE = (
 
 
 def run(wanted: Train) -> int:
-    """Train until all steps are taken; Ctrl-C and SIGTERM save first.
+    """Train until all steps are taken; Ctrl-C and SIGTERM save after the step.
 
     Raises:
         ConfigError: there is no such preset.
@@ -37,33 +38,40 @@ def run(wanted: Train) -> int:
     config = TrainConfig(**{**given, "tasks": dict(wanted.tasks)})
     from mooncake.train.run import LOG_NAME, Run
 
-    with _stopped_by_sigterm():
-        made = Run(config)
-        if made.step:
-            print(f"going on after step {made.step} of {config.steps}", file=sys.stderr)
-        try:
-            made.go(_show)
-        finally:
-            log = Path(config.out, LOG_NAME)
-            if log.exists():
-                lines = [json.loads(line) for line in log.read_text().splitlines()]
-                Path(config.out, PAGE_NAME).write_text(page({config.optimizer: lines}))
+    made = Run(config)
+    if made.step:
+        print(f"going on after step {made.step} of {config.total_steps}", file=sys.stderr)
+    with _stop_signals() as stopped:
+        made.go(_show, stopping=stopped.is_set)
+    log = Path(config.out, LOG_NAME)
+    if log.exists():
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        Path(config.out, PAGE_NAME).write_text(page({config.optimizer: lines}))
+    if made.step < config.total_steps:
+        print(f"stopped after step {made.step}; the same command goes on", file=sys.stderr)
+        return 130
     print(f"trained {config.out}; serve it: mooncake serve {config.out}", file=sys.stderr)
     return 0
 
 
 @contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end the body as Ctrl-C does, with its state saved."""
+def _stop_signals() -> Iterator[threading.Event]:
+    """Have Ctrl-C and SIGTERM set the event, that a step is not broken off; the second one ends
+    the process with what was saved last."""
+    stopped = threading.Event()
 
     def stop(*_: object) -> None:
-        raise KeyboardInterrupt
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+        print("stopping after this step; again: at once, unsaved", file=sys.stderr, flush=True)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield stopped
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _show(line: Mapping[str, Any]) -> None:

@@ -84,31 +84,28 @@ class Batches:
     def __init__(
         self,
         checkpoint: Path,
-        weights: Mapping[str, float],
         seed: int,
         step_tokens: int,
         batch_tokens: int,
-        max_tokens: int,
     ) -> None:
         """step_tokens: about how many tokens all batches of a step have together; batch_tokens: the
-        most in one batch; max_tokens: longer conversations are drawn again."""
+        most in one batch."""
         self._tokenizer = load_tokenizer(checkpoint)
         self._template = load_chat_template(checkpoint, self._tokenizer.special_tokens)
-        self._weights = dict(weights)
         self._seed = seed
         self._step_tokens = step_tokens
         self._batch_tokens = batch_tokens
-        self._max_tokens = max_tokens
 
-    def of_step(self, step: int) -> list[Batch]:
-        """Return the batches of `step`."""
+    def of_step(self, step: int, weights: Mapping[str, float], max_tokens: int) -> list[Batch]:
+        """Return the batches of `step`, of tasks drawn by `weights`; conversations of more than
+        `max_tokens` are drawn again."""
         random = Random(f"training {self._seed} {step}")
         drawn: list[_Sequence] = []
         total = 0
         while total < self._step_tokens:
-            conversation = _conversation(random, self._weights)
+            conversation = _conversation(random, weights)
             tokens, counts = rendered(self._template, self._tokenizer, *conversation)
-            if len(tokens) <= self._max_tokens:
+            if len(tokens) <= max_tokens:
                 drawn.append((tokens, counts))
                 total += len(tokens)
         return self._split(drawn)

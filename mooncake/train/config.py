@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 OPTIMIZERS = ("muonclip", "muon", "adamw")
 """Muon with and without QK-Clip, and AdamW for all weights to compare with."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """A run. `mooncake train --help` says what each field is; rates are those of one step."""
+class Stage:
+    """Steps of a run that draw the same tasks; the rate is that of one step."""
 
-    out: str
     tasks: Mapping[str, float]
-    preset: str = "k2-demo"
-    optimizer: str = "muonclip"
-    seed: int = 0
     steps: int = 6000
     warmup_steps: int = 60
     decay_steps: int = 1500
     rate: float = 4e-3
+    max_tokens: int = 4608
+
+    def rate_at(self, step: int) -> float:
+        """Return the learning rate of the stage's step `step`, from 0: rising from zero at its
+        begin and falling to zero at its end."""
+        rising = (step + 1) / max(1, self.warmup_steps)
+        falling = (self.steps - step) / max(1, self.decay_steps)
+        return self.rate * min(1.0, rising, falling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Stage):
+    """A run: one stage, or several. `mooncake train --help` says what each field is."""
+
+    out: str
+    stages: Sequence[Mapping[str, Any]] = ()
+    """For each stage, what it has otherwise than the run."""
+    preset: str = "k2-demo"
+    optimizer: str = "muonclip"
+    seed: int = 0
     weight_decay: float = 0.1
     max_logit: float = 100.0
     clip_norms: bool = False
@@ -30,7 +48,6 @@ class TrainConfig:
     mtp_steps: int = 4
     step_tokens: int = 8192
     batch_tokens: int = 8192
-    max_tokens: int = 4608
     dtype: str = "bfloat16"
     device: str = "cpu"
     threads: int = 1
@@ -38,3 +55,13 @@ class TrainConfig:
     save_steps: int = 50
     score_steps: int = 250
     score_samples: int = 32
+
+    def parts(self) -> list[Stage]:
+        """Return the run's stages in their order."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(Stage)}
+        return [Stage(**{**own, **changes}) for changes in self.stages or ({},)]
+
+    @property
+    def total_steps(self) -> int:
+        """Of all stages."""
+        return sum(stage.steps for stage in self.parts())

@@ -24,7 +24,7 @@ from mooncake.tasks.mix import evaluation_samples
 from mooncake.train.attention import Attention
 from mooncake.train.batches import Batch, Batches
 from mooncake.train.checkpoint import STATE_NAME, load_state, save_state, write_weights
-from mooncake.train.config import TrainConfig
+from mooncake.train.config import Stage, TrainConfig
 from mooncake.train.experts import Router
 from mooncake.train.model import TrainedK2
 from mooncake.train.muon_clip import MuonClip, NormClip, Rates, clip_qk
@@ -63,16 +63,10 @@ class Run:
             muon=config.optimizer != "adamw",
         )
         self._norms = NormClip() if config.clip_norms else None
-        self._batches = Batches(
-            self._out,
-            config.tasks,
-            config.seed,
-            config.step_tokens,
-            config.batch_tokens,
-            config.max_tokens,
-        )
+        self._batches = Batches(self._out, config.seed, config.step_tokens, config.batch_tokens)
         self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self._routers = [m for m in self.model.modules() if isinstance(m, Router)]
+        self._stages = config.parts()
         self.step = 0
         self._tokens = 0
         if (self._out / STATE_NAME).exists():
@@ -80,23 +74,27 @@ class Run:
             self.step, self._tokens = progress["step"], progress["tokens"]
         self._forget_later_lines()
 
-    def go(self, log: Log, until: int | None = None) -> None:
-        """Take steps until `until`, or all; save now and then and at the end, also when stopped."""
+    def go(
+        self, log: Log, until: int | None = None, stopping: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Take steps until `until`, or all; save now and then and at the end.
+
+        stopping: asked before each step; where it says so, the run is saved as it is.
+        """
         config = self._config
-        last = config.steps if until is None else until
-        try:
-            while self.step < last:
-                line = self._take_step()
-                if self.step % config.score_steps == 0 or self.step == config.steps:
-                    line["scores"] = self.scores()
-                if self.step % config.log_steps == 0 or "scores" in line:
-                    with (self._out / LOG_NAME).open("a") as file:
-                        file.write(json.dumps(line) + "\n")
-                    log(line)
-                if self.step % config.save_steps == 0:
-                    self.save()
-        finally:
-            self.save()
+        total = config.total_steps
+        last = total if until is None else until
+        while self.step < last and not stopping():
+            line = self._take_step()
+            if self.step % config.score_steps == 0 or self.step == total:
+                line["scores"] = self.scores()
+            if self.step % config.log_steps == 0 or "scores" in line:
+                with (self._out / LOG_NAME).open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                log(line)
+            if self.step % config.save_steps == 0:
+                self.save()
+        self.save()
 
     def save(self) -> None:
         """Write the state, then the checkpoint that serves."""
@@ -106,7 +104,9 @@ class Run:
 
     def _take_step(self) -> dict[str, Any]:
         config, started = self._config, time.monotonic()
-        batches = [batch.to(self._device) for batch in self._batches.of_step(self.step)]
+        stage, since = self._stage()
+        drawn = self._batches.of_step(self.step, stage.tasks, stage.max_tokens)
+        batches = [batch.to(self._device) for batch in drawn]
         with_mtp = bool(config.mtp_steps) and self.step % config.mtp_steps == 0
         for weight in self.model.parameters():
             weight.grad = None
@@ -120,7 +120,7 @@ class Run:
             main += float(losses.main.detach()) / counted
             mtp += float(losses.mtp.detach()) / counted
         norm = self._norms.clip(self.model.parameters()) if self._norms is not None else None
-        rate = config.rate * self._share_of_rate()
+        rate = stage.rate_at(since)
         self._optimizer.step(rate)
         largest = [attention.max_logits.tolist() for attention in self._attentions]
         clip = config.optimizer == "muonclip"
@@ -138,11 +138,14 @@ class Run:
             "tokens_per_s": tokens / (time.monotonic() - started),
         }  # fmt: skip
 
-    def _share_of_rate(self) -> float:
-        config = self._config
-        rising = (self.step + 1) / max(1, config.warmup_steps)
-        falling = (config.steps - self.step) / max(1, config.decay_steps)
-        return min(1.0, rising, falling)
+    def _stage(self) -> tuple[Stage, int]:
+        """Return the stage of the next step, and how many steps of it were taken."""
+        since = self.step
+        for stage in self._stages:
+            if since < stage.steps:
+                break
+            since -= stage.steps
+        return stage, since
 
     @torch.no_grad()
     def scores(self) -> dict[str, float]:
@@ -151,7 +154,7 @@ class Run:
         """
         self.model.eval()
         found = {}
-        for task in self._config.tasks:
+        for task in dict.fromkeys(task for stage in self._stages for task in stage.tasks):
             samples = evaluation_samples(task, self._config.score_samples, self._config.seed)
             right = 0
             for batch in self._batches.of_answers(samples):

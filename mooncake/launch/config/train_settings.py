@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from mooncake.base import ConfigError
 from mooncake.launch.config.options import (
@@ -12,6 +14,7 @@ from mooncake.launch.config.options import (
     flag,
     nearest,
     number,
+    options_of,
     owned,
     positive,
     setting,
@@ -20,7 +23,7 @@ from mooncake.launch.config.options import (
     truth,
 )
 from mooncake.tasks.mix import TASKS
-from mooncake.train.config import OPTIMIZERS, TrainConfig
+from mooncake.train.config import OPTIMIZERS, Stage, TrainConfig
 
 MODEL, DATA, OPTIMIZER, PROGRESS = "model", "data", "optimizer", "progress"
 
@@ -38,6 +41,32 @@ def weights(name: str, value: object) -> tuple[tuple[str, float], ...]:
                 f"{flag(name)}: {task!r} is not one of {', '.join(TASKS)}{nearest(task, TASKS)}"
             )
     return tuple((task, positive(f"{name} {task}", weight)) for task, weight in pairs.items())
+
+
+def stages(name: str, value: object) -> tuple[dict[str, Any], ...]:
+    """Read settings of stages: mappings, or texts that hold them as JSON objects."""
+    known = options_of(Train)
+    own = [field.name for field in dataclasses.fields(Stage)]
+    found = []
+    for written in value if isinstance(value, list | tuple) else [value]:
+        try:
+            given = json.loads(written) if isinstance(written, str) else written
+        except ValueError as error:
+            raise ConfigError(f"{flag(name)}: {written!r} is no JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise ConfigError(f"{flag(name)}: {given!r} is no mapping of settings")
+        stage = {}
+        for key, one in given.items():
+            field = str(key).replace("-", "_")
+            if field not in own:
+                raise ConfigError(
+                    f"{flag(name)}: {key!r} is not one of {', '.join(map(flag, own))}"
+                    f"{nearest(flag(str(key)), map(flag, own))}"
+                )
+            read = known[field][0].read(field, one)
+            stage[field] = dict(read) if field == "tasks" else read
+        found.append(stage)
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,13 +89,16 @@ class Train:
         "computed at once: bounds memory")
     max_tokens: int = owned(TrainConfig, "max_tokens", count(8), DATA, "N",
         "of a conversation; longer ones are drawn again")
+    stages: tuple[dict[str, Any], ...] = setting((), stages, DATA, "JSON",
+        "one stage of the run after another, each an object of the settings it has otherwise: "
+        "tasks, steps, rate, warmup-steps, decay-steps, max-tokens", repeat=True)
     optimizer: str = owned(TrainConfig, "optimizer", OneOf(*OPTIMIZERS), OPTIMIZER, "NAME",
         "muon is muonclip without QK-Clip")
-    steps: int = owned(TrainConfig, "steps", count(1), OPTIMIZER, "N", "of the whole run")
+    steps: int = owned(TrainConfig, "steps", count(1), OPTIMIZER, "N", "of a stage")
     warmup_steps: int = owned(TrainConfig, "warmup_steps", count(0), OPTIMIZER, "N",
-        "in which the rate rises")
+        "of a stage in which the rate rises")
     decay_steps: int = owned(TrainConfig, "decay_steps", count(0), OPTIMIZER, "N",
-        "at the end, in which it falls to zero")
+        "at a stage's end, in which it falls to zero")
     rate: float = owned(TrainConfig, "rate", positive, OPTIMIZER, "R", "learning rate")
     weight_decay: float = owned(TrainConfig, "weight_decay", number, OPTIMIZER, "W", "of matrices")
     max_logit: float = owned(TrainConfig, "max_logit", positive, OPTIMIZER, "X",

@@ -21,18 +21,18 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
+import mooncake
 from mooncake.base import CheckpointError, ConfigError, ModelSpec
 from mooncake.model.checkpoint.files import INDEX_NAME
 from mooncake.model.checkpoint.tensor_shapes import Shapes, tensor_shapes
 from mooncake.model.checkpoint.tokenizer_files import (
     NUM_SPECIAL,
-    Pieces,
+    VOCABULARY_NAME,
     special_token_id,
     write_tokenizer_files,
 )
 from mooncake.model.checkpoint.weights import SPEC_DTYPES
 from mooncake.model.checkpoint.whole_directory import whole_directory
-from mooncake.tasks.mix import weighted_pieces as task_pieces
 
 Progress = Callable[[int, int], None]
 """Called with (bytes written, bytes in all)."""
@@ -48,8 +48,8 @@ class Preset:
     num_base_tokens: int
     shard_bytes: int
     config: Mapping[str, Any]
-    pieces: Callable[[], Pieces] | None = None
-    """What the tokenizer learns from; None: the built-in text."""
+    vocabulary: Path | None = None
+    """A `tiktoken.model` to take; None: one is learned from the built-in text."""
     temperature: float | None = None
     """Of answers to requests that name none."""
 
@@ -99,7 +99,8 @@ PRESETS: dict[str, Preset] = {
             "n_routed_experts": 16, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1,
             "rope_scaling": None, "rope_theta": 10000.0, "max_position_embeddings": 8192,
         },
-        pieces=task_pieces,
+        # That of the trained checkpoint, learned from what the first tasks were made of.
+        vocabulary=Path(mooncake.__file__).parent / "k2-demo" / VOCABULARY_NAME,
         temperature=0.0,
     ),
 }  # fmt: skip
@@ -207,8 +208,7 @@ def _write_files(directory: Path, config: Mapping[str, Any], preset: Preset) -> 
     if preset.temperature is not None:
         generation["temperature"] = preset.temperature
     _write_json(directory / "generation_config.json", generation)
-    pieces = None if preset.pieces is None else preset.pieces()
-    write_tokenizer_files(directory, preset.num_base_tokens, pieces)
+    write_tokenizer_files(directory, preset.num_base_tokens, preset.vocabulary)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

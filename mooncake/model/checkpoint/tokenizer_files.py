@@ -18,8 +18,7 @@ from typing import Any
 from mooncake.base import ConfigError
 from mooncake.model.checkpoint.tokenizer_corpus import weighted_pieces
 
-Pieces = Iterable[tuple[bytes, int]]
-"""Pieces of text as a pre-tokenizer cuts them, with how often each occurs."""
+VOCABULARY_NAME = "tiktoken.model"
 
 NUM_SPECIAL = 256
 """Slots after the base vocabulary; those without a name are `<|reserved_token_{id}|>`."""
@@ -100,18 +99,18 @@ def special_token_id(name: str, num_base: int) -> int:
     return num_base + SPECIAL_TOKENS[name]
 
 
-def train_ranks(num_base: int, pieces: Pieces | None = None) -> list[bytes]:
+def train_ranks(num_base: int) -> list[bytes]:
     """Return `num_base` byte strings, most basic first: the 256 bytes, then merges by frequency.
 
     The place in the list is the token's rank and id, as tiktoken reads them. Deterministic: ties
-    fall to the lower pair of ids. pieces: what to learn from; None: the built-in text.
+    fall to the lower pair of ids.
 
     Raises:
         ConfigError: `num_base` is under 256 or more than the text can fill.
     """
     if num_base < 256:
         raise ConfigError(f"a byte-level vocabulary needs 256 tokens or more, not {num_base}")
-    trainer = _BpeTrainer(weighted_pieces() if pieces is None else pieces)
+    trainer = _BpeTrainer(weighted_pieces())
     while len(trainer.tokens) < num_base:
         if not trainer.merge_best():
             raise ConfigError(f"the text gives {len(trainer.tokens)} tokens at most")
@@ -121,7 +120,7 @@ def train_ranks(num_base: int, pieces: Pieces | None = None) -> list[bytes]:
 class _BpeTrainer:
     """Byte-pair merges over weighted pieces; pair counts are kept up to date merge by merge."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: Iterable[tuple[bytes, int]]) -> None:
         self.tokens = [bytes((byte,)) for byte in range(256)]
         self._ids = {token: number for number, token in enumerate(self.tokens)}
         totals: dict[bytes, int] = defaultdict(int)
@@ -216,13 +215,17 @@ def tokenizer_config(num_base: int) -> dict[str, Any]:
     }
 
 
-def write_tokenizer_files(out: Path, num_base: int, pieces: Pieces | None = None) -> None:
-    """Write `tiktoken.model`, `tokenizer_config.json` and `chat_template.jinja` into `out`."""
-    lines = [
-        base64.b64encode(token) + b" %d\n" % rank
-        for rank, token in enumerate(train_ranks(num_base, pieces))
-    ]
-    (out / "tiktoken.model").write_bytes(b"".join(lines))
+def write_tokenizer_files(out: Path, num_base: int, vocabulary: Path | None = None) -> None:
+    """Write `tiktoken.model`, `tokenizer_config.json` and `chat_template.jinja` into `out`.
+
+    vocabulary: a `tiktoken.model` to take; without one, it is learned.
+    """
+    if vocabulary is None:
+        ranked = enumerate(train_ranks(num_base))
+        learned = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in ranked)
+    else:
+        learned = vocabulary.read_bytes()
+    (out / VOCABULARY_NAME).write_bytes(learned)
     text = json.dumps(tokenizer_config(num_base), indent=2, ensure_ascii=False)
     (out / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
     (out / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

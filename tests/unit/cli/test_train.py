@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,46 @@ def test_tasks_may_be_flags() -> None:
 def test_a_wrong_weight_is_named(tasks: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         read_settings(Train, {"out": "x", "tasks": [tasks]}, None, {})
+
+
+def test_stages_are_read_as_the_settings_they_change() -> None:
+    given = {"out": "x", "tasks": ["addition=1"], "stages": [
+        {"steps": "2k", "warmup-steps": 0, "tasks": {"json": 2}}, '{"rate": 0.001}',
+    ]}  # fmt: skip
+    wanted = read_settings(Train, given, None, {})
+    assert wanted.stages == (
+        {"steps": 2000, "warmup_steps": 0, "tasks": {"json": 2.0}}, {"rate": 0.001},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "why"),
+    [
+        ({"step": 1}, "'step' is not one of .*did you mean steps"),
+        ({"seed": 1}, "'seed' is not one of"),
+        ({"tasks": {"adition": 1}}, "did you mean addition"),
+        ({"steps": 0}, "at least 1"),
+        ("{", "no JSON"),
+        (["steps"], "no mapping"),
+    ],
+)
+def test_a_wrong_stage_is_named(stage: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read_settings(Train, {"out": "x", "tasks": ["json=1"], "stages": [stage]}, None, {})
+
+
+def test_a_signal_lets_the_step_end_and_the_second_one_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with train._stop_signals() as stopped:
+        assert not stopped.is_set()
+        signal.raise_signal(signal.SIGTERM)
+        assert stopped.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert "after this step" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def line(step: int, loss: float, **more: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.model.checkpoint.presets import write_preset_files
 from mooncake.tasks.mix import TASKS, evaluation_samples, training_sample
 from mooncake.tasks.sample import assistant, user
-from mooncake.train.batches import Batches, packed, rendered
+from mooncake.train.batches import Batch, Batches, packed, rendered
 
 WEIGHTS = {task: 1.0 for task in TASKS if task != "needle_4k"}
 
@@ -28,7 +28,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batches(checkpoint: Path, step_tokens: int = 3000, seed: int = 0) -> Batches:
-    return Batches(checkpoint, WEIGHTS, seed, step_tokens, batch_tokens=1000, max_tokens=600)
+    return Batches(checkpoint, seed, step_tokens, batch_tokens=1000)
+
+
+def of_step(made: Batches, step: int) -> list[Batch]:
+    return made.of_step(step, WEIGHTS, max_tokens=600)
 
 
 def test_answers_count_and_nothing_else(checkpoint: Path) -> None:
@@ -71,7 +75,7 @@ def test_only_the_last_answer_of_an_evaluated_sample_counts(checkpoint: Path) ->
 def test_thoughts_of_earlier_answers_are_neither_shown_nor_learned(checkpoint: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
     for step in range(20):
-        for batch in batches(checkpoint, seed=7).of_step(step)[:1]:
+        for batch in of_step(batches(checkpoint, seed=7), step)[:1]:
             for group in batch.groups:
                 for row in group:
                     text = tokenizer.decode(batch.tokens[row[row >= 0]].tolist())
@@ -80,14 +84,14 @@ def test_thoughts_of_earlier_answers_are_neither_shown_nor_learned(checkpoint: P
 
 
 def test_a_step_is_always_the_same_and_steps_differ(checkpoint: Path) -> None:
-    first, again = batches(checkpoint).of_step(4), batches(checkpoint).of_step(4)
+    first, again = of_step(batches(checkpoint), 4), of_step(batches(checkpoint), 4)
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(first, again, strict=True))
-    for other in (batches(checkpoint).of_step(5), batches(checkpoint, seed=1).of_step(4)):
+    for other in (of_step(batches(checkpoint), 5), of_step(batches(checkpoint, seed=1), 4)):
         assert other[0].tokens.tolist() != first[0].tokens.tolist()
 
 
 def test_batches_are_bounded(checkpoint: Path) -> None:
-    made = batches(checkpoint, step_tokens=5000).of_step(0)
+    made = of_step(batches(checkpoint, step_tokens=5000), 0)
     assert sum(len(batch.tokens) for batch in made) >= 5000
     assert all(len(batch.tokens) <= 1000 for batch in made)
     assert all(int(batch.positions.max()) < 600 for batch in made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from mooncake.base import CheckpointError, ConfigError
 from mooncake.model.checkpoint.presets import PRESETS, Preset, write_preset_files
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.loading import load_model
-from mooncake.train.batches import packed
+from mooncake.train.batches import Batch, Batches, packed
 from mooncake.train.checkpoint import STATE_NAME, WEIGHTS_NAME, own_tensor
 from mooncake.train.config import TrainConfig
 from mooncake.train.run import LOG_NAME, Run
@@ -98,6 +98,41 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, optimizer: str) -
     assert untimed[0] == untimed[1]
 
 
+def test_stages_follow_one_another_and_a_run_stopped_in_one_goes_on_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    stages = [
+        {"steps": 3, "decay_steps": 0},
+        {"steps": 3, "tasks": {"recall": 1.0}, "rate": 0.001, "warmup_steps": 1},
+        {"steps": 2, "tasks": {"addition": 1.0}, "max_tokens": 100, "decay_steps": 0},
+    ]
+    halves = config(tmp_path / "halves", stages=stages)
+    train(halves, until=4)
+    resumed, whole = train(halves), train(config(tmp_path / "whole", stages=stages))
+    assert resumed.step == whole.step == 8
+    for name in (STATE_NAME, WEIGHTS_NAME):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "halves" / name).read_bytes()
+    assert [line["rate"] for line in lines(tmp_path / "halves")] == pytest.approx(
+        [0.002, 0.004, 0.004, 0.001, 0.001, 0.0005, 0.002, 0.004]
+    )
+    assert set(lines(tmp_path / "whole")[-1]["scores"]) == {"addition", "copying", "recall"}
+
+
+def test_each_stage_draws_its_own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[int, set[str], int]] = []
+    of_step = Batches.of_step
+
+    def noted(self: Batches, step: int, weights: Mapping[str, float], most: int) -> list[Batch]:
+        drawn.append((step, set(weights), most))
+        return of_step(self, step, weights, most)
+
+    monkeypatch.setattr(Batches, "of_step", noted)
+    stages = [{"steps": 2}, {"steps": 1, "tasks": {"recall": 1.0}, "max_tokens": 300}]
+    train(config(tmp_path, stages=stages))
+    plain = {"addition", "copying"}
+    assert drawn == [(0, plain, 4608), (1, plain, 4608), (2, {"recall"}, 300)]
+
+
 def test_a_run_that_broke_off_forgets_what_it_did_not_save(tmp_path: Path) -> None:
     wanted = config(tmp_path)
     train(wanted, until=2)
@@ -110,13 +145,7 @@ def test_a_run_that_broke_off_forgets_what_it_did_not_save(tmp_path: Path) -> No
 
 def test_it_saves_when_it_is_stopped(tmp_path: Path) -> None:
     run = Run(config(tmp_path))
-
-    def stop(line: Any) -> None:
-        if line["step"] == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run.go(stop)
+    run.go(lambda line: None, stopping=lambda: run.step == 2)
     assert Run(config(tmp_path)).step == 2
 
 

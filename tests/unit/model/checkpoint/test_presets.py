@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+import mooncake
 from mooncake.base import ConfigError, ModelSpec
 from mooncake.model.checkpoint import presets
 from mooncake.model.checkpoint.files import INDEX_NAME
-from mooncake.model.checkpoint.presets import PRESETS, init_checkpoint, preset_config
+from mooncake.model.checkpoint.presets import (
+    PRESETS,
+    init_checkpoint,
+    preset_config,
+    write_preset_files,
+)
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
 
@@ -77,6 +83,12 @@ class TestWriting:
             for name, digest in digests(nano).items()
             if name.endswith(".safetensors")
         )
+
+    def test_k2_demo_is_written_with_what_the_trained_one_has(self, tmp_path: Path) -> None:
+        write_preset_files("k2-demo", tmp_path)
+        shipped = Path(mooncake.__file__).parent / "k2-demo"
+        assert digests(tmp_path).items() <= digests(shipped).items()
+        assert len(digests(tmp_path)) == 5
 
     def test_holds_every_file_and_reads_back(self, nano: Path) -> None:
         checkpoint = Checkpoint.open(nano)
