@@ -32,6 +32,7 @@ from mooncake.launch.config.rank_plan import (
     InstanceMemory,
     RankNeeds,
     check_dram,
+    check_gpus,
     instance_memory,
 )
 from mooncake.launch.config.settings import ServeConfig
@@ -241,7 +242,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     num_ranks += num_decodes * shapes[Role.DECODE].num_ranks
     num_threads = config.num_threads or max(1, cores // max(1, num_ranks))
     options = msgspec.structs.replace(
-        _options(config, shapes, num_ranks, gpu_node), num_threads=num_threads
+        _options(config, model, shapes, num_ranks, gpu_node), num_threads=num_threads
     )
     needs = RankNeeds(
         spec=model.spec,
@@ -257,6 +258,8 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     num_pages = _num_pages(config, model, layout.block_bytes)
     ranks = {}
     for role, shape in shapes.items():
+        if gpu_node is not None:
+            gpu_node.check_ranks(needs, shape)
         if gpu_node is not None and options.measure_pages:
             ranks[role] = gpu_node.filled(needs, shape)
             num_pages = max(1, ranks[role].num_pages * shape.dcp)
@@ -338,7 +341,11 @@ def _gpu_node(config: ServeConfig) -> GpuNode | None:
 
 
 def _options(
-    config: ServeConfig, shapes: Mapping[Role, Shape], num_ranks: int, gpu_node: GpuNode | None
+    config: ServeConfig,
+    model: ModelPlan,
+    shapes: Mapping[Role, Shape],
+    num_ranks: int,
+    gpu_node: GpuNode | None,
 ) -> ModelOptions:
     """Return how engines run the model; `num_ranks` is that of this worker's role, else decode's.
 
@@ -352,15 +359,15 @@ def _options(
         device, num_gpus = "cuda", gpu_node.num_gpus
     if device == "auto":
         device = "cuda" if num_gpus else "cpu"
-    if device == "cuda" and num_gpus and largest.tp > num_gpus:
-        raise ConfigError(
-            f"{TP_FLAG}: {largest.tp} ranks of a stage lie on one node, which has {num_gpus} GPUs"
-        )
-    if not config.dry_run:
-        for shape in shapes.values():
-            _check_served(shape, device, config)
-    sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
     here = device == "cuda" and gpu_node is None
+    if here and num_gpus:
+        check_gpus(model.spec, model.quantization, largest, num_gpus)
+    for shape in shapes.values():
+        if device == "cpu" and shape.num_ranks > 1 and config.moe_backend == "triton":
+            raise ConfigError("moe-backend=triton: ranks on CPUs compute without it")
+        if not config.dry_run:
+            _check_served(shape, device)
+    sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
     if here and num_ranks > 1 and not num_gpus:
         raise ConfigError("device=cuda: this machine shows no NVIDIA GPU; use --device cpu")
     if here and num_ranks > 1 and num_ranks > num_gpus and sized is None:
@@ -382,7 +389,7 @@ def _options(
     )
 
 
-def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
+def _check_served(shape: Shape, device: str) -> None:
     """Raise ConfigError for shapes that can be planned, but not served yet."""
     can = "it can only be planned (--dry-run, or simulate --shape)"
     if shape.ep > 1:
@@ -394,8 +401,6 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
             raise ConfigError(
                 f"{flag}={size} is not supported on GPUs yet: {can}; ranks on CPUs: --device cpu"
             )
-        if size > 1 and config.moe_backend == "triton":
-            raise ConfigError(f"{flag}={size}: ranks on CPUs compute without triton")
     if shape.pp > 1:
         raise ConfigError(f"{PP_FLAG}={shape.pp} is not served yet: {can}")
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import msgspec
 
 from mooncake.base import ConfigError, KvLayout, ModelSpec, Shape, format_bytes
-from mooncake.base.parallel import divisors, stage_layers
+from mooncake.base.parallel import TP_FLAG, divisors, stage_layers
 from mooncake.model.checkpoint.quant_format import INT4_GROUP, Int4Group, QuantFormat
-from mooncake.model.checkpoint.tensor_cuts import check_cuts
+from mooncake.model.checkpoint.tensor_cuts import cuts, said_of_cuts
 from mooncake.model.memory import (
     GpuMemory,
     communication_bytes,
@@ -187,6 +187,12 @@ class GpuNode:
             gpu_bytes=int(self.gpu_bytes * self.utilization),
         )
 
+    def check_ranks(self, needs: RankNeeds, shape: Shape) -> None:
+        """Raise ConfigError for more ranks of a stage than GPUs; says what would fit."""
+        if shape.tp > self.num_gpus:
+            cures = self._cures(needs, Shape(pp=shape.pp), 0)
+            raise ConfigError(f"{_too_many(shape, self.num_gpus)}; {cures}")
+
     def check(self, needs: RankNeeds, memory: InstanceMemory, num_engines: int) -> None:
         """Raise ConfigError where the pages do not fit, or no sequence of full length, or experts
         not into DRAM; the message says what takes the room and what would fit.
@@ -232,13 +238,8 @@ class GpuNode:
         as few stages as may be, of each as few GPUs; where experts are shared, among as many ranks.
         """
         ep = present.ep
-        sizes = [
-            tp
-            for tp in divisors(needs.spec.num_attention_heads)
-            if present.tp <= tp <= self.num_gpus
-            and not (ep > 1 and ep % tp)
-            and self._can_be_cut(needs, _sharing(tp, ep))
-        ]
+        able = cuts(needs.spec, needs.quantization, self.num_gpus, whole_experts=ep > 1)
+        sizes = [tp for tp in able if tp >= present.tp and not (ep > 1 and ep % tp)]
         for pp in range(present.pp, min(_MOST_STAGES, needs.spec.num_hidden_layers) + 1):
             for tp in sizes if pp == present.pp else sizes[-1:]:
                 least = msgspec.structs.replace(_sharing(tp, ep), pp=pp)
@@ -253,13 +254,21 @@ class GpuNode:
                         break  # weights alone do not fit: dealing KV out does not help
         return None
 
-    @staticmethod
-    def _can_be_cut(needs: RankNeeds, shape: Shape) -> bool:
-        try:
-            check_cuts(needs.spec, needs.quantization, shape)
-        except ConfigError:
-            return False
-        return True
+
+def check_gpus(
+    spec: ModelSpec, quantization: QuantFormat | None, shape: Shape, num_gpus: int
+) -> None:
+    """Raise ConfigError for more ranks of a stage than this machine's GPUs; says how many can
+    be.
+    """
+    if shape.tp > num_gpus:
+        able = said_of_cuts(cuts(spec, quantization, num_gpus))
+        raise ConfigError(f"{_too_many(shape, num_gpus)}; here {able}")
+
+
+def _too_many(shape: Shape, num_gpus: int) -> str:
+    gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    return f"{TP_FLAG}: {shape.tp} ranks of a stage lie on one node, which has {gpus}"
 
 
 def _sharing(tp: int, ep: int) -> Shape:

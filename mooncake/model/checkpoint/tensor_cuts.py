@@ -116,16 +116,34 @@ def check_cuts(spec: ModelSpec, quantization: QuantFormat | None, shape: Shape) 
             f"({shape}); {', '.join(map(str, able)) or 'no number'} would do"
         )
     problem = _problem(spec, quantization, shape.tp, whole_experts)
-    if problem is None:
-        return
-    able = [
+    if problem is not None:
+        able = cuts(spec, quantization, whole_experts=whole_experts)
+        raise ConfigError(f"{TP_FLAG}: {problem}; {said_of_cuts(able)}")
+
+
+def cuts(
+    spec: ModelSpec,
+    quantization: QuantFormat | None,
+    most: int | None = None,
+    *,
+    whole_experts: bool = False,
+) -> list[int]:
+    """Return among how many ranks, up to `most`, every tensor can be cut, or all but experts;
+    smallest first.
+    """
+    return [
         number
         for number in divisors(spec.num_attention_heads)
-        if _problem(spec, quantization, number, whole_experts) is None
+        if (most is None or number <= most)
+        and _problem(spec, quantization, number, whole_experts) is None
     ]
-    raise ConfigError(
-        f"{TP_FLAG}: {problem}; this model can be cut among {', '.join(map(str, able))} ranks"
-    )
+
+
+def said_of_cuts(able: list[int]) -> str:
+    """Return what `cuts` found, as advice."""
+    if able == [1]:
+        return "this model cannot be cut: leave it at 1"
+    return f"this model can be cut among {', '.join(map(str, able))} ranks"
 
 
 def slabs_of(columns: int) -> int:

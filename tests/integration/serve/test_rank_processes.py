@@ -1,22 +1,25 @@
-"""A cluster whose workers are two processes each, and one of mixed shapes: the tokens of one
-process, kill -9 of every rank in mid-stream, and nothing left behind.
+"""Clusters whose workers are two processes each, of one shape and of mixed ones: the tokens of one
+process, kill -9 of every rank in mid-stream, ranks that stand still, and nothing left behind.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
+import mooncake
 from mooncake.base import SamplingParams, Shape
 from mooncake.launch.worker.direct import DirectEngine
+from mooncake.launch.worker.rank_processes import EXCHANGE_S
 from mooncake.model.checkpoint.presets import init_checkpoint
 from tests.integration.serve.test_real_processes import prompt, stream, wait_until
 from tests.support.serve.server import Server, serving
@@ -25,8 +28,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = ("--kv-cache-memory-bytes", "16MiB", "--kvstore-dram-bytes", "16MiB", "--device", "cpu",
          "--max-model-len", "1024")  # fmt: skip
-WORKERS = {"kvstore-0", "prefill-0", "decode-0"}
-LENGTH = 150
+WORKERS = {"kvstore-0", "prefill-0", "decode-0", "decode-1"}
+LONG, SHORT = 400, 40
+PROMPTS = [prompt(30 + 90 * index, seed=index) for index in range(4)]
+FLIGHTS = {  # of each harm: what streams, and what waits in prefill meanwhile
+    harm: ([prompt(40, seed=seed), prompt(60, seed=seed + 1)], prompt(200, seed=seed + 2))
+    for harm, seed in (("kill followers", 100), ("kill leads", 200), ("stop followers", 300))
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +44,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def alone(model: Path) -> dict[tuple[int, ...], list[int]]:
+    """The tokens that one engine of one process gives to each prompt."""
+    asked = [(each, SHORT) for each in PROMPTS]
+    for streaming, waiting in FLIGHTS.values():
+        asked += [(each, LONG) for each in (*streaming, waiting)]
+    with DirectEngine.open(
+        str(model), dtype="float32", device="cpu", max_model_len=1024, num_threads=1
+    ) as engine:
+        greedy = [
+            SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for _, length in asked
+        ]
+        found = engine.generate([tokens for tokens, _ in asked], greedy)
+    return {tuple(tokens): ids for (tokens, _), ids in zip(asked, found, strict=True)}
+
+
+@pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("ranks")
-    counts = ["--prefill", "1", "--decode", "1", "-tp", "2"]
+    counts = ["--prefill", "1", "--decode", "2", "-tp", "2", "-dcp", "2"]
     with serving(str(model), *counts, *SMALL, log=home / "log") as running:
         yield running
     assert ranks_of(None) == []
@@ -60,71 +84,114 @@ def whole(server: Server) -> bool:
     return up == WORKERS and status["load"]["num_inflight"] == 0
 
 
-def alone(model: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Return the tokens of one engine of one process."""
-    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    with DirectEngine.open(
-        str(model), dtype="float32", device="cpu", max_model_len=1024, num_threads=1
-    ) as engine:
-        return engine.generate(prompts, [greedy] * len(prompts))
+def decoding(server: Server) -> str:
+    """Return a decode worker that has requests, by its own last word."""
+    found: list[str] = []
+
+    def some() -> bool:
+        workers = server.status()["workers"]
+        of_role = [worker for worker in workers if worker["role"] == "decode"]
+        found[:] = [worker["id"] for worker in of_role if worker["load"].get("num_running")]
+        return bool(found)
+
+    wait_until(some, 20, "a decode worker has something")
+    return found[0]
 
 
-def test_tokens_are_those_of_one_process(server: Server, model: Path) -> None:
-    prompts = [prompt(30 + 90 * index, seed=index) for index in range(5)]
-    expected = alone(model, prompts, 40)
-    for _ in range(2):  # the second time from the pool and the prefix cache
-        assert [stream(server, each, 40)["ids"] for each in prompts] == expected
+class Ranks:
+    """The processes of one worker."""
+
+    def __init__(self, server: Server, worker: str) -> None:
+        self.worker = worker
+        self.lead = psutil.Process(server.pid_of(worker))
+        [self.follower] = ranks_of(self.lead.pid)
+
+    def left(self) -> list[psutil.Process]:
+        return [rank for rank in (self.lead, self.follower) if rank.is_running()]
+
+
+@contextmanager
+def flight(
+    server: Server, harm: str, alone: dict[tuple[int, ...], list[int]]
+) -> Iterator[tuple[Ranks, Ranks]]:
+    """Stream from decode workers, and have a request wait for a prefill rank that stands still;
+    yield that prefill worker and a decode worker that streams. Afterwards every client has the
+    tokens of one process, and all workers are back.
+    """
+    wait_until(lambda: whole(server), 120, "all workers up and idle")
+    streaming, waiting = FLIGHTS[harm]
+    prefill, begun = Ranks(server, "prefill-0"), threading.Semaphore(0)
+    with ThreadPoolExecutor(3) as pool:
+        answers = {
+            tuple(tokens): pool.submit(stream, server, tokens, LONG, begun=begun)
+            for tokens in streaming
+        }
+        for _ in streaming:
+            assert begun.acquire(timeout=60)
+        prefill.follower.send_signal(signal.SIGSTOP)
+        answers[tuple(waiting)] = pool.submit(stream, server, waiting, LONG)
+        wait_until(lambda: server.status()["load"]["num_prefilling"], 20, "one is in prefill")
+        decode = Ranks(server, decoding(server))
+        yield prefill, decode
+        found = {tokens: answer.result(200) for tokens, answer in answers.items()}
+    assert [answer["ends"] for answer in found.values()] == [["length"]] * 3
+    for tokens, answer in found.items():
+        assert answer["ids"] == alone[tokens]
+    wait_until(lambda: whole(server), 120, "started again and idle")
+    for worker in (prefill, decode):
+        assert not worker.left(), "a rank outlived its worker"
+
+
+def test_tokens_are_those_of_one_process(
+    server: Server, alone: dict[tuple[int, ...], list[int]]
+) -> None:
+    check_tokens(server, alone)
     for worker in WORKERS - {"kvstore-0"}:
         assert len(ranks_of(server.pid_of(worker))) == 1
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-@pytest.mark.parametrize("which", ["follower", "lead"])
-def test_kill_9_of_a_rank_in_mid_stream(server: Server, role: str, which: str) -> None:
-    wait_until(lambda: whole(server), 120, "all workers up and idle")
-    prompts = [prompt(40 + 20 * index, seed=100 + index) for index in range(2)]
-    calm = [stream(server, tokens, LENGTH)["ids"] for tokens in prompts]
-    lead = server.pid_of(f"{role}-0")
-    [follower] = ranks_of(lead)
-    begun = threading.Semaphore(0)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(stream, server, tokens, LENGTH, begun=begun) for tokens in prompts]
-        for _ in prompts:
-            assert begun.acquire(timeout=60)
-        os.kill(follower.pid if which == "follower" else lead, signal.SIGKILL)
-        found = [answer.result(200) for answer in answers]
-    assert [answer["ends"] for answer in found] == [["length"]] * len(prompts)
-    assert [answer["ids"] for answer in found] == calm
-    wait_until(lambda: whole(server), 120, "started again and idle")
-    assert server.pid_of(f"{role}-0") != lead
-    for pid in (lead, follower.pid):
-        assert not psutil.pid_exists(pid)
+def check_tokens(server: Server, alone: dict[tuple[int, ...], list[int]]) -> None:
+    for _ in range(2):  # the second time from the pool and the prefix cache
+        for tokens in PROMPTS:
+            assert stream(server, tokens, SHORT)["ids"] == alone[tuple(tokens)]
 
 
-def test_a_rank_that_stands_still_is_found_out(server: Server) -> None:
-    """Within the 30 seconds that an exchange may take; its requests go on elsewhere."""
-    wait_until(lambda: whole(server), 120, "all workers up and idle")
-    tokens = prompt(50, seed=7)
-    calm = stream(server, tokens, LENGTH)["ids"]
-    lead = server.pid_of("decode-0")
-    [stopped] = ranks_of(lead)
-    begun = threading.Semaphore(0)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(stream, server, tokens, LENGTH, begun=begun)
-        assert begun.acquire(timeout=60)
-        os.kill(stopped.pid, signal.SIGSTOP)
-        assert answer.result(200)["ids"] == calm
-    wait_until(lambda: whole(server), 120, "started again and idle")
-    assert server.pid_of("decode-0") != lead
-    assert not psutil.pid_exists(stopped.pid)
+def test_kill_9_of_followers_in_mid_stream(
+    server: Server, alone: dict[tuple[int, ...], list[int]]
+) -> None:
+    with flight(server, "kill followers", alone) as workers:
+        for worker in workers:
+            worker.follower.kill()
+
+
+def test_kill_9_of_leads_in_mid_stream(
+    server: Server, alone: dict[tuple[int, ...], list[int]]
+) -> None:
+    """Their followers end with them, also that of prefill, which stands still."""
+    with flight(server, "kill leads", alone) as workers:
+        for worker in workers:
+            worker.lead.kill()
+
+
+def test_ranks_that_stand_still_are_found_out(
+    server: Server, alone: dict[tuple[int, ...], list[int]]
+) -> None:
+    """Within the time that an exchange may take; their requests go on elsewhere."""
+    with flight(server, "stop followers", alone) as (prefill, decode):
+        decode.follower.send_signal(signal.SIGSTOP)
+        found_out = f"no rank waits longer than {EXCHANGE_S:.0f} s"
+        wait_until(lambda: not (prefill.left() or decode.left()), EXCHANGE_S + 15, found_out)
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [("tp2", "tp1"), ("tp1", "tp2-dcp2"), ("tp2-dcp2", "tp1"), ("tp2-dcp2", "tp2-dcp2")],
+    ("prefill", "decode"), [("tp2", "tp1"), ("tp1", "tp2-dcp2"), ("tp2-dcp2", "tp1")]
 )
 def test_prefill_and_decode_of_different_shape(
-    model: Path, tmp_path: Path, prefill: str, decode: str
+    model: Path,
+    alone: dict[tuple[int, ...], list[int]],
+    tmp_path: Path,
+    prefill: str,
+    decode: str,
 ) -> None:
     """Blocks written by one shape are read by the other: pushed, and the second time from the pool
     or the prefix cache.
@@ -133,29 +200,23 @@ def test_prefill_and_decode_of_different_shape(
     for role, shape in shapes.items():
         flags += [f"--{role}-set", f"tensor-parallel-size={shape.tp}"]
         flags += [f"--{role}-set", f"decode-context-parallel-size={shape.dcp}"]
-    prompts = [prompt(30 + 90 * index, seed=index) for index in range(4)]
-    expected = alone(model, prompts, 40)
     with serving(str(model), *flags, *SMALL, log=tmp_path / "log") as server:
-        for _ in range(2):
-            assert [stream(server, each, 40)["ids"] for each in prompts] == expected
+        check_tokens(server, alone)
         for role, shape in shapes.items():
             assert len(ranks_of(server.pid_of(f"{role}-0"))) == shape.tp - 1
 
 
-def test_deterministic_logprobs_are_those_of_one_process(model: Path, tmp_path: Path) -> None:
-    """In bfloat16, of several requests at once, the second time from caches; bit for bit."""
-    prompts = [prompt(30 + 90 * index, seed=index) for index in range(4)]
-    fields = {"max_tokens": 30, "temperature": 0, "ignore_eos": True, "logprobs": 3}
-    found = {}
-    for tp in ("1", "2"):
-        flags = ["--colocated", "-tp", tp, "--deterministic", "--dtype", "bfloat16"]
-        with serving(str(model), *flags, *SMALL, log=tmp_path / f"log{tp}") as server:
-
-            def choices(tokens: list[int], server: Server = server) -> tuple[list[int], Any]:
-                [choice] = server.complete(tokens, **fields)["choices"]
-                return choice["token_ids"], choice["logprobs"]
-
-            with ThreadPoolExecutor(len(prompts)) as pool:
-                found[tp] = list(pool.map(choices, prompts))
-            assert [choices(tokens) for tokens in prompts] == found[tp]
-    assert found["1"] == found["2"]
+def test_deterministic_logprobs_are_those_of_one_process(model: Path) -> None:
+    """In bfloat16, of several requests at once, the second time from caches, of two ranks also with
+    drafts; bit for bit.
+    """
+    wanted = mooncake.SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, logprobs=3)
+    settings = {"device": "cpu", "deterministic": True, "dtype": "bfloat16", "max_model_len": 1024}
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1})
+    found = []
+    for own in ({}, {"tensor_parallel_size": 2, "speculative_config": drafts}):
+        with mooncake.LLM(str(model), kv_cache_memory_bytes="16MiB", **settings, **own) as llm:
+            for prompts in (PROMPTS, PROMPTS[::-1]):
+                answers = [each.outputs[0] for each in llm.generate(prompts, wanted)]
+                found.append({tuple(each.token_ids): each.logprobs for each in answers})
+    assert found == found[:1] * 4

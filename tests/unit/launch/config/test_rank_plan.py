@@ -22,7 +22,7 @@ from tests.support.model.specs import KIMI_K2, small_config
 def write_k2(directory: Path, kind: str, **changes: Any) -> Path:
     """Write a directory that holds Kimi-K2's config.json and nothing else."""
     directory.mkdir()
-    config = small_config(**KIMI_K2, **changes)
+    config = small_config(**{**KIMI_K2, **changes})
     config["quantization_config"] = QUANTIZATION_CONFIGS[kind]
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -150,10 +150,21 @@ def test_k2_thinking_on_one_gpu_and_dram(
         check_memory(plan_for(model, hardware="h200x1", colocated=True), None)
 
 
-def test_a_node_has_so_many_gpus(tmp_path: Path) -> None:
+def test_a_node_has_so_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_k2(tmp_path / "k2", "int4")
-    with pytest.raises(ConfigError, match="16 ranks of a stage lie on one node, which has 8"):
-        plan_for(model, tensor_parallel_size=16, hardware="h200x8")
+    monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 4)
+    words = (
+        "8 ranks of a stage lie on one node, which has 4 GPUs; "
+        "here this model can be cut among 1, 2, 4 ranks"
+    )
+    with pytest.raises(ConfigError, match=words):
+        plan_for(model, tensor_parallel_size=8)
+
+
+def test_ranks_on_cpus_have_no_triton(tmp_path: Path) -> None:
+    model = write_k2(tmp_path / "k2", "int4")
+    with pytest.raises(ConfigError, match="moe-backend=triton: ranks on CPUs compute without it"):
+        plan_for(model, tensor_parallel_size=2, device="cpu", moe_backend="triton")
 
 
 def test_some_shapes_are_planned_and_not_served_yet(tmp_path: Path) -> None:
@@ -246,7 +257,13 @@ def test_the_command_prints_a_row_for_each_rank(
          "among 1, 2, 4, 8, 16, 32, 64 ranks"),
         ("fp8", "-tp 32", "would be cut into rows of 576 among 32 ranks, and its quantized blocks "
          "are 128 wide; this model can be cut among 1, 2, 4, 8, 16 ranks"),
-        ("int4", "-tp 16", "16 ranks of a stage lie on one node, which has 8 GPUs"),
+        ("int4", "-tp 16", "16 ranks of a stage lie on one node, which has 8 GPUs; "
+         "this would: --tensor-parallel-size 8"),
+        ("fp8", "-tp 16", "which has 8 GPUs; this would: --tensor-parallel-size 8 "
+         "--decode-context-parallel-size 8, or INT4 weights as tp8"),
+        ("int4", "--prefill-set tensor-parallel-size=16", "16 ranks of a stage lie on one node"),
+        ("narrow", "-tp 2", "down_proj.weight would be cut into columns of 784 among 2 ranks, and "
+         "its quantized blocks are 32 wide; this model cannot be cut: leave it at 1"),
         ("int4", "-tp 8 --decode-set decode-context-parallel-size=3",
          "3 does not divide tensor-parallel-size 8; each rank holds one share of the context: "
          "1, 2, 4, 8 would do"),
@@ -259,7 +276,9 @@ def test_the_command_prints_a_row_for_each_rank(
 def test_the_command_refuses_shapes_that_cannot_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, flags: str, message: str
 ) -> None:
-    model = write_k2(tmp_path / "k2", kind)
+    # 49 groups of INT4 in a row of an expert's down_proj: no two ranks have as many.
+    changes = {"moe_intermediate_size": 49 * 32} if kind == "narrow" else {}
+    model = write_k2(tmp_path / "k2", "int4" if kind == "narrow" else kind, **changes)
     assert cli.run(f"serve {model} --dry-run --hardware h200x8 {flags}".split()) == 2
     assert message in capsys.readouterr().err
 
