@@ -88,8 +88,8 @@ def pages_that_fit(
 def count_parameters(spec: ModelSpec) -> ParameterCount:
     """Return the number of parameters of a model of this shape."""
     total = router = routed = 0
-    for name, shape in tensor_shapes(spec).items():
-        size = math.prod(shape)
+    for name, shape in tensor_shapes(spec, one_expert=True).items():
+        size = _num_alike(spec, Shape(), name) * math.prod(shape)
         total += size
         if name.endswith(_ROUTER_PARTS):
             router += size
@@ -167,7 +167,7 @@ def held_weights(
     on_device = in_dram = 0
     for name in parts:
         if ROUTED in name:
-            in_dram += _held_bytes(name, parts, dtype, beside)
+            in_dram += _num_alike(spec, shape, name) * _held_bytes(name, parts, dtype, beside)
         else:
             on_device += _held_bytes(name, parts, dtype, kept)
     return HeldWeights(on_device, in_dram)
@@ -188,20 +188,25 @@ def weights_bytes(
     loaded.
     """
     parts = _parts(spec, shape, layers)
-    return sum(_held_bytes(name, parts, dtype, kept) for name in parts)
+    return sum(
+        _num_alike(spec, shape, name) * _held_bytes(name, parts, dtype, kept) for name in parts
+    )
 
 
 def _parts(spec: ModelSpec, shape: Shape, layers: range | None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of what one rank holds of each tensor; others of its stage hold as much."""
-    parts = {}
-    for name, whole in tensor_shapes(spec).items():
-        if layers is not None and not is_held(spec, name, layers):
-            continue
-        if ROUTED in name and int(name.split(ROUTED)[1].split(".")[0]) % shape.ep:
-            continue
-        cut = cut_of(spec, name, shape.tp, whole_experts=shape.ep > 1)
-        parts[name] = part_shape(whole, cut, shape.tp)
-    return parts
+    """Return the shape of what one rank holds of each tensor, one routed expert of a layer for all,
+    as they are alike; others of its stage hold as much.
+    """
+    return {
+        name: part_shape(whole, cut_of(spec, name, shape.tp, whole_experts=shape.ep > 1), shape.tp)
+        for name, whole in tensor_shapes(spec, one_expert=True).items()
+        if layers is None or is_held(spec, name, layers)
+    }
+
+
+def _num_alike(spec: ModelSpec, shape: Shape, name: str) -> int:
+    """Return how many tensors of a rank that of `tensor_shapes` with one expert stands for."""
+    return spec.n_routed_experts // shape.ep if ROUTED in name else 1
 
 
 def _held_bytes(

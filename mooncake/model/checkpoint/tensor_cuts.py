@@ -208,14 +208,12 @@ def _problem(
 
 def _kinds(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return one tensor of each kind: layers and experts are alike."""
-    shapes = tensor_shapes(spec)
+    shapes = tensor_shapes(spec, one_expert=True)
     first, moe = "model.layers.0.", f"model.layers.{spec.first_k_dense_replace}."
     return {
         name: shape
         for name, shape in shapes.items()
-        if not name.startswith("model.layers.")
-        or name.startswith(first)
-        or (name.startswith(moe) and (".experts." not in name or ".experts.0." in name))
+        if not name.startswith("model.layers.") or name.startswith((first, moe))
     }
 
 

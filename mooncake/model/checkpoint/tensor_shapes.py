@@ -10,11 +10,11 @@ from mooncake.base import ModelSpec
 Shapes = dict[str, tuple[int, ...]]
 
 
-def tensor_shapes(spec: ModelSpec) -> Shapes:
+def tensor_shapes(spec: ModelSpec, *, one_expert: bool = False) -> Shapes:
     """Return every tensor a checkpoint of this shape holds, in the order of a forward pass.
 
     Linear weights are [out, in]; experts are one tensor each. `lm_head.weight` is left out when the
-    embeddings are tied.
+    embeddings are tied. one_expert: the first routed one of each layer stands for all.
     """
     shapes: Shapes = {"model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size)}
     for layer in range(spec.num_hidden_layers):
@@ -25,7 +25,8 @@ def tensor_shapes(spec: ModelSpec) -> Shapes:
         if layer < spec.first_k_dense_replace:
             shapes |= _mlp(spec.hidden_size, spec.intermediate_size, prefix + "mlp.")
         else:
-            shapes |= _moe(spec, prefix + "mlp.")
+            num_experts = 1 if one_expert else spec.n_routed_experts
+            shapes |= _moe(spec, prefix + "mlp.", num_experts)
     shapes["model.norm.weight"] = (spec.hidden_size,)
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
@@ -63,13 +64,13 @@ def _mlp(hidden: int, inner: int, prefix: str) -> Shapes:
     }
 
 
-def _moe(spec: ModelSpec, prefix: str) -> Shapes:
+def _moe(spec: ModelSpec, prefix: str, num_experts: int) -> Shapes:
     hidden, inner = spec.hidden_size, spec.moe_intermediate_size
     shapes: Shapes = {
         prefix + "gate.weight": (spec.n_routed_experts, hidden),
         prefix + "gate.e_score_correction_bias": (spec.n_routed_experts,),
     }
-    for expert in range(spec.n_routed_experts):
+    for expert in range(num_experts):
         shapes |= _mlp(hidden, inner, f"{prefix}experts.{expert}.")
     if spec.n_shared_experts:
         shapes |= _mlp(hidden, inner * spec.n_shared_experts, prefix + "shared_experts.")

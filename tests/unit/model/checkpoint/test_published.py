@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mooncake.base import Shape
 from mooncake.model.checkpoint.quant_format import is_quantized
 from mooncake.model.checkpoint.tensor_cuts import check_cuts, cut_of
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
@@ -41,7 +42,8 @@ def test_a_rank_reads_as_many_bytes_as_the_plan_says(checkpoint: Checkpoint) -> 
     """Of three layers, by reading; all layers but the first are alike."""
     spec, stored = checkpoint.spec, checkpoint.quantization
     assert stored is not None
-    check_cuts(spec, stored, NUM_RANKS)
+    ranks = Shape(tp=NUM_RANKS)
+    check_cuts(spec, stored, ranks)
     read = {}
     for name, shape in tensor_shapes(spec).items():
         layer = name.startswith(SEEN_LAYERS)
@@ -63,7 +65,7 @@ def test_a_rank_reads_as_many_bytes_as_the_plan_says(checkpoint: Checkpoint) -> 
     assert second == last
     ends = sum(size for name, size in read.items() if not name.startswith("model.layers."))
     whole = ends + first + (spec.num_hidden_layers - 1) * second
-    planned = weights_bytes(spec, "bfloat16", num_ranks=NUM_RANKS, kept=Kept(stored))
+    planned = weights_bytes(spec, "bfloat16", shape=ranks, kept=Kept(stored))
     assert planned == pytest.approx(whole, rel=0.03)
 
 
