@@ -13,11 +13,13 @@ from mooncake.base import ModelSpec
 from mooncake.model.inputs import PrefersAbsorbed, Queries, StepInputs
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.embedding import Embedding, Head
+from mooncake.model.layers.expert_slots import ExpertSlots
 from mooncake.model.layers.linear import GatedMlp
 from mooncake.model.layers.mla import Mla
 from mooncake.model.layers.moe import Moe
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
+from mooncake.model.parallel.exchange import Exchange
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.stages import Stage
 
@@ -33,6 +35,11 @@ class Layer:
         self.prepare_context = attention.prepare_context
         self.write_kv = attention.write_kv
 
+    @property
+    def expert_slots(self) -> ExpertSlots | None:
+        """Its routed experts, where ranks share them out."""
+        return self._mlp.slots if isinstance(self._mlp, Moe) else None
+
     def prepare(self, rows: int, most_rows: int) -> None:
         """Have a library build what steps of `rows` rows need, `most_rows` at most."""
         self._attention.prepare(rows)
@@ -40,6 +47,11 @@ class Layer:
             self._mlp.prepare(rows, most_rows)
         else:
             self._mlp.prepare(rows)
+
+    def serve(self, x: torch.Tensor) -> None:
+        """Compute for the rows of other ranks what they need of this one; x: [0, hidden]."""
+        if isinstance(self._mlp, Moe):
+            self._mlp.serve(x)
 
     def in_one(
         self,
@@ -93,10 +105,12 @@ class KimiK2:
         prefers_absorbed: PrefersAbsorbed,
         stage: Stage,
         context: Group | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """`placed`: of the device and dtype computed with. `layers`, `embedding` and `output`: what
         `stage` has. `prefers_absorbed`: which form of attention new tokens take. `context`: the
-        ranks that share the KV of every context out; None: each has all.
+        ranks that share the KV of every context out; None: each has all. `exchange`: with whom
+        routed experts are shared out; None: with nobody.
         """
         self.spec = spec
         self.prefers_absorbed = prefers_absorbed
@@ -109,6 +123,7 @@ class KimiK2:
         self._output = output
         self._rope = rope
         self._context = context
+        self.exchange = exchange
 
     def forward(
         self, inputs: StepInputs, kv: KvTensors, after_write: Callable[[int], None] | None = None
@@ -122,6 +137,8 @@ class KimiK2:
         """
         stage = self.stage
         stage.begin()
+        if self.exchange is not None:
+            self.exchange.agree(len(inputs.tokens), inputs.outputs.num_rows)
         if stage.is_first:
             assert self._embedding is not None
             x = self._embedding(inputs.tokens)
@@ -133,6 +150,8 @@ class KimiK2:
         last = self.spec.num_hidden_layers - 1
         for number, layer in zip(stage.layers, self._layers, strict=True):
             queries = inputs.queries if number < last else inputs.outputs
+            if number == last and self.exchange is not None:
+                self.exchange.in_last_layer()
             if queries.rows is None and layer.takes(queries, kv):
                 x = layer.in_one(x, rotation, inputs.places, queries, kv)
                 if after_write is not None:
@@ -147,13 +166,31 @@ class KimiK2:
                 )
             if queries.num_rows:
                 x = layer.finish(x, query, rotation, queries, kv)
-            elif self._context is not None:
-                self._context.meet()
+            else:
+                layer.serve(x)
+                if self._context is not None:
+                    self._context.meet()
             if after_write is not None and self._context is not None:
                 after_write(number)  # all ranks wrote theirs before they met in this layer
         if not stage.is_last:
             stage.send(x)
         return x
+
+    def serve(self) -> None:
+        """Take part in a step of other ranks, for which this one has no rows."""
+        assert self.exchange is not None, "nobody shares experts with this rank"
+        self.exchange.agree(0, 0)
+        none = self._placed.new_empty(0, self.spec.hidden_size)
+        for number, layer in zip(self.stage.layers, self._layers, strict=True):
+            if number == self.spec.num_hidden_layers - 1:
+                self.exchange.in_last_layer()
+            layer.serve(none)
+
+    @property
+    def expert_slots(self) -> list[ExpertSlots]:
+        """The routed experts of each layer that has some, where ranks share them out."""
+        layers = [each.expert_slots for each in self._layers]
+        return [slots for slots in layers if slots is not None]
 
     def kinds_of_layers(self) -> list[Layer]:
         """Return a layer of each kind: dense ones come first, then those with experts."""

@@ -12,13 +12,15 @@ from typing import Protocol
 import torch
 
 from mooncake.base import CheckpointError, ConfigError, ModelSpec, Shape
+from mooncake.engine.expert_placement import first_placement
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.quant import QuantizedWeight
 from mooncake.model.checkpoint.quant_format import FP8_BLOCK
-from mooncake.model.checkpoint.tensor_cuts import Part, cut_of, is_held, slabs_of
+from mooncake.model.checkpoint.tensor_cuts import ROUTED, Part, cut_of, is_held, slabs_of
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.kimi_k2 import KimiK2, Layer, Output
 from mooncake.model.layers.embedding import Embedding, Head
+from mooncake.model.layers.expert_slots import slots_of
 from mooncake.model.layers.linear import (
     Fp8Linear,
     GatedMlp,
@@ -31,6 +33,7 @@ from mooncake.model.layers.mla import LATENT_NORM_EPS, Mla, MlaWeights, absorbed
 from mooncake.model.layers.moe import HostExperts, Moe, MoeWeights
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
+from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.group import Group, Solo
 from mooncake.model.parallel.stages import Stage
 from mooncake.model.placing import Placer
@@ -69,11 +72,15 @@ def load_model(
     backends: Backends | None = None,
     group: Group | None = None,
     shape: Shape | None = None,
+    sharing: ExpertRanks | None = None,
+    num_redundant: int = 0,
     host: HostExperts | None = None,
 ) -> KimiK2:
     """Return the model of `checkpoint` with weights as `dtype` on `device`; where a `group` of
     `shape` shares it, this rank's parts only (`tensor_cuts`), and no others are read.
 
+    sharing: the ranks that share the routed experts, where they are more than those of `group`;
+    they have slots for `num_redundant` more experts than there are.
     host: what keeps and computes the routed experts, in DRAM; None: they lie on `device`.
 
     Packed layer by layer, the experts of one by several threads: beside the finished weights never
@@ -89,7 +96,15 @@ def load_model(
         shape = shape or Shape(tp=ranks.size)
         stage = Stage(ranks, shape, checkpoint.spec.num_hidden_layers)
         context = stage.ranks.part(shape.dcp) if shape.dcp > 1 else None
-        to = _Place(dtype, device, backends or Backends(), stage, context, host)
+        if shape.ep > 1 and sharing is None:
+            sharing = ExpertRanks.of_instances(stage.ranks, 1)
+        held = None
+        if sharing is not None:
+            num_experts = checkpoint.spec.n_routed_experts
+            placement = first_placement(num_experts, num_experts + num_redundant)
+            held = slots_of(placement, sharing.all.rank, sharing.all.size)
+        backends = backends or Backends()
+        to = _Place(dtype, device, backends, stage, context, host, sharing, held)
         return _Loader(checkpoint, to, progress, placer).model()
 
 
@@ -103,6 +118,9 @@ class _Place:
     stage: Stage
     context: Group | None
     host: HostExperts | None
+    sharing: ExpertRanks | None
+    held: Sequence[int] | None
+    """The routed experts of each layer in this rank's slots; None: all."""
 
 
 class _Loader:
@@ -128,8 +146,13 @@ class _Loader:
         self._stage = to.stage
         self._group = to.stage.ranks
         self._context = to.context
+        self._sharing = to.sharing
+        self._held = range(source.spec.n_routed_experts) if to.held is None else to.held
         self._shapes = tensor_shapes(source.spec)
-        self._num_held = sum(is_held(source.spec, name, to.stage.layers) for name in self._shapes)
+        held = [name for name in self._shapes if is_held(source.spec, name, to.stage.layers)]
+        routed = sum(ROUTED in name for name in held)
+        others = routed - routed * len(self._held) // max(1, source.spec.n_routed_experts)
+        self._num_held = len(held) - others
         self._done = 0
         self._told = False  # by what experts are computed: all layers are alike
 
@@ -147,7 +170,10 @@ class _Loader:
         fixed = self._backends.deterministic
         rule = (lambda _new, _context: True) if fixed else absorbed_is_cheaper(spec)
         placed = torch.empty(0, dtype=self._dtype, device=self._device)
-        return KimiK2(spec, placed, embedding, layers, output, rope, rule, stage, self._context)
+        exchange = None if self._sharing is None else self._sharing.exchange
+        return KimiK2(
+            spec, placed, embedding, layers, output, rope, rule, stage, self._context, exchange
+        )
 
     def _output(self, embedding: Embedding | None) -> Output:
         """Return what makes logits; with a tied head the weight of `embedding` does."""
@@ -171,7 +197,7 @@ class _Loader:
     def _part(self, name: str) -> Part | None:
         """Return what this rank holds of a tensor; None: all of it."""
         shape, group = self._shapes[name], self._group
-        cut = cut_of(self._spec, name, group.size)
+        cut = cut_of(self._spec, name, group.size, whole_experts=self._sharing is not None)
         return None if cut is None else cut.part(shape, group.rank, group.size)
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -333,7 +359,7 @@ class _Loader:
         spec = self._spec
         router = self._read(prefix + "gate.weight", torch.float32)
         bias = self._read(prefix + "gate.e_score_correction_bias", torch.float32)
-        stored = self._stored(prefix + "experts.0.gate_proj.weight")
+        stored = self._stored(f"{prefix}experts.{self._held[0]}.gate_proj.weight")
         if stored is None:
             op, experts = "experts", self._plain_experts(prefix)
         else:
@@ -342,7 +368,7 @@ class _Loader:
         weights = MoeWeights(router, bias, op, experts, shared)
         fixed = self._backends.adds_slabs
         slabs = self._slabs_of(spec.moe_intermediate_size) if fixed else 0
-        made = Moe(spec, weights, self._backends, self._group, self._host, slabs)
+        made = Moe(spec, weights, self._backends, self._group, self._host, slabs, self._sharing)
         if not self._told:
             self._told = True
             where = "" if self._host is None else " in DRAM"
@@ -350,22 +376,24 @@ class _Loader:
         return made
 
     def _plain_experts(self, prefix: str) -> tuple[torch.Tensor, ...]:
-        count, hidden = self._spec.n_routed_experts, self._spec.hidden_size
-        inner = self._spec.moe_intermediate_size // self._group.size
+        count, hidden = len(self._held), self._spec.hidden_size
+        inner = self._spec.moe_intermediate_size
+        if self._sharing is None:
+            inner //= self._group.size
         gate_up, down = (
             torch.empty(count, *shape, dtype=self._dtype, device=self._expert_device)
             for shape in ((2 * inner, hidden), (hidden, inner))
         )
-        places = {
-            f"{prefix}experts.{expert}.{part}_proj.weight": place
-            for expert in range(count)
+        places = [
+            (f"{prefix}experts.{expert}.{part}_proj.weight", place)
+            for slot, expert in enumerate(self._held)
             for part, place in (
-                ("gate", gate_up[expert, :inner]),
-                ("up", gate_up[expert, inner:]),
-                ("down", down[expert]),
+                ("gate", gate_up[slot, :inner]),
+                ("up", gate_up[slot, inner:]),
+                ("down", down[slot]),
             )
-        }
-        self._placer.do(partial(self._read_into, name, out) for name, out in places.items())
+        ]
+        self._placer.do(partial(self._read_into, name, out) for name, out in places)
         return gate_up, down
 
     def _stored_experts(self, prefix: str, kind: str) -> tuple[torch.Tensor, ...]:
@@ -374,26 +402,27 @@ class _Loader:
         Raises:
             CheckpointError: one of them is not stored as the first one is.
         """
-        count = self._spec.n_routed_experts
+        count = len(self._held)
         made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for part, lead in (("gate", (count, 2)), ("down", (count,))):
-            like = self._stored_expert(f"{prefix}experts.0.{part}_proj.weight", kind)
+            like = self._stored_expert(f"{prefix}experts.{self._held[0]}.{part}_proj.weight", kind)
             factors = torch.float32 if kind == "fp8" else self._dtype
             made[part] = (
                 self._empty(lead, like.values, like.values.dtype),
                 self._empty(lead, like.factors, factors),
             )
-        places = {
-            f"{prefix}experts.{expert}.{part}_proj.weight": (
-                made["down"][0][expert] if part == "down" else made["gate"][0][expert, number],
-                made["down"][1][expert] if part == "down" else made["gate"][1][expert, number],
+        places = [
+            (
+                f"{prefix}experts.{expert}.{part}_proj.weight",
+                made["down"][0][slot] if part == "down" else made["gate"][0][slot, number],
+                made["down"][1][slot] if part == "down" else made["gate"][1][slot, number],
             )
-            for expert in range(count)
+            for slot, expert in enumerate(self._held)
             for number, part in enumerate(("gate", "up", "down"))
-        }
+        ]
         self._placer.do(
             partial(self._place_stored, name, kind, values, factors)
-            for name, (values, factors) in places.items()
+            for name, values, factors in places
         )
         return *made["gate"], *made["down"]
 

@@ -47,6 +47,12 @@ def load(tokens: int, choices: int, seed: int) -> tuple[torch.Tensor, ...]:
     return x, scores.topk(choices, dim=-1).indices, weights
 
 
+def of_others(experts: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the choices where another rank has the even experts, and weights that say the same."""
+    others = experts % 2 == 0
+    return experts.masked_fill(others, -1), weights.masked_fill(others, 0)
+
+
 def both_ways(layer: Any) -> Iterator[tuple[bool, Any]]:
     """Yield (whether it is compiled code's, the layer) for each way that it has, or would have on
     a CPU with AMX.
@@ -69,6 +75,9 @@ def test_bf16_experts(isa: build.Isa, tokens: int, choices: int) -> None:
         got = layer(x, experts, weights)
         assert got.dtype == torch.bfloat16
         assert_product(got, wanted, gate=1e-5 if compiled else 3e-5)
+        mine, of_mine = of_others(experts, weights)
+        part = kernel("experts")(gate_up.float(), down.float())(x.float(), experts, of_mine)
+        assert_product(layer(x, mine, weights), part, gate=1e-5 if compiled else 3e-5)
 
 
 def int4(*shape: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,6 +115,9 @@ def test_quantized_experts_stay_so(
     built = kernel(f"experts_{kind}", "native")(*gate_up, *down)
     for compiled, layer in both_ways(built):
         assert_product(layer(x, experts, weights), wanted, gate=1e-5 if compiled else 6e-5)
+        mine, of_mine = of_others(experts, weights)
+        part = kernel("experts")(wide[0].flatten(1, 2), wide[1])(x.float(), experts, of_mine)
+        assert_product(layer(x, mine, weights), part, gate=1e-5 if compiled else 6e-5)
     kept = [
         part for weight in (built.gate_up, built.down) for part in (weight.codes, weight.scales)
     ]

@@ -10,7 +10,7 @@ struct Group {
     int expert, begin, end;  // of the sorted pairs
 };
 
-// Pairs of token and choice, sorted by expert, in groups of at most MANY.
+// Pairs of token and choice, sorted by expert, in groups of at most MANY; an expert of -1 is another rank's.
 std::vector<Group> grouped(const int64_t* chosen, int pairs, int experts, int32_t* sorted) {
     std::vector<int> ends(experts + 1, 0);
     for (int pair = 0; pair < pairs; ++pair) ++ends[chosen[pair] + 1];
@@ -19,7 +19,8 @@ std::vector<Group> grouped(const int64_t* chosen, int pairs, int experts, int32_
     for (int expert = 0; expert < experts; ++expert)
         for (int begin = ends[expert]; begin < ends[expert + 1]; begin += MANY)
             groups.push_back({expert, begin, std::min(begin + MANY, ends[expert + 1])});
-    for (int pair = 0; pair < pairs; ++pair) sorted[ends[chosen[pair]]++] = pair;
+    for (int pair = 0; pair < pairs; ++pair)
+        if (chosen[pair] >= 0) sorted[ends[chosen[pair]]++] = pair;
     return groups;
 }
 

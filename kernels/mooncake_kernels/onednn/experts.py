@@ -56,10 +56,13 @@ def by_expert(
     if not x.shape[0]:
         return torch.empty_like(x)
     tokens, places, used, sizes = grouped(experts, num_experts)
+    if not used:
+        return torch.zeros_like(x)
     rows = torch.split(x.index_select(0, tokens), sizes)
     first = [gate_up(expert, part) for expert, part in zip(used, rows, strict=True)]
     inner = torch.split(gated(torch.cat(first)), sizes)
     second = [down(expert, part) for expert, part in zip(used, inner, strict=True)]
+    second.append(x.new_zeros(1, x.shape[1]))
     return functional.embedding_bag(
         places, torch.cat(second), mode="sum", per_sample_weights=weights.to(x.dtype)
     )
@@ -72,14 +75,16 @@ def grouped(
 
     Piece i holds `sizes[i]` rows, a number on oneDNN's ladder, of expert `used[i]`. tokens [rows]:
     the token of each row, 0 in rows that only fill a piece. places [tokens, k]: the row of each
-    choice. Plain numbers: for a decode step that takes less time than the tensor operations would.
+    choice; of one below 0, which another rank has, the row behind all. Plain numbers: for a decode
+    step that takes less time than the tensor operations would.
     """
     num_choices = experts.shape[1]
     groups: list[list[int]] = [[] for _ in range(num_experts)]
     for pair, expert in enumerate(experts.flatten().tolist()):
-        groups[expert].append(pair)
+        if expert >= 0:
+            groups[expert].append(pair)
     tokens: list[int] = []
-    places = [0] * experts.numel()
+    places = [-1] * experts.numel()
     used: list[int] = []
     sizes: list[int] = []
     for expert, pairs in enumerate(groups):
@@ -90,4 +95,10 @@ def grouped(
         tokens += [0] * (sum(cut) - len(pairs))
         used += [expert] * len(cut)
         sizes += cut
-    return torch.tensor(tokens), torch.tensor(places).view_as(experts), used, sizes
+    places = [len(tokens) if place < 0 else place for place in places]
+    return (
+        torch.tensor(tokens, dtype=torch.int64),
+        torch.tensor(places).view_as(experts),
+        used,
+        sizes,
+    )

@@ -80,10 +80,18 @@ class StackedExperts:
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts, [tokens, hidden] in x's dtype.
 
-        x: [tokens, hidden]; experts: [tokens, k] int64; weights: [tokens, k] float32.
+        x: [tokens, hidden]; experts: [tokens, k] int64, below 0 (of tensors of the host) where
+        another rank has the expert: that adds nothing; weights: [tokens, k] float32.
         """
         order = order_by_expert(experts)
         ends = torch.searchsorted(order.sorted_experts, self._ids, right=True).to(torch.int32)
-        rows = x.index_select(0, order.tokens)
+        tokens, others = order.tokens, 0
+        if not experts.is_cuda and len(tokens) and order.sorted_experts[0] < 0:
+            others = int((order.sorted_experts < 0).sum())
+            tokens, ends = tokens[others:], ends - others
+        rows = x.index_select(0, tokens)
         inner = gated(grouped_product(rows, self._gate_up, ends))
-        return weighted_sum(grouped_product(inner, self._down, ends), order, weights)
+        outputs = grouped_product(inner, self._down, ends)
+        if others:
+            outputs = torch.cat((outputs.new_zeros(others, outputs.shape[1]), outputs))
+        return weighted_sum(outputs, order, weights)

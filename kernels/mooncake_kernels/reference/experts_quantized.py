@@ -37,6 +37,8 @@ class Fp8Experts:
         rows = widen_rows(*quantize_rows(x)).index_select(0, order.tokens)
         out = torch.zeros(rows.shape[0], x.shape[1], device=x.device)
         for expert in sorted(set(order.sorted_experts.tolist())):
+            if expert < 0:  # another rank's
+                continue
             mine = order.sorted_experts == expert
             gate_up = widen_blocks(self._gate_up[0][expert], self._gate_up[1][expert])
             inner = gated(rows[mine] @ gate_up.flatten(0, 1).t()).to(x.dtype)

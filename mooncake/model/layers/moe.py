@@ -12,7 +12,9 @@ from mooncake_kernels.reference.router import Routing
 from mooncake.base import ModelSpec
 from mooncake.model.backends import Backends
 from mooncake.model.copies import Arriving, Copies
+from mooncake.model.layers.expert_slots import ExpertSlots
 from mooncake.model.layers.linear import GatedMlp
+from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.group import Group, Solo
 
 
@@ -29,6 +31,7 @@ class MoeWeights:
     router_bias: torch.Tensor
     experts_op: str
     experts: tuple[torch.Tensor, ...]
+    """Where ranks share them out: those in this one's slots, in order."""
     shared: GatedMlp | None
 
 
@@ -52,8 +55,10 @@ class Moe:
         group: Group | None = None,
         host: HostExperts | None = None,
         slabs: int = 0,
+        sharing: ExpertRanks | None = None,
     ) -> None:
         """`group`: the ranks that each have columns of every expert; None: this one has all.
+        `sharing`: those that each have some routed experts whole, in place of columns of them.
         `host`: what computes the routed experts; None: `backends`, where all else is. `slabs`: of
         the inner columns this rank has, where sums are made of slabs; 0: they are not.
         """
@@ -71,6 +76,11 @@ class Moe:
         self._copies = None if host is None else host.copies
         computing = backends if host is None else host.backends
         self._experts, self.experts_by = computing.experts(weights.experts_op, *weights.experts)
+        self.slots: ExpertSlots | None = None
+        if sharing is not None:
+            num_slots = sharing.all.size * len(weights.experts[0])
+            self.slots = ExpertSlots(sharing, spec.n_routed_experts, num_slots, self._experts)
+            self._experts = self.slots
         self._route = backends.route
         self._slabs = slabs
 
@@ -87,6 +97,12 @@ class Moe:
         if self._shared is not None:
             total = self._shared.add(x, total)
         return total if self._group.size == 1 else self._group.sum(total).add_(to)
+
+    def serve(self, x: torch.Tensor) -> None:
+        """Compute the experts of other ranks' rows, this one having none; x: [0, hidden]."""
+        if self.slots is not None:
+            none = torch.empty(0, self._routing.top_k, dtype=torch.int64, device=x.device)
+            self.slots(x, none, none.float())
 
     def _slabbed(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

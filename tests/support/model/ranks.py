@@ -33,11 +33,13 @@ class ThreadRanks:
         num_homes: int = 1,
         backends: Backends | None = None,
         num_stages: int = 1,
+        whole_experts: bool = False,
     ) -> None:
         """source: what a rank reads its weights from. num_ranks: of each stage. num_homes: ranks
-        that share the KV out.
+        that share the KV out. whole_experts: each rank has some experts whole.
         """
-        self.shape = shape = Shape(tp=num_ranks, pp=num_stages, dcp=num_homes)
+        ep = num_ranks if whole_experts else 1
+        self.shape = shape = Shape(tp=num_ranks, pp=num_stages, dcp=num_homes, ep=ep)
         self.groups = ThreadGroup.make(shape.num_ranks)
         self.sources = [source(rank) for rank in range(shape.num_ranks)]
         self.models: list[KimiK2] = [

@@ -1,0 +1,186 @@
+"""Which slots of which ranks hold which routed experts (expert parallel load balancing). Pure.
+
+The experts of a layer lie in slots, as many on each rank: slot `s` is on rank `s // slots of a
+rank`. There may be more slots than experts; then those with most rows have several. Every rank
+computes placements from the same counts, so all come to the same one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from mooncake.base import ConfigError
+
+Placement = tuple[int, ...]
+"""The expert of each slot."""
+Move = tuple[tuple[int, int], ...]
+"""(slot, expert that it holds from then on) of one or two slots, at once."""
+LEAST_GAIN = 0.01
+"""Of balance, for which experts are moved at all."""
+
+
+class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How experts are placed anew while they are used; names and defaults are vLLM's.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    window_size: int = 1000
+    """Steps whose rows are counted for a placement, the last before it."""
+    step_interval: int = 3000
+    """Steps from one placement to the next."""
+    num_redundant_experts: int = 0
+    """Slots beside one for each expert."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("window_size", 1), ("step_interval", 1), ("num_redundant_experts", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: must be at least {least}, not {getattr(self, name)}")
+        if self.window_size > self.step_interval:
+            raise ConfigError(
+                f"window_size: {self.window_size} steps are more than step_interval "
+                f"{self.step_interval}"
+            )
+
+
+def first_placement(num_experts: int, num_slots: int) -> Placement:
+    """Return the placement before anything was counted: each expert in order, then those again
+    that have a second slot.
+    """
+    return tuple(slot % num_experts for slot in range(num_slots))
+
+
+def check_slots(num_experts: int, num_redundant: int, num_ranks: int) -> None:
+    """Check that slots divide among ranks, and that no rank could hold more than all experts.
+
+    Raises:
+        ConfigError: they do not; names numbers that would do.
+    """
+    num_slots = num_experts + num_redundant
+    if num_slots % num_ranks:
+        fewer = -num_experts % num_ranks
+        raise ConfigError(
+            f"num_redundant_experts: {num_experts} experts and {num_redundant} more do not divide "
+            f"among {num_ranks} ranks; {fewer} or {fewer + num_ranks} would do"
+        )
+    if num_slots > num_experts * num_ranks:
+        raise ConfigError(
+            f"num_redundant_experts: {num_redundant} are more than a second of each expert on "
+            f"every one of {num_ranks} ranks; at most {num_experts * (num_ranks - 1)}"
+        )
+
+
+def rank_loads(counts: Sequence[float], placement: Placement, num_ranks: int) -> list[float]:
+    """Return the rows of each rank where `counts` are those of each expert, which its slots share
+    evenly.
+    """
+    slots = [0] * len(counts)
+    for expert in placement:
+        slots[expert] += 1
+    each = len(placement) // num_ranks
+    return [
+        math.fsum(
+            counts[expert] / slots[expert] for expert in placement[rank * each : (rank + 1) * each]
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def balance(loads: Sequence[float]) -> float:
+    """Return mean over most of the ranks' loads: 1 where all have as much, or nothing."""
+    most = max(loads)
+    return math.fsum(loads) / len(loads) / most if most else 1.0
+
+
+def place(counts: Sequence[float], present: Placement, num_ranks: int) -> Placement:
+    """Return the placement of experts of these counts that balances the ranks best, by two greedy
+    rules: each further slot goes to the expert with most rows a slot; then slots, heaviest first,
+    go to the rank with least that has room. Where a rank keeps an expert, it stays in its slot.
+
+    The present one is returned unless that is better by `LEAST_GAIN`.
+    """
+    num_slots = len(present)
+    shares = _replicated(counts, num_slots, num_ranks)
+    each = num_slots // num_ranks
+    load = [0.0] * num_ranks
+    held: list[list[int]] = [[] for _ in range(num_ranks)]
+    for share, expert in shares:
+        rank = min(
+            (rank for rank in range(num_ranks) if len(held[rank]) < each),
+            key=lambda rank: (expert in held[rank], load[rank], len(held[rank]), rank),
+        )
+        held[rank].append(expert)
+        load[rank] += share
+    made = _kept_in_place(held, present)
+    now, then = (balance(rank_loads(counts, each, num_ranks)) for each in (present, made))
+    return made if then >= now + LEAST_GAIN else present
+
+
+def moves(present: Placement, wanted: Placement) -> list[Move]:
+    """Return what makes `wanted` of `present`, in an order in which no expert is ever without a
+    slot: an expert is copied over one that has another slot, or two change places.
+    """
+    held = list(present)
+    left = [slot for slot in range(len(held)) if held[slot] != wanted[slot]]
+    found: list[Move] = []
+    while left:
+        move = next(move for slot in left if (move := _possible(slot, held, wanted)) is not None)
+        found.append(move)
+        for slot, expert in move:
+            held[slot] = expert
+        left = [slot for slot in left if held[slot] != wanted[slot]]
+    return found
+
+
+def _possible(slot: int, held: Sequence[int], wanted: Placement) -> Move | None:
+    """Return a move after which `slot` holds what it should; None: others come first."""
+    expert, loser = wanted[slot], held[slot]
+    if held.count(loser) > 1:
+        return ((slot, expert),)
+    for other, its in enumerate(held):
+        if its == expert and wanted[other] != expert:
+            return ((slot, expert), (other, loser))
+    return None
+
+
+def _replicated(counts: Sequence[float], num_slots: int, num_ranks: int) -> list[tuple[float, int]]:
+    """Return (rows of the slot, expert) of all slots, heaviest first."""
+    slots = [1] * len(counts)
+    heap = [(-count, expert) for expert, count in enumerate(counts)]
+    heapq.heapify(heap)
+    for _ in range(num_slots - len(counts)):
+        while True:
+            _, expert = heap[0]
+            if slots[expert] < num_ranks:
+                break
+            heapq.heappop(heap)
+        slots[expert] += 1
+        heapq.heapreplace(heap, (-counts[expert] / slots[expert], expert))
+    shares = [
+        (counts[expert] / number, expert)
+        for expert, number in enumerate(slots)
+        for _ in range(number)
+    ]
+    return sorted(shares, key=lambda entry: (-entry[0], entry[1]))
+
+
+def _kept_in_place(held: Sequence[Sequence[int]], present: Placement) -> Placement:
+    """Return what each rank holds, in the slots where it holds it already."""
+    each = len(held[0])
+    made: list[int] = []
+    for rank, experts in enumerate(held):
+        left = list(experts)
+        slots: list[int | None] = []
+        for expert in present[rank * each : (rank + 1) * each]:
+            if expert in left:
+                left.remove(expert)
+                slots.append(expert)
+            else:
+                slots.append(None)
+        made += [left.pop(0) if expert is None else expert for expert in slots]
+    return tuple(made)

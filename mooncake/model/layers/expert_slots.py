@@ -1,0 +1,74 @@
+"""The routed experts of one layer on one of the ranks that share them out: slots, and the table
+that says who has what. Where an expert has several slots, rows take them in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mooncake.engine.expert_placement import Placement, first_placement
+from mooncake.model.parallel.exchange import NOBODY, ExpertRanks, Rows
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""What computes experts; see `mooncake_kernels.reference.experts`."""
+
+
+def slots_of(placement: Placement, rank: int, num_ranks: int) -> Sequence[int]:
+    """Return the experts in the slots of one rank."""
+    each = len(placement) // num_ranks
+    return placement[rank * each : (rank + 1) * each]
+
+
+class ExpertSlots:
+    """The experts of a layer, of which this rank computes those in its slots."""
+
+    def __init__(
+        self, ranks: ExpertRanks, num_experts: int, num_slots: int, computing: Product
+    ) -> None:
+        """computing: the experts in this rank's slots, in order."""
+        self._ranks = ranks
+        self._num_experts = num_experts
+        self._computing = computing
+        self.placement = first_placement(num_experts, num_slots)
+        self.counts = torch.zeros(num_experts + 1, dtype=torch.int64)
+        """Rows that each expert had on all ranks since they were set to zero; behind them, rows
+        that only filled up, times choices.
+        """
+        self.by_library = getattr(computing, "by_library", lambda _: None)
+        self._read()
+
+    def place(self, placement: Placement) -> None:
+        """Send rows where `placement` says from now on; by now the slots hold that on all ranks."""
+        self.placement = placement
+        self._read()
+
+    def __call__(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return each row's sum of its experts, [rows, hidden]: of all, or where ranks with the
+        same rows share them, of this rank's. All ranks call this alike.
+        """
+        exchange, rows = self._ranks.exchange, Rows(x, experts, weights)
+        if exchange is not None:
+            rows = exchange.spread(rows)
+        if not rows.x.shape[0]:
+            return x
+        known = torch.where(rows.experts < 0, self._num_experts, rows.experts)
+        self.counts += torch.bincount(known.flatten(), minlength=self._num_experts + 1)
+        turn = torch.arange(len(known))[:, None] % self._num_slots[known]
+        sums = self._computing(rows.x, self._slots[known, turn], rows.weights)
+        return sums if exchange is None else exchange.collect(sums, len(x))
+
+    def _read(self) -> None:
+        """Make the tables: [experts + 1, most slots of one] -> slot of this rank, or `NOBODY`."""
+        size, rank = self._ranks.all.size, self._ranks.all.rank
+        each = len(self.placement) // size
+        slots: list[list[int]] = [[] for _ in range(self._num_experts)]
+        for slot, expert in enumerate(self.placement):
+            slots[expert].append(slot % each if slot // each == rank else NOBODY)
+        most = max(map(len, slots))
+        filled = [[*mine, *[NOBODY] * (most - len(mine))] for mine in (*slots, [NOBODY])]
+        self._slots = torch.tensor(filled)
+        self._num_slots = torch.tensor([*map(len, slots), 1])

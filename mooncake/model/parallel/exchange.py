@@ -1,0 +1,154 @@
+"""What ranks with different sequences say to each other where they hold the experts together: rows
+go to the ranks that have their experts, and sums come back.
+
+Every rank takes part in every layer of every step, one without rows too: before a step all agree
+on how many rows each has.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mooncake.model.parallel.group import Group, ordered_sum
+
+NOBODY = -1
+"""The expert of a row that only fills up, or that another rank has."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one layer with the experts that they go to.
+
+    x: [rows, hidden]; experts: [rows, k] int64, `NOBODY` where there is none; weights: [rows, k]
+    float32.
+    """
+
+    x: torch.Tensor
+    experts: torch.Tensor
+    weights: torch.Tensor
+
+
+class Exchange(Protocol):
+    """The ranks that have the same part of different instances, seen from one of them."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps agreed on."""
+
+    @property
+    def waited_s(self) -> list[float]:
+        """For how long each rank has waited for others, in all steps but the last."""
+
+    def agree(self, rows: int, last_rows: int) -> None:
+        """Begin a step together: this rank has `rows`, in the last layer `last_rows`."""
+
+    def in_last_layer(self) -> None:
+        """The rows of this step's last layer are those that were agreed on for it, from now on."""
+
+    def spread(self, own: Rows) -> Rows:
+        """Return the rows of all ranks, of which each computes those of its experts; in one order
+        on all.
+        """
+
+    def collect(self, sums: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return the sums of all ranks of this one's rows, [num_rows, hidden]; `sums`: of the rows
+        of `spread`.
+        """
+
+
+class GatheredRows:
+    """Every rank gets all rows (all-gather), and each gets the sums of its own (reduce-scatter).
+
+    Rows are filled up to those of the rank that has most.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.num_steps = 0
+        self.waited_s = [0.0] * group.size
+        self._agreed: list[tuple[int, int]] = []
+        self._most = 0
+        self._waiting_s = 0.0
+
+    def agree(self, rows: int, last_rows: int) -> None:
+        """Begin a step. GroupError: another rank failed, or did not come."""
+        mine = torch.tensor([rows, last_rows, round(1e9 * self._waiting_s)])
+        self._waiting_s = 0.0
+        began_s = time.perf_counter()
+        all_of_them = self._group.gather(mine).view(-1, 3).tolist()
+        self._waiting_s += time.perf_counter() - began_s
+        self._agreed = [(each, last) for each, last, _ in all_of_them]
+        for rank, (_, _, waited) in enumerate(all_of_them):
+            self.waited_s[rank] += waited / 1e9
+        self._most = max(each for each, _ in self._agreed)
+        self.num_steps += 1
+
+    def in_last_layer(self) -> None:
+        """Take the rows that were agreed on for the last layer."""
+        self._most = max(last for _, last in self._agreed)
+
+    def spread(self, own: Rows) -> Rows:
+        """Return all ranks' rows, row by row: the first of each rank, then the second. GroupError:
+        another rank failed, or did not come.
+        """
+        hidden, choices = own.x.shape[1], own.experts.shape[1]
+        if not self._most:
+            return own
+        parts = own.x, own.experts.to(torch.int32), own.weights
+        widths = [part.shape[1] * part.element_size() for part in parts]
+        packed = torch.empty(self._most, sum(widths), dtype=torch.uint8)
+        num, first = len(own.x), 0
+        for part, width in zip(parts, widths, strict=True):
+            packed[:num, first : first + width] = part.contiguous().view(torch.uint8)
+            first += width
+        begin = widths[0]
+        packed[num:, begin : begin + widths[1]] = 0xFF  # NOBODY
+        packed[num:, begin + widths[1] :] = 0
+        packed[num:, :begin] = 0
+        gathered = self._gathered(packed).view(-1, sum(widths))
+        x, experts, weights = torch.split(gathered, widths, dim=1)
+        return Rows(
+            x.contiguous().view(own.x.dtype).view(-1, hidden),
+            experts.contiguous().view(torch.int32).view(-1, choices).long(),
+            weights.contiguous().view(torch.float32).view(-1, choices),
+        )
+
+    def collect(self, sums: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return the sums of this rank's rows. GroupError: another rank failed, or did not come."""
+        if not self._most:
+            return sums
+        began_s = time.perf_counter()
+        of_ranks = sums.view(self._most, self._group.size, -1).transpose(0, 1).contiguous()
+        mine = self._group.exchange(of_ranks)
+        self._waiting_s += time.perf_counter() - began_s
+        return ordered_sum(mine[:, :num_rows].unbind(0))
+
+    def _gathered(self, packed: torch.Tensor) -> torch.Tensor:
+        began_s = time.perf_counter()
+        made = self._group.gather(packed)
+        self._waiting_s += time.perf_counter() - began_s
+        return made
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks that hold the routed experts together, seen from one of them.
+
+    all: every one of them. exchange: those of other instances; None: one instance has all.
+    """
+
+    all: Group
+    exchange: Exchange | None
+
+    @classmethod
+    def of_instances(cls, ranks: Group, num_instances: int) -> ExpertRanks:
+        """Return them where each `num_instances` ranks in order have the same part of different
+        instances.
+        """
+        if num_instances == 1:
+            return cls(ranks, None)
+        return cls(ranks, GatheredRows(ranks.part(num_instances)))

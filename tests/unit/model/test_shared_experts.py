@@ -1,0 +1,125 @@
+"""Ranks that hold the routed experts together compute what one rank does: ranks of one instance,
+and instances with sequences of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from mooncake.base import Shape
+from mooncake.engine.plan import StepSlot
+from mooncake.model.loading import WeightSource, load_model
+from mooncake.model.parallel.exchange import ExpertRanks
+from mooncake.model.parallel.threads import ThreadGroup
+from tests.support.model.ranks import ThreadRanks
+from tests.support.model.tiny_models import (
+    CONFIGS,
+    CPU,
+    forward,
+    kv_for,
+    ours,
+    random_tokens,
+    slot,
+    source_of,
+    truth,
+)
+from tests.unit.model.test_ranks import MOST, compare, logprobs
+
+
+class ThreadInstances:
+    """`dp` instances of `tp` ranks each, all threads of this process, that share the experts."""
+
+    def __init__(self, source: WeightSource, dp: int, tp: int = 1, num_redundant: int = 0) -> None:
+        shape = Shape(tp=tp, dp=dp, ep=tp * dp)
+        self.tp = tp
+        self.all = ThreadGroup.make(dp * tp)
+        inside = [ThreadGroup.make(tp) for _ in range(dp)]
+        self.models = [
+            [
+                load_model(
+                    source, dtype=torch.float32, device=CPU, group=inside[instance][rank],
+                    shape=shape, num_redundant=num_redundant,
+                    sharing=ExpertRanks.of_instances(self.all[rank * dp + instance], dp),
+                )
+                for rank in range(tp)
+            ]
+            for instance in range(dp)
+        ]  # fmt: skip
+        self.kv = [[kv_for(source.spec) for _ in range(tp)] for _ in range(dp)]
+        self._threads = ThreadPoolExecutor(dp * tp)
+
+    def step(
+        self, slots: list[list[StepSlot]], whole: bool = False
+    ) -> list[dict[int, torch.Tensor]]:
+        """Return the logits of a step of every instance, of which some may have no slots."""
+
+        def one(instance: int, rank: int) -> dict[int, torch.Tensor]:
+            model, kv = self.models[instance][rank], self.kv[instance][rank]
+            try:
+                if slots[instance]:
+                    return forward(model, kv, slots[instance], whole=whole)
+                with torch.inference_mode():
+                    model.serve()
+                return {}
+            except BaseException:
+                self.all[0].fail()
+                raise
+
+        ranks = [(instance, rank) for instance in range(len(slots)) for rank in range(self.tp)]
+        found = list(self._threads.map(lambda pair: one(*pair), ranks))
+        return found[:: self.tp]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_ranks_of_one_instance_share_the_experts(name: str, num_ranks: int) -> None:
+    source = source_of(truth(name, vocab_size=212))
+    compare(ours(source), ThreadRanks(lambda _: source, num_ranks, whole_experts=True))
+
+
+@pytest.mark.parametrize(("dp", "tp", "redundant"), [(2, 1, 0), (4, 1, 4), (2, 2, 4)])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_instances_share_the_experts(name: str, dp: int, tp: int, redundant: int) -> None:
+    """Each has rows of its own, others than the rest, or none; prompts and single tokens mixed."""
+    source = source_of(truth(name, vocab_size=212))
+    one, together = ours(source), ThreadInstances(source, dp, tp, redundant)
+    tokens = [random_tokens(12 + 3 * number, seed=number) for number in range(dp)]
+    alone = [kv_for(source.spec) for _ in range(dp)]
+    cuts = [0, 7, 10, 11]
+    for step, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        slots = [
+            [] if (number + step) % dp == 1 and step else [
+                slot(number, begin, tokens[number][begin : end + number * (step == 2)], range(4)),
+                *([slot(9, 0, tokens[number][:5], range(8, 10), sample=False)] if number else []),
+            ]
+            for number in range(dp)
+        ]  # fmt: skip
+        for number, found in enumerate(together.step(slots, whole=step == 1)):
+            if not slots[number]:
+                continue
+            expected = forward(one, alone[number], slots[number], whole=step == 1)
+            assert found.keys() == expected.keys()
+            for sequence, logits in expected.items():
+                assert (logprobs(found[sequence]) - logprobs(logits)).abs().max() <= MOST
+    counts = [
+        [layer.counts.tolist() for layer in model.expert_slots]
+        for instance in together.models
+        for model in instance
+    ]
+    assert all(each == counts[0] for each in counts)
+
+
+def test_where_no_row_is_read_all_ranks_still_meet_in_the_last_layer() -> None:
+    source = source_of(truth("plain"))
+    together = ThreadInstances(source, 2)
+    unread = slot(1, 0, random_tokens(5, seed=1), range(2), sample=False)
+    read = slot(2, 0, random_tokens(4, seed=2), range(2))
+    for slots in ([[unread], [read]], [[unread], []], [[read], [unread]]):
+        together.step(slots)
+    expected = forward(ours(source), kv_for(source.spec), [read])
+    found = together.step([[], [read]])[1]
+    assert (logprobs(found[2]) - logprobs(expected[2])).abs().max() <= MOST
