@@ -1,6 +1,6 @@
 """What a step costs on a machine that was measured: a fit to steps that its workers timed.
 
-Pure values. The Conductor has its own, smaller model (`scheduler.cost`) of the same samples; this
+Pure values. The Conductor has its own, smaller model (`engine.cost`) of the same samples; this
 one stands for the machine itself, so it also knows what that one leaves out.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake.base import ConfigError, CostSample
+from mooncake.engine.cost import non_negative_least_squares
 from mooncake.engine.plan import StepPlan
-from mooncake.scheduler.cost import non_negative_least_squares
 
 RIDGE = 1e-4
 NUM_PASSES = 4

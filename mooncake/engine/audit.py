@@ -33,20 +33,18 @@ def check_queues(
 
 def check_steps(live: Iterable[Sequence], in_flight: Mapping[int, Iterable[Sequence]]) -> None:
     """Raise AssertionError unless sequences and steps in flight refer to each other."""
-    step_of = {
-        sequence.sequence_id: step_id
-        for step_id, sequences in in_flight.items()
-        for sequence in sequences
-    }
-    if len(step_of) != sum(len(list(sequences)) for sequences in in_flight.values()):
-        raise AssertionError("a sequence is in two steps at a time")
+    steps_of: dict[int, list[int]] = {}
+    for step_id, sequences in in_flight.items():
+        for sequence in sequences:
+            steps_of.setdefault(sequence.sequence_id, []).append(step_id)
     for sequence in live:
-        if sequence.step_id != step_of.pop(sequence.sequence_id, None):
-            raise AssertionError(
-                f"sequence {sequence.sequence_id} is not in the step that it names"
-            )
-    if step_of:
-        raise AssertionError(f"sequences {sorted(step_of)} ended while a step computes them")
+        name = f"sequence {sequence.sequence_id}"
+        if sequence.steps != steps_of.pop(sequence.sequence_id, []):
+            raise AssertionError(f"{name} is not in the steps that it names")
+        if bool(sequence.steps) != bool(sequence.num_in_flight) or sequence.num_unplanned < 0:
+            raise AssertionError(f"{name}: {sequence.num_in_flight} tokens cannot be in flight")
+    if steps_of:
+        raise AssertionError(f"sequences {sorted(steps_of)} ended while a step computes them")
 
 
 def check_pages(config: EngineConfig, pool: BlockPool, live: Iterable[Sequence]) -> None:

@@ -16,7 +16,10 @@ Rules, in the order they apply:
   5. What is left of the budget takes drafts of sequences that lack one token (`speculation`). They
      displace nothing: where pages are short there are none.
 A preempted sequence keeps its tokens; its full blocks stay in the prefix cache until evicted.
-Sequences in flight are left alone, so several steps can run at a time, each with its own sequences.
+Sequences in flight keep what they have, so several steps can run at a time. They share a sequence
+only where all but the last of them compute chunks of it behind which nothing is sampled. Where
+steps go through stages, chunks take equal times (`chunks`), and a step takes of the streams only so
+many that each stage has some.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from dataclasses import dataclass, field
 from mooncake.base.errors import ContextTooLong
 from mooncake.base.request import Failure
 from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.chunks import chunk_tokens
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.cost import StepCostModel
 from mooncake.engine.policy import last_in_order, priority_class, rank
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.speculation import Speculation
@@ -50,7 +55,7 @@ class Batch:
     """Sequences that can never run here; removed from the queues, with their pages held."""
 
     def give(self, sequence: Sequence, max_tokens: int) -> None:
-        num_tokens = sequence.num_missing
+        num_tokens = sequence.num_unplanned
         if num_tokens > 1:
             num_tokens = min(num_tokens, max_tokens, self.budget)
         self.shares[sequence.sequence_id] = (sequence, num_tokens)
@@ -65,8 +70,14 @@ class Batcher:
     """The waiting queue, the running batch, and the choice between them."""
 
     def __init__(
-        self, config: EngineConfig, pool: BlockPool, speculation: Speculation | None = None
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        speculation: Speculation | None = None,
+        cost: StepCostModel | None = None,
     ) -> None:
+        """`cost`: of steps, by which chunks are cut where there are stages."""
+        self._cost = cost or StepCostModel()
         self._config = config
         self._pool = pool
         self._speculation = speculation
@@ -91,7 +102,7 @@ class Batcher:
         batch = Batch(budget=self._config.max_batched_tokens)
         self._continue_running(batch)
         self._admit_waiting(batch)
-        if not batch.shares and all(sequence.step_id is None for sequence in self.running):
+        if not batch.shares and not any(sequence.steps for sequence in self.running):
             self._admit_by_force(batch)
         if self._speculation is not None:
             self._add_drafts(batch, self._speculation)
@@ -100,7 +111,7 @@ class Batcher:
     # ------------------------------------------------------------ running
 
     def _continue_running(self, batch: Batch) -> None:
-        ready = [sequence for sequence in self.running if sequence.step_id is None]
+        ready = [sequence for sequence in self.running if _is_ready(sequence)]
         ready.sort(key=lambda sequence: sequence.num_missing > 1)  # stable: in rank order already
         for sequence in ready:
             if batch.budget == 0:
@@ -108,7 +119,27 @@ class Batcher:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # yielded to one before it, in this very loop
             if self._grow(sequence, batch):
-                batch.give(sequence, self._config.max_chunk_tokens)
+                self._give(sequence, batch)
+
+    def _give(self, sequence: Sequence, batch: Batch) -> None:
+        """Add to the step what it may compute of a running sequence."""
+        config = self._config
+        most = config.max_chunk_tokens
+        if config.num_stages > 1:
+            if sequence.num_missing == 1 and self._num_streams(batch) >= self._most_streams:
+                return  # in a later step, while this one is at its second stage
+            most = chunk_tokens(self._cost, most, sequence.num_computed + sequence.num_in_flight)
+        batch.give(sequence, most)
+
+    @staticmethod
+    def _num_streams(batch: Batch) -> int:
+        return sum(sequence.num_missing == 1 for sequence, _ in batch.shares.values())
+
+    @property
+    def _most_streams(self) -> int:
+        """Of one step: an equal share of all for each stage."""
+        num_streams = sum(sequence.num_missing == 1 for sequence in self.running)
+        return -(-num_streams // self._config.num_stages)
 
     def _grow(self, sequence: Sequence, batch: Batch) -> bool:
         """Allocate pages for the known tokens of `sequence`; False = not in this step."""
@@ -191,7 +222,7 @@ class Batcher:
         self.waiting.remove(sequence)
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=rank)
-        batch.give(sequence, config.max_chunk_tokens)
+        self._give(sequence, batch)
         return True
 
     def _match(self, sequence: Sequence) -> list[int]:
@@ -268,7 +299,7 @@ class Batcher:
     def _holders(self) -> Iterable[Sequence]:
         """Yield the sequences whose pages could be taken back now."""
         for sequence in self.running:
-            if sequence.step_id is None:
+            if not sequence.steps:
                 yield sequence
         for sequence in self.waiting:
             if sequence.pages:
@@ -312,3 +343,10 @@ class Batcher:
         )
         batch.failed.append((sequence, failure))
         return True
+
+
+def _is_ready(sequence: Sequence) -> bool:
+    """Whether a running sequence may get a share: there is something left of it to compute, and it
+    does not only wait for its steps to end.
+    """
+    return sequence.num_unplanned > 0 and not sequence.aborted and sequence.failure is None

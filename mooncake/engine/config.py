@@ -35,7 +35,9 @@ class EngineConfig:
     block_tokens: int = 64
     enable_prefix_caching: bool = True
     max_steps_in_flight: int = 1
-    """Steps submitted to the runner and not ended; they never share a sequence."""
+    """Steps submitted to the runner and not ended."""
+    num_stages: int = 1
+    """Through which each step goes, one after the other (pipeline parallel)."""
     step_timeout_s: int = 120
     """An engine whose steps make no progress for this long has failed: its worker ends. The first
     steps, which compile, have ten times as long.

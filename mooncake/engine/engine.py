@@ -31,6 +31,7 @@ from mooncake.engine.audit import check_holds, check_pages, check_queues, check_
 from mooncake.engine.batcher import Batch, Batcher
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.cost import StepCostModel
 from mooncake.engine.plan import Sample, SequenceStart, StepPlan, StepResult, StepSlot
 from mooncake.engine.ports import Runner
 from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
@@ -73,8 +74,8 @@ class InFlight:
 class Engine:
     """Sequences, pages and steps of one model replica. The module docstring says who owns pages.
 
-    With `max_steps_in_flight > 1` further steps are planned from the sequences that are not in
-    flight, so steps that overlap (the stages of a pipeline) never share a sequence.
+    With `max_steps_in_flight > 1` further steps are planned from what no step in flight computes:
+    other sequences, and the next chunks of a prompt. Steps end in the order in which they began.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class Engine:
             drafter = drafter or drafter_of(config.speculation)
             self._speculation = Speculation(drafter, config.speculation.num_speculative_tokens)
             self.counters |= dict.fromkeys((DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS), 0.0)
-        self._batcher = Batcher(config, self.pool, self._speculation)
+        self._step_cost = StepCostModel()
+        self._batcher = Batcher(config, self.pool, self._speculation, self._step_cost)
         self._sequences: dict[int, Sequence] = {}
         self._unreleased: dict[int, Sequence] = {}
         self._in_flight: dict[int, InFlight] = {}
@@ -158,7 +160,7 @@ class Engine:
             return False
         self.counters["sequences_aborted"] += 1
         sequence.aborted = True
-        if sequence.step_id is None:
+        if not sequence.steps:
             self._drop(sequence)
         return True
 
@@ -252,9 +254,10 @@ class Engine:
         self._account(step, result, samples, now)
         outputs: list[SequenceOutput] = []
         for slot, sequence in zip(step.plan.slots, step.sequences, strict=True):
-            sequence.step_id = None
+            sequence.steps.remove(result.step_id)
+            sequence.num_in_flight -= len(slot.tokens) - slot.num_drafts
             sampled = samples.get(sequence.sequence_id, [])
-            failure = _failure(result, slot, sampled)
+            failure = sequence.failure or _failure(result, slot, sampled)
             if sequence.aborted or failure is not None:
                 sampled = []
             finish, stop_token_id = self._append(sequence, sampled)
@@ -262,7 +265,9 @@ class Engine:
                 logprobs = result.prompt_logprobs.get(sequence.sequence_id)
                 num_new = len(slot.tokens) - slot.num_drafts + max(0, len(sampled) - 1)
                 self._commit(sequence, slot.start + num_new, logprobs)
-            if sequence.aborted:
+            if sequence.steps:  # further chunks, which use its pages
+                sequence.failure = failure
+            elif sequence.aborted:
                 self._drop(sequence)
             elif failure is not None:
                 outputs.append(self._fail(sequence, failure))
@@ -272,6 +277,8 @@ class Engine:
 
     def calibrate(self, samples: Iterable[CostSample]) -> None:
         """Learn of steps that were timed before the first one."""
+        samples = list(samples)
+        self._step_cost.observe(samples)
         if self._speculation is not None:
             self._speculation.calibrate(samples)
 
@@ -375,7 +382,7 @@ class Engine:
         for sequence, num_tokens in batch.shares.values():
             if not sequence.known_to_runner:
                 starts.append(self._start(sequence, now))
-            start = sequence.num_computed
+            start = sequence.num_computed + sequence.num_in_flight
             drafts = batch.drafts.get(sequence.sequence_id, [])
             slots.append(
                 StepSlot(
@@ -383,12 +390,13 @@ class Engine:
                     start=start,
                     tokens=sequence.tokens_between(start, start + num_tokens) + drafts,
                     pages=list(sequence.pages),
-                    sample=num_tokens == sequence.num_missing,
+                    sample=num_tokens == sequence.num_unplanned,
                     num_drafts=len(drafts),
                 )
             )
             sequences.append(sequence)
-            sequence.step_id = step_id
+            sequence.steps.append(step_id)
+            sequence.num_in_flight += num_tokens
         num_tokens = self.config.max_batched_tokens - batch.budget
         plan = StepPlan(
             step_id=step_id,
@@ -522,6 +530,8 @@ class Engine:
             num_sequences=len(slots),
             seconds=result.seconds,
         )
+        if self.config.num_stages > 1:
+            self._step_cost.observe([self._cost])
         if self._speculation is None:
             return
         outcomes = [

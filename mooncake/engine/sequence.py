@@ -85,8 +85,14 @@ class Sequence:
     added_s: float = 0.0
     started_s: float | None = None
     """When its first step was submitted."""
-    step_id: int | None = None
-    """The step in flight that computes this sequence and uses its pages."""
+    steps: list[int] = field(default_factory=list)
+    """The steps in flight that compute this sequence and use its pages, in order. All but the last
+    are chunks behind which nothing is sampled.
+    """
+    num_in_flight: int = 0
+    """Known tokens that they compute."""
+    failure: Failure | None = None
+    """Why it fails as soon as no step computes it any more."""
     aborted: bool = False
     known_to_runner: bool = False
     num_published: int = 0
@@ -112,6 +118,11 @@ class Sequence:
     def num_missing(self) -> int:
         """Known tokens to compute before the next one can be sampled; at least 1."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_unplanned(self) -> int:
+        """Of these, tokens that no step in flight computes; 0: the last one samples."""
+        return self.num_missing - self.num_in_flight
 
     @property
     def num_final_computed(self) -> int:

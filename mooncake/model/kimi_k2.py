@@ -149,6 +149,7 @@ class KimiK2:
         rotation = self._rope.rotation(inputs.positions)
         last = self.spec.num_hidden_layers - 1
         for number, layer in zip(stage.layers, self._layers, strict=True):
+            stage.go_on()
             queries = inputs.queries if number < last else inputs.outputs
             if number == last and self.exchange is not None:
                 self.exchange.in_last_layer()

@@ -106,10 +106,16 @@ class ServePlan:
         return [(role, number) for role, number in counts if number]
 
     def engine_of(self, role: Role) -> EngineConfig:
-        """Return the limits of an engine of `role`, whose pages its ranks share out evenly."""
-        homes = self.ranks[role].shape.dcp
+        """Return the limits of an engine of `role`, whose pages its ranks share out evenly; while
+        each stage computes a step, one more waits for the first.
+        """
+        shape = self.ranks[role].shape
         return dataclasses.replace(
-            self.engine, num_blocks=-(-self.engine.num_blocks // homes) * homes, num_homes=homes
+            self.engine,
+            num_blocks=-(-self.engine.num_blocks // shape.dcp) * shape.dcp,
+            num_homes=shape.dcp,
+            num_stages=shape.pp,
+            max_steps_in_flight=shape.pp + 1 if shape.pp > 1 else self.engine.max_steps_in_flight,
         )
 
     def engine_bytes(self, role: Role) -> int:
@@ -401,8 +407,6 @@ def _check_served(shape: Shape, device: str) -> None:
             raise ConfigError(
                 f"{flag}={size} is not supported on GPUs yet: {can}; ranks on CPUs: --device cpu"
             )
-    if shape.pp > 1:
-        raise ConfigError(f"{PP_FLAG}={shape.pp} is not served yet: {can}")
 
 
 def _counts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[int, int, int]:

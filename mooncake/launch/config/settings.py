@@ -208,7 +208,7 @@ class ServeConfig:
     decode_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
         "the same of decode workers", repeat=True)
     pipeline_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "stages of an engine, each with a part of the layers; only with --dry-run so far",
+        "stages of an engine, each with a part of the layers; on GPUs only with --dry-run so far",
         short="-pp")
     data_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
         "workers of each engine: each has sequences and KV of its own, and all share the experts",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mooncake.base import ConfigError, CostSample, Role
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.cost import StepCostModel
 from mooncake.launch.worker.profile import Shape, fitting
-from mooncake.scheduler.cost import StepCostModel
 
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 """New tokens of a step of one prompt ..."""

@@ -57,10 +57,12 @@ class Group(Protocol):
         """
 
     def receive(self, out: torch.Tensor, source: int) -> None:
-        """Write what `source` sends next, of the shape and dtype of `out`, into it.
-
-        Waits as long as that rank computes: who watches the steps ends them.
+        """Write what `source` sends next, of the shape and dtype of `out`, into it. Waits as long
+        as that rank goes on.
         """
+
+    def go_on(self) -> None:
+        """Say that this rank has come further: who waits for what it sends waits on."""
 
     def meet(self) -> None:
         """Return once all ranks have come here."""
@@ -108,6 +110,9 @@ class Solo:
         """Raise: there is no other rank."""
         del out
         raise GroupError(f"one rank alone has no rank {source}")
+
+    def go_on(self) -> None:
+        """Do nothing: nobody waits."""
 
     def meet(self) -> None:
         """Return."""

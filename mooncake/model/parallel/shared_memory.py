@@ -44,7 +44,7 @@ def _first_of_parts(size: int, part: int) -> int:
     """Return where in the memory of `size` ranks that of its parts of `part` ranks begins: larger
     parts come first, all behind the group's own.
     """
-    lines = (size + 1 + 2 * size) * LINE_BYTES
+    lines = (size + 1 + 3 * size) * LINE_BYTES
     own = lines + (2 + INBOX_PLACES) * size * PLACE_BYTES
     larger = [each for each in divisors(size) if max(1, part) < each < size]
     return own + sum(size // each * shared_bytes(each) for each in larger)
@@ -70,15 +70,17 @@ class SharedGroup:
         self._fence = threading.Lock()
         self._memory = memory
         self._first = first
-        begin = first + (size + 1 + 2 * size) * LINE_BYTES
+        begin = first + (size + 1 + 3 * size) * LINE_BYTES
         words = memoryview(memory)[first:begin].cast("q")
         self._counters = words
         self._step = LINE_BYTES // words.itemsize
         self._failed = words[size * self._step :]
-        self._written, self._read = (
-            words[(size + 1 + kind * size) * self._step :] for kind in range(2)
+        self._written, self._read, self._signs = (
+            words[(size + 1 + kind * size) * self._step :] for kind in range(3)
         )
-        """Of each inbox: pieces that were laid there, and that its rank has read."""
+        """Of each inbox: pieces that were laid there, and that its rank has read. Of each rank:
+        signs that it goes on.
+        """
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         behind = begin + 2 * size * PLACE_BYTES
         self._places = whole[begin:behind].view(2, size, PLACE_BYTES)
@@ -113,22 +115,38 @@ class SharedGroup:
         line = to * self._step
         for piece in self._pieces(x):
             number = self._written[line]
-            self._wait_until(self._read, line, number - INBOX_PLACES + 1)
+            self._wait_for_sign(self._read, line, number - INBOX_PLACES + 1, to)
             self._inbox(to, number, piece).copy_(piece)
             with self._fence:
                 self._written[line] = number + 1
 
     def receive(self, out: torch.Tensor, source: int) -> None:
         """Write what comes next into `out`. GroupError: another rank failed."""
-        del source  # one alone sends to this rank
         line = self.rank * self._step
         for piece in self._pieces(out, sent=False):
             number = self._read[line]
-            self._wait_until(self._written, line, number + 1)
+            self._wait_for_sign(self._written, line, number + 1, source)
             with self._fence:
                 piece.copy_(self._inbox(self.rank, number, piece))
             with self._fence:
                 self._read[line] = number + 1
+
+    def go_on(self) -> None:
+        """Give a sign."""
+        self._signs[self.rank * self._step] += 1
+
+    def _wait_for_sign(self, counters: memoryview[int], at: int, number: int, other: int) -> None:
+        """Wait until the counter at `at` has come to `number`, as long as rank `other` gives signs.
+        GroupError: it does not any more, or another failed.
+        """
+        signs, place, seen = self._signs, other * self._step, -1
+        while not self._wait_until(counters, at, number, self.timeout_s):
+            if signs[place] == seen:
+                raise self._silent(other)
+            seen = signs[place]
+
+    def _silent(self, rank: int) -> GroupError:
+        return GroupError(f"rank {rank} of this model did not answer for {self.timeout_s:.0f} s")
 
     def _inbox(self, rank: int, number: int, like: torch.Tensor) -> torch.Tensor:
         num_bytes = like.numel() * like.element_size()
@@ -186,14 +204,12 @@ class SharedGroup:
             counters[self.rank * step] = number
         for other in range(self.size):
             if not self._wait_until(counters, other * step, number, self.timeout_s):
-                raise GroupError(
-                    f"rank {other} of this model did not answer for {self.timeout_s:.0f} s"
-                )
+                raise self._silent(other)
         with self._fence:
             return
 
     def _wait_until(
-        self, counters: memoryview[int], at: int, number: int, timeout_s: float = math.inf
+        self, counters: memoryview[int], at: int, number: int, timeout_s: float
     ) -> bool:
         """Wait until the counter at `at` has come to `number`; False: it has not in time.
         GroupError: another rank failed.
@@ -211,6 +227,7 @@ class SharedGroup:
             deadline_s = deadline_s or now + timeout_s
             if now > deadline_s:
                 return False
+            self.go_on()  # it does as soon as others do
             time.sleep(_SLEEP_S)
         return True
 

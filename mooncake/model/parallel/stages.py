@@ -42,6 +42,10 @@ class Stage:
         """For how long the slowest of the stages so far computed this step, without waiting."""
         return max(self._slowest_s, time.perf_counter() - self._began_s - self._waited_s)
 
+    def go_on(self) -> None:
+        """Say that this rank has come to its next layer."""
+        self._all.go_on()
+
     def receive(self, like: torch.Tensor) -> torch.Tensor:
         """Return the activations of the next step, [rows, hidden] as `like`, from the stage before.
 

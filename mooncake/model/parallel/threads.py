@@ -86,6 +86,9 @@ class ThreadGroup:
             raise GroupError(f"rank {source} of this model failed")
         out.copy_(x)
 
+    def go_on(self) -> None:
+        """Do nothing: a thread is waited for without a limit."""
+
     def meet(self) -> None:
         """Wait for all ranks. GroupError: another rank failed."""
         self._wait()

@@ -100,6 +100,11 @@ class TorchGroup:
         with _as_group_error():
             self._connected().recv([_bytes_of(out)], source, 0).wait(_NO_LIMIT)
 
+    def go_on(self) -> None:
+        """Do nothing: what is received is waited for without a limit; who watches the steps ends
+        them.
+        """
+
     def meet(self) -> None:
         """Wait for all ranks. GroupError: another rank failed, or did not come."""
         self._gathered(torch.zeros(1, device="cuda" if self._kind == NCCL else "cpu"))

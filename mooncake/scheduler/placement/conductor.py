@@ -25,11 +25,11 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.messages import Booking
+from mooncake.engine.cost import RunningMean
 from mooncake.kvstore.index.directory import Replica
 from mooncake.kvstore.index.index import PrefixIndex
 from mooncake.kvstore.index.prefix_match import PrefixMatch
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.cost import RunningMean
 from mooncake.scheduler.fairness import QueuePosition, WorkerQueues
 from mooncake.scheduler.placement.admission import (
     Rejection,

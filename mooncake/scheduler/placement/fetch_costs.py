@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake.base import BlockSource, WorkerRef
+from mooncake.engine.cost import BandwidthEstimate
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.cost import BandwidthEstimate
 from mooncake.scheduler.placement.prefill_choice import StoreRun
 from mooncake.scheduler.placement.views import InstanceView
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mooncake.scheduler.cost import RunningMean
+from mooncake.engine.cost import RunningMean
 from mooncake.scheduler.placement.views import InstanceView
 
 MIN_REMAINING = 0.05

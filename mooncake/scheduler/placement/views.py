@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooncake.base import BlockKey, Role, WorkerHello, WorkerLoad, WorkerRef
-from mooncake.scheduler.cost import StepCostModel
+from mooncake.engine.cost import StepCostModel
 
 REPORT_LAG_S = 0.05
 """A report includes the tasks that were sent at least this long before it came."""

@@ -51,15 +51,21 @@ def prompts() -> list[list[int]]:
 
 
 def tokens_of(
-    path: Path, num_ranks: int, num_homes: int = 1, rank_backend: str = "auto"
+    path: Path,
+    num_ranks: int,
+    num_homes: int = 1,
+    rank_backend: str = "auto",
+    num_stages: int = 1,
+    **settings: Any,
 ) -> list[list[int]]:
     greedy = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
     shape = {
         "tensor_parallel_size": num_ranks,
         "decode_context_parallel_size": num_homes,
+        "pipeline_parallel_size": num_stages,
         "rank_backend": rank_backend,
     }
-    with DirectEngine.open(str(path), **shape, **SETTINGS) as engine:
+    with DirectEngine.open(str(path), **{**SETTINGS, **shape, **settings}) as engine:
         found = engine.generate(prompts(), [greedy] * NUM_PROMPTS)
         engine.check_integrity()
     assert followers() == []
@@ -83,6 +89,10 @@ def test_greedy_tokens_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
     assert all(len(tokens) == NUM_OUTPUT for tokens in expected)
     for shape in ((2, 1), (4, 1), (2, 1, "gloo"), (2, 2), (2, 2, "gloo")):
         assert tokens_of(path, *shape) == expected
+    for shape in ((1, 1, "auto", 2), (1, 1, "gloo", 2), (2, 2, "auto", 2)):
+        assert tokens_of(path, *shape) == expected
+    # Chunks of a prompt follow one another.
+    assert tokens_of(path, 1, num_stages=2, max_num_batched_tokens=32, max_num_seqs=8) == expected
 
 
 @pytest.mark.slow
@@ -129,16 +139,20 @@ def stop(rank: psutil.Process) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank_backend", "harm", "message"),
+    ("shape", "rank_backend", "harm", "message"),
     [
-        ("shm", kill, "rank 1 of this model has ended"),
-        ("shm", stop, "rank 1 of this model did not answer"),
+        ("tensor", "shm", kill, "rank 1 of this model has ended"),
+        ("tensor", "shm", stop, "rank 1 of this model did not answer"),
         # Whether the connection or the process is missed first is chance.
-        ("gloo", kill, "rank 1 of this model has ended|another rank of this model failed"),
-        ("gloo", stop, "another rank of this model failed or did not answer"),
+        ("tensor", "gloo", kill, "rank 1 of this model has ended|another rank of this model fail"),
+        ("tensor", "gloo", stop, "another rank of this model failed or did not answer"),
+        ("pipeline", "shm", kill, "rank 1 of this model has ended"),
+        ("pipeline", "shm", stop, "rank 1 of this model did not answer"),
+        ("pipeline", "gloo", kill, "rank 1 of this model has ended|another rank of this model fa"),
     ],
 )
 def test_a_rank_that_is_lost_ends_the_engine(
+    shape: str,
     rank_backend: str,
     harm: Callable[[psutil.Process], None],
     message: str,
@@ -148,8 +162,8 @@ def test_a_rank_that_is_lost_ends_the_engine(
     monkeypatch.setattr(rank_processes, "EXCHANGE_S", 3.0)
     path = nano(tmp_path / "nano")
     long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-    shape = {"tensor_parallel_size": 2, "rank_backend": rank_backend}
-    with DirectEngine.open(str(path), **shape, **SETTINGS) as engine:
+    sizes = {f"{shape}_parallel_size": 2, "rank_backend": rank_backend}
+    with DirectEngine.open(str(path), **sizes, **SETTINGS) as engine:
         engine.generate([[1, 2]], [SamplingParams(temperature=0, max_tokens=2)])
         [rank] = followers()
         threading.Timer(0.2, harm, [rank]).start()

@@ -184,7 +184,14 @@ def test_ranks_that_stand_still_are_found_out(
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [("tp2", "tp1"), ("tp1", "tp2-dcp2"), ("tp2-dcp2", "tp1")]
+    ("prefill", "decode"),
+    [
+        ("tp2", "tp1"),
+        ("tp1", "tp2-dcp2"),
+        ("tp2-dcp2", "tp1"),
+        ("tp1-pp2", "tp1"),
+        ("tp1-pp2", "tp2-dcp2"),
+    ],
 )
 def test_prefill_and_decode_of_different_shape(
     model: Path,
@@ -194,16 +201,58 @@ def test_prefill_and_decode_of_different_shape(
     decode: str,
 ) -> None:
     """Blocks written by one shape are read by the other: pushed, and the second time from the pool
-    or the prefix cache.
+    or the prefix cache. Chunks are shorter than prompts.
     """
-    flags, shapes = [], {"prefill": Shape.parse(prefill), "decode": Shape.parse(decode)}
-    for role, shape in shapes.items():
-        flags += [f"--{role}-set", f"tensor-parallel-size={shape.tp}"]
-        flags += [f"--{role}-set", f"decode-context-parallel-size={shape.dcp}"]
-    with serving(str(model), *flags, *SMALL, log=tmp_path / "log") as server:
+    shapes = {"prefill": Shape.parse(prefill), "decode": Shape.parse(decode)}
+    with serving(str(model), *flags_of(shapes), *SMALL, log=tmp_path / "log") as server:
         check_tokens(server, alone)
         for role, shape in shapes.items():
-            assert len(ranks_of(server.pid_of(f"{role}-0"))) == shape.tp - 1
+            assert len(ranks_of(server.pid_of(f"{role}-0"))) == shape.num_ranks - 1
+
+
+def flags_of(shapes: dict[str, Shape]) -> list[str]:
+    flags = ["--max-num-batched-tokens", "128", "--max-num-seqs", "16"]
+    for role, shape in shapes.items():
+        flags += [f"--{role}-set", f"tensor-parallel-size={shape.tp}"]
+        flags += [f"--{role}-set", f"pipeline-parallel-size={shape.pp}"]
+        flags += [f"--{role}-set", f"decode-context-parallel-size={shape.dcp}"]
+    return flags
+
+
+def test_kill_9_of_stages_in_mid_stream(
+    model: Path, alone: dict[tuple[int, ...], list[int]], tmp_path: Path
+) -> None:
+    """Of decode, the last stage's two ranks, of which one leads, and the first stage's."""
+    shapes = {"prefill": Shape(pp=2), "decode": Shape(tp=2, pp=2)}
+    workers = {"kvstore-0", "prefill-0", "decode-0"}
+    with serving(str(model), *flags_of(shapes), *SMALL, log=tmp_path / "log") as server:
+
+        def all_up() -> bool:
+            up = {each["id"] for each in server.status()["workers"] if each["state"] == "up"}
+            return up == workers and server.status()["load"]["num_inflight"] == 0
+
+        for harm, (which, (streaming, _)) in enumerate(
+            zip((0, 1, 3), FLIGHTS.values(), strict=True)
+        ):
+            wait_until(all_up, 120, "all workers up and idle")
+            lead = server.pid_of("decode-0")
+            ranks = [psutil.Process(lead), *ranks_of(lead)]
+            assert len(ranks) == 4
+            begun = threading.Semaphore(0)
+            with ThreadPoolExecutor(len(streaming)) as pool:
+                answers = [
+                    pool.submit(stream, server, tokens, LONG, begun=begun) for tokens in streaming
+                ]
+                for _ in streaming:
+                    assert begun.acquire(timeout=60)
+                ranks[which].kill()
+                if harm == 0:
+                    ranks_of(server.pid_of("prefill-0"))[0].kill()
+                found = [answer.result(200) for answer in answers]
+            assert [answer["ends"] for answer in found] == [["length"]] * len(streaming)
+            assert [answer["ids"] for answer in found] == [alone[tuple(each)] for each in streaming]
+            assert not any(rank.is_running() for rank in ranks), "a rank outlived its worker"
+        check_tokens(server, alone)
 
 
 def test_deterministic_logprobs_are_those_of_one_process(model: Path) -> None:

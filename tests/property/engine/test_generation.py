@@ -68,6 +68,7 @@ class Setting:
     max_model_len: int
     enable_prefix_caching: bool
     max_steps_in_flight: int
+    num_stages: int
     drafting: str
 
     def bench(self) -> Bench:
@@ -89,6 +90,7 @@ class Setting:
             max_model_len=self.max_model_len,
             enable_prefix_caching=self.enable_prefix_caching,
             max_steps_in_flight=self.max_steps_in_flight,
+            num_stages=self.num_stages,
         )
 
 
@@ -131,6 +133,7 @@ configs = st.builds(
     max_model_len=st.sampled_from([50, 40, 25]),
     enable_prefix_caching=st.booleans(),
     max_steps_in_flight=st.integers(1, 3),
+    num_stages=st.integers(1, 3),
     drafting=st.sampled_from(["", "ngram", *DRAFTERS]),
 )
 

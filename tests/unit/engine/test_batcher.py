@@ -261,10 +261,10 @@ def test_sequences_in_flight_are_neither_planned_nor_displaced() -> None:
     planner.add(4, max_tokens=9)
     last = planner.add(4, num_received=2, max_tokens=9)
     planner.plan()
-    last.step_id = 7
+    last.steps, last.num_in_flight = [7], 1
     assert planner.plan() == {}
     assert len(last.pages) == 2
-    last.step_id = None
+    last.steps, last.num_in_flight = [], 0
     assert planner.plan() == {1: 1}
 
 

@@ -9,7 +9,7 @@ import pytest
 from mooncake.base.blocks import block_keys
 from mooncake.base.errors import InternalError
 from mooncake.base.request import FinishReason, Priority
-from mooncake.engine.plan import LayerDone, StepResult
+from mooncake.engine.plan import LayerDone, Sample, StepResult
 from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
 from tests.support.engine.engines import Bench, request
 from tests.support.engine.fake_runner import History, expected_output, fake_logprobs
@@ -469,6 +469,76 @@ def test_steps_in_flight_never_share_a_sequence() -> None:
     for sequence in sequences:
         want = expected_output(bench.layout, sequence.request)
         assert bench.tokens[sequence.sequence_id] == want
+
+
+def test_chunks_of_a_prompt_follow_one_another() -> None:
+    bench = Bench(max_steps_in_flight=3, max_batched_tokens=8, max_num_seqs=4)
+    long = bench.add(list(range(20)), max_tokens=3)
+    other = bench.add([5] * 6, max_tokens=3)
+    bench.tick()
+    planned = [
+        [(slot.sequence_id, slot.start, len(slot.tokens), slot.sample) for slot in plan.slots]
+        for plan in bench.runner.plans
+    ]
+    first, second = long.sequence_id, other.sequence_id
+    assert planned == [
+        [(first, 0, 8, False)],
+        [(first, 8, 8, False)],
+        [(first, 16, 4, True), (second, 0, 4, False)],
+    ]
+    assert (long.num_missing, long.num_unplanned) == (20, 0)
+    bench.engine.check_integrity()
+    bench.run()
+    for sequence in (long, other):
+        assert bench.tokens[sequence.sequence_id] == expected_output(bench.layout, sequence.request)
+
+
+def test_an_abort_waits_for_all_steps_of_a_sequence() -> None:
+    bench = Bench(max_steps_in_flight=3, max_batched_tokens=8, max_num_seqs=4)
+    sequence = bench.add(list(range(30)), max_tokens=3)
+    bench.tick()
+    assert bench.engine.abort(sequence.sequence_id)
+    assert not bench.engine.abort(sequence.sequence_id)
+    for left in (2, 1, 0):
+        bench.finish_step()
+        assert len(sequence.steps) == left
+        assert bool(bench.engine.pool.num_held) is bool(left), "its pages may be written until then"
+        bench.tick()
+        assert len(sequence.steps) == left, "no further chunk of it begins"
+    assert bench.engine.idle
+
+
+def test_a_failed_chunk_ends_its_sequence_after_those_behind_it() -> None:
+    bench = Bench(max_steps_in_flight=3, max_batched_tokens=8, max_num_seqs=4)
+    sequence = bench.add(list(range(24)), max_tokens=3)
+    bench.tick()
+    results = [StepResult(step_id=0, samples=[], seconds=1.0, error="out of memory")]
+    results += [StepResult(step_id=1, samples=[], seconds=1.0)]
+    token = Sample(sequence_id=sequence.sequence_id, token=7)
+    results += [StepResult(step_id=2, samples=[token], seconds=1.0)]
+    ends = [bench.engine.on_step(result, 0.0) for result in results]
+    assert ends[:2] == [[], []]
+    [end] = ends[2]
+    assert end.failure is not None
+    assert "out of memory" in end.failure.message
+    assert (sequence.num_computed, sequence.output_tokens) == (0, [])
+    bench.engine.release(sequence)
+    bench.engine.check_integrity(role_holds=(), unreleased_ids=())
+
+
+def test_each_stage_has_some_of_the_streams() -> None:
+    bench = Bench(max_steps_in_flight=4, num_stages=3, max_batched_tokens=32, max_num_seqs=8)
+    for number in range(7):
+        bench.add([number] * 3, max_tokens=6)
+    bench.tick()
+    bench.finish_step()
+    for _ in range(6):
+        bench.tick()
+        flying = [len(step.plan.slots) for step in bench.engine._in_flight.values()]
+        assert sum(flying) == 7
+        assert max(flying) <= 3
+        bench.finish_step()
+    bench.run()
 
 
 def test_scheduling_is_deterministic() -> None:

@@ -112,14 +112,13 @@ class Instance:
             assert not thread.is_alive()
 
 
-def events_until(runner: ModelRunner, step_id: int) -> Iterator[RunnerEvent]:
-    """Yield what the runner says until a step has ended."""
-    while True:
+def events_until(runner: ModelRunner, step_id: int) -> list[RunnerEvent]:
+    """Return what the runner says until a step has ended, and what it has said by then."""
+    events: list[RunnerEvent] = []
+    while not any(isinstance(each, StepResult) and each.step_id >= step_id for each in events):
         assert select.select([runner.fileno()], [], [], 30)[0]
-        for event in runner.poll():
-            yield event
-            if isinstance(event, StepResult) and event.step_id == step_id:
-                return
+        events += runner.poll()
+    return events
 
 
 def run(runner: ModelRunner, plan: StepPlan) -> StepResult:
@@ -214,28 +213,32 @@ def test_followers_compute_with_the_lead(instance: Open, source: DictSource, wor
     assert made.lead.lost is None
 
 
-def test_stages_compute_further_steps_before_the_lead_has_ended_one(
-    instance: Open, source: DictSource
+@pytest.mark.parametrize("in_flight", [1, 2, 3, 4])
+def test_chunks_in_flight_give_the_bits_of_one_rank(
+    instance: Open, source: DictSource, in_flight: int
 ) -> None:
-    """The chunks of a prompt are all submitted at once: bits of one rank, whatever was ahead."""
+    """Whatever stages before the lead's have computed ahead of it."""
     prompt, pages = random_tokens(60, seed=1), [3, 1, 7, 9]
 
     def first_token(runner: ModelRunner) -> tuple[StepResult, list[int]]:
-        for number, begin in enumerate(range(0, 60, 20)):
-            chunk = slot(1, begin, prompt[begin : begin + 20], pages, sample=begin == 40)
+        events: list[RunnerEvent] = []
+        for number, begin in enumerate(range(0, 60, 15)):
+            if number >= in_flight:
+                events += events_until(runner, number - in_flight)
+            chunk = slot(1, begin, prompt[begin : begin + 15], pages, sample=begin == 45)
             starts = [start(1, prompt, num_logprobs=3)] if number == 0 else []
             runner.submit(
                 StepPlan(step_id=number, starts=starts, slots=[chunk], ended=[], report_layers=True)
             )
-        events = list(events_until(runner, 2))
+        events += events_until(runner, 3)
         layers: dict[int, list[int]] = {}
         for event in events:
             if isinstance(event, LayerDone):
                 layers.setdefault(event.step_id, []).append(event.layer)
         assert all(found == sorted(found) for found in layers.values())
-        assert [found[-1] for found in layers.values()] == [source.spec.num_hidden_layers - 1] * 3
+        assert [found[-1] for found in layers.values()] == [source.spec.num_hidden_layers - 1] * 4
         results = [event for event in events if isinstance(event, StepResult)]
-        assert [result.step_id for result in results] == [0, 1, 2]
+        assert [result.step_id for result in results] == [0, 1, 2, 3]
         return results[-1], sorted({layer for found in layers.values() for layer in found})
 
     model = load_model(source, dtype=torch.float32, device=CPU)

@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -168,6 +169,19 @@ def test_a_process_that_fails_ends_who_receives_and_who_sends_too_much() -> None
         groups[0].send(torch.ones(1), 1)
     with pytest.raises(GroupError):
         groups[0].receive(torch.ones(1), 1)
+
+
+def test_who_gives_signs_is_waited_for() -> None:
+    one, other = over_memory(2, timeout_s=0.2)
+    with pytest.raises(GroupError, match="rank 1 of this model did not answer for 0 s"):
+        one.receive(torch.empty(1), 1)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(one.receive, torch.empty(1), 1)
+        while not waiting.done() and one._signs[0] < 10_000:
+            other.go_on()  # for as long as that rank gives signs itself: many of its limits
+            time.sleep(0.001)
+        other.send(torch.ones(1), 0)
+        waiting.result()
 
 
 def test_what_is_larger_than_a_place_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from mooncake.base import ConfigError, Role, Shape
+from mooncake.engine.cost import StepCostModel
 from mooncake.engine.plan import StepPlan, StepSlot
-from mooncake.scheduler.cost import StepCostModel
 from mooncake.sim.world.cost_model import AllReduce, InstanceCost, sim_layout
 from tests.support.sim.traces import hardware, model
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mooncake.base import CostSample
-from mooncake.scheduler.cost import (
+from mooncake.engine.cost import (
     DEFAULT_COEFFICIENTS,
     MIN_STEP_S,
     BandwidthEstimate,
