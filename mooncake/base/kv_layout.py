@@ -50,16 +50,26 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def for_model(
-        cls, spec: ModelSpec, *, block_tokens: int, dtype: str, weights_revision: str
+        cls,
+        spec: ModelSpec,
+        *,
+        block_tokens: int,
+        dtype: str,
+        weights_revision: str,
+        with_mtp: bool = False,
     ) -> KvLayout:
-        """Return the layout of `spec` with KV in `dtype`; `weights_revision` names the weights."""
+        """Return the layout of `spec` with KV in `dtype`; `weights_revision` names the weights.
+
+        with_mtp: behind the model's layers lies the KV of its first MTP layer.
+        """
+        num_layers = spec.num_hidden_layers + with_mtp
         parts = [
-            "v1", weights_revision, dtype, str(block_tokens), str(spec.num_hidden_layers),
+            "v1", weights_revision, dtype, str(block_tokens), str(num_layers),
             str(spec.kv_lora_rank), str(spec.qk_rope_head_dim), str(spec.rope_interleave),
         ]  # fmt: skip
         fingerprint = hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
         return cls(
-            num_layers=spec.num_hidden_layers,
+            num_layers=num_layers,
             block_tokens=block_tokens,
             kv_width=spec.kv_width,
             dtype=dtype,

@@ -66,6 +66,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     yarn: YarnScaling | None
     tie_word_embeddings: bool
     attention_bias: bool
+    num_nextn_predict_layers: Count
+    """MTP layers, behind the last one: they only make drafts (`--speculative-config`)."""
     dtype: str
     """As stored in the checkpoint: "bfloat16", "float16" or "float32"."""
     bos_token_id: Count | None
@@ -121,6 +123,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             "yarn": _yarn(rope, config),
             "tie_word_embeddings": config.get("tie_word_embeddings", False),
             "attention_bias": config.get("attention_bias", False),
+            "num_nextn_predict_layers": config.get("num_nextn_predict_layers") or 0,
             "dtype": config.get("dtype") or config.get("torch_dtype") or "bfloat16",
             "bos_token_id": config.get("bos_token_id"),
             "eos_token_ids": _as_list(config.get("eos_token_id")),
@@ -151,12 +154,10 @@ _COPIED = (
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     only = {
         "hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-        "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
+        "moe_layer_freq": 1,
     }  # fmt: skip
     for key, wanted in only.items():
         value = config.get(key)
-        if key == "num_nextn_predict_layers":
-            continue  # extra prediction layers are simply not loaded
         if value is not None and value != wanted:
             raise CheckpointError(
                 f"config.json: {key}={_shown(value)} is not supported, only {wanted!r}"

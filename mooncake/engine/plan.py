@@ -15,6 +15,9 @@ import msgspec
 from mooncake.base.request import Failure, TokenLogprobs
 from mooncake.base.sampling import SamplingParams
 
+BY_MODEL = -1
+"""A draft that the runner makes itself, of the states that it holds."""
+
 
 class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence that is new to the runner, or that the runner was told to forget."""
@@ -31,7 +34,8 @@ class StepSlot(msgspec.Struct, frozen=True, kw_only=True):
     after the last one if `sample` is set.
 
     The last `num_drafts` of `tokens` are guesses (`speculation`): sampling begins after the token
-    before them, and goes on after each that is what was sampled.
+    before them, and goes on after each that is what was sampled. They are tokens, or each is
+    `BY_MODEL`.
     """
 
     sequence_id: int

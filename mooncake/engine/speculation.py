@@ -2,8 +2,9 @@
 token. The runner samples after each as it would have without them, and goes on to the next while
 the sampled token is the draft; so drafts change when a token is computed, never which it is.
 
-`NgramDrafter` proposes what followed the same tokens earlier; `Speculation` keeps those drafts that
-are worth their time. Both keep what they know of a sequence in its `drafting`. Pure.
+`NgramDrafter` proposes what followed the same tokens earlier, `ModelDrafter` leaves it to the
+runner; `Speculation` keeps those drafts that are worth their time. What is known of a sequence is
+in its `drafting`. Pure.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Protocol
 
 from mooncake.base.errors import ConfigError
 from mooncake.base.messages import CostSample
+from mooncake.engine.plan import BY_MODEL
 from mooncake.engine.sequence import Drafting, Sequence
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "mtp")
 MOST_DRAFTS = 32
 LOOKUP_WINDOW = 1 << 15
 """Tokens at a sequence's end that are searched: about 20 us for one length, at worst 300."""
@@ -56,6 +58,8 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"method: {self.method!r} is not one of {', '.join(METHODS)}")
+        if self.method != "ngram" and (self.prompt_lookup_max or self.prompt_lookup_min):
+            raise ConfigError(f"prompt_lookup_max: the method {self.method} looks up nothing")
         _in_range("num_speculative_tokens", self.num_speculative_tokens, 1)
         _in_range("prompt_lookup_max", self.prompt_lookup_max, 0)
         _in_range("prompt_lookup_min", self.prompt_lookup_min, 0)
@@ -83,7 +87,17 @@ class Drafter(Protocol):
     """Proposes tokens."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Return up to `most` tokens that may follow the known ones; any are allowed."""
+        """Return up to `most` tokens that may follow the known ones; any are allowed. Each is
+        `BY_MODEL` where the runner is to make them.
+        """
+
+
+class ModelDrafter:
+    """Leaves it to the runner, which has the model's states."""
+
+    def propose(self, _sequence: Sequence, most: int) -> list[int]:
+        """Return `most` drafts that are not made yet."""
+        return [BY_MODEL] * most
 
 
 class NgramDrafter:
@@ -237,4 +251,4 @@ class Speculation:
 
 def drafter_of(config: SpeculativeConfig) -> Drafter:
     """Return what proposes by the method of `config`."""
-    return NgramDrafter(config)
+    return NgramDrafter(config) if config.method == "ngram" else ModelDrafter()

@@ -70,9 +70,9 @@ class Queries:
 
 
 @dataclass(frozen=True)
-class OutputRows:
-    """Rows of the final hidden states that one slot wants: all of its tokens, or the last and its
-    drafts.
+class SlotRows:
+    """Rows of one slot: in a step's inputs, or of the final hidden states that it wants, which are
+    those of all its tokens, or of the last and its drafts.
     """
 
     slot: StepSlot
@@ -86,7 +86,7 @@ class StepInputs:
 
     `places` [rows]: where each row's KV goes, below 0 where another rank keeps it. `queries`: all
     rows, for every layer but the last. `outputs`: the rows of the last layer that are read, in
-    the order of `output_rows`.
+    the order of `output_rows`. `input_rows`: of which slots the rows are.
     """
 
     tokens: torch.Tensor
@@ -94,7 +94,8 @@ class StepInputs:
     places: torch.Tensor
     queries: Queries
     outputs: Queries
-    output_rows: tuple[OutputRows, ...]
+    output_rows: tuple[SlotRows, ...]
+    input_rows: tuple[SlotRows, ...] = ()
 
     def to(self, device: torch.device) -> StepInputs:
         """Return the same with its tensors on `device`."""
@@ -183,7 +184,8 @@ def build_inputs(
             read_tables,
             home,
         ),
-        output_rows=_output_rows(outputs),
+        output_rows=_slot_rows(outputs),
+        input_rows=_slot_rows(computed),
     )
 
 
@@ -327,10 +329,10 @@ def _places(want: _Wanted, kv_shape: torch.Size, home: Home) -> list[int]:
     return places if home.num_homes == 1 else [max(-1, place) for place in places]
 
 
-def _output_rows(outputs: _Arranged) -> tuple[OutputRows, ...]:
+def _slot_rows(arranged: _Arranged) -> tuple[SlotRows, ...]:
     rows, first = [], 0
-    for want, _ in outputs:
-        rows.append(OutputRows(want.slot, first, want.count))
+    for want, _ in arranged:
+        rows.append(SlotRows(want.slot, first, want.count))
         first += want.count
     return tuple(rows)
 

@@ -6,6 +6,7 @@ State is the weights only; KV and sequences are passed in. `loading` makes one o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from mooncake.model.inputs import PrefersAbsorbed, Queries, StepInputs
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.embedding import Embedding, Head
 from mooncake.model.layers.expert_slots import ExpertSlots
-from mooncake.model.layers.linear import GatedMlp
+from mooncake.model.layers.linear import GatedMlp, Product
 from mooncake.model.layers.mla import Mla
 from mooncake.model.layers.moe import Moe
 from mooncake.model.layers.norm import RmsNorm
@@ -82,13 +83,40 @@ class Output:
     """What makes logits of hidden states: a norm and the vocabulary head."""
 
     def __init__(self, norm: RmsNorm, head: Head) -> None:
-        self._norm = norm
-        self._head = head
+        self.norm = norm
+        self.head = head
         self.prepare = head.prepare
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return [rows, vocab] float32 for `hidden` [rows, hidden]; in `out` where it is given."""
-        return self._head(self._norm(hidden), out)
+        return self.head(self.norm(hidden), out)
+
+
+class MtpLayer:
+    """DeepSeek-V3's MTP layer (arXiv 2412.19437 section 2.2): from a token and the normed state of
+    the one before it, the normed state by which the head guesses the token that follows.
+    """
+
+    def __init__(
+        self,
+        token_norm: RmsNorm,
+        state_norm: RmsNorm,
+        product: Product,
+        layer: Layer,
+        norm: RmsNorm,
+    ) -> None:
+        """product: of both normed, the token first."""
+        self._token_norm = token_norm
+        self._state_norm = state_norm
+        self._product = product
+        self.layer = layer
+        self.norm = norm
+
+    def join(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return the layer's input, [rows, hidden], of embedded tokens and states as large."""
+        return self._product(
+            torch.cat((self._token_norm(embedded), self._state_norm(states)), dim=-1)
+        )
 
 
 class KimiK2:
@@ -106,11 +134,13 @@ class KimiK2:
         stage: Stage,
         context: Group | None = None,
         exchange: Exchange | None = None,
+        mtp: MtpLayer | None = None,
     ) -> None:
         """`placed`: of the device and dtype computed with. `layers`, `embedding` and `output`: what
         `stage` has. `prefers_absorbed`: which form of attention new tokens take. `context`: the
         ranks that share the KV of every context out; None: each has all. `exchange`: with whom
-        routed experts are shared out; None: with nobody.
+        routed experts are shared out; None: with nobody. `mtp`: what guesses tokens, with KV of its
+        own behind that of the layers; None: nothing does.
         """
         self.spec = spec
         self.prefers_absorbed = prefers_absorbed
@@ -124,6 +154,7 @@ class KimiK2:
         self._rope = rope
         self._context = context
         self.exchange = exchange
+        self._mtp = mtp
 
     def forward(
         self, inputs: StepInputs, kv: KvTensors, after_write: Callable[[int], None] | None = None
@@ -153,29 +184,73 @@ class KimiK2:
             queries = inputs.queries if number < last else inputs.outputs
             if number == last and self.exchange is not None:
                 self.exchange.in_last_layer()
-            if queries.rows is None and layer.takes(queries, kv):
-                x = layer.in_one(x, rotation, inputs.places, queries, kv)
-                if after_write is not None:
-                    after_write(number)
-                continue
-            query = layer.write_kv(x, rotation, inputs.places, kv)
-            if after_write is not None and self._context is None:
-                after_write(number)
-            if queries.rows is not None:
-                x, query, rotation = (
-                    part.index_select(0, queries.rows) for part in (x, query, rotation)
-                )
-            if queries.num_rows:
-                x = layer.finish(x, query, rotation, queries, kv)
-            else:
-                layer.serve(x)
-                if self._context is not None:
-                    self._context.meet()
-            if after_write is not None and self._context is not None:
-                after_write(number)  # all ranks wrote theirs before they met in this layer
+            written = None if after_write is None else partial(after_write, number)
+            x = self._through(layer, x, rotation, inputs.places, queries, kv, written)
         if not stage.is_last:
             stage.send(x)
         return x
+
+    def _through(
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+        rotation: torch.Tensor,
+        places: torch.Tensor,
+        queries: Queries,
+        kv: KvTensors,
+        after_write: Callable[[], None] | None,
+    ) -> torch.Tensor:
+        """Return a layer's output for the rows of `queries`; see `forward`."""
+        if queries.rows is None and layer.takes(queries, kv):
+            x = layer.in_one(x, rotation, places, queries, kv)
+            if after_write is not None:
+                after_write()
+            return x
+        query = layer.write_kv(x, rotation, places, kv)
+        if after_write is not None and self._context is None:
+            after_write()
+        if queries.rows is not None:
+            x, query, rotation = (
+                part.index_select(0, queries.rows) for part in (x, query, rotation)
+            )
+        if queries.num_rows:
+            x = layer.finish(x, query, rotation, queries, kv)
+        else:
+            layer.serve(x)
+            if self._context is not None:
+                self._context.meet()
+        if after_write is not None and self._context is not None:
+            after_write()  # all ranks wrote theirs before they met in this layer
+        return x
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the MTP layer is loaded."""
+        return self._mtp is not None
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the states of `forward`'s result, or some of its rows."""
+        assert self._output is not None
+        return self._output.norm(hidden)
+
+    def guess(self, inputs: StepInputs, states: torch.Tensor, kv: KvTensors) -> torch.Tensor:
+        """Return the MTP layer's states of the output rows, [rows, hidden]; writes its KV of all
+        rows. Only where `has_mtp`.
+
+        states: of the token before each of `inputs.tokens`, by the model or by this layer.
+        """
+        assert self._mtp is not None
+        assert self._embedding is not None
+        x = self._mtp.join(self._embedding(inputs.tokens), states)
+        rotation = self._rope.rotation(inputs.positions)
+        layer = self._mtp.layer
+        x = self._through(layer, x, rotation, inputs.places, inputs.outputs, kv, None)
+        return self._mtp.norm(x)
+
+    def likeliest(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the likeliest token after each of these states, int64 [rows]."""
+        assert self._output is not None
+        return self._output.head(states).argmax(dim=-1)
 
     def serve(self) -> None:
         """Take part in a step of other ranks, for which this one has no rows."""

@@ -18,7 +18,7 @@ from mooncake.model.checkpoint.quant import QuantizedWeight
 from mooncake.model.checkpoint.quant_format import FP8_BLOCK
 from mooncake.model.checkpoint.tensor_cuts import ROUTED, Part, cut_of, is_held, slabs_of
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
-from mooncake.model.kimi_k2 import KimiK2, Layer, Output
+from mooncake.model.kimi_k2 import KimiK2, Layer, MtpLayer, Output
 from mooncake.model.layers.embedding import Embedding, Head
 from mooncake.model.layers.expert_slots import slots_of
 from mooncake.model.layers.linear import (
@@ -75,6 +75,7 @@ def load_model(
     sharing: ExpertRanks | None = None,
     num_redundant: int = 0,
     host: HostExperts | None = None,
+    with_mtp: bool = False,
 ) -> KimiK2:
     """Return the model of `checkpoint` with weights as `dtype` on `device`; where a `group` of
     `shape` shares it, this rank's parts only (`tensor_cuts`), and no others are read.
@@ -82,6 +83,7 @@ def load_model(
     sharing: the ranks that share the routed experts, where they are more than those of `group`;
     they have slots for `num_redundant` more experts than there are.
     host: what keeps and computes the routed experts, in DRAM; None: they lie on `device`.
+    with_mtp: load the first MTP layer too, which shares embedding and head with the model.
 
     Packed layer by layer, the experts of one by several threads: beside the finished weights never
     more than one layer (or the head) is held. `progress(done, total)` counts tensors. Quantized
@@ -104,7 +106,7 @@ def load_model(
             placement = first_placement(num_experts, num_experts + num_redundant)
             held = slots_of(placement, sharing.all.rank, sharing.all.size)
         backends = backends or Backends()
-        to = _Place(dtype, device, backends, stage, context, host, sharing, held)
+        to = _Place(dtype, device, backends, stage, context, host, sharing, held, with_mtp)
         return _Loader(checkpoint, to, progress, placer).model()
 
 
@@ -121,6 +123,7 @@ class _Place:
     sharing: ExpertRanks | None
     held: Sequence[int] | None
     """The routed experts of each layer in this rank's slots; None: all."""
+    with_mtp: bool
 
 
 class _Loader:
@@ -148,7 +151,8 @@ class _Loader:
         self._context = to.context
         self._sharing = to.sharing
         self._held = range(source.spec.n_routed_experts) if to.held is None else to.held
-        self._shapes = tensor_shapes(source.spec)
+        self._with_mtp = to.with_mtp
+        self._shapes = tensor_shapes(source.spec, with_mtp=to.with_mtp)
         held = [name for name in self._shapes if is_held(source.spec, name, to.stage.layers)]
         routed = sum(ROUTED in name for name in held)
         others = routed - routed * len(self._held) // max(1, source.spec.n_routed_experts)
@@ -158,7 +162,7 @@ class _Loader:
 
     def model(self) -> KimiK2:
         spec = self._spec
-        self._source.check_names(self._shapes)
+        self._source.check_names(tensor_shapes(spec))
         table, stage = "model.embed_tokens.weight", self._stage
         embedding = None
         if is_held(spec, table, stage.layers):
@@ -171,8 +175,9 @@ class _Loader:
         rule = (lambda _new, _context: True) if fixed else absorbed_is_cheaper(spec)
         placed = torch.empty(0, dtype=self._dtype, device=self._device)
         exchange = None if self._sharing is None else self._sharing.exchange
+        mtp = self._mtp(spec.num_hidden_layers, rope) if self._with_mtp else None
         return KimiK2(
-            spec, placed, embedding, layers, output, rope, rule, stage, self._context, exchange
+            spec, placed, embedding, layers, output, rope, rule, stage, self._context, exchange, mtp
         )
 
     def _output(self, embedding: Embedding | None) -> Output:
@@ -193,6 +198,16 @@ class _Loader:
             compiled=self._backends.compiled,
         )
         return Output(norm, head)
+
+    def _mtp(self, number: int, rope: Rope) -> MtpLayer:
+        prefix, eps = f"model.layers.{number}.", self._spec.rms_norm_eps
+        return MtpLayer(
+            self._norm(prefix + "enorm.weight", eps),
+            self._norm(prefix + "hnorm.weight", eps),
+            self._linear(prefix + "eh_proj"),
+            self._layer(number, rope),
+            self._norm(prefix + "shared_head.norm.weight", eps),
+        )
 
     def _part(self, name: str) -> Part | None:
         """Return what this rank holds of a tensor; None: all of it."""
@@ -238,7 +253,7 @@ class _Loader:
 
     def _layer(self, number: int, rope: Rope) -> Layer:
         spec, prefix = self._spec, f"model.layers.{number}."
-        dense = number < spec.first_k_dense_replace
+        dense = number < min(spec.first_k_dense_replace, spec.num_hidden_layers)
         attention = self._attention(prefix + "self_attn.")
         input_norm = self._norm(prefix + "input_layernorm.weight", spec.rms_norm_eps)
         return Layer(

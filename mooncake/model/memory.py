@@ -158,12 +158,13 @@ def held_weights(
     """
     kept = kept_by(options, dtype, stored)
     if not options.experts_apart:
-        held = weights_bytes(spec, dtype, shape=shape, layers=layers, kept=kept)
+        with_mtp = options.with_mtp
+        held = weights_bytes(spec, dtype, shape=shape, layers=layers, kept=kept, with_mtp=with_mtp)
         return HeldWeights(held, 0)
     beside = None
     if stored is not None:
         beside = _kept_by_host(options, dtype, stored, elsewhere=elsewhere)
-    parts = _parts(spec, shape, layers)
+    parts = _parts(spec, shape, layers, options.with_mtp)
     on_device = in_dram = 0
     for name in parts:
         if ROUTED in name:
@@ -180,26 +181,29 @@ def weights_bytes(
     shape: Shape = _ALONE,
     layers: range | None = None,
     kept: Kept | None = None,
+    with_mtp: bool = False,
 ) -> int:
     """Return the bytes of the weights that a rank of `shape` holds: its parts (see `tensor_cuts`),
     those of `layers` where others have the rest, routers in float32, the rest in `dtype`.
 
     kept: what stays as the checkpoint stores it; None: quantized weights are widened when they are
-    loaded.
+    loaded. with_mtp: the MTP layer is loaded, too.
     """
-    parts = _parts(spec, shape, layers)
+    parts = _parts(spec, shape, layers, with_mtp)
     return sum(
         _num_alike(spec, shape, name) * _held_bytes(name, parts, dtype, kept) for name in parts
     )
 
 
-def _parts(spec: ModelSpec, shape: Shape, layers: range | None) -> dict[str, tuple[int, ...]]:
+def _parts(
+    spec: ModelSpec, shape: Shape, layers: range | None, with_mtp: bool
+) -> dict[str, tuple[int, ...]]:
     """Return the shape of what one rank holds of each tensor, one routed expert of a layer for all,
     as they are alike; others of its stage hold as much.
     """
     return {
         name: part_shape(whole, cut_of(spec, name, shape.tp, whole_experts=shape.ep > 1), shape.tp)
-        for name, whole in tensor_shapes(spec, one_expert=True).items()
+        for name, whole in tensor_shapes(spec, one_expert=True, with_mtp=with_mtp).items()
         if layers is None or is_held(spec, name, layers)
     }
 

@@ -133,6 +133,7 @@ class ModelSource:
                     group=None if self._lead is None else self._lead.group,
                     shape=self._options.shape,
                     host=host,
+                    with_mtp=self._options.with_mtp,
                 )
                 if self._lead is not None:
                     self._lead.wait_until_loaded()
@@ -271,11 +272,12 @@ class ModelSource:
         self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies | None
     ) -> DecodeGraphs | None:
         """Return captured decode steps where the device and the backends allow them, else None: not
-        where the host computes experts, since nothing of the host's can be captured.
+        where the host computes experts, since nothing of the host's can be captured, nor where an
+        MTP layer reads the states of each step.
         """
         kernels = (self._backends.attention, self._backends.moe)
         can = self._device.type == "cuda" and kernels == (TRITON, TRITON)
-        can = can and self._expert_backends is None
+        can = can and self._expert_backends is None and not model.has_mtp
         if not (can and self._options.graphs and model.spec.rope_interleave):
             return None
         with torch.inference_mode():

@@ -43,6 +43,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What they exchange tensors by; "auto" is "shm", one memory, as they run on one machine."""
     num_threads: int | None = None
     """Of torch and compiled code in an engine's process; None: as many as there are cores."""
+    with_mtp: bool = False
+    """Whether the model's first MTP layer is loaded, which makes drafts."""
     graphs: bool = True
     """On a GPU: decode steps are captured once and replayed."""
 

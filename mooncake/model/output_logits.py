@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mooncake.model.inputs import OutputRows
+from mooncake.model.inputs import SlotRows
 
 _LOGPROB_ROWS = 128
 """Prompt positions whose logits are made at once: bounds their memory."""
 
 
-def prompt_pieces(rows: OutputRows, count: int) -> Iterator[tuple[int, int]]:
+def prompt_pieces(rows: SlotRows, count: int) -> Iterator[tuple[int, int]]:
     """Yield (first row, number of rows) of the pieces in which the logits of the first `count` rows
     of a slot are made.
     """
@@ -22,7 +22,7 @@ def prompt_pieces(rows: OutputRows, count: int) -> Iterator[tuple[int, int]]:
         yield rows.first + begin, min(_LOGPROB_ROWS, count - begin)
 
 
-def sampled_rows(output_rows: Sequence[OutputRows]) -> torch.Tensor:
+def sampled_rows(output_rows: Sequence[SlotRows]) -> torch.Tensor:
     """Return the rows that tokens may be sampled from: of each slot that samples that of its last
     token and those of its drafts, int64.
     """

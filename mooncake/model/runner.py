@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,9 +31,10 @@ from mooncake.engine.plan import (
 from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.device.layer_reports import LayerReports
+from mooncake.model.drafts import MtpDrafts
 from mooncake.model.inputs import (
-    OutputRows,
     PageTables,
+    SlotRows,
     StepInputs,
     build_inputs,
 )
@@ -110,6 +111,7 @@ class ModelRunner:
         self._decoder = decoder
         self._copies = copies or HostCopies()
         self._lead = lead
+        self._drafts = MtpDrafts(model, kv, self._copies) if model.has_mtp else None
         self._starts: dict[int, SequenceStart] = {}
         self._tables = PageTables()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
@@ -182,7 +184,7 @@ class ModelRunner:
         self._layers.close()
         os.close(self._readable)
         os.close(self._signal)
-        del self._model, self._kv, self._decoder, self._sampler
+        del self._model, self._kv, self._decoder, self._sampler, self._drafts
 
     def _wake(self) -> None:
         """Have the driver call `poll`."""
@@ -273,16 +275,23 @@ class ModelRunner:
             self._sampler.start(start)
         if self._untold is None:
             self._tell(plan)
+        if self._drafts is not None:
+            self._drafts.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
         if not plan.slots:
             return _Outcome([], {}, {})
+        slots: Sequence[StepSlot] = plan.slots
         whole = frozenset(slot.sequence_id for slot in self._whole(plan))
         decoder = self._decoder
         if decoder is not None:
-            if not (whole or plan.report_layers) and decoder.takes(plan.slots):
-                return self._decode(decoder, plan.slots)
+            if not (whole or plan.report_layers) and decoder.takes(slots):
+                return self._decode(decoder, slots)
             decoder.interrupt()
+        read = whole
+        if self._drafts is not None:
+            slots = self._drafts.make(slots)
+            read = frozenset(slot.sequence_id for slot in slots)  # every state is kept
         kv, rule = self._kv, self._model.prefers_absorbed
-        inputs = build_inputs(plan.slots, whole, kv.page_shape, rule, self._tables, kv.home)
+        inputs = build_inputs(slots, read, kv.page_shape, rule, self._tables, kv.home)
         inputs = inputs.to(self._model.device)
 
         def after_write(layer: int) -> None:
@@ -300,7 +309,15 @@ class ModelRunner:
             self._model.stage.ranks.meet()
         failures = self._sampler.broken([slot.sequence_id for slot in asked])
         samples = [] if logits is None else self._sample(logits, asked, failures)
-        if not samples:  # they would have come behind all else
+        written = False
+        if self._drafts is not None:
+            written = self._drafts.keep(
+                inputs.output_rows,
+                hidden,
+                Counter(sample.sequence_id for sample in samples),
+                handed_on=plan.report_layers,
+            )
+        if written or not samples:  # samples would have come behind all else
             self._wait()
         return _Outcome(samples, logprobs, failures)
 
@@ -378,7 +395,7 @@ class ModelRunner:
     def _logprobs_wanted(self, sequence_id: int) -> bool:
         return self._starts[sequence_id].sampling.num_prompt_logprobs is not None
 
-    def _prompt_logprobs(self, rows: OutputRows, hidden: torch.Tensor) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, rows: SlotRows, hidden: torch.Tensor) -> list[TokenLogprobs]:
         start = self._starts[rows.slot.sequence_id]
         num = start.sampling.num_prompt_logprobs
         assert num is not None

@@ -241,8 +241,11 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         block_tokens=config.block_size,
         dtype=KV_DTYPES.get(config.kv_cache_dtype, model.dtype),
         weights_revision=model.revision,
+        with_mtp=_has_mtp(config),
     )
     shapes, gpu_node = _shapes(config, model), _gpu_node(config)
+    if _has_mtp(config):
+        _check_mtp(model, shapes)
     num_prefills, num_decodes, num_kvstores = _counts(config, shapes)
     num_ranks = num_prefills * shapes[Role.PREFILL].num_ranks
     num_ranks += num_decodes * shapes[Role.DECODE].num_ranks
@@ -332,6 +335,26 @@ def _shapes(config: ServeConfig, model: ModelPlan) -> dict[Role, Shape]:
     return shapes
 
 
+def _has_mtp(config: ServeConfig) -> bool:
+    """Whether the model's MTP layer makes drafts: then blocks hold its KV, too."""
+    return config.speculative_config is not None and config.speculative_config.method == "mtp"
+
+
+def _check_mtp(model: ModelPlan, shapes: Mapping[Role, Shape]) -> None:
+    """Raise ConfigError where drafts cannot be made by an MTP layer."""
+    if not model.spec.num_nextn_predict_layers:
+        raise ConfigError(
+            f"speculative-config: {model.path} has no MTP layer (num_nextn_predict_layers is 0); "
+            "the method ngram needs none"
+        )
+    several = [str(shape) for shape in shapes.values() if shape != Shape()]
+    if several:
+        raise ConfigError(
+            f"speculative-config: mtp is for engines of one rank, not {several[0]}; the method "
+            "ngram works with ranks"
+        )
+
+
 def _gpu_node(config: ServeConfig) -> GpuNode | None:
     """Return the hardware that a dry run names, if it does."""
     if config.hardware is None:
@@ -391,6 +414,7 @@ def _options(
         cache_dir=str(environment.cache_dir()),
         cpu_isa=environment.variables().get("ONEDNN_MAX_CPU_ISA"),
         weights_key=_weights_key(config),
+        with_mtp=_has_mtp(config),
         **values_of(config, ModelOptions),
     )
 

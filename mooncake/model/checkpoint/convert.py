@@ -23,7 +23,7 @@ from mooncake.model.checkpoint.quant_format import (
     is_quantized,
     parse_quantization,
 )
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_shapes import Shapes, mtp_shapes, tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.checkpoint.whole_directory import copy_beside, whole_directory
 
@@ -57,6 +57,7 @@ QUANTIZATION_CONFIGS: dict[str, dict[str, Any]] = {
             "lm_head",
             "re:.*self_attn.*",
             "re:.*shared_experts.*",
+            "re:.*eh_proj",
             r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
         ],
         "kv_cache_scheme": None,
@@ -74,7 +75,8 @@ def convert_checkpoint(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write `source` quantized as `format_name` ("fp8" or "int4") to the directory `out`.
+    """Write `source` quantized as `format_name` ("fp8" or "int4") to the directory `out`, with what
+    it has of MTP layers.
 
     Files beside the weights (tokenizer, templates) are copied. The directory appears whole or not
     at all. shard_bytes: of the source's weights, that go into one file.
@@ -125,7 +127,7 @@ def _write(
 ) -> None:
     quantization = parse_quantization(config)
     assert quantization is not None
-    shapes = tensor_shapes(checkpoint.spec)
+    shapes = _held_shapes(checkpoint)
     shards = list(_shards(checkpoint, list(shapes), shard_bytes))
     whole = sum(checkpoint.stored_bytes(name) for name in shapes)
     weight_map: dict[str, str] = {}
@@ -144,6 +146,16 @@ def _write(
         total += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (staging / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _held_shapes(checkpoint: Checkpoint) -> Shapes:
+    """Return all tensors of the model, and those of MTP layers that are there."""
+    spec = checkpoint.spec
+    shapes = tensor_shapes(spec)
+    for number in range(spec.num_nextn_predict_layers):
+        found = mtp_shapes(spec, number, with_copies=True)
+        shapes |= {name: shape for name, shape in found.items() if checkpoint.holds(name)}
+    return shapes
 
 
 def _shards(checkpoint: Checkpoint, names: list[str], limit: int) -> Iterator[list[str]]:

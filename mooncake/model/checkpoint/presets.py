@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 import mooncake
 from mooncake.base import CheckpointError, ConfigError, ModelSpec
 from mooncake.model.checkpoint.files import INDEX_NAME
-from mooncake.model.checkpoint.tensor_shapes import Shapes, tensor_shapes
+from mooncake.model.checkpoint.tensor_shapes import Shapes, mtp_shapes, tensor_shapes
 from mooncake.model.checkpoint.tokenizer_files import (
     NUM_SPECIAL,
     VOCABULARY_NAME,
@@ -219,6 +219,8 @@ def _write_weights(
     directory: Path, spec: ModelSpec, preset: Preset, seed: int, progress: Progress | None
 ) -> None:
     shapes = tensor_shapes(spec)
+    for layer in range(spec.num_nextn_predict_layers):
+        shapes |= mtp_shapes(spec, layer, with_copies=True)
     dtype = SPEC_DTYPES[spec.dtype]
     maker = _WeightMaker(spec, preset.num_base_tokens, seed)
     shards = list(_shards(shapes, dtype, preset.shard_bytes))
@@ -262,6 +264,13 @@ def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 
+_COPIED = {
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "shared_head.head.weight": "lm_head.weight",
+}
+"""What an MTP layer repeats of the model."""
+
+
 class _WeightMaker:
     """Random weights under which greedy decoding is steady, yet depends on the whole context.
 
@@ -270,6 +279,7 @@ class _WeightMaker:
     random cycle through the vocabulary: about every fifth token is decided by the context, the
     others win clearly, and generation does not fall into a loop. Experts and late layers are kept
     small beside the residual stream so that bf16 noise is not amplified from layer to layer.
+    MTP layers hand the embedding on, so that what pulls there is drafted.
     A tensor is a function of the seed, its name and its shape only.
     """
 
@@ -278,6 +288,7 @@ class _WeightMaker:
     OUTPUT_GAIN = 3.7
     SHARED_GAIN = 0.75
     EXPERT_GAIN = 0.3
+    JOIN_GAIN = 0.1
     PULL = 2.8
     BIAS_STD = 0.02
     NORM_STD = 0.1
@@ -290,7 +301,9 @@ class _WeightMaker:
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return tensor `name` as stored in a checkpoint of `dtype`."""
-        return torch.from_numpy(self._make(name, shape)).to(_dtype_of(name, dtype))
+        in_layer = name.split(".", 3)[-1]
+        made = self._make(_COPIED.get(in_layer, name), shape)
+        return torch.from_numpy(made).to(_dtype_of(name, dtype))
 
     def _make(self, name: str, shape: tuple[int, ...]) -> _Weights:
         values = self._random(name).standard_normal(shape, dtype=np.float32)
@@ -303,6 +316,8 @@ class _WeightMaker:
         values *= np.float32(self._gain(name) / math.sqrt(shape[-1]))
         if name == "lm_head.weight":
             self._shape_head(values)
+        if name.endswith("eh_proj.weight"):
+            values[:, : shape[0]] += np.eye(shape[0], dtype=np.float32)
         return values
 
     def _gain(self, name: str) -> float:
@@ -313,6 +328,8 @@ class _WeightMaker:
             return self.QUERY_GAIN
         if "o_proj" in name:
             return self.OUTPUT_GAIN / depth
+        if "eh_proj" in name:
+            return self.JOIN_GAIN
         if "down_proj" in name:
             return (self.EXPERT_GAIN if ".experts." in name else self.SHARED_GAIN) / depth
         return 1.0

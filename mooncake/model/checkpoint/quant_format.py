@@ -52,11 +52,13 @@ QuantFormat = Fp8Block | Int4Group
 
 _LINEAR = "_proj.weight", "_proj_with_mqa.weight"
 """How the names of linear layers end; the router (`mlp.gate`) and embeddings stay as they are."""
+_WIDE = "eh_proj.weight"
+"""What DeepSeek-V3 leaves as it is of an MTP layer: the product of its two inputs."""
 
 
 def is_quantized(quantization: QuantFormat | None, name: str) -> bool:
     """Whether a checkpoint of this format stores tensor `name` quantized."""
-    if quantization is None or not name.endswith(_LINEAR):
+    if quantization is None or not name.endswith(_LINEAR) or name.endswith(_WIDE):
         return False
     return quantization.quantizes(name.removesuffix(".weight"))
 

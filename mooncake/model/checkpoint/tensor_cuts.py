@@ -86,9 +86,11 @@ def cut_of(
 
 
 def is_held(spec: ModelSpec, name: str, layers: range) -> bool:
-    """Whether the stage of these layers has (its parts of) tensor `name`."""
+    """Whether the stage of these layers has (its parts of) tensor `name`; the last one has what
+    lies behind all layers.
+    """
     if name.startswith("model.layers."):
-        return int(name.split(".", 3)[2]) in layers
+        return min(int(name.split(".", 3)[2]), spec.num_hidden_layers - 1) in layers
     is_first, is_last = 0 in layers, spec.num_hidden_layers - 1 in layers
     if "embed_tokens" in name:
         return is_first or (is_last and spec.tie_word_embeddings)

@@ -10,8 +10,9 @@ from mooncake.base import ModelSpec
 Shapes = dict[str, tuple[int, ...]]
 
 
-def tensor_shapes(spec: ModelSpec, *, one_expert: bool = False) -> Shapes:
-    """Return every tensor a checkpoint of this shape holds, in the order of a forward pass.
+def tensor_shapes(spec: ModelSpec, *, one_expert: bool = False, with_mtp: bool = False) -> Shapes:
+    """Return every tensor that a model of this shape is made of, in the order of a forward pass;
+    with_mtp: those of its first MTP layer too.
 
     Linear weights are [out, in]; experts are one tensor each. `lm_head.weight` is left out when the
     embeddings are tied. one_expert: the first routed one of each layer stands for all.
@@ -19,18 +20,41 @@ def tensor_shapes(spec: ModelSpec, *, one_expert: bool = False) -> Shapes:
     shapes: Shapes = {"model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size)}
     for layer in range(spec.num_hidden_layers):
         prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (spec.hidden_size,)
-        shapes |= _attention(spec, prefix + "self_attn.")
-        shapes[prefix + "post_attention_layernorm.weight"] = (spec.hidden_size,)
-        if layer < spec.first_k_dense_replace:
-            shapes |= _mlp(spec.hidden_size, spec.intermediate_size, prefix + "mlp.")
-        else:
-            num_experts = 1 if one_expert else spec.n_routed_experts
-            shapes |= _moe(spec, prefix + "mlp.", num_experts)
+        dense = layer < spec.first_k_dense_replace
+        shapes |= _layer(spec, prefix, dense=dense, one_expert=one_expert)
     shapes["model.norm.weight"] = (spec.hidden_size,)
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    if with_mtp:
+        shapes |= mtp_shapes(spec, 0, one_expert=one_expert)
     return shapes
+
+
+def mtp_shapes(
+    spec: ModelSpec, number: int, *, with_copies: bool = False, one_expert: bool = False
+) -> Shapes:
+    """Return the tensors of MTP layer `number`, which follows the model's layers (DeepSeek-V3).
+
+    with_copies: also what a checkpoint repeats there, the model's embedding and head.
+    """
+    hidden, prefix = spec.hidden_size, f"model.layers.{spec.num_hidden_layers + number}."
+    shapes: Shapes = {prefix + f"{name}.weight": (hidden,) for name in ("enorm", "hnorm")}
+    shapes[prefix + "eh_proj.weight"] = (hidden, 2 * hidden)
+    shapes |= _layer(spec, prefix, dense=False, one_expert=one_expert)
+    shapes[prefix + "shared_head.norm.weight"] = (hidden,)
+    if with_copies:
+        for name in ("embed_tokens", "shared_head.head"):
+            shapes[prefix + f"{name}.weight"] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def _layer(spec: ModelSpec, prefix: str, *, dense: bool, one_expert: bool) -> Shapes:
+    shapes: Shapes = {prefix + "input_layernorm.weight": (spec.hidden_size,)}
+    shapes |= _attention(spec, prefix + "self_attn.")
+    shapes[prefix + "post_attention_layernorm.weight"] = (spec.hidden_size,)
+    if dense:
+        return shapes | _mlp(spec.hidden_size, spec.intermediate_size, prefix + "mlp.")
+    return shapes | _moe(spec, prefix + "mlp.", 1 if one_expert else spec.n_routed_experts)
 
 
 def _attention(spec: ModelSpec, prefix: str) -> Shapes:

@@ -99,8 +99,8 @@ class Checkpoint:
     def check_names(self, expected: Iterable[str]) -> None:
         """Compare with the names a model needs.
 
-        Extra prediction layers (MTP, `model.layers.N` past the last layer) and saved `inv_freq`
-        tables are passed over.
+        MTP layers (`model.layers.N` past the last layer), whatever is there of them, and saved
+        `inv_freq` tables are passed over.
 
         Raises:
             CheckpointError: tensors are missing or there are some the model does not know.
@@ -115,6 +115,10 @@ class Checkpoint:
                 problems.append(f"{len(first)} {kind} tensors: {shown}{more}")
         if problems:
             raise CheckpointError(f"{self.path}: {'; '.join(problems)}")
+
+    def holds(self, name: str) -> bool:
+        """Whether tensor `name` is there, in any format."""
+        return name in self._homes or f"{name}_packed" in self._homes
 
     def stored_bytes(self, name: str) -> int:
         """Return the bytes on disk of `name`, all its parts together."""

@@ -168,8 +168,8 @@ class Conductor:
             return (
                 f"its KVCache layout {layout.fingerprint} ({layout.block_tokens} tokens a block) "
                 f"is not the cluster's {self._layout.fingerprint} "
-                f"({self._layout.block_tokens}): start it with the same model, weights, KV dtype "
-                "and block size"
+                f"({self._layout.block_tokens}): start it with the same model, weights, KV dtype, "
+                "block size and method of drafts"
             )
         self._block_bytes = max(self._block_bytes, hello.block_bytes)
         view = self._views[hello.worker.worker_id] = InstanceView.of(hello)

@@ -19,13 +19,17 @@ SETTINGS: dict[str, Any] = {"max_model_len": 512, "block_size": 32}
 NGRAM = SpeculativeConfig(
     method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3
 )
+MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
+METHODS = {"ngram": NGRAM, "mtp": MTP}
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10] * 30, list(range(11, 50)), [400, 3]]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("checkpoints") / "nano"
-    return init_checkpoint("k2-nano", seed=3, out=out, dtype="float32")
+    return init_checkpoint(
+        "k2-nano", seed=3, out=out, dtype="float32", overrides={"num_nextn_predict_layers": 1}
+    )
 
 
 def samplings(model: Path) -> list[dict[str, Any]]:
@@ -59,11 +63,15 @@ def truth(model: Path) -> list[list[int]]:
         return answers(cluster, model)
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", [(0, 1, 0), (1, 1, 1)])
-def test_any_layout(model: Path, truth: list[list[int]], layout: tuple[int, int, int]) -> None:
+def test_any_layout(
+    model: Path, truth: list[list[int]], layout: tuple[int, int, int], method: str
+) -> None:
     prefill, decode, kvstore = layout
+    speculation = METHODS[method]
     with model_cluster(
-        model, prefill, decode, kvstore=kvstore, speculative_config=NGRAM, **SETTINGS
+        model, prefill, decode, kvstore=kvstore, speculative_config=speculation, **SETTINGS
     ) as cluster:
         assert answers(cluster, model) == truth
         assert answers(cluster, model) == truth, "from the cache"
@@ -72,7 +80,7 @@ def test_any_layout(model: Path, truth: list[list[int]], layout: tuple[int, int,
 
 def test_preemption(model: Path) -> None:
     found = []
-    for num_pages, speculation in ((64, None), (10, NGRAM)):
+    for num_pages, speculation in ((64, None), (10, NGRAM), (10, MTP)):
         settings = {**SETTINGS, "max_model_len": 256, "num_gpu_blocks_override": num_pages}
         with model_cluster(
             model, 0, 1, kvstore=0, speculative_config=speculation, **settings
@@ -86,11 +94,15 @@ def test_preemption(model: Path) -> None:
             found.append([answer.tokens for answer in asked])
             assert (cluster.counter("preemptions") > 0) == (num_pages == 10)
             assert (cluster.counter(ACCEPTED_TOKENS) > 0) == (speculation is not None)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
-def test_another_worker_goes_on_with_an_answer(model: Path, truth: list[list[int]]) -> None:
-    with model_cluster(model, 1, 2, speculative_config=NGRAM, **SETTINGS) as cluster:
+@pytest.mark.parametrize("method", METHODS)
+def test_another_worker_goes_on_with_an_answer(
+    model: Path, truth: list[list[int]], method: str
+) -> None:
+    speculation = METHODS[method]
+    with model_cluster(model, 1, 2, speculative_config=speculation, **SETTINGS) as cluster:
         for number, expected in enumerate(truth[: len(PROMPTS)]):
             answer = cluster.submit(request(f"r{number}", PROMPTS[number], NUM_TOKENS))
             if number == 1:

@@ -77,7 +77,7 @@ class ModelCluster:
         plan = change_plan(make_plan(config, cores=1))
         network = InprocNetwork()
         channel = InprocChannel(network, "gateway", encode=True)
-        model = source or open_model(str(plan.model.path), plan.model.dtype)
+        model = source or open_model(str(plan.model.path), plan.model.dtype, plan.options)
         self.layout = plan.layout
         ids = SeededIds(7)
         self.events = EventList()

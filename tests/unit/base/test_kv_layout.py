@@ -74,7 +74,8 @@ def test_the_fingerprint_follows_everything_the_bytes_depend_on() -> None:
     same = fingerprint()
     assert fingerprint() == same
     changes = [{"block_tokens": 32}, {"dtype": "float32"}, {"weights_revision": "s"}]
-    assert len({same, *(fingerprint(**change) for change in changes)}) == 4
+    changes.append({"with_mtp": True})
+    assert len({same, *(fingerprint(**change) for change in changes)}) == 5
 
 
 def test_for_model_reads_the_shape_from_the_spec() -> None:
@@ -82,3 +83,6 @@ def test_for_model_reads_the_shape_from_the_spec() -> None:
     shape = KvLayout.for_model(spec, block_tokens=16, dtype="float32", weights_revision="r")
     assert shape.num_layers == spec.num_hidden_layers
     assert shape.kv_width == spec.kv_lora_rank + spec.qk_rope_head_dim
+    settings = {"block_tokens": 16, "dtype": "float32", "weights_revision": "r"}
+    wider = KvLayout.for_model(spec, **settings, with_mtp=True)
+    assert wider.block_bytes - shape.block_bytes == shape.slice_bytes == wider.slice_bytes

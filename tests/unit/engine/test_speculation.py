@@ -65,6 +65,7 @@ def wrong(sequence: Sequence, at: int) -> int:
     ("changes", "message"),
     [
         ({"method": "magic"}, "method: 'magic' is not one of ngram"),
+        ({"method": "mtp"}, "prompt_lookup_max: the method mtp looks up nothing"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: 0 is not a whole number of 1 to"),
         ({"num_speculative_tokens": 33}, "num_speculative_tokens: 33 is not"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens: True is not"),

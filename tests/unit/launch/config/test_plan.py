@@ -250,6 +250,26 @@ def test_layouts_differ_by_weights(tmp_path: Path, model: Path) -> None:
     assert plan_for(other).layout.fingerprint != same.fingerprint
 
 
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+
+
+def test_an_mtp_layer_has_weights_and_kv(tmp_path: Path) -> None:
+    model = write_config_only(tmp_path / "mtp", num_nextn_predict_layers=1)
+    plan, plain = plan_for(model, speculative_config=MTP), plan_for(model)
+    assert (plan.options.with_mtp, plain.options.with_mtp) == (True, False)
+    assert plan.layout.block_bytes * 3 == plain.layout.block_bytes * 4
+    assert plan.layout.fingerprint != plain.layout.fingerprint
+    assert rank_of(plan).weights > rank_of(plain).weights
+
+
+def test_where_an_mtp_layer_cannot_draft_says_so(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no MTP layer .* the method ngram needs none"):
+        plan_for(model, speculative_config=MTP)
+    other = write_config_only(tmp_path / "mtp", num_nextn_predict_layers=1)
+    with pytest.raises(ConfigError, match=r"mtp is for engines of one rank, not tp2; the method"):
+        plan_for(other, speculative_config=MTP, tensor_parallel_size=2, dry_run=True)
+
+
 def test_a_cluster_is_ready_with_what_it_was_planned_with(model: Path) -> None:
     def needs_prefill(**settings: Any) -> bool:
         return plan_for(model, **settings).scheduler.needs_prefill

@@ -14,7 +14,7 @@ from mooncake.base import ConfigError
 from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS, convert_checkpoint
 from mooncake.model.checkpoint.presets import init_checkpoint
 from mooncake.model.checkpoint.quant_format import Fp8Block, Int4Group
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_shapes import mtp_shapes, tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.loading import load_model
 from tests.support.model.tiny_models import (
@@ -120,6 +120,27 @@ def test_a_preset_converts_and_is_smaller(tmp_path: Path, name: str) -> None:
     for tensor in after.names():
         got, wanted = (c.tensor(tensor, shapes[tensor]).float() for c in (after, before))
         assert float((got - wanted).norm()) <= 0.15 * float(wanted.norm()), tensor
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_mtp_layer_is_kept(tmp_path: Path, name: str) -> None:
+    wide = {"num_nextn_predict_layers": 1, "hidden_size": 128}
+    plain = init_checkpoint("k2-nano", 0, tmp_path / "plain", overrides=wide)
+    out = convert_checkpoint(plain, tmp_path / "out", name)
+    before, after = Checkpoint.open(plain), Checkpoint.open(out)
+    found, prefix = stored(out), "model.layers.3."
+    for tensor, shape in mtp_shapes(before.spec, 0, with_copies=True).items():
+        got, wanted = (c.tensor(tensor, shape).float() for c in (after, before))
+        assert float((got - wanted).norm()) <= 0.15 * float(wanted.norm()), tensor
+    assert found[prefix + "eh_proj.weight"][0] == torch.bfloat16
+    for copied in ("embed_tokens", "shared_head.head"):
+        assert found[prefix + f"{copied}.weight"][0] == torch.bfloat16
+    expert = prefix + "mlp.experts.3.down_proj.weight"
+    assert f"{expert}_{'scale_inv' if name == 'fp8' else 'packed'}" in found
+    models = [
+        load_model(c, dtype=torch.bfloat16, device=CPU, with_mtp=True) for c in (before, after)
+    ]
+    assert all(model.has_mtp for model in models)
 
 
 def test_an_unknown_format_or_a_full_directory_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from mooncake.model.checkpoint.presets import (
     preset_config,
     write_preset_files,
 )
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_shapes import mtp_shapes, tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
 
 
@@ -236,3 +236,20 @@ class TestInTransformers:
         assert checkpoint.spec.yarn == ours.spec.yarn
         for name, shape in shapes.items():
             assert torch.equal(checkpoint.tensor(name, shape), ours.tensor(name, shape).float())
+
+
+def test_an_mtp_layer_repeats_embedding_and_head(tmp_path: Path) -> None:
+    layers = {"num_nextn_predict_layers": 2}
+    checkpoint = Checkpoint.open(init_checkpoint("k2-nano", 0, tmp_path / "nano", overrides=layers))
+    shapes = tensor_shapes(checkpoint.spec)
+    checkpoint.check_names(shapes)
+    for number in range(2):
+        found = mtp_shapes(checkpoint.spec, number, with_copies=True)
+        made = {name.split(".", 3)[-1]: checkpoint.tensor(name, found[name]) for name in found}
+        for own, of_model in (
+            ("embed_tokens", "model.embed_tokens"),
+            ("shared_head.head", "lm_head"),
+        ):
+            name = f"{of_model}.weight"
+            assert torch.equal(made[f"{own}.weight"], checkpoint.tensor(name, shapes[name]))
+        assert made["eh_proj.weight"].float().diag().mean() > 0.9
