@@ -22,7 +22,7 @@ from mooncake.crypto.keys import KeyRing
 from mooncake.engine.step_log import Held, RankStep, StepReader, UsePages, decode
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
-from mooncake.model.inputs import OutputRows, PageTables, build_inputs
+from mooncake.model.inputs import PageTables, SlotRows, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
@@ -81,7 +81,7 @@ class Follower:
         self._model.stage.ranks.meet()
 
     def _make_logits(
-        self, output_rows: Sequence[OutputRows], hidden: torch.Tensor, counts: Mapping[int, int]
+        self, output_rows: Sequence[SlotRows], hidden: torch.Tensor, counts: Mapping[int, int]
     ) -> None:
         """Make this rank's part of the logits that the lead makes."""
         for rows in output_rows:
