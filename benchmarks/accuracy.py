@@ -2,8 +2,10 @@
 
 Each row is a server of its own, asked the same held-out samples of every task as `mooncake eval`
 does, greedily. Rows are compared with the first, bfloat16 weights in one process: a row is lower
-where it loses more than one standard error of the first row's accuracy. `--json` keeps each task's
-figures.
+where it loses more than one standard error of the first row's accuracy. Before it is asked, a
+server has to show that it is what its row says: workers, ranks, bytes of a token's KV, stored
+experts. Where weights or KV are quantized, the likelihoods of a text have to differ from the first
+row's, too. `--json` keeps each task's figures.
 """
 
 from __future__ import annotations
@@ -13,44 +15,75 @@ import json
 import math
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.support.servers import SERVED_NAME, load, machine, ours, running
+from safetensors import safe_open
+
+from benchmarks.support.servers import SERVED_NAME, Server, load, machine, ours, running
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.evaluate import Endpoint, Score, evaluate
 from mooncake.bench.http_client import HttpClient
 from mooncake.launch.config.shipped import DEMO, checkpoint
 from mooncake.model.checkpoint.convert import convert_checkpoint
+from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.tasks.mix import TASKS, evaluation_samples
 from mooncake.tasks.sample import Sample
 
 MAX_TOKENS = 192
-ONE_PROCESS = ("--colocated",)
-RANKS = ("--colocated", "--tensor-parallel-size", "2")
+KV_BYTES = 64 * 2**20
+KV = ("--kv-cache-memory-bytes", str(KV_BYTES))
+ONE_PROCESS = ("--colocated", *KV)
+RANKS = (*ONE_PROCESS, "--tensor-parallel-size", "2")
+EXPERT = "model.layers.1.mlp.experts.0.down_proj."
+STORED = {"bf16": "weight BF16", "fp8": "weight F8_E4M3", "int4": "weight_packed I32"}
+"""What a checkpoint stores of an expert, by form of weights."""
+PROBE = "What is Mooncake? Mooncake is a serving engine for Kimi K2. The code of Ada is 4821. " * 3
 
 
 @dataclass(frozen=True)
 class Form:
-    """One row: how the weights lie, and how the server is laid out."""
+    """One row: how weights and KV lie, and how the server is laid out."""
 
     name: str
     flags: Sequence[str]
     weights: str = "bf16"
     """bf16, or what `mooncake model convert --to` makes."""
+    ranks: str = ""
+    """What `serve` calls the ranks of its engine; none: it has one."""
+    roles: frozenset[str] = frozenset({"decode"})
+
+    @property
+    def quantized_kv(self) -> bool:
+        return "--kv-cache-dtype" in self.flags
+
+    @property
+    def quantized(self) -> bool:
+        return self.weights != "bf16" or self.quantized_kv
 
 
+FP8_KV = ("--kv-cache-dtype", "fp8")
+TWO, POOLED = frozenset({"prefill", "decode"}), frozenset({"prefill", "decode", "kvstore"})
+PLAIN = Form("bf16, one process", ONE_PROCESS)
 FORMS = (
-    Form("bf16, one process", ONE_PROCESS),
+    PLAIN,
     Form("FP8 weights", ONE_PROCESS, "fp8"),
     Form("INT4 weights", ONE_PROCESS, "int4"),
-    Form("FP8 KV", (*ONE_PROCESS, "--kv-cache-dtype", "fp8")),
-    Form("1 prefill + 1 decode", ("--kvstore", "0")),
-    Form("1 prefill + 1 decode + pool", ()),
-    Form("TP2", RANKS),
-    Form("TP2 + DCP2", (*RANKS, "--decode-context-parallel-size", "2")),
+    Form("FP8 KV", (*ONE_PROCESS, *FP8_KV)),
+    Form("1 prefill + 1 decode", ("--kvstore", "0", *KV), roles=TWO),
+    Form("1 prefill + 1 decode + pool", KV, roles=POOLED),
+    Form("TP2", RANKS, ranks="2 ranks (tp2)"),
+    Form("TP2 + DCP2", (*RANKS, "--decode-context-parallel-size", "2"), ranks="2 ranks (tp2-dcp2)"),
 )
+TOGETHER = (
+    Form("FP8 weights and KV", (*ONE_PROCESS, *FP8_KV), "fp8"),
+    Form("INT4 weights, 1 prefill + 1 decode + pool", KV, "int4", roles=POOLED),
+    FORMS[-1],
+)
+"""All of them in fewer servers, for tests."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +92,8 @@ class Row:
 
     form: Form
     scores: Sequence[Score]
+    likelihoods: Sequence[float]
+    """Of the tokens of a text."""
 
     @property
     def num_samples(self) -> int:
@@ -75,6 +110,10 @@ class Row:
     def keeps(self, first: Row) -> bool:
         """Whether the accuracy is at most one standard error below that of `first`."""
         return self.accuracy >= first.accuracy - first.standard_error
+
+    def unlike(self, first: Row) -> bool:
+        """Whether what is quantized here had an effect."""
+        return not self.form.quantized or list(self.likelihoods) != list(first.likelihoods)
 
     def failures(self) -> list[str]:
         return [why for score in self.scores for why in score.failures]
@@ -118,6 +157,45 @@ THRESHOLDS: Mapping[str, float] = {
 standard errors of so few samples (`tests/integration/serve`)."""
 
 
+def asked(url: str, body: Mapping[str, Any] | None = None) -> Any:
+    """Return what a GET, or the POST of a body, answers in JSON."""
+    headers = {"Content-Type": "application/json"}
+    sent = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, sent, headers)) as answer:
+        return json.load(answer)
+
+
+def check_in_use(form: Form, directory: Path, server: Server) -> None:
+    """Raise RuntimeError where what is served is not `form`."""
+    stored = set()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(EXPERT)]  # noqa: SIM118
+            stored |= {f"{n.removeprefix(EXPERT)} {file.get_slice(n).get_dtype()}" for n in names}
+    status = asked(server.url + "/v1/cluster/status")
+    workers = {worker["role"]: worker for worker in status["workers"]}
+    blocks = workers["decode"]["load"]["num_total_blocks"]
+    spec = Checkpoint.open(directory).spec
+    width = spec.num_hidden_layers * spec.kv_width * (1 if form.quantized_kv else 2)
+    found = {
+        "stored experts": (STORED[form.weights] in stored, True),
+        "roles": (set(workers), set(form.roles)),
+        "KV bytes a token": (round(KV_BYTES / blocks / 64), width),
+        "ranks": (form.ranks in server.log.read_text(), True),
+        "one rank": ("2 ranks" in server.log.read_text(), bool(form.ranks)),
+    }
+    for what, (given, wanted) in found.items():
+        if given != wanted:
+            raise RuntimeError(f"{form.name}: {what}: {given}, where it should be {wanted}")
+
+
+def likelihoods_of(url: str) -> list[float]:
+    """Return the log probabilities of the tokens of a text."""
+    body = {"model": SERVED_NAME, "prompt": PROBE, "max_tokens": 1, "echo": True, "logprobs": 0}
+    [choice] = asked(url + "/v1/completions", body)["choices"]
+    return [value for value in choice["logprobs"]["token_logprobs"] if value is not None]
+
+
 def measure(
     model: Path, forms: Sequence[Form], samples: Mapping[str, Sequence[Sample]]
 ) -> list[Row]:
@@ -130,7 +208,10 @@ def measure(
                 directory = Path(place, form.weights)
                 convert_checkpoint(model, directory, form.weights)
             with running(ours(form.name, directory, *form.flags)) as server:
-                rows.append(Row(form, scores_of(server.url, SERVED_NAME, samples)))
+                check_in_use(form, directory, server)
+                likelihoods = likelihoods_of(server.url)
+                scores = scores_of(server.url, SERVED_NAME, samples)
+                rows.append(Row(form, scores, likelihoods))
             print(table([rows[0], rows[-1]]).splitlines()[-1], file=sys.stderr, flush=True)
     return rows
 
@@ -157,4 +238,7 @@ def main(argv: Sequence[str]) -> int:
     failures = [why for row in rows for why in row.failures()]
     for why in failures[:3]:
         print(f"failed: {why}", file=sys.stderr)
-    return 1 if failures or not all(row.keeps(rows[0]) for row in rows) else 0
+    without = [row.form.name for row in rows if not row.unlike(rows[0])]
+    for name in without:
+        print(f"{name}: likelihoods are those of the first row", file=sys.stderr)
+    return 1 if failures or without or not all(row.keeps(rows[0]) for row in rows) else 0

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
+
+from mooncake.bench.tool_calls import fault_of_calls
 
 TIMEOUT_S = 3600.0
 
@@ -52,7 +53,9 @@ class Tally:
             self.finish_stop += 1
         elif choice["finish_reason"] == "tool_calls":
             self.finish_tool_calls += 1
-            fault = fault_of_calls(request, choice["message"].get("tool_calls") or [])
+            fault = fault_of_calls(
+                request.get("tools") or [], choice["message"].get("tool_calls") or []
+            )
             if fault is None:
                 self.num_valid += 1
             else:
@@ -62,25 +65,6 @@ class Tally:
         else:
             self.finish_others += 1
         return None
-
-
-def fault_of_calls(request: dict[str, Any], calls: list[dict[str, Any]]) -> str | None:
-    """Return what is wrong with the first wrong call, None when all are right."""
-    tools = {tool["function"]["name"]: tool["function"] for tool in request.get("tools") or []}
-    if not calls:
-        return "no call: finish_reason says tool_calls"
-    for call in calls:
-        name = call["function"]["name"]
-        if name not in tools:
-            return f"unknown tool: {name}"
-        try:
-            arguments = json.loads(call["function"]["arguments"])
-            jsonschema.validate(arguments, tools[name].get("parameters") or {"type": "object"})
-        except json.JSONDecodeError as error:
-            return f"arguments are no JSON: {error}"
-        except jsonschema.ValidationError as error:
-            return f"arguments against the schema: {error.message}"
-    return None
 
 
 async def ask(

@@ -87,10 +87,12 @@ def vllm_cpu(model: Path) -> Layout | None:
 class Server:
     """A running server and its processes."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self._process = process
         self.url = f"http://127.0.0.1:{port}"
         self.port = port
+        self.log = log
+        """What it says while it starts and runs."""
 
     def cpu_s(self) -> float:
         """Return the CPU time that its processes have taken so far, in seconds."""
@@ -118,7 +120,7 @@ def running(layout: Layout) -> Iterator[Server]:
         )
     try:
         _await_health(process, port, log)
-        yield Server(process, port)
+        yield Server(process, port, log)
     finally:
         _end(process)
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from mooncake.bench.http_client import HttpClient, RequestFailed
+from mooncake.bench.tool_calls import ToolCalls
 from mooncake.tasks.sample import Message, Sample
 
 ENDPOINT = "/v1/chat/completions"
@@ -41,6 +42,8 @@ class Score:
     """Why requests got no answer; those samples count as wrong."""
     wrong: list[dict[str, Any]] = field(default_factory=list)
     """The first few wrong answers: what was asked, wanted and given."""
+    tool_calls: ToolCalls = field(default_factory=ToolCalls)
+    """Of the requests with tools that were answered."""
 
     @property
     def accuracy(self) -> float:
@@ -57,6 +60,7 @@ class Score:
             "samples": self.num_samples, "accuracy": self.accuracy,
             "standard_error": self.standard_error, "failed": len(self.failures),
             "failures": self.failures[:MAX_WRONG_KEPT], "wrong": self.wrong,
+            **({"tool_calls": self.tool_calls.document()} if self.tool_calls.num_answers else {}),
         }  # fmt: skip
 
 
@@ -97,6 +101,8 @@ async def evaluate(
                 _judge(scores[task], sample, await _ask(endpoint, sample))
             except RequestFailed as error:
                 scores[task].failures.append(str(error))
+            except (LookupError, TypeError) as error:
+                scores[task].failures.append(f"calls without a name or arguments: {error!r}")
             advance()
 
     async with asyncio.TaskGroup() as group:
@@ -105,7 +111,11 @@ async def evaluate(
     return list(scores.values())
 
 
-def _judge(score: Score, sample: Sample, answer: Message) -> None:
+def _judge(score: Score, sample: Sample, choice: Mapping[str, Any]) -> None:
+    answer = choice["message"]
+    if sample.tools:
+        wanted, given = bool(sample.answer.get("tool_calls")), answer.get("tool_calls") or ()
+        score.tool_calls.add(wanted, choice.get("finish_reason") or "", given, sample.tools)
     if sample.accepts(answer):
         score.num_right += 1
     elif len(score.wrong) < MAX_WRONG_KEPT:
@@ -113,8 +123,8 @@ def _judge(score: Score, sample: Sample, answer: Message) -> None:
         score.wrong.append({"asked": asked, "wanted": sample.answer, "given": answer})
 
 
-async def _ask(endpoint: Endpoint, sample: Sample) -> Message:
-    """Return the message that the endpoint answers with.
+async def _ask(endpoint: Endpoint, sample: Sample) -> Mapping[str, Any]:
+    """Return the choice that the endpoint answers with: a message, and why it finished.
 
     Raises:
         RequestFailed: it did not answer, or not with a message.
@@ -131,6 +141,6 @@ async def _ask(endpoint: Endpoint, sample: Sample) -> Message:
         raise RequestFailed(f"{answer.status} {answer.reason}: {bytes(body[:500]).decode()}")
     try:
         [choice, *_] = msgspec.json.decode(bytes(body))["choices"]
-        return msgspec.convert(choice["message"], dict[str, Any])
+        return {**choice, "message": msgspec.convert(choice["message"], dict[str, Any])}
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
         raise RequestFailed(f"no message in the answer: {bytes(body[:200])!r}") from error

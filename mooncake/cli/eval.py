@@ -39,6 +39,7 @@ def run(wanted: Eval) -> int:
 async def _run(wanted: Eval, client: Any) -> int:
     from mooncake.bench.evaluate import Endpoint, evaluate
     from mooncake.bench.serve import first_model
+    from mooncake.bench.tool_calls import ToolCalls
 
     headers = {"Authorization": f"Bearer {wanted.api_key}"} if wanted.api_key else {}
     console = Console(stderr=True)
@@ -70,9 +71,18 @@ async def _run(wanted: Eval, client: Any) -> int:
             str(len(score.failures)),
         )
     Console().print(table)
+    tools = ToolCalls.total(score.tool_calls for score in scores)
+    if tools.num_answers:
+        print(
+            f"{tools.num_answers} answers to requests with tools: trigger similarity "
+            f"{_share(tools.trigger_similarity)}, schema accuracy {_share(tools.schema_accuracy)} "
+            f"of {tools.num_called} that call"
+        )
     if wanted.json is not None:
         tasks = {score.task: score.document() for score in scores}
-        document = {"model": model, "seed": wanted.seed, "tasks": tasks}
+        document = {
+            "model": model, "seed": wanted.seed, "tasks": tasks, "tool_calls": tools.document(),
+        }  # fmt: skip
         Path(wanted.json).write_text(json.dumps(document, indent=1) + "\n")
     failures = [why for score in scores for why in score.failures]
     for why in failures[:3]:
@@ -84,6 +94,10 @@ async def _run(wanted: Eval, client: Any) -> int:
     return 1 if failures or below else 0
 
 
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
 COMMANDS = (
     Command(
         words="eval", summary="count right answers of an OpenAI endpoint", settings=Eval, run=run,
@@ -93,6 +107,8 @@ COMMANDS = (
         "--at-least addition=0.95",
         notes="Samples are generated and none was trained on by `mooncake train`; answers are "
         "greedy. A chat\nquestion is right where the answer is word for word the one that k2-demo "
-        "learns.",
+        "learns. Over requests with\ntools it shows the measures of Moonshot's K2 Vendor "
+        "Verifier: trigger similarity (F1 of calling\nat all) and schema accuracy (answers whose "
+        "calls fit what was declared).",
     ),
 )  # fmt: skip

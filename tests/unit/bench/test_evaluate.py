@@ -11,6 +11,7 @@ import pytest
 
 from mooncake.bench.evaluate import Endpoint, Score, body_of, evaluate
 from mooncake.bench.http_client import Answer, RequestFailed
+from mooncake.bench.tool_calls import ToolCalls
 from mooncake.tasks.mix import evaluation_samples
 from mooncake.tasks.sample import Sample
 
@@ -121,3 +122,26 @@ def test_so_many_are_open_and_no_more() -> None:
     asyncio.run(evaluate(endpoint(client), samples, 4, advance))
     assert client.most_open == 4
     assert steps == len(client.bodies) == 20
+
+
+def test_tool_calls_are_measured_by_task() -> None:
+    samples = {task: evaluation_samples(task, 4, seed=0) for task in ("tool_call", "no_tool")}
+    call = {"id": "x", "type": "function", "function": {"name": "none", "arguments": "{}"}}
+
+    def reply(asked: dict[str, Any]) -> tuple[int, bytes]:
+        choice = {"message": {"tool_calls": [call]}, "finish_reason": "tool_calls"}
+        return 200, json.dumps({"choices": [choice]}).encode()
+
+    asked, left = scores(samples, reply)
+    assert asked.tool_calls == ToolCalls(called=4)
+    assert left.tool_calls == ToolCalls(called_wrongly=4)
+    assert asked.document()["tool_calls"]["schema_accuracy"] == 0.0
+    [sums] = scores({"addition": evaluation_samples("addition", 1, seed=0)}, reply)
+    assert "tool_calls" not in sums.document()
+
+
+def test_a_call_without_a_name_is_a_failure() -> None:
+    samples = {"tool_call": evaluation_samples("tool_call", 1, seed=0)}
+    [score] = scores(samples, lambda asked: says({"tool_calls": [{"function": {}}]}))
+    assert score.num_right == 0
+    assert "without a name" in score.failures[0]

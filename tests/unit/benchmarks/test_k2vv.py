@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from benchmarks.k2vv import fault_of_calls, measure, read_requests
+from benchmarks.k2vv import measure, read_requests
 
 TOOLS = [
     {
@@ -26,24 +25,6 @@ TOOLS = [
 
 def call(name: str, arguments: str) -> dict[str, Any]:
     return {"id": "x", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-@pytest.mark.parametrize(
-    ("calls", "fault"),
-    [
-        ([call("go", '{"a": 1}'), call("bare", "{}")], None),
-        ([call("go", '{"a": "1"}')], "arguments against the schema"),
-        ([call("go", '{"a": 1')], "arguments are no JSON"),
-        ([call("went", "{}")], "unknown tool"),
-        ([call("bare", "[]")], "arguments against the schema"),
-        ([call("go", "{}"), call("went", "{}")], "unknown tool"),
-        ([], "no call"),
-    ],
-)
-def test_what_is_a_right_call(calls: list[dict[str, Any]], fault: str | None) -> None:
-    found = fault_of_calls({"tools": TOOLS}, calls)
-    assert (found or "").startswith(fault or "")
-    assert (found is None) is (fault is None)
 
 
 def test_the_share_of_right_answers() -> None:

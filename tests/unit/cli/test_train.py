@@ -113,7 +113,7 @@ class Server:
         self, method: str, path: str, headers: dict[str, str], body: bytes, on_data: Any
     ) -> Answer:
         asked = json.loads(body)["messages"][-1]["content"]
-        message = self._right[asked]
+        message = self._right.get(asked, {"content": "?"})
         on_data(json.dumps({"choices": [{"message": message}]}).encode(), 0.0)
         return Answer(200, "OK")
 
@@ -143,6 +143,16 @@ def test_scores_are_shown_and_written(
     assert document["tasks"]["addition"]["accuracy"] == 1.0
     assert document["tasks"]["addition"]["standard_error"] == 0.0
     assert "100.0%" in capsys.readouterr().out
+
+
+def test_calls_of_tools_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluated(monkeypatch, False, tasks="addition") == 0
+    assert "trigger similarity" not in capsys.readouterr().out
+    assert evaluated(monkeypatch, False, tasks="tool_call") == 0
+    said = capsys.readouterr().out
+    assert "5 answers to requests with tools: trigger similarity 0.0%, schema accuracy -" in said
 
 
 def test_a_score_below_the_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
