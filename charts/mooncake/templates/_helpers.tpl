@@ -367,7 +367,7 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --headless \
 
 {{- define "mooncake.gateway" -}}
 exec mooncake serve {{ .root.Values.model.path | squote }} --role gateway \
-  --join {{ .head }}:6379 --bind-host "$POD_IP" --node-id "$NODE_NAME" \
+  --join {{ .head }}:6379 --join-timeout 1800 --bind-host "$POD_IP" --node-id "$NODE_NAME" \
   --host 0.0.0.0 --port 8000 --shutdown-timeout {{ .values.drainSeconds }}
 {{- if .root.Values.secret.apiKeys }} \
   --api-keys-file /etc/mooncake/keys.yaml
@@ -382,7 +382,7 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --role gateway \
 head={{ .head }}:6379
 ray start --address="$head" --node-ip-address="$POD_IP" --num-cpus=0 \
   --disable-usage-stats --object-store-memory=104857600
-exec mooncake serve {{ .root.Values.model.path | squote }} --role {{ .role }} --join "$head" \
+exec mooncake serve {{ .root.Values.model.path | squote }} --role {{ .role }} --join "$head" --join-timeout 1800 \
   --node-id "$NODE_NAME" --shutdown-timeout {{ .values.drainSeconds }} \
   --bind-host "$POD_IP" --health-host "$POD_IP" --health-port 8200
 {{- include "mooncake.portTls" (dict "root" .root "port" "health") }}

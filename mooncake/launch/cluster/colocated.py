@@ -70,6 +70,9 @@ class ColocatedWorkers:
         if self._model is not None:
             self._model.close()
 
+    def hurry(self) -> None:
+        pass  # it waits for none
+
     def gone(self) -> str:
         broken = "" if self._cluster is None else self._cluster.broken
         return broken and f"{broken}; start it again"

@@ -45,8 +45,9 @@ class GatewayProcess:
         clock: Clock | None = None,
         gateway_id: str = GATEWAY_ID,
         peers: Sequence[str] = (),
+        has_api: bool = True,
     ) -> None:
-        """`peers`: addresses of other gateways of the cluster."""
+        """`peers`: addresses of other gateways of the cluster; without an API only `attend`."""
         ids = ids or SystemIds()
         self._clock = clock or MonotonicClock()
         self._metrics = Metrics(model_name)
@@ -64,6 +65,7 @@ class GatewayProcess:
             ids,
             recorders,
             peers,
+            has_clients=has_api,
         )
         self.backend = GatewayBackend(
             self.gateway, channel, self._clock, metrics=self._metrics.render
@@ -118,10 +120,11 @@ class GatewayProcess:
 
     async def attend(self, stop: asyncio.Event) -> None:
         """Know workers and other gateways until `stop`, without an API server: nothing is asked
-        here.
+        here. Says goodbye, so that workers that leave then wait for no answer of this one.
         """
         with self._driven():
             await stop.wait()
+            self.gateway.say_goodbye()
 
     @contextlib.contextmanager
     def _driven(self) -> Iterator[None]:

@@ -35,7 +35,10 @@ class JoinedCluster:
         assert config.join is not None
         secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
         self._credential = own_credential(secret, CredentialRole.GATEWAY)
-        self._facts = facts = ray_cluster.facts_at(config.join, self._credential.cluster)
+        address, cluster = config.join, self._credential.cluster
+        self._facts = facts = ray_cluster.when_up(
+            lambda: ray_cluster.facts_at(address, cluster), config.join_timeout
+        )
         worker = facts.worker
         self.config = dataclasses.replace(
             config,
@@ -74,6 +77,9 @@ class JoinedCluster:
         """Announce the end: workers and other gateways then wait for no heartbeat of this one."""
         if self._gateway_process is not None:
             self._gateway_process.gateway.say_goodbye()
+
+    def hurry(self) -> None:
+        pass  # it waits for none
 
     def gone(self) -> str:
         """Say so when no worker and no other gateway has been known for long: a supervisor can then

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import ray
@@ -61,6 +61,8 @@ _groups: Any = importlib.import_module("ray.util.placement_group")
 _logs: Any = importlib.import_module("ray._private.ray_logging")
 """Ray has no public way to print workers' lines without its prefix."""
 
+Result = TypeVar("Result")
+
 NAMESPACE = "mooncake"
 FACTS_KEY = b"mooncake/cluster"
 SEAL = "cluster facts"
@@ -73,6 +75,8 @@ SETTINGS_FRAME = 4
 """Kind of the frame with which HTTP/2 is answered."""
 CONNECT_S = 10.0
 """Ray's store must answer within so long."""
+ASK_AGAIN_S = 0.5
+"""So often a cluster that is not up yet is asked for."""
 AGENTS_S = 0.5
 """Ray's helpers get this long to end by themselves."""
 POLL_S = 0.2
@@ -86,6 +90,10 @@ SAVE_S = 5.0
 """Of that, so long a pool node may take to write to its disks what is worth it."""
 MAX_EARLY_DEATHS = 3
 """Deaths in a row before a worker was ready that are taken as a fault no restart can cure."""
+
+
+class NotUp(ConfigError):
+    """There is no cluster at an address, or not yet."""
 
 
 class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,6 +299,32 @@ def address() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
+def when_up(
+    ask: Callable[[], Result], limit_s: float, stop: threading.Event | None = None
+) -> Result:
+    """Return what `ask` does, called again while there is no cluster, for at most `limit_s` and
+    until `stop`.
+
+    Raises:
+        NotUp: there is none yet.
+    """
+    end_s = time.monotonic() + limit_s
+    stop = stop or threading.Event()
+    told = False
+    while True:
+        try:
+            return ask()
+        except NotUp as problem:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                raise
+            if not told:
+                _log.warning("%s; it is waited for, %.0f s at most", problem.message, limit_s)
+            told = True
+            if stop.wait(min(left_s, ASK_AGAIN_S)):
+                raise
+
+
 def write_facts(facts: ClusterFacts, secret: str) -> None:
     """Store what workers and gateways that join must know, signed with the cluster secret."""
     facts = msgspec.structs.replace(facts, worker=_without_secret(facts.worker))
@@ -320,7 +354,7 @@ def facts_at(address: str, cluster: ClusterKeys) -> ClusterFacts:
         client = _raylet.GcsClient(address=address)
         found = client.internal_kv_get(FACTS_KEY, None, timeout=CONNECT_S)
     except (OSError, RayError) as error:
-        raise ConfigError(f"no Ray cluster at {address}: {error}") from error
+        raise NotUp(f"no Ray cluster at {address}: {error}") from error
     return _decode_facts(found, cluster)
 
 
@@ -360,7 +394,7 @@ def _reach(address: str) -> None:
     except ssl.SSLError as error:
         raise _distrust(address, error.reason or str(error)) from error
     except OSError as error:
-        raise ConfigError(
+        raise NotUp(
             f"no Ray cluster at {address}: {error.strerror or error}; is `mooncake serve` running "
             "there, and this the address that it printed?"
         ) from error
@@ -401,7 +435,7 @@ def _greeted(connection: socket.socket) -> int | None:
 
 def _decode_facts(found: bytes | None, cluster: ClusterKeys) -> ClusterFacts:
     if found is None:
-        raise ConfigError("no server in this Ray cluster; start `mooncake serve` there first")
+        raise NotUp("no server in this Ray cluster; start `mooncake serve` there first")
     try:
         data = unseal(found, cluster, SEAL)
     except MooncakeError as error:
@@ -469,10 +503,12 @@ class Supervisor:
         return {e.settings.worker_id: e.state.pid for e in self._entries if e.state is not None}
 
     def give_up(self) -> None:
-        """Have `start` or `watch` return soon, and called again, `stop`; from any thread."""
-        if self._stopping.is_set():
-            self._hurry.set()
+        """Have `start` or `watch` return soon; from any thread."""
         self._stopping.set()
+
+    def hurry(self) -> None:
+        """Have `stop` wait for no worker; from any thread."""
+        self._hurry.set()
 
     def watch(self) -> None:
         """Look after the workers until `give_up`."""

@@ -64,11 +64,17 @@ class RayWorkers:
         if self._thread is not None:
             self._thread.join()
 
+    def hurry(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.hurry()
+
     def _run(self, gateway_process: GatewayProcess, show: report.Show) -> None:
         """The supervisor's whole life, in one thread: Ray's processes end with it."""
         try:
             self._supervisor = supervisor = ray_cluster.Supervisor(
-                gateway_process.worker_lost, self._config.shutdown_timeout * self._config.headless
+                gateway_process.worker_lost,
+                self._config.shutdown_timeout * self._config.headless,
+                waits=self._config.headless,
             )
             if self._stopping.is_set():
                 supervisor.give_up()
@@ -154,7 +160,14 @@ def join(config: ServeConfig) -> int:
     credential = own_credential(secret, CredentialRole.WORKER)
     own_file = secret_file(f"{config.join}-{os.getpid()}")
 
-    def on_signal(*_: object) -> None:
+    def on_signal(number: int, _: object) -> None:
+        if asked_to_stop.is_set():
+            supervisor.hurry()
+        elif config.role in ("prefill", "decode") and number == signal.SIGINT:
+            console.print(
+                f"leaving once others do its work, after {config.shutdown_timeout:.0f} s at the "
+                "latest; Ctrl-C again ends it now"
+            )
         asked_to_stop.set()
         supervisor.give_up()
 
@@ -163,7 +176,10 @@ def join(config: ServeConfig) -> int:
         ray_cluster.connect(config.join, config.bind_host, bare_lines=config.log_format == "json")
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray sets its own
             signal.signal(number, on_signal)
-        settings = _joining(config, ray_cluster.read_facts(credential.cluster), secret)
+        facts = ray_cluster.when_up(
+            lambda: ray_cluster.read_facts(credential.cluster), config.join_timeout, asked_to_stop
+        )
+        settings = _joining(config, facts, secret)
         write_private(own_file, secret)
         with report.StartProgress(console) as show:
             pids = supervisor.start([settings], show, here_only=True, secret_file=own_file)

@@ -55,6 +55,9 @@ class Workers(Protocol):
     def stop(self) -> None:
         """End all workers, also those only half started. Called once, after `start` was."""
 
+    def hurry(self) -> None:
+        """Have a `stop` that runs, or comes, wait for nobody."""
+
     def gone(self) -> str:
         """Return why they cannot go on without a new start of this process; empty: they can. Asked
         every `WATCH_S`, in the loop's thread.
@@ -115,6 +118,9 @@ def _serve_joined(config: ServeConfig) -> int:
     environment.prepare_ray(config.bind_host, ray_environment(config))
     from mooncake.launch.cluster.joined_gateway import JoinedCluster
 
+    # It may wait for the cluster, and the first process of a pod ignores what it does not handle.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    configure_logging("gateway", sys.stderr, level=config.log_level, form=config.log_format)
     cluster = JoinedCluster(config)
     config = cluster.config
     machine_facts.check_port(config.host, config.port)
@@ -157,7 +163,9 @@ def _make(config: ServeConfig, plan: ServePlan, ids: IdSource) -> tuple[Workers,
     secret = config.cluster_secret or ids.hex(16)
     credential = own_credential(secret, CredentialRole.GATEWAY, name=GATEWAY_ID)
     channel = ZmqChannel(config.bind_host, credential=credential)
-    return RayWorkers(config, plan, secret), GatewayProcess(plan, channel, config.names[0], ids=ids)
+    return RayWorkers(config, plan, secret), GatewayProcess(
+        plan, channel, config.names[0], ids=ids, has_api=not config.headless
+    )
 
 
 def _join(config: ServeConfig) -> int:
@@ -302,6 +310,7 @@ class _Serving:
         self._stop.set()
         if self._num_signals > 1:
             self._gateway_process.end_calls()
+            self._workers.hurry()
 
 
 def _in_thread(

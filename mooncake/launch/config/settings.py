@@ -150,6 +150,8 @@ class ServeConfig:
         "look after workers without an API: gateways come with --role gateway --join", switch=True)
     join: str | None = setting(None, joinable, CLUSTER, "HOST:PORT",
         "Ray address of the cluster to join; tcp://HOST:PORT: of a pool standing alone")
+    join_timeout: int = setting(0, count(0), CLUSTER, "S",
+        "seconds that --join waits for a cluster that is not up yet")
     node_id: str | None = setting(None, text, CLUSTER, "NAME",
         "name of this machine (default: its host name)")
     transport: tuple[str, ...] = setting(("auto",), SomeOf("auto", "shm", "rdma", "tcp"), CLUSTER,

@@ -70,8 +70,13 @@ class Gateway:
         ids: IdSource,
         recorder: Recorder,
         peers: Sequence[str] = (),
+        *,
+        has_clients: bool = True,
     ) -> None:
-        """`peers`: addresses of other gateways of the cluster; one is enough to find them all."""
+        """`peers`: addresses of other gateways of the cluster; one is enough to find them all.
+        `has_clients`: False where no request ever comes in, so that no worker waits to leave.
+        """
+        self._has_clients = has_clients
         self._config = config
         self._own = worker
         self._conductor = conductor
@@ -360,11 +365,14 @@ class Gateway:
             self._let_go(view, now)
 
     def _let_go(self, leaving: InstanceView, now: float) -> None:
-        """Have others take the place of an engine that wants to leave, once there are any."""
+        """Have others take the place of an engine that wants to leave, once there are any, or once
+        nobody here needs it.
+        """
         others = any(
             view.role is leaving.role and not view.draining for view in self._conductor.views
         )
-        self._membership.welcome(leaving.worker, now, send_snapshot=False, relieved=others)
+        relieved = others or not self._has_clients
+        self._membership.welcome(leaving.worker, now, send_snapshot=False, relieved=relieved)
         if others and leaving.role is Role.DECODE:
             worker_id = leaving.worker_id
             self._request_manager.move_requests_from(worker_id, now, kept_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from mooncake.base import ConfigError
 from mooncake.identity import cluster_keys
 from mooncake.launch.cluster import ray_cluster
-from mooncake.launch.cluster.ray_cluster import ClusterFacts
+from mooncake.launch.cluster.ray_cluster import ClusterFacts, NotUp
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
@@ -140,3 +141,38 @@ def test_ray_runs_in_a_folder_of_this_user_alone(
     longest = "/session_2026-11-22_06-42-33_123456_1234567/sockets/plasma_store"
     monkeypatch.delenv("RAY_TMPDIR")
     assert len(str(ray_cluster.private_dir()) + longest) < 107, "the limit of a socket's path"
+
+
+def test_a_cluster_that_is_not_up_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, store: dict[bytes, bytes], private: Path,
+    settings: list[WorkerSettings],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(ray_cluster, "ASK_AGAIN_S", 0.0)
+    cluster = cluster_keys(SECRET)
+    asked = 0
+
+    def ask() -> ClusterFacts:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            write_facts(settings)
+        return ray_cluster.read_facts(cluster)
+
+    assert ray_cluster.when_up(ask, 600).names == ["small"]
+    assert asked == 3
+    store.clear()
+    with pytest.raises(NotUp, match="no server in this Ray cluster"):
+        ray_cluster.when_up(lambda: ray_cluster.read_facts(cluster), 0)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(NotUp):
+        ray_cluster.when_up(lambda: ray_cluster.read_facts(cluster), 600, stop)
+
+
+def test_another_clusters_secret_is_no_reason_to_wait(
+    store: dict[bytes, bytes], private: Path, settings: list[WorkerSettings]
+) -> None:
+    write_facts(settings)
+    with pytest.raises(ConfigError, match="it is not that of this cluster") as refusal:
+        ray_cluster.when_up(lambda: ray_cluster.read_facts(cluster_keys("another")), 600)
+    assert not isinstance(refusal.value, NotUp)

@@ -302,6 +302,21 @@ def test_a_draining_worker_is_left_alone(harness: Pair) -> None:
     assert states == {"p0": "draining", "d0": "up", "p1": "up"}
 
 
+@pytest.mark.parametrize("has_clients", [True, False])
+def test_the_last_worker_of_a_role_stays_for_clients_only(
+    harness: Pair, *, has_clients: bool
+) -> None:
+    harness.gateway._has_clients = has_clients
+
+    def relieved() -> bool:
+        harness.report(harness.d0, draining=True)
+        return harness.channel.of(Welcome, harness.d0.address)[-1].relieved
+
+    assert relieved() is not has_clients
+    harness.join("d1", Role.DECODE)
+    assert relieved()
+
+
 def test_a_pool_that_drains_by_itself_is_shown_so(harness: Pair) -> None:
     pool = harness.join("kv0", Role.KVSTORE)
     harness.report(pool, draining=True)
