@@ -23,11 +23,11 @@ from tests.support.kubelet.controllers import Controllers
 from tests.support.kubelet.names import DOMAIN, NameServer
 from tests.support.kubelet.network import PodNetwork
 from tests.support.kubelet.pod import Ended, PodRunner
-from tests.support.kubelet.sandbox import Image
+from tests.support.kubelet.sandbox import Image, remove
 from tests.support.relay import Relay
 
 STEP_S = 0.1
-WAIT_S = 240.0
+WAIT_S = 120.0
 
 
 class Cluster:
@@ -39,6 +39,8 @@ class Cluster:
         self.images = dict(images)
         self.ended: list[Ended] = []
         """How containers ended that were told to, in order."""
+        self._lost_claims: list[str] = []
+        """Those to be deleted with the pod that has them."""
         self._closing = contextlib.ExitStack()
         self.api: KubeApi = self._closing.enter_context(serving())
         self._network = PodNetwork()
@@ -81,6 +83,29 @@ class Cluster:
             raise ValueError(done.stderr + done.stdout)
         return done.stdout
 
+    def kubectl(self, *words: str) -> None:
+        """Do what a command of `kubectl` does, of those that the operator's guide has."""
+        flags = dict(word.lstrip("-").split("=") for word in words if "=" in word)
+        match [word for word in words if not word.startswith("-")]:
+            case ["scale", place]:
+                kind, _, name = place.partition("/")
+                self.scale(f"{kind}s", name, int(flags["replicas"]))
+            case ["rollout", "restart", place]:
+                kind, _, name = place.partition("/")
+                self.restart(f"{kind}s", name)
+            case ["rollout", "status", _]:
+                self.wait_until_rolled_out()
+            case ["drain", node]:
+                self.drain(node)
+            case ["uncordon", node]:
+                self.cordon(node, unschedulable=False)
+            case ["delete", "pod", name]:
+                self.api.delete("pods", name)
+            case ["delete", "pvc", name]:  # it goes when no pod has it any more
+                self._lost_claims.append(name)
+            case other:
+                raise NotImplementedError(f"kubectl {' '.join(other)}")
+
     def scale(self, kind: str, name: str, replicas: int) -> None:
         self.api.patch(kind, name, {"spec": {"replicas": replicas}})
 
@@ -90,9 +115,12 @@ class Cluster:
         change = {"spec": {"template": {"metadata": {"annotations": stamp}}}}
         self.api.patch(kind, name, change)
 
+    def cordon(self, node: str, *, unschedulable: bool = True) -> None:
+        self.api.patch("nodes", node, {"spec": {"unschedulable": unschedulable or None}})
+
     def drain(self, node: str) -> None:
         """Take all pods off a node, each as its budget allows, and wait until they have gone."""
-        self.api.patch("nodes", node, {"spec": {"unschedulable": True}})
+        self.cordon(node)
 
         def is_empty() -> bool:
             left = [p for p in self.api.listed("pods") if p["spec"].get("nodeName") == node]
@@ -121,9 +149,10 @@ class Cluster:
             for kind in ("deployments", "statefulsets"):
                 for each in self.api.listed(kind):
                     wanted, status = each["spec"].get("replicas", 1), each.get("status", {})
-                    counts = {
-                        status.get(n) for n in ("replicas", "readyReplicas", "updatedReplicas")
-                    }
+                    names = ["replicas", "readyReplicas", "updatedReplicas"]
+                    if each["spec"].get("updateStrategy", {}).get("type") == "OnDelete":
+                        names.remove("updatedReplicas")
+                    counts = {status.get(name) for name in names}
                     if counts != {wanted} or (
                         status.get("observedGeneration") != each["metadata"]["generation"]
                     ):
@@ -178,9 +207,15 @@ class Cluster:
             elif is_leaving:
                 self.api.remove("pods", name)  # it was never started
             elif "nodeName" in pod["spec"]:
+                self._drop_claims(name)
                 self.pods[name] = PodRunner(
                     self.api, pod, self._network, self.images, self.folder, self.ended.append
                 )
+
+    def _drop_claims(self, pod: str) -> None:
+        for claim in [each for each in self._lost_claims if each.endswith(f"-{pod}")]:
+            remove(self.folder / "claims" / claim)
+            self._lost_claims.remove(claim)
 
     def _is_ending(self, pod: PodRunner) -> bool:
         found = self.api.get("pods", pod.name)

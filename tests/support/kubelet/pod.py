@@ -231,7 +231,7 @@ class PodRunner:
         container.waiting, container.code = "", None
         container.process = Process(
             self._pod, spec, image, self._namespace, root,
-            [*self._files, *self._volumes.mounts(spec)],
+            [*self._files, *image.mounts(), *self._volumes.mounts(spec)],
             variables, [manifests.expanded(word, variables) for word in words], self.log(spec),
         )  # fmt: skip
         container.begun_s, container.restarts = now, container.restarts + 1

@@ -25,19 +25,24 @@ SHM_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Image:
-    """What a container finds: variables; programs and libraries are this machine's own."""
-
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Mount:
     """A directory or file of this machine at a place of the container."""
 
     source: Path
     target: str
     read_only: bool = False
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a container finds: variables and folders; all else is this machine's own."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    """By where they are in the container."""
+
+    def mounts(self) -> list[Mount]:
+        return [Mount(source, target, read_only=True) for target, source in self.folders.items()]
 
 
 def _user(pod: Object, container: Object) -> list[str]:

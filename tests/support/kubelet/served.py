@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -18,7 +20,7 @@ from tests.support.serve.server_process import nano_checkpoint
 TOP = Path(__file__).parents[3]
 CHART = TOP / "charts" / "mooncake"
 CPU_VALUES = CHART / "ci" / "cpu-values.yaml"
-IMAGE = "mooncake:test"
+IMAGE, FORMER_IMAGE = "mooncake:test", "mooncake:former"
 RELEASE = "one"
 GATEWAY = f"{RELEASE}-mooncake-gateway"
 
@@ -26,48 +28,71 @@ GATEWAY = f"{RELEASE}-mooncake-gateway"
 def image(source: Path = TOP) -> Image:
     """Return an image whose programs are this environment's, over the package in `source`."""
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    own = "/opt/mooncake"
     return Image(
         {
-            "PATH": path, "PYTHONPATH": f"{source}:{source}/kernels", "HOME": "/tmp",
+            "PATH": path, "PYTHONPATH": f"{own}:{own}/kernels", "HOME": "/tmp",
             "PYTHONDONTWRITEBYTECODE": "1",
-        }
+        },
+        {own: source},
     )  # fmt: skip
 
 
 @contextmanager
-def cluster_in(folder: Path) -> Iterator[Cluster]:
+def cluster_in(folder: Path, images: Mapping[str, Image], nodes: int = 1) -> Iterator[Cluster]:
     """Run a cluster that has a checkpoint, and beside it a file of values for the chart."""
     nano_checkpoint(folder / "models")
     values = yaml.safe_load(CPU_VALUES.read_text())
     values["model"]["volume"]["hostPath"]["path"] = f"{folder}/models"
     values["kvstore"]["ssd"] = [{"size": "64MiB", "storage": "64Mi"}]
     (folder / "values.yaml").write_text(yaml.safe_dump(values))
-    with Cluster(folder, {IMAGE: image()}) as cluster:
+    with Cluster(folder, images, nodes) as cluster:
         yield cluster
 
 
-def streamed(url: str, prompt: str, num_tokens: int, **more: object) -> list[int]:
-    """Return the tokens of a greedy streamed answer.
+class Refused(ValueError):
+    """Nobody could serve it for the time being: no server took it, or one said 503."""
+
+
+@dataclass
+class Answer:
+    """The tokens of a streamed answer, and when each came."""
+
+    tokens: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+
+
+def streamed(url: str, prompt: str, num_tokens: int) -> Answer:
+    """Return a greedy streamed answer.
 
     Raises:
-        ValueError: it was refused, or broke off.
+        Refused: nobody could serve it now.
+        ValueError: it was refused for another reason, or broke off.
     """
     body = {
         "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "return_token_ids": True, **more,
+        "stream": True, "return_token_ids": True,
     }  # fmt: skip
-    ids: list[int] = []
+    answer = Answer()
     ended = False
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120.0) as reply:
+    with ExitStack() as opened:
+        stream = httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120.0)
+        try:
+            reply = opened.enter_context(stream)
+        except (httpx.ConnectError, httpx.RemoteProtocolError) as error:
+            raise Refused(repr(error)) from error  # a Service without a ready pod hangs up
         if reply.status_code != 200:
-            raise ValueError(f"{reply.status_code} {reply.read().decode()}")
+            problem = Refused if reply.status_code == 503 else ValueError
+            raise problem(f"{reply.status_code} {reply.read().decode()}")
         for line in reply.iter_lines():
             ended |= line == "data: [DONE]"
             if line.startswith("data: {"):
                 chunk = json.loads(line.removeprefix("data: "))
                 if "error" in chunk:
                     raise ValueError(str(chunk))
-                ids += [one for choice in chunk["choices"] for one in choice["token_ids"] or []]
+                for choice in chunk["choices"]:
+                    answer.tokens += choice["token_ids"] or []
+                    answer.times_s.append(time.monotonic())
     if not ended:
-        raise ValueError(f"broke off after {len(ids)} tokens")
-    return ids
+        raise ValueError(f"broke off after {len(answer.tokens)} tokens")
+    return answer
