@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from mooncake.engine.plan import StepSlot
-from mooncake.engine.step_log import RankMessage, StepWriter, UsePages
+from mooncake.engine.step_log import Ahead, RankMessage, StepWriter, UsePages, Way
 
 
 class Followers(Protocol):
@@ -43,12 +43,21 @@ class LeadRanks:
         """Have followers forget sequences that ended or begin anew, with the next step."""
         self._writer.forget(sequence_ids)
 
-    def step(self, slots: Sequence[StepSlot], logprob_rows: Mapping[int, int]) -> None:
+    def step(
+        self,
+        slots: Sequence[StepSlot],
+        logprob_rows: Mapping[int, int],
+        way: Way = Way.AS_IT_COMES,
+    ) -> None:
         """Have all followers compute the slots that this rank is about to compute.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
         """
-        self._followers.tell(self._writer.pack(slots, logprob_rows))
+        self._followers.tell(self._writer.pack(slots, logprob_rows, way))
+
+    def ahead(self) -> None:
+        """Have all followers begin the decode step after the last, whose tokens come to them."""
+        self._followers.tell(Ahead())
 
     def gone(self, rank: int) -> None:
         """A follower's process has ended."""

@@ -7,6 +7,7 @@ numbered, and a follower refuses what does not follow.
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -20,6 +21,16 @@ _COUNTS = "I"
 _IDS = "q"
 
 
+class Way(enum.IntEnum):
+    """How a step is computed: by all ranks alike, since they exchange tensors of its sizes."""
+
+    AS_IT_COMES = 0
+    REPLAYED = 1
+    """Captured, for its number of sequences."""
+    BEGUN = 2
+    """By what an `Ahead` began."""
+
+
 class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
     """Compute over these pages from now on: no sequence is known, and steps count from 1. A
     descriptor of the pages' memory follows the message.
@@ -27,6 +38,10 @@ class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
 
     pages: PageArray
     num_threads: int | None
+    most_rows: int = 0
+    """Sequences of a captured decode step; 0: none is captured."""
+    most_pages: int = 0
+    """Of one sequence in it."""
 
 
 class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):
@@ -48,6 +63,13 @@ class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):
     """sequence -> rows, for those whose prompt tokens' log-probabilities are wanted."""
     forgotten: list[int]
     """Sequences that have ended, or begin anew with no pages."""
+    way: Way = Way.AS_IT_COMES
+
+
+class Ahead(msgspec.Struct, frozen=True, tag="ahead", array_like=True):
+    """Begin the decode step that follows the last step: one further token of each of its sequences.
+    The lead gives the tokens in an exchange; it may have sampled them and not read them yet.
+    """
 
 
 class Held(msgspec.Struct, frozen=True, tag="held", array_like=True):
@@ -59,7 +81,7 @@ class Held(msgspec.Struct, frozen=True, tag="held", array_like=True):
     """sequence -> pages."""
 
 
-RankMessage = UsePages | RankStep | Held
+RankMessage = UsePages | RankStep | Ahead | Held
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage)
@@ -96,7 +118,12 @@ class StepWriter:
             if (num_pages := self._num_pages.pop(sequence_id, None)) is not None:
                 self._forgotten[sequence_id] = num_pages
 
-    def pack(self, slots: Sequence[StepSlot], logprob_rows: Mapping[int, int]) -> RankStep:
+    def pack(
+        self,
+        slots: Sequence[StepSlot],
+        logprob_rows: Mapping[int, int],
+        way: Way = Way.AS_IT_COMES,
+    ) -> RankStep:
         """Return what followers need of a step's slots.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
@@ -126,6 +153,7 @@ class StepWriter:
             sampled=bytes([slot.sample + slot.num_drafts for slot in slots]),
             logprob_rows=dict(logprob_rows),
             forgotten=forgotten,
+            way=way,
         )
 
 

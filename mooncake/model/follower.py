@@ -19,9 +19,19 @@ import torch
 
 from mooncake.base import MooncakeError
 from mooncake.crypto.keys import KeyRing
-from mooncake.engine.step_log import Held, RankStep, StepReader, UsePages, decode
+from mooncake.engine.plan import StepSlot
+from mooncake.engine.step_log import (
+    Ahead,
+    Held,
+    RankStep,
+    StepReader,
+    UsePages,
+    Way,
+    decode,
+)
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
+from mooncake.model.device.graphs import DecodeGraphs, GraphPort
 from mooncake.model.inputs import PageTables, SlotRows, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -51,24 +61,39 @@ class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Follower:
     """One rank's part of a model, and the pages it computes over."""
 
-    def __init__(self, model: KimiK2, group: Group) -> None:
+    def __init__(self, model: KimiK2, group: Group, graphs: GraphPort | None = None) -> None:
+        """graphs: captures decode steps, all ranks at once; None: it cannot, nor can the lead."""
         self._model = model
         self._group = group
+        self._graphs = graphs
+        self._decoder: DecodeGraphs | None = None
+        self._last: Sequence[StepSlot] = ()
         self.rank = group.rank
         self._reader = StepReader()
         self._kv: KvTensors | None = None
         self._tables = PageTables()
 
-    def use(self, kv: KvTensors) -> None:
-        """Compute over these pages; no sequence is known any more."""
+    def use(self, kv: KvTensors, most_rows: int = 0, most_pages: int = 0) -> None:
+        """Compute over these pages; no sequence is known any more. Decode steps of `most_rows`
+        sequences are captured, where that is more than 0.
+        """
         self._kv = kv
         self._reader = StepReader()
         self._group.meet()
+        if most_rows:
+            assert self._graphs is not None, "the lead captures steps and this rank does not"
+            with torch.inference_mode():
+                self._decoder = DecodeGraphs(
+                    self._model, kv, self._graphs, most_rows=most_rows, most_pages=most_pages
+                )
 
     def step(self, step: RankStep) -> None:
         """Compute this rank's part of a step, all exchanges in the lead's order."""
         assert self._kv is not None, "a step came before pages"
-        slots = self._reader.slots(step)
+        slots = self._last = self._reader.slots(step)
+        if step.way is not Way.AS_IT_COMES:
+            self._replay(slots, step.way)
+            return
         whole = frozenset(step.logprob_rows)
         with torch.inference_mode():
             kv = self._kv
@@ -79,6 +104,21 @@ class Follower:
                 self._make_logits(inputs.output_rows, hidden, step.logprob_rows)
         # Others may be at later steps by now, or at earlier ones.
         self._model.stage.ranks.meet()
+
+    def _replay(self, slots: Sequence[StepSlot], way: Way) -> None:
+        """Replay a step, unless it has begun; its last exchange lies behind all writes to pages."""
+        assert self._decoder is not None, "no steps were captured"
+        if way is Way.REPLAYED:
+            with torch.inference_mode():
+                self._decoder.replay(slots)
+
+    def ahead(self) -> None:
+        """Begin the decode step that follows the last."""
+        assert self._decoder is not None, "no steps were captured"
+        with torch.inference_mode():
+            none = torch.zeros(len(self._last), dtype=torch.int64, device=self._model.device)
+            tokens = self._group.gather(none)[: len(self._last)]
+            self._decoder.run_ahead(self._last, tokens)
 
     def _make_logits(
         self, output_rows: Sequence[SlotRows], hidden: torch.Tensor, counts: Mapping[int, int]
@@ -161,7 +201,11 @@ def _follow(link: socket.socket, follower: Follower) -> None:
         if isinstance(message, Held):
             follower.check(message)
             continue
-        follower.use(_pages(link, message, follower.rank))
+        if isinstance(message, Ahead):
+            follower.ahead()
+            continue
+        kv = _pages(link, message, follower.rank)
+        follower.use(kv, message.most_rows, message.most_pages)
         if message.num_threads is not None:
             torch.set_num_threads(message.num_threads)
 

@@ -241,8 +241,9 @@ class ModelSource:
         if self._lead is not None:
             if descriptor is None:
                 raise InternalError("several ranks need pages that other processes can map")
+            rows, width = self._captured(config)
             pages_of_all = UsePages(
-                PageArray(layout, config.num_blocks, config.num_homes), num_threads
+                PageArray(layout, config.num_blocks, config.num_homes), num_threads, rows, width
             )
             self._lead.use_pages(pages_of_all, descriptor)
         self._grammars.read_vocabulary()
@@ -271,24 +272,35 @@ class ModelSource:
     def _decoder(
         self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies | None
     ) -> DecodeGraphs | None:
-        """Return captured decode steps where the device and the backends allow them, else None: not
-        where the host computes experts, since nothing of the host's can be captured, nor where an
-        MTP layer reads the states of each step.
-        """
-        kernels = (self._backends.attention, self._backends.moe)
-        can = self._device.type == "cuda" and kernels == (TRITON, TRITON)
-        can = can and self._expert_backends is None and not model.has_mtp
-        if not (can and self._options.graphs and model.spec.rope_interleave):
+        """Return captured decode steps where there are any; all ranks capture them at once."""
+        rows, width = self._captured(config)
+        if not rows:
             return None
         with torch.inference_mode():
             return DecodeGraphs(
                 model,
                 kv,
                 CudaGraphs(),
-                most_rows=config.max_num_seqs,
-                most_pages=config.num_pages(config.max_model_len),
+                most_rows=rows,
+                most_pages=width,
                 copies=copies,
             )
+
+    def _captured(self, config: EngineConfig) -> tuple[int, int]:
+        """Return the sequences of the largest captured decode step, and pages of each: 0 where the
+        device or the backends do not allow any, an MTP layer reads the states of each step, or the
+        host takes part: it computes experts, stages tell each other what they timed, ranks that
+        share experts how many rows they have.
+        """
+        model, shape = self._model, self._options.shape
+        assert model is not None
+        kernels = (self._backends.attention, self._backends.moe)
+        can = self._device.type == "cuda" and kernels == (TRITON, TRITON)
+        can = can and self._expert_backends is None and not model.has_mtp
+        can = can and shape.pp == shape.ep == 1 and model.spec.rope_interleave
+        if not (can and self._options.graphs):
+            return 0, 0
+        return config.max_num_seqs, config.num_pages(config.max_model_len)
 
 
 def _device(name: str) -> torch.device:

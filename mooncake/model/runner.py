@@ -28,6 +28,7 @@ from mooncake.engine.plan import (
     StepResult,
     StepSlot,
 )
+from mooncake.engine.step_log import Way
 from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.device.layer_reports import LayerReports
@@ -223,8 +224,10 @@ class ModelRunner:
             if plan is None:
                 return
 
-    def _tell(self, plan: StepPlan) -> None:
-        """Learn which sequences begin and end with this step, and tell the followers all of it."""
+    def _tell(self, plan: StepPlan) -> Way:
+        """Learn which sequences begin and end with this step, and tell the followers all of it;
+        return how it is computed.
+        """
         for sequence_id in plan.ended:
             self._starts.pop(sequence_id, None)
         for start in plan.starts:
@@ -232,11 +235,21 @@ class ModelRunner:
         unknown = [s.sequence_id for s in plan.slots if s.sequence_id not in self._starts]
         if unknown:
             raise ValueError(f"sequences {unknown} were never started")
+        way = self._way(plan)
         if self._lead is not None:
             self._lead.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
             if plan.slots:
                 counts = {s.sequence_id: len(self._following(s)) for s in self._whole(plan)}
-                self._lead.step(plan.slots, counts)
+                self._lead.step(plan.slots, counts, way)
+        return way
+
+    def _way(self, plan: StepPlan) -> Way:
+        decoder = self._decoder
+        if decoder is None or plan.report_layers or self._whole(plan):
+            return Way.AS_IT_COMES
+        if not decoder.takes(plan.slots):
+            return Way.AS_IT_COMES
+        return Way.BEGUN if decoder.has_begun(plan.slots) else Way.REPLAYED
 
     def _whole(self, plan: StepPlan) -> list[StepSlot]:
         """Return the slots of which every row is wanted at the end."""
@@ -273,20 +286,17 @@ class ModelRunner:
             self._sampler.forget(sequence_id)
         for start in plan.starts:
             self._sampler.start(start)
-        if self._untold is None:
-            self._tell(plan)
+        way = self._tell(plan) if self._untold is None else Way.AS_IT_COMES
         if self._drafts is not None:
             self._drafts.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
         if not plan.slots:
             return _Outcome([], {}, {})
         slots: Sequence[StepSlot] = plan.slots
-        whole = frozenset(slot.sequence_id for slot in self._whole(plan))
-        decoder = self._decoder
-        if decoder is not None:
-            if not (whole or plan.report_layers) and decoder.takes(slots):
-                return self._decode(decoder, slots)
-            decoder.interrupt()
-        read = whole
+        if self._decoder is not None:
+            if way is not Way.AS_IT_COMES:
+                return self._decode(self._decoder, slots)
+            self._decoder.interrupt()
+        read = whole = frozenset(slot.sequence_id for slot in self._whole(plan))
         if self._drafts is not None:
             slots = self._drafts.make(slots)
             read = frozenset(slot.sequence_id for slot in slots)  # every state is kept
@@ -380,7 +390,9 @@ class ModelRunner:
         if not every:
             logits = logits[: len(slots)].index_select(0, self._copies.send(torch.tensor(rows)))
         drawn = self._sampler.begin(logits, [slots[row].sequence_id for row in rows])
-        if every and drawn.logits is None:
+        if every and drawn.logits is None and decoder.settled(slots):
+            if self._lead is not None:
+                self._lead.ahead(drawn.tokens)
             decoder.run_ahead(slots, drawn.tokens)
         samples = self._sampler.finish(drawn)
         decoder.confirm([sample.token for sample in samples])

@@ -140,6 +140,10 @@ class DecodeGraphs:
             len(slot.tokens) == 1 and len(slot.pages) <= self._most_pages for slot in slots
         )
 
+    def has_begun(self, slots: Sequence[StepSlot]) -> bool:
+        """Whether the step of these slots is the one that runs ahead."""
+        return self._ahead is not None and self._ahead.rows(slots) is not None
+
     def logits(self, slots: Sequence[StepSlot]) -> torch.Tensor:
         """Return [slots, vocab] float32, overwritten by the next call. Waits for no device.
 
@@ -153,21 +157,30 @@ class DecodeGraphs:
             if rows == list(range(len(rows))):
                 return ahead.logits[: len(rows)]
             return ahead.logits.index_select(0, self._copies.send(torch.tensor(rows)))
+        return self.replay(slots)
+
+    def replay(self, slots: Sequence[StepSlot]) -> torch.Tensor:
+        """Return `logits` of a step that did not run ahead, or whose guess was wrong."""
+        self._ahead = None
         return self._replay([self._entry(slot) for slot in slots], slots)
 
-    def run_ahead(self, slots: Sequence[StepSlot], tokens: torch.Tensor) -> bool:
-        """Begin the step after that of `slots`, which sampled `tokens` [slots] int64 on the device.
-
-        Overwrites the logits of that step. False: it is not worth it, or a page is missing; nothing
-        was done then. The guess counts once `confirm` has told the host's side of it.
+    def settled(self, slots: Sequence[StepSlot]) -> bool:
+        """Whether the step after that of `slots`, the last, may run ahead: it is worth it, and no
+        page is missing.
         """
         room = all(slot.start + 1 < len(slot.pages) * self._block_tokens for slot in slots)
-        if self._num_alike < _SETTLED or not room:
-            return False
+        return self._num_alike >= _SETTLED and room
+
+    def run_ahead(self, slots: Sequence[StepSlot], tokens: torch.Tensor) -> None:
+        """Begin the step after that of `slots`, which has `settled` and sampled `tokens` [slots]
+        int64 on the device.
+
+        Overwrites the logits of that step. The guess counts once `confirm` has told the host's side
+        of it.
+        """
         entries = [self._entry(slot, 1) for slot in slots]
         self._ahead = _Ahead(slots, self._replay(entries, slots, tokens))
         self.last_guess = self._copies.mark()
-        return True
 
     def confirm(self, tokens: Sequence[int]) -> None:
         """Record the values of the tokens given to `run_ahead`; no effect when no step runs

@@ -16,11 +16,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Protocol
 
 import msgspec
+import torch
 
 from mooncake.base import CheckpointError, InternalError
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks import LeadRanks
-from mooncake.engine.step_log import RankMessage, UsePages, encode
+from mooncake.engine.step_log import RankMessage, UsePages, Way, encode
 from mooncake.model.parallel.group import Group, GroupError
 
 LENGTH = struct.Struct("<I")
@@ -119,12 +120,27 @@ class Lead:
         """Have followers forget sequences that ended or begin anew, with the next step."""
         self._ranks.forget(sequence_ids)
 
-    def step(self, slots: Sequence[StepSlot], logprob_rows: Mapping[int, int]) -> None:
+    def step(
+        self,
+        slots: Sequence[StepSlot],
+        logprob_rows: Mapping[int, int],
+        way: Way = Way.AS_IT_COMES,
+    ) -> None:
         """Have all followers compute the slots that this rank is about to compute.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
         """
-        self._ranks.step(slots, logprob_rows)
+        self._ranks.step(slots, logprob_rows, way)
+
+    def ahead(self, tokens: torch.Tensor) -> None:
+        """Have all followers begin the decode step after the last, on `tokens` [slots] int64, which
+        that step sampled. Waits for no device.
+
+        Raises:
+            GroupError: a rank was lost.
+        """
+        self._ranks.ahead()
+        self.group.gather(tokens)
 
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Have `on_lost` called, in any thread, when a rank is lost."""

@@ -17,7 +17,15 @@ import msgspec
 from mooncake.base import InternalError
 from mooncake.engine.plan import LayerDone, StepPlan
 from mooncake.engine.ranks import LeadRanks
-from mooncake.engine.step_log import Held, RankMessage, StepReader, UsePages, decode, encode
+from mooncake.engine.step_log import (
+    Held,
+    RankMessage,
+    RankStep,
+    StepReader,
+    UsePages,
+    decode,
+    encode,
+)
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.runner import SimRunner, StepCost
 
@@ -190,6 +198,7 @@ class RankedRunner(SimRunner):
                 rank.reader.check(message)
                 self._follow(number)
                 return
+            assert isinstance(message, RankStep), "the simulated lead runs no steps ahead"
             slots = rank.reader.slots(message)
         except InternalError:
             self.kill_rank(number)

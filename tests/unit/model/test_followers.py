@@ -24,6 +24,7 @@ from mooncake.engine.plan import (
     StepSlot,
 )
 from mooncake.engine.step_log import UsePages
+from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.follower import Follower, _follow
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
@@ -32,6 +33,7 @@ from mooncake.model.parallel.lead import Lead, Loaded, receive, send
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 from mooncake.model.runner import ModelRunner
 from mooncake.transfer.memory import allocate_shared
+from tests.support.model.recorder import Recorder
 from tests.support.model.tiny_models import (
     CPU,
     DictSource,
@@ -61,7 +63,7 @@ class Process:
 class Instance:
     """A runner with followers in threads."""
 
-    def __init__(self, source: DictSource, shape: Shape) -> None:
+    def __init__(self, source: DictSource, shape: Shape, captured: bool) -> None:
         num_ranks, num_homes = shape.num_ranks, shape.dcp
         memory = mmap.mmap(-1, shared_bytes(num_ranks))
         groups = [SharedGroup(rank, num_ranks, memory, 30.0) for rank in range(num_ranks)]
@@ -73,7 +75,10 @@ class Instance:
         self.links = [theirs for _, theirs in pairs]
         self.processes = [Process() for _ in pairs]
         self.lead = Lead(groups[0], [ours for ours, _ in pairs], self.processes, 30.0)
-        self.followers = [Follower(*each) for each in zip(models[1:], groups[1:], strict=True)]
+        self.graphs = [Recorder() for _ in groups]
+        self.followers = [
+            Follower(*each) for each in zip(models[1:], groups[1:], self.graphs[1:], strict=True)
+        ]
         self.threads = [
             threading.Thread(target=self._run, args=(link, follower, group))
             for link, follower, group in zip(self.links, self.followers, groups[1:], strict=True)
@@ -83,14 +88,18 @@ class Instance:
         self.lead.wait_until_loaded()
         array = PageArray(layout_for(source.spec), NUM_PAGES, num_homes)
         pages, descriptor = allocate_shared(array.num_bytes, "pages")
-        self.lead.use_pages(UsePages(array, None), descriptor)
+        rows, width = (4, 8) if captured else (0, 0)
+        self.lead.use_pages(UsePages(array, None, rows, width), descriptor)
         os.close(descriptor)
-        self.runner = ModelRunner(
-            models[0],
-            KvTensors.view(array, memoryview(pages)),
-            Sampler(source.spec.vocab_size),
-            lead=self.lead,
-        )
+        kv = KvTensors.view(array, memoryview(pages))
+        decoder = None
+        if captured:
+            with torch.inference_mode():
+                decoder = DecodeGraphs(
+                    models[0], kv, self.graphs[0], most_rows=rows, most_pages=width
+                )
+        sampler = Sampler(source.spec.vocab_size)
+        self.runner = ModelRunner(models[0], kv, sampler, decoder=decoder, lead=self.lead)
 
     @staticmethod
     def _run(link: socket.socket, follower: Follower, group: SharedGroup) -> None:
@@ -140,8 +149,8 @@ def source() -> DictSource:
 def instance(source: DictSource) -> Iterator[Open]:
     opened: list[Instance] = []
 
-    def make(shape: Shape = Shape(tp=2)) -> Instance:  # noqa: B008
-        opened.append(Instance(source, shape))
+    def make(shape: Shape = Shape(tp=2), captured: bool = False) -> Instance:  # noqa: B008
+        opened.append(Instance(source, shape, captured))
         return opened[-1]
 
     yield make
@@ -211,6 +220,57 @@ def test_followers_compute_with_the_lead(instance: Open, source: DictSource, wor
     assert scenario(made.run) == expected
     made.runner.check_integrity()
     assert made.lead.lost is None
+
+
+@pytest.mark.parametrize("words", ["tp2", "tp4-dcp2"])
+def test_captured_steps_are_replayed_by_all_ranks(
+    instance: Open, source: DictSource, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two streams that run ahead, one that joins and one that ends meanwhile; the same sizes in the
+    same order on all ranks.
+    """
+    monkeypatch.setattr("mooncake.model.device.graphs._SETTLED", 1)
+    tables = {1: [3, 1, 7], 2: [5, 9], 3: [11, 12]}
+    prompts = {n: random_tokens(9 + n, seed=n) for n in tables}
+
+    def streams(runner: ModelRunner) -> list[dict[int, int]]:
+        known = {n: list(tokens) for n, tokens in prompts.items()}
+        found: list[dict[int, int]] = []
+
+        def step(running: list[int], joins: list[int] = (), ended: list[int] = ()) -> None:
+            slots = [slot(n, 0, known[n], tables[n]) for n in joins]
+            slots += [slot(n, len(known[n]) - 1, known[n][-1:], tables[n]) for n in running]
+            starts = [start(n, prompts[n]) for n in joins]
+            result = run(runner, plan(len(found), slots, starts, list(ended)))
+            assert result.error is None
+            found.append({sample.sequence_id: sample.token for sample in result.samples})
+            for number, token in found[-1].items():
+                known[number].append(token)
+
+        step([], joins=[1, 2])
+        for _ in range(5):
+            step([1, 2])
+        step([1, 2], joins=[3])  # what ran ahead is dropped
+        for _ in range(4):
+            step([2, 1, 3])
+        step([3, 1], ended=[2])  # what ran ahead holds for the two that are left
+        for _ in range(2):
+            step([3, 1])
+        return found
+
+    model = load_model(source, dtype=torch.float32, device=CPU)
+    kv = KvTensors.allocate(layout_for(source.spec), NUM_PAGES, CPU)
+    alone = ModelRunner(model, kv, Sampler(source.spec.vocab_size))
+    expected = streams(alone)
+    alone.close()
+    made = instance(Shape.parse(words), captured=True)
+    assert streams(made.runner) == expected
+    made.runner.check_integrity()
+    first, *others = made.graphs
+    assert first.captured == [4, 2, 1]
+    assert len(first.replayed) == 12 + 2, "of twelve steps, one dropped and one not asked for"
+    for other in others:
+        assert (other.captured, other.replayed) == (first.captured, first.replayed)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 4])

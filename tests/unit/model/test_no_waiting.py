@@ -121,8 +121,9 @@ def test_a_decode_step_reads_nothing(launches: list[str]) -> None:
         for step in range(10):
             now = [slot(n, 17 + step, [0 if step else 3], [n, n + 4]) for n in range(4)]
             drawn = sampler.begin(graphs.logits(now), [0, 1, 2, 3])
-            began = graphs.run_ahead(now, drawn.tokens)
-            assert began == (step >= 8)
+            assert graphs.settled(now) == (step >= 8)
+            if step >= 8:
+                graphs.run_ahead(now, drawn.tokens)
             graphs.confirm([sample.token for sample in sampler.finish(drawn)])
     assert watch.ops > 500
     assert copies.num_fetched == 10
@@ -285,7 +286,8 @@ def test_a_guess_that_is_not_confirmed_is_dropped(
         for spoil in (None, [8], [9]):
             log.clear()
             graphs.logits([first])
-            assert graphs.run_ahead([first], torch.tensor([9]))
+            assert graphs.settled([first])
+            graphs.run_ahead([first], torch.tensor([9]))
             if spoil is not None:
                 graphs.confirm(spoil)
             after = graphs.logits([slot(1, 1, [9], [3])]).clone()
@@ -299,4 +301,4 @@ def test_a_guess_that_is_not_confirmed_is_dropped(
         graphs.confirm([9])
         graphs.interrupt()
         torch.testing.assert_close(graphs.logits([first]), wanted, atol=0, rtol=0)
-        assert not graphs.run_ahead([slot(1, 31, [5], [3, 4])], torch.tensor([9])), "no page"
+        assert not graphs.settled([slot(1, 31, [5], [3, 4])]), "no page"

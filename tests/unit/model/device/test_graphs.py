@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ import torch
 from mooncake.base import ConfigError, Failure, KvLayout, PageArray, SamplingParams
 from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
 from mooncake.model.backends import Backends
-from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay, ladder
+from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, ladder
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
@@ -21,6 +21,7 @@ from mooncake.model.loading import load_model
 from mooncake.model.memory import GpuMemory, pages_that_fit
 from mooncake.model.runner import ModelRunner
 from tests.support.model.ranks import ThreadRanks
+from tests.support.model.recorder import Recorder
 from tests.support.model.tiny_models import (
     CPU,
     forward,
@@ -37,26 +38,6 @@ class PickySampler(Sampler):
 
     def broken(self, sequence_ids: Sequence[int]) -> dict[int, Failure]:
         return {s: Failure.invalid("it is broken") for s in sequence_ids if s == 2}
-
-
-class Recorder:
-    """Stands for CUDA graphs: one output tensor a graph, filled when it is replayed."""
-
-    def __init__(self) -> None:
-        self.captured: list[int] = []
-        self.replayed: list[int] = []
-
-    def capture(self, step: Callable[[], torch.Tensor]) -> Replay:
-        out = step().clone()
-        size = out.shape[0]
-        self.captured.append(size)
-        out.fill_(float("nan"))
-
-        def replay() -> torch.Tensor:
-            self.replayed.append(size)
-            return out.copy_(step())
-
-        return replay
 
 
 INTERPRETED = pytest.param("triton", marks=pytest.mark.slow)
