@@ -141,7 +141,9 @@ class PageArray(msgspec.Struct, frozen=True):
         return self.pages_of_home * self.layout.slice_bytes
 
     def of_rank(self, rank: int) -> PageArray:
-        """Return what `rank` holds in a memory of its own, where this is what all hold."""
+        """Return what the rank of a stage holds in a memory of its own, where this is what all its
+        ranks hold: neighbours are at different homes.
+        """
         return msgspec.structs.replace(self, home=rank % self.num_homes)
 
     def holds(self, page: int) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 
 from mooncake.base.request import Failure, TokenLogprobs
 from mooncake.base.sampling import SamplingParams
+from mooncake.engine.rank_moves import OfRank
 
 BY_MODEL = -1
 """A draft that the runner makes itself, of the states that it holds."""
@@ -108,4 +109,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Why the whole step failed; nothing it wrote is valid."""
 
 
-RunnerEvent = LayerDone | StepResult
+RunnerEvent = LayerDone | StepResult | OfRank

@@ -15,6 +15,7 @@ import msgspec
 
 from mooncake.base import InternalError, PageArray
 from mooncake.engine.plan import StepSlot
+from mooncake.engine.rank_moves import RankWord
 
 _COUNTS = "I"
 """The columns' kind: four bytes, unsigned."""
@@ -33,15 +34,20 @@ class Way(enum.IntEnum):
 
 class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
     """Compute over these pages from now on: no sequence is known, and steps count from 1. A
-    descriptor of the pages' memory follows the message.
+    descriptor of their memory follows the message, unless each rank has its own.
     """
 
     pages: PageArray
+    """As they would lie in one memory."""
     num_threads: int | None
     most_rows: int = 0
     """Sequences of a captured decode step; 0: none is captured."""
     most_pages: int = 0
     """Of one sequence in it."""
+    own: bool = False
+    """Each rank makes a memory for those that it holds."""
+    transfer: bytes = b""
+    """How to open the engine that moves them, for who wires it; empty: no peer reaches them."""
 
 
 class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):
@@ -81,7 +87,7 @@ class Held(msgspec.Struct, frozen=True, tag="held", array_like=True):
     """sequence -> pages."""
 
 
-RankMessage = UsePages | RankStep | Ahead | Held
+RankMessage = UsePages | RankStep | Ahead | Held | RankWord
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage)

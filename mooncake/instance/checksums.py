@@ -7,9 +7,12 @@ The hashing itself is behind a port, beside the instance's work. Owns which oper
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+
+from mooncake.base.kv_layout import PageArray
 
 Hashed = Callable[[list[int], float], None]
 """(checksum of each block, now)"""
@@ -42,24 +45,61 @@ class PolledHasher(Hasher, Protocol):
         """End what runs; afterwards nothing reads the pages."""
 
 
-class BlockChecksums:
-    """All hashing of one instance."""
+class HashingRank(Protocol):
+    """A rank that hashes the pages in its memory."""
 
-    def __init__(self, hasher: Hasher | None) -> None:
-        """Without a hasher nothing may be started."""
-        self._hasher = hasher
-        self._hashed: dict[int, Hashed] = {}
+    @property
+    def array(self) -> PageArray: ...
+
+    def hash(self, pages: Sequence[int]) -> int:
+        """Begin to hash; return the number that the end names."""
+
+
+@dataclass
+class _Hashing:
+    """Blocks that are being hashed."""
+
+    pages: Sequence[int]
+    hashed: Hashed
+    num_open: int = 0
+    found: dict[int, int] = field(default_factory=dict)
+    """Page -> checksum; 0, as of no block, where copies differ."""
+
+
+class BlockChecksums:
+    """All hashing of one instance: a block of which there are copies counts as right where all are
+    the same.
+    """
+
+    def __init__(self, ranks: Sequence[HashingRank]) -> None:
+        """`ranks`: the memories of this instance, that of this process first; without any nothing
+        may be started.
+        """
+        self._ranks = ranks
+        self._open: dict[tuple[int, int], tuple[_Hashing, list[int]]] = {}
+        """What a rank hashes, by (rank, its number)."""
 
     @property
     def can_hash(self) -> bool:
         """Whether `start` works here."""
-        return self._hasher is not None
+        return bool(self._ranks)
 
     def start(self, pages: Sequence[int], hashed: Hashed) -> None:
         """Hash the blocks in `pages`, which the caller holds; `hashed` is called once."""
-        assert self._hasher is not None, "nothing here can hash"
-        self._hashed[self._hasher.start(pages)] = hashed
+        assert self._ranks, "nothing here can hash"
+        hashing = _Hashing(pages, hashed)
+        for number, rank in enumerate(self._ranks):
+            held = [page for page in pages if rank.array.holds(page)]
+            if held:
+                hashing.num_open += 1
+                self._open[number, rank.hash(held)] = hashing, held
 
-    def on_done(self, event: HashDone, now: float) -> None:
-        """Call the callback of the operation that ended."""
-        self._hashed.pop(event.op_id)(event.checksums, now)
+    def on_done(self, event: HashDone, now: float, rank: int = 0) -> None:
+        """Take what a rank found; call the callback when that was the last one."""
+        hashing, held = self._open.pop((rank, event.op_id))
+        hashing.num_open -= 1
+        for page, checksum in zip(held, event.checksums, strict=True):
+            if hashing.found.setdefault(page, checksum) != checksum:
+                hashing.found[page] = 0
+        if not hashing.num_open:
+            hashing.hashed([hashing.found[page] for page in hashing.pages], now)

@@ -6,7 +6,7 @@ What is done with finished blocks and sampled tokens is not here: there the two 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -35,12 +35,13 @@ from mooncake.base.messages import (
 from mooncake.base.request import Failure, FinishReason
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import LayerDone, StepResult
+from mooncake.engine.rank_moves import Hashed, Moved, OfRank
 from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance.checksums import BlockChecksums, HashDone, Hasher
 from mooncake.instance.config import InstanceConfig
 from mooncake.instance.fetch import Fetcher, PageReads
 from mooncake.instance.kept_settings import KeptSettings, TaskT
-from mooncake.instance.mover import OwnPages, SliceMover
+from mooncake.instance.mover import OwnPages, RankPages, SliceMover
 from mooncake.instance.pages import Quarantine
 from mooncake.instance.push import Push
 from mooncake.instance.put import WriteThrough
@@ -61,6 +62,8 @@ class InstancePorts(msgspec.Struct, frozen=True):
     gateway_address: str
     hasher: Hasher | None = None
     """Of blocks in `pages`."""
+    followers: Sequence[RankPages] = ()
+    """The pages of the other ranks, where each has a memory of its own: so has this one."""
 
 
 class Instance:
@@ -82,8 +85,11 @@ class Instance:
         self._channel = ports.channel
         self._transfer = ports.transfer
         array = PageArray(layout, engine.config.num_blocks, engine.config.num_homes)
-        self._own_pages = OwnPages(array, ports.transfer, ports.pages)
-        self.mover = SliceMover([self._own_pages])
+        if ports.followers:
+            array = array.of_rank(0)
+        self._own_pages = OwnPages(array, ports.transfer, ports.pages, ports.hasher)
+        ranks = [self._own_pages, *ports.followers]
+        self.mover = SliceMover(ranks)
         self._reader = BlockReader(
             self.worker,
             ports.channel,
@@ -92,7 +98,7 @@ class Instance:
         )
         self._writer = BlockWriter(self.worker, ports.channel)
         self.fetcher = Fetcher(self._reader, config.fetch_timeout_s, self._count_fetch)
-        self.checksums = BlockChecksums(ports.hasher)
+        self.checksums = BlockChecksums(ranks if ports.hasher is not None else [])
         self.write_through = WriteThrough(self._writer, layout.num_layers, config.push_timeout_s)
         self.quarantine = Quarantine(self.pool, config.quarantine_s)
         self.draining = False
@@ -128,6 +134,20 @@ class Instance:
                 self.mover.on_done(event, now)
             case HashDone():
                 self.checksums.on_done(event, now)
+            case OfRank(rank=rank, answer=Moved() as moved):
+                self.mover.on_done(
+                    TransferDone(
+                        batch_id=moved.number,
+                        error=moved.error,
+                        num_bytes=moved.num_bytes,
+                        seconds=moved.seconds,
+                    ),
+                    now,
+                    rank,
+                    moved.checksums,
+                )
+            case OfRank(rank=rank, answer=Hashed() as hashed):
+                self.checksums.on_done(HashDone(hashed.number, hashed.checksums), now, rank)
             case PutGranted():
                 self._writer.on_granted(event, now)
             case PinGranted():

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from mooncake.base.kv_layout import BlockPlaces, PageArray, SegmentRef
 from mooncake.base.kv_parts import KvPart, Move, copies, part_of, reshard
+from mooncake.instance.checksums import Hasher
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.transfer.engine import (
     Op,
@@ -45,12 +46,18 @@ class RankPages(Protocol):
     def cancel(self, number: int) -> None:
         """Ask a move to stop; its end still comes."""
 
+    def hash(self, pages: Sequence[int]) -> int:
+        """Begin to hash the blocks in pages that lie here; return the number that its end names."""
+
 
 class OwnPages:
     """The pages in this process's memory: a `RankPages`."""
 
-    def __init__(self, array: PageArray, transfer: Transfer, region: Region) -> None:
+    def __init__(
+        self, array: PageArray, transfer: Transfer, region: Region, hasher: Hasher | None = None
+    ) -> None:
         self.array = array
+        self.hasher = hasher
         self._transfer = transfer
         self.region_id = region.region_id
         self._blocks = BlockMemory.strided(region, array.layout, array.layer_stride)
@@ -79,6 +86,10 @@ class OwnPages:
     def cancel(self, number: int) -> None:
         self._transfer.cancel(number)
 
+    def hash(self, pages: Sequence[int]) -> int:
+        assert self.hasher is not None, "nothing here can hash"
+        return self.hasher.start(pages)
+
     def checksum(self, page: int) -> int:
         """Return the xxh3-64 of the block in a page. Raises TransferError when a device fails."""
         return self._blocks.checksum(self.array.offset(page))
@@ -89,8 +100,8 @@ class _Moving:
     """A move under way."""
 
     ended: Ended
-    open: set[tuple[int, int]] = field(default_factory=set)
-    """(rank, number on this rank) of what has not ended."""
+    open: dict[tuple[int, int], Move] = field(default_factory=dict)
+    """What has not ended, by (rank, number on this rank)."""
     error: str | None = None
     num_bytes: int = 0
     seconds: float = 0.0
@@ -108,6 +119,8 @@ class SliceMover:
         self._move_of: dict[tuple[int, int], int] = {}
         """(rank, number on this rank) -> move."""
         self._last_move = 0
+        self._found: dict[int, int] = {}
+        """Page -> checksum of what other ranks have read into it; 0: their copies differ."""
 
     @property
     def num_in_flight(self) -> int:
@@ -142,14 +155,22 @@ class SliceMover:
         """Start to read whole blocks into `pages`, to every memory that holds them; return the
         move's id. `ended` is called once.
         """
+        for page in pages:
+            self._found.pop(page, None)
         return self._start(Op.READ, copies(self._arrays, pages, there), deadline_s, ended)
+
+    def found_elsewhere(self, page: int) -> int | None:
+        """Return, once, the checksum that other ranks found of a block that was read into a page;
+        0: not the same one. None: no other rank holds it.
+        """
+        return self._found.pop(page, None)
 
     def _start(self, op: Op, moves: Sequence[Move], deadline_s: float, ended: Ended) -> int:
         self._last_move += 1
         moving = self._moving[self._last_move] = _Moving(ended)
         for move in moves:
             key = (move.rank, self._ranks[move.rank].start(op, move, deadline_s))
-            moving.open.add(key)
+            moving.open[key] = move
             self._move_of[key] = self._last_move
         return self._last_move
 
@@ -159,14 +180,22 @@ class SliceMover:
         for rank, number in sorted(moving.open) if moving is not None else ():
             self._ranks[rank].cancel(number)
 
-    def on_done(self, done: TransferDone, now: float, rank: int = 0) -> None:
-        """Take the end of one rank's batch; one that is unknown is ignored."""
+    def on_done(
+        self, done: TransferDone, now: float, rank: int = 0, checksums: Sequence[int] = ()
+    ) -> None:
+        """Take the end of one rank's part of a move, with the checksums of what it read where it
+        is not this process's; one that is unknown is ignored.
+        """
         key = (rank, done.batch_id)
         move_id = self._move_of.pop(key, None)
         if move_id is None:
             return
         moving = self._moving[move_id]
-        moving.open.discard(key)
+        move = moving.open.pop(key)
+        for page, checksum in zip(move.pages, checksums, strict=False):
+            known = self._found.setdefault(page, checksum)
+            if known != checksum:
+                self._found[page] = 0
         moving.num_bytes += done.num_bytes
         moving.seconds = max(moving.seconds, done.seconds)
         if done.error is not None and moving.error is None:

@@ -5,24 +5,28 @@ Owns the process it runs in: it ends with its lead, and any error ends it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
-import select
+import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
 
-from mooncake.base import MooncakeError
+from mooncake.base import MooncakeError, PageArray
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.plan import StepSlot
+from mooncake.engine.rank_moves import ALL_LAYERS, Progress, RankWord
 from mooncake.engine.step_log import (
     Ahead,
     Held,
+    RankMessage,
     RankStep,
     StepReader,
     UsePages,
@@ -44,6 +48,9 @@ from mooncake.model.parallel.lead import Loaded, receive, send
 
 _log = logging.getLogger(__name__)
 
+Word = tuple[RankMessage, int | None]
+"""What the lead says, and the descriptor that came with it."""
+
 
 class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a follower is started with."""
@@ -58,12 +65,39 @@ class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long it waits for the other ranks in an exchange."""
 
 
+class PageMoves(Protocol):
+    """What moves the pages of this rank where they lie in a memory of its own."""
+
+    def open(self, pages: PageArray, transfer: bytes) -> memoryview:
+        """Return a memory for `pages` instead of the last one; tell the lead where peers reach it,
+        or why it cannot be.
+
+        transfer: see `UsePages`. Raises MooncakeError: it cannot be.
+        """
+
+    def tell(self, word: RankWord) -> None:
+        """Do what the lead says; from any thread."""
+
+    def reached(self, progress: Progress) -> None:
+        """This rank has computed so far; from the thread that computes."""
+
+
 class Follower:
     """One rank's part of a model, and the pages it computes over."""
 
-    def __init__(self, model: KimiK2, group: Group, graphs: GraphPort | None = None) -> None:
-        """graphs: captures decode steps, all ranks at once; None: it cannot, nor can the lead."""
+    def __init__(
+        self,
+        model: KimiK2,
+        group: Group,
+        graphs: GraphPort | None = None,
+        moves: PageMoves | None = None,
+    ) -> None:
+        """graphs: captures decode steps, all ranks at once; None: it cannot, nor can the lead.
+        moves: what moves pages of this rank's own; None: the lead moves them for all.
+        """
         self._model = model
+        self._moves = moves
+        self._num_steps = 0
         self._group = group
         self._graphs = graphs
         self._decoder: DecodeGraphs | None = None
@@ -79,6 +113,7 @@ class Follower:
         """
         self._kv = kv
         self._reader = StepReader()
+        self._num_steps = 0
         self._group.meet()
         if most_rows:
             assert self._graphs is not None, "the lead captures steps and this rank does not"
@@ -91,19 +126,27 @@ class Follower:
         """Compute this rank's part of a step, all exchanges in the lead's order."""
         assert self._kv is not None, "a step came before pages"
         slots = self._last = self._reader.slots(step)
+        self._num_steps += 1
+        self._reached(0)
         if step.way is not Way.AS_IT_COMES:
             self._replay(slots, step.way)
+            self._reached(ALL_LAYERS)
             return
         whole = frozenset(step.logprob_rows)
         with torch.inference_mode():
             kv = self._kv
             rule = self._model.prefers_absorbed
             inputs = build_inputs(slots, whole, kv.page_shape, rule, self._tables, kv.home)
-            hidden = self._model.forward(inputs, kv)
+            hidden = self._model.forward(inputs, kv, lambda layer: self._reached(layer + 1))
             if self._model.stage.is_last:
                 self._make_logits(inputs.output_rows, hidden, step.logprob_rows)
         # Others may be at later steps by now, or at earlier ones.
         self._model.stage.ranks.meet()
+        self._reached(ALL_LAYERS)
+
+    def _reached(self, num_layers: int) -> None:
+        if self._moves is not None:
+            self._moves.reached((self._num_steps, num_layers))
 
     def _replay(self, slots: Sequence[StepSlot], way: Way) -> None:
         """Replay a step, unless it has begun; its last exchange lies behind all writes to pages."""
@@ -131,6 +174,35 @@ class Follower:
         if sampled.numel():
             self._model.logits(hidden.index_select(0, sampled))
 
+    def follow(self, words: Iterable[Word]) -> None:
+        """Do what the lead says about steps and pages, until it says nothing more."""
+        for message, descriptor in words:
+            if isinstance(message, RankStep):
+                self.step(message)
+            elif isinstance(message, Held):
+                self.check(message)
+            elif isinstance(message, Ahead):
+                self.ahead()
+            elif isinstance(message, UsePages):
+                kv = self._pages(message, descriptor)
+                self.use(kv, message.most_rows, message.most_pages)
+                if message.num_threads is not None:
+                    torch.set_num_threads(message.num_threads)
+
+    def _pages(self, message: UsePages, descriptor: int | None) -> KvTensors:
+        """Make this rank's own memory of pages, or map that of all; return what it holds there."""
+        if descriptor is None:
+            assert self._moves is not None, "pages of its own are for a rank that can move them"
+            array = message.pages.of_rank(self.rank)
+            return KvTensors.view(array, self._moves.open(array, message.transfer))
+        try:
+            memory = mmap.mmap(descriptor, message.pages.num_bytes)
+        finally:
+            os.close(descriptor)
+        return KvTensors.view(
+            message.pages, memoryview(memory), self.rank % message.pages.num_homes
+        )
+
     def check(self, held: Held) -> None:
         """Compare what this rank holds with what the lead says; both errors of `StepReader.check`
         end this rank.
@@ -139,18 +211,27 @@ class Follower:
         self._group.meet()
 
 
-def run(link: socket.socket, memory: int, keys: Callable[[ModelOptions], KeyRing | None]) -> None:
+def run(
+    link: socket.socket,
+    memory: int,
+    keys: Callable[[ModelOptions], KeyRing | None],
+    open_moves: Callable[[Callable[[bytes], None]], PageMoves],
+) -> None:
     """Be a follower until the lead goes.
 
     link: to the lead, whose first message are `FollowerSettings`. memory: descriptor of the file
-    by which the group is joined. keys: finds the keys of encrypted weights.
+    by which the group is joined. keys: finds the keys of encrypted weights. open_moves: makes what
+    moves pages, given what sends an answer to the lead.
     """
     first = receive(link)
     if first is None:
         return
     settings = msgspec.msgpack.decode(first, type=FollowerSettings)
-    threading.Thread(target=_end_with, args=(link,), name="lead-watch", daemon=True).start()
+    words: queue.SimpleQueue[Word | None] = queue.SimpleQueue()
     options = settings.options
+    moves = open_moves(functools.partial(send, link))
+    hearing = threading.Thread(target=_hear, args=(link, words, moves), name="lead", daemon=True)
+    hearing.start()
     group = join(options.rank_backend, options.shape, settings.rank, memory, settings.timeout_s)
     try:
         if settings.num_threads is not None:
@@ -160,9 +241,9 @@ def run(link: socket.socket, memory: int, keys: Callable[[ModelOptions], KeyRing
         send(link, msgspec.msgpack.encode(Loaded(error.message)))
         return
     send(link, msgspec.msgpack.encode(Loaded()))
-    follower = Follower(model, group)
+    follower = Follower(model, group, moves=moves)
     try:
-        _follow(link, follower)
+        follower.follow(iter(words.get, None))
     except BaseException:
         group.fail()
         _log.exception("rank %d failed and cannot go on", settings.rank)
@@ -189,40 +270,28 @@ def _load(settings: FollowerSettings, group: Group, keys: KeyRing | None) -> Kim
     )
 
 
-def _follow(link: socket.socket, follower: Follower) -> None:
-    while True:
-        data = receive(link)
-        if data is None:
-            return
-        message = decode(data)
-        if isinstance(message, RankStep):
-            follower.step(message)
-            continue
-        if isinstance(message, Held):
-            follower.check(message)
-            continue
-        if isinstance(message, Ahead):
-            follower.ahead()
-            continue
-        kv = _pages(link, message, follower.rank)
-        follower.use(kv, message.most_rows, message.most_pages)
-        if message.num_threads is not None:
-            torch.set_num_threads(message.num_threads)
+def heard(link: socket.socket) -> Iterator[Word]:
+    """Yield what the lead says, until it goes."""
+    while (data := receive(link)) is not None:
+        message, descriptor = decode(data), None
+        if isinstance(message, UsePages) and not message.own:
+            _, [descriptor], _, _ = socket.recv_fds(link, 1, 1)
+        yield message, descriptor
 
 
-def _pages(link: socket.socket, message: UsePages, rank: int) -> KvTensors:
-    """Map the pages whose descriptor comes next; return those of `rank`."""
-    _, [descriptor], _, _ = socket.recv_fds(link, 1, 1)
+def _hear(link: socket.socket, words: queue.SimpleQueue[Word | None], moves: PageMoves) -> None:
+    """Hear what the lead says, whatever this rank is doing, and end this process when the lead's
+    has ended.
+    """
     try:
-        memory = mmap.mmap(descriptor, message.pages.num_bytes)
+        for message, descriptor in heard(link):
+            if isinstance(message, RankWord):
+                moves.tell(message)
+            else:
+                words.put((message, descriptor))
+    except OSError:  # the lead was killed
+        pass
+    except Exception:
+        _log.exception("what the lead says is not understood")
     finally:
-        os.close(descriptor)
-    return KvTensors.view(message.pages, memoryview(memory), rank % message.pages.num_homes)
-
-
-def _end_with(link: socket.socket) -> None:
-    """End this process when the lead's has ended, whatever this rank is waiting for."""
-    poll = select.poll()
-    poll.register(link, select.POLLRDHUP)
-    poll.poll()
-    os._exit(0)
+        os._exit(0)

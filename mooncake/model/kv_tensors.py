@@ -38,8 +38,8 @@ class KvTensors:
 
     @classmethod
     def view(cls, pages: PageArray, buffer: memoryview, home: int = 0) -> KvTensors:
-        """Return the pages of `home` among `pages`, which lie at the start of `buffer` (a transfer
-        region's memory).
+        """Return the pages of `home`, or the only ones there are, among `pages`, which lie at the
+        start of `buffer` (a transfer region's memory).
 
         Raises:
             ConfigError: the buffer is too small, or the dtype is not one KV can be kept in.
@@ -51,9 +51,11 @@ class KvTensors:
             raise ConfigError(
                 f"{pages.num_pages} KV pages need {pages.num_bytes} bytes, have {buffer.nbytes}"
             )
-        num_bytes = each * layout.block_bytes
-        count = num_bytes // DTYPE_BYTES[layout.dtype]
-        found = torch.frombuffer(buffer, dtype=dtype, count=count, offset=home * num_bytes)
+        before = home * each * layout.block_bytes
+        if pages.home is not None:
+            home, before = pages.home, 0
+        count = each * layout.block_bytes // DTYPE_BYTES[layout.dtype]
+        found = torch.frombuffer(buffer, dtype=dtype, count=count, offset=before)
         return cls(layout, found.view(shape), Home(home, pages.num_homes))
 
     @classmethod

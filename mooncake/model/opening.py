@@ -20,6 +20,7 @@ from mooncake_kernels.native.measured import Timing, timings
 from mooncake.base import CheckpointError, ConfigError, InternalError, KvLayout, PageArray
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.rank_moves import Opened
 from mooncake.engine.step_log import UsePages
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
@@ -96,8 +97,10 @@ class ModelSource:
             self._checkpoint.spec.vocab_size, functools.partial(load_grammar_tokens, path)
         )
         self._lock = threading.Lock()
-        self._lead = lead
+        self.lead = lead
         self._model: KimiK2 | None = None
+        self.memories: list[Opened] = []
+        """The memories of ranks from 1 on, where they have some."""
         self._page_device: PageDevice | None = None
 
     @functools.cached_property
@@ -130,13 +133,13 @@ class ModelSource:
                     device=self._device,
                     progress=progress,
                     backends=self._backends,
-                    group=None if self._lead is None else self._lead.group,
+                    group=None if self.lead is None else self.lead.group,
                     shape=self._options.shape,
                     host=host,
                     with_mtp=self._options.with_mtp,
                 )
-                if self._lead is not None:
-                    self._lead.wait_until_loaded()
+                if self.lead is not None:
+                    self.lead.wait_until_loaded()
                 self._model = model
 
     def warm_up(
@@ -155,8 +158,8 @@ class ModelSource:
 
     def close(self) -> None:
         """End the other ranks, if there are any. Runners must have been closed."""
-        if self._lead is not None:
-            self._lead.close()
+        if self.lead is not None:
+            self.lead.close()
 
     @staticmethod
     def expert_timings() -> list[Timing]:
@@ -222,30 +225,34 @@ class ModelSource:
         pages: memoryview | DeviceMemory,
         num_threads: int | None,
         descriptor: int | None = None,
+        transfer: bytes = b"",
     ) -> ModelRunner:
         """Return a runner of `config.num_blocks` pages, loading the weights first if need be.
 
-        descriptor: of the memory of `pages`, which other ranks map; they need it.
+        descriptor: of the memory of `pages`, which other ranks map; they need it, unless they have
+            memories of their own.
+        transfer: how these open a transfer engine (see `UsePages`); `memories` says where peers
+            reach them afterwards.
         pages: host memory, or what `device_pages` returned. Where the device owns its pages and
         none are given they are the runner's own, out of any transfer's reach.
         """
         self.load()
         model = self._model
         assert model is not None
+        array = PageArray(layout, config.num_blocks, config.num_homes)
         if isinstance(pages, PageMemory):
             kv = pages.kv
         elif self.owns_pages or not isinstance(pages, memoryview):
             kv = KvTensors.allocate(layout, config.num_blocks, self._device)
         else:
-            kv = KvTensors.view(PageArray(layout, config.num_blocks, config.num_homes), pages)
-        if self._lead is not None:
-            if descriptor is None:
+            kv = KvTensors.view(self._options.held_by(0, array), pages)
+        if self.lead is not None:
+            own = self._options.own_memories
+            if descriptor is None and not own:
                 raise InternalError("several ranks need pages that other processes can map")
             rows, width = self._captured(config)
-            pages_of_all = UsePages(
-                PageArray(layout, config.num_blocks, config.num_homes), num_threads, rows, width
-            )
-            self._lead.use_pages(pages_of_all, descriptor)
+            pages_of_all = UsePages(array, num_threads, rows, width, own, transfer)
+            self.memories = self.lead.use_pages(pages_of_all, None if own else descriptor)
         self._grammars.read_vocabulary()
         copies = self._open_copies()
         decoder = self._decoder(model, kv, config, copies)
@@ -266,7 +273,7 @@ class ModelSource:
             num_threads=num_threads,
             decoder=decoder,
             copies=copies,
-            lead=self._lead,
+            lead=self.lead,
         )
 
     def _decoder(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from mooncake.base.kv_layout import PageArray
 from mooncake.base.parallel import Shape
 from mooncake.crypto.keys import KeySource
 
@@ -47,6 +48,17 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model's first MTP layer is loaded, which makes drafts."""
     graphs: bool = True
     """On a GPU: decode steps are captured once and replayed."""
+
+    @property
+    def own_memories(self) -> bool:
+        """Whether each rank keeps KV pages in a memory of its own, instead of all in one. Ranks of
+        several stages do not yet.
+        """
+        return self.rank_backend == "gloo" and self.shape.tp > 1 and self.shape.pp == 1
+
+    def held_by(self, rank: int, pages: PageArray) -> PageArray:
+        """Return what the memory of `rank` holds of an engine's `pages`."""
+        return pages.of_rank(rank) if self.own_memories else pages
 
     @property
     def experts_apart(self) -> bool:

@@ -28,6 +28,7 @@ from mooncake.engine.plan import (
     StepResult,
     StepSlot,
 )
+from mooncake.engine.rank_moves import ALL_LAYERS
 from mooncake.engine.step_log import Way
 from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import DecodeGraphs
@@ -124,7 +125,7 @@ class ModelRunner:
         self._closed = False
         self._readable, self._signal = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         if lead is not None:
-            lead.watch(self._wake)
+            lead.watch(self._wake, self._emit)
         self._threads = [threading.Thread(target=self._run, name="model-runner", daemon=True)]
         if not model.stage.is_first:  # it is the last one, and the others are to be ahead of it
             self._untold = queue.SimpleQueue()
@@ -178,13 +179,14 @@ class ModelRunner:
             return
         self._closed = True
         if self._lead is not None:
-            self._lead.watch(lambda: None)
+            self._lead.watch(lambda: None, lambda _: None)
         (self._untold or self._plans).put(None)
         for thread in self._threads:
             thread.join()
         self._layers.close()
-        os.close(self._readable)
-        os.close(self._signal)
+        with self._lock:  # a follower's answer may just be coming
+            os.close(self._readable)
+            os.close(self._signal)
         del self._model, self._kv, self._decoder, self._sampler, self._drafts
 
     def _wake(self) -> None:
@@ -195,7 +197,7 @@ class ModelRunner:
 
     def _emit(self, event: RunnerEvent) -> None:
         with self._lock:
-            if not self._events:
+            if not self._events and not self._closed:
                 os.write(self._signal, b"\0")
             self._events.append(event)
 
@@ -292,6 +294,9 @@ class ModelRunner:
         if not plan.slots:
             return _Outcome([], {}, {})
         slots: Sequence[StepSlot] = plan.slots
+        lead = self._lead
+        if lead is not None:
+            lead.begin_step()
         if self._decoder is not None:
             if way is not Way.AS_IT_COMES:
                 return self._decode(self._decoder, slots)
@@ -305,6 +310,8 @@ class ModelRunner:
         inputs = inputs.to(self._model.device)
 
         def after_write(layer: int) -> None:
+            if lead is not None:
+                lead.reached(layer + 1)
             self._layers.add(LayerDone(step_id=plan.step_id, layer=layer), self._copies.mark())
 
         hidden = self._model.forward(inputs, kv, after_write if plan.report_layers else None)
@@ -315,8 +322,9 @@ class ModelRunner:
         }
         asked = [rows.slot for rows in inputs.output_rows if rows.slot.sample]
         logits = self._sampled_logits(inputs, hidden) if asked else None
-        if self._lead is not None:  # pages may be used for something else from here on
+        if lead is not None:  # pages may be used for something else from here on
             self._model.stage.ranks.meet()
+            lead.reached(ALL_LAYERS)
         failures = self._sampler.broken([slot.sequence_id for slot in asked])
         samples = [] if logits is None else self._sample(logits, asked, failures)
         written = False
@@ -376,6 +384,8 @@ class ModelRunner:
         read.
         """
         logits = decoder.logits(slots)
+        if self._lead is not None:
+            self._lead.reached(ALL_LAYERS)
         asked = [slot.sequence_id for slot in slots if slot.sample]
         failures = self._sampler.broken(asked)
         rows = [

@@ -53,6 +53,7 @@ class ColocatedWorkers:
             self._model,
             lost=gateway_process.worker_lost,
             progress=progress,
+            protocols=("inproc", "shm") if plan.options.own_memories else ("inproc",),
         )
         self._cluster.start(settings)
         self._starting = None

@@ -124,9 +124,12 @@ class ServePlan:
         return memory.sum(lambda rank: rank.dram + rank.weights + rank.overhead) + self._kv(memory)
 
     def _kv(self, memory: InstanceMemory) -> int:
-        """Return the bytes of an engine's pages; on the host its ranks map the same ones."""
+        """Return the bytes of an engine's pages, with their copies: ranks on the host map the same
+        ones, unless each has a memory of its own.
+        """
         shape = memory.shape
-        copies = shape.tp if self.needs.on_gpu else shape.dcp
+        own = msgspec.structs.replace(self.options, shape=shape).own_memories
+        copies = shape.tp if self.needs.on_gpu or own else shape.dcp
         return memory.sum(lambda rank: rank.kv) // shape.tp * copies
 
     @property

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,10 +22,19 @@ from mooncake.base import Clock, Machine, MonotonicClock, MooncakeError, PeerLos
 from mooncake.engine.ports import PolledRunner
 from mooncake.instance.checksums import PolledHasher
 from mooncake.kvstore.storage.disk import PolledDisks
-from mooncake.rpc.channel import PolledChannel
 from mooncake.transfer.engine import PolledTransfer
 
 _log = logging.getLogger(__name__)
+
+
+class EventSource(Protocol):
+    """What a loop hears from elsewhere; a `PolledChannel` is one."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when an event has come."""
+
+    def receive(self) -> Sequence[msgspec.Struct]:
+        """Return the events that have come, oldest first, without waiting."""
 
 
 class FencedOff(MooncakeError):
@@ -50,7 +59,7 @@ class Driver:
     def __init__(
         self,
         machine: Machine,
-        channel: PolledChannel,
+        channel: EventSource,
         *,
         transfer: PolledTransfer | None = None,
         runner: PolledRunner | None = None,

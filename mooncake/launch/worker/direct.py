@@ -18,6 +18,7 @@ from mooncake.base import (
     InternalError,
     InvalidRequest,
     MonotonicClock,
+    PageArray,
     Role,
     SamplingParams,
     pack_tokens,
@@ -53,7 +54,9 @@ class DirectEngine:
             source.load(progress)
             engine = plan.engine_of(Role.DECODE)
             config = replace(engine, num_blocks=source.num_pages(plan.layout, engine))
-            in_host = 1 if source.owns_pages else config.num_blocks
+            array = PageArray(plan.layout, config.num_blocks, config.num_homes)
+            held = plan.options.held_by(0, array).num_bytes
+            in_host = plan.layout.block_bytes if source.owns_pages else held
             self.expert_timings = [
                 {
                     "kind": found.kind,
@@ -63,7 +66,7 @@ class DirectEngine:
                 }
                 for found in source.expert_timings()
             ]
-            memory, descriptor = allocate_shared(in_host * plan.layout.block_bytes, "kv-pages")
+            memory, descriptor = allocate_shared(in_host, "kv-pages")
             with os.fdopen(descriptor):  # closed once every rank has mapped it
                 self._runner = source.runner(
                     plan.layout, config, memoryview(memory), plan.num_threads, descriptor

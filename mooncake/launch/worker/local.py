@@ -6,6 +6,7 @@ machines are the same as those of workers in processes of their own.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -111,15 +112,20 @@ class LocalCluster:
     def _build(self, settings: WorkerSettings) -> Worker:
         self._num_boots += 1
         channel = InprocChannel(self._network, f"{settings.worker_id}#{self._num_boots}")
+        config = TransferConfig(secret=self._secret, host="local", protocols=self._protocols)
+        between_processes = [name for name in self._protocols if name != "inproc"]
         transfer = open_transfer(
-            TransferConfig(secret=self._secret, host="local", protocols=self._protocols),
+            config,
             f"{settings.worker_id}#{self._num_boots}",
             MonotonicClock(),
             fabric=self._fabric,
         )
         model = None if settings.role is Role.KVSTORE else self._model
         try:
-            return build(settings, channel, transfer, model=model, progress=self._progress)
+            return build(
+                settings, channel, transfer, model=model, progress=self._progress,
+                rank_transfer=dataclasses.replace(config, protocols=between_processes),
+            )  # fmt: skip
         except BaseException:
             channel.close()
             transfer.close()

@@ -37,7 +37,9 @@ class PageHasher:
         self._array = pages
         self._pages: npt.NDArray[np.uint8] | None = None
         if isinstance(region, HostRegion):
-            shape = (pages.num_homes, layout.num_layers, pages.pages_of_home, layout.slice_bytes)
+            shape = (
+                pages.num_homes_here, layout.num_layers, pages.pages_of_home, layout.slice_bytes
+            )  # fmt: skip
             self._pages = np.frombuffer(region.buffer, np.uint8).reshape(shape)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "page-hash")
         self._lock = threading.Lock()
@@ -74,6 +76,7 @@ class PageHasher:
         if self._pages is None:
             return self._blocks.checksum(self._array.offset(page))
         home, within = divmod(page, self._array.pages_of_home)
+        home = home if self._array.home is None else 0
         # One copy and one hash, both without the interpreter lock: slice by slice, which is too
         # short for that, the machine's thread would wait for it for milliseconds.
         return checksum_of(np.ascontiguousarray(self._pages[home, :, within]).data.cast("B"))

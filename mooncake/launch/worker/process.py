@@ -39,10 +39,12 @@ from mooncake.decode import DecodeWorker
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.ports import PolledRunner
+from mooncake.engine.rank_moves import Opened
 from mooncake.identity import Credential, own_credential
 from mooncake.instance import Instance, InstanceConfig
 from mooncake.instance.checksums import PolledHasher
 from mooncake.instance.instance import InstancePorts
+from mooncake.instance.rank_pages import FollowerPages, RankLink
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.node.node import KvNode
 from mooncake.kvstore.storage.disk import PolledDisks
@@ -114,7 +116,14 @@ class Model(Protocol):
         pages: memoryview | DeviceMemory,
         num_threads: int | None,
         descriptor: int | None = None,
+        transfer: bytes = b"",
     ) -> PolledRunner: ...
+
+    @property
+    def lead(self) -> RankLink | None: ...
+
+    @property
+    def memories(self) -> list[Opened]: ...
 
     def close(self) -> None: ...
 
@@ -330,9 +339,11 @@ def build(
     progress: Progress = no_progress,
     ids: IdSource | None = None,
     health_url: str = "",
+    rank_transfer: TransferConfig | None = None,
 ) -> Worker:
     """Return the worker that `settings` describe, over the given ports. Engines need `model`.
-    `health_url`: of the port of its process.
+    `health_url`: of the port of its process. `rank_transfer`: of the transfer engines of ranks that
+    have memories of their own.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -357,7 +368,7 @@ def build(
         progress("allocating the pool", 0, 0)
         return _build_pool(settings, hello, ports)
     assert model is not None, "an engine needs a model"
-    return _build_engine(settings, hello, ports, model, progress)
+    return _build_engine(settings, hello, ports, model, progress, rank_transfer)
 
 
 def _build_pool(settings: WorkerSettings, hello: WorkerHello, ports: WorkerPorts) -> Worker:
@@ -379,8 +390,9 @@ def _build_engine(
     ports: WorkerPorts,
     model: Model,
     progress: Progress,
+    rank_transfer: TransferConfig | None,
 ) -> Worker:
-    layout, config = settings.layout, settings.engine
+    layout, config, options = settings.layout, settings.engine, settings.options
     if model.revision != settings.weights_revision:
         raise CheckpointError(
             f"{settings.model} holds other weights (revision {model.revision}) than those of the "
@@ -389,6 +401,8 @@ def _build_engine(
     model.load(lambda done, whole: progress("loading weights", done, whole))
     progress("allocating KV pages", 0, 0)
     config = dataclasses.replace(config, num_blocks=model.num_pages(layout, config))
+    array = PageArray(layout, config.num_blocks, config.num_homes)
+    own_array = options.held_by(0, array)
     region: Region
     pages: Pages | None = None
     if model.owns_pages:
@@ -396,8 +410,11 @@ def _build_engine(
         region = ports.transfer.register_device(pages, "kv-pages")
         runner = model.runner(layout, config, pages, settings.num_threads)
     else:
-        region = ports.transfer.allocate(config.num_blocks * layout.block_bytes, "kv-pages")
-        runner = model.runner(layout, config, region.buffer, settings.num_threads, region.fd)
+        region = ports.transfer.allocate(own_array.num_bytes, "kv-pages")
+        threads, of_ranks = settings.num_threads, dict[str, bytes]()
+        if options.own_memories:
+            of_ranks["transfer"] = msgspec.msgpack.encode(rank_transfer)
+        runner = model.runner(layout, config, region.buffer, threads, region.fd, **of_ranks)
     model.warm_up(config, lambda done, whole: progress("warming up", done, whole))
     samples = []
     if settings.self_profile:
@@ -412,7 +429,7 @@ def _build_engine(
     )
     hasher = None
     if settings.instance.push_checksums:
-        hasher = PageHasher(region, PageArray(layout, config.num_blocks, config.num_homes))
+        hasher = PageHasher(region, own_array)
     engine = Engine(config, layout.fingerprint, runner)
     engine.calibrate(samples)
     instance = Instance(
@@ -420,11 +437,32 @@ def _build_engine(
         layout,
         engine,
         hello,
-        InstancePorts(ports.channel, ports.transfer, region, settings.gateway_address, hasher),
+        InstancePorts(
+            ports.channel,
+            ports.transfer,
+            region,
+            settings.gateway_address,
+            hasher,
+            _followers(settings, model, array) if options.own_memories else (),
+        ),
     )
     machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)
     ports = dataclasses.replace(ports, runner=runner, hasher=hasher)
     return Worker(machine, hello.worker, ports, region, pages)
+
+
+def _followers(settings: WorkerSettings, model: Model, array: PageArray) -> list[FollowerPages]:
+    """Return the pages of the other ranks, each in a memory of its own."""
+    link, verify = model.lead, settings.instance.verify_fetches
+    assert link is not None, "ranks have a lead"
+    found = []
+    for rank, opened in enumerate(model.memories, 1):
+        assert opened.segment is not None, "peers reach every rank of a worker"
+        held = settings.options.held_by(rank, array)
+        found.append(
+            FollowerPages(rank, held, opened.segment, opened.region_id, link, verify=verify)
+        )
+    return found
 
 
 def _open(
@@ -441,22 +479,20 @@ def _open(
             settings.bind_host, credential=credential, advertise_host=advertise_host
         )
         opened.callback(channel.close)
-        transfer = open_transfer(
-            TransferConfig(
-                secret=settings.cluster_secret,
-                host=machine_facts.boot_id(),
-                protocols=settings.transfer_protocols,
-                protection=choose_protection(settings.transfer_protection),
-                tcp=TcpSettings(bind_host=settings.bind_host, advertise_host=advertise_host),
-                rdma=settings.rdma,
-            ),
-            SystemIds().hex(8),
-            MonotonicClock(),
+        config = TransferConfig(
+            secret=settings.cluster_secret,
+            host=machine_facts.boot_id(),
+            protocols=settings.transfer_protocols,
+            protection=choose_protection(settings.transfer_protection),
+            tcp=TcpSettings(bind_host=settings.bind_host, advertise_host=advertise_host),
+            rdma=settings.rdma,
         )
+        transfer = open_transfer(config, SystemIds().hex(8), MonotonicClock())
         opened.callback(transfer.close)
         worker = build(
-            settings, channel, transfer, model=model, progress=progress, health_url=health_url
-        )
+            settings, channel, transfer, model=model, progress=progress, health_url=health_url,
+            rank_transfer=config,
+        )  # fmt: skip
         opened.pop_all()
         return worker
 

@@ -1,7 +1,7 @@
 """The processes of an instance's followers: started by its lead, on the lead's machine.
 
-A follower inherits two descriptors, a socket pair with its lead and the group's file, and not the
-cluster secret: it talks to the lead only.
+A follower inherits two descriptors, a socket pair with its lead and the group's file. It has no
+cluster secret in its environment: one that has a memory of its own hears it from its lead.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 from mooncake.crypto.keys import KeySource
 from mooncake.launch.host import environment
 from mooncake.launch.host.key_source import read_keys
+from mooncake.launch.worker.rank_moves import RankMoves
 from mooncake.model.follower import FollowerSettings, run
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.joining import join, make_file
@@ -103,4 +104,5 @@ def main() -> None:
     """Be a follower; the descriptors of its link and of the group's memory are the arguments."""
     link, memory = (int(word) for word in sys.argv[1:])
     configure_logging("rank", sys.stderr)
-    run(socket.socket(fileno=link), memory, lambda options: read_keys(options.weights_key))
+    lead = socket.socket(fileno=link)
+    run(lead, memory, lambda options: read_keys(options.weights_key), RankMoves)

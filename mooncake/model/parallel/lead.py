@@ -1,13 +1,14 @@
 """The lead's links to its followers: a socket pair and a process each, and the thread that watches
 them. What the lead says, and when all end, `engine.ranks` decides.
 
-A follower has that socket pair and nothing else: it hears what to compute, says once that it has
-loaded, and both see at once when the other's process is gone.
+A follower has that socket pair: it hears what to compute and what KV to move, says once that it has
+loaded and how each move ended, and both see at once when the other's process is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import select
 import socket
 import struct
@@ -20,6 +21,7 @@ import torch
 
 from mooncake.base import CheckpointError, InternalError
 from mooncake.engine.plan import StepSlot
+from mooncake.engine.rank_moves import OfRank, Opened, Progress, RankWord, decode_answer
 from mooncake.engine.ranks import LeadRanks
 from mooncake.engine.step_log import RankMessage, UsePages, Way, encode
 from mooncake.model.parallel.group import Group, GroupError
@@ -64,6 +66,13 @@ class Lead:
         self._lock = threading.Lock()
         self._closed = False
         self._on_lost: Callable[[], None] = lambda: None
+        self._on_answer: Callable[[OfRank], None] = lambda _: None
+        self._sending = threading.Lock()
+        """Steps and moves are told by two threads."""
+        self._opened: queue.SimpleQueue[tuple[int, Opened] | None] = queue.SimpleQueue()
+        """What followers answered to the last `use_pages`; None: one is lost."""
+        self.progress: Progress = (0, 0)
+        """How far this rank is in what it computes."""
         for each in self._sockets:
             each.settimeout(timeout_s)
         self._watch, self._bell = socket.socketpair()
@@ -94,16 +103,46 @@ class Lead:
             each.settimeout(self._timeout_s)
         self._watcher.start()
 
-    def use_pages(self, pages: UsePages, descriptor: int) -> None:
-        """Have all followers compute over the memory behind `descriptor`; return when they can.
+    def use_pages(self, pages: UsePages, descriptor: int | None = None) -> list[Opened]:
+        """Have all followers compute over the memory behind `descriptor`, or over memories of their
+        own; return when they can, and where peers reach the latter, rank by rank.
 
         Raises:
             InternalError: one cannot, or ended.
         """
+        self.progress = (0, 0)
+        found: dict[int, Opened] = {}
         with self._meeting():
             self._ranks.use_pages(pages)
-            for each in self._sockets:
-                socket.send_fds(each, [b"\0"], [descriptor])
+            if descriptor is not None:
+                for each in self._sockets:
+                    socket.send_fds(each, [b"\0"], [descriptor])
+            while pages.own and len(found) < len(self._sockets):
+                answer = self._opened.get()
+                if answer is None:
+                    raise InternalError(f"{self.lost}")
+                rank, opened = answer
+                if opened.error:
+                    self.fail(f"rank {rank}: {opened.error}")
+                    raise InternalError(f"{self.lost}")
+                found[rank] = opened
+        return [found[rank] for rank in sorted(found)]
+
+    def tell_rank(self, rank: int, word: RankWord) -> None:
+        """Send a word to one follower. From any thread; a follower that has gone is found lost."""
+        try:
+            with self._sending:
+                send(self._sockets[rank - 1], encode(word))
+        except OSError as error:
+            self.fail(f"rank {rank} of this model does not listen: {error}")
+
+    def begin_step(self) -> None:
+        """This rank begins to compute the next step that it told."""
+        self.progress = (self.progress[0] + 1, 0)
+
+    def reached(self, num_layers: int) -> None:
+        """So many layers of that step lie in this rank's pages."""
+        self.progress = (self.progress[0], num_layers)
 
     def check_integrity(self, sequences: Collection[int]) -> None:
         """Have every rank check that it holds pages of these sequences alone, as many as this one
@@ -142,9 +181,11 @@ class Lead:
         self._ranks.ahead()
         self.group.gather(tokens)
 
-    def watch(self, on_lost: Callable[[], None]) -> None:
-        """Have `on_lost` called, in any thread, when a rank is lost."""
-        self._on_lost = on_lost
+    def watch(self, on_lost: Callable[[], None], on_answer: Callable[[OfRank], None]) -> None:
+        """Have `on_lost` called, in any thread, when a rank is lost, and `on_answer` with what a
+        follower answers.
+        """
+        self._on_lost, self._on_answer = on_lost, on_answer
 
     @property
     def lost(self) -> str | None:
@@ -160,14 +201,16 @@ class Lead:
     def tell(self, message: RankMessage) -> None:
         """Send to all followers, in order."""
         data = encode(message)
-        for each in self._sockets:
-            send(each, data)
+        with self._sending:
+            for each in self._sockets:
+                send(each, data)
 
     def end(self) -> None:
         """End all followers at once, and have the runner hear of it."""
         self.group.fail()
         for process in self._processes:
             process.kill()
+        self._opened.put(None)
         self._on_lost()
 
     def close(self) -> None:
@@ -200,17 +243,37 @@ class Lead:
             raise InternalError(f"{self.lost}") from error
 
     def _watch_all(self) -> None:
-        """Wait for the first follower that goes: none of them says anything once it has loaded."""
+        """Hear what followers answer, until the first of them goes."""
         poll = select.poll()
         poll.register(self._watch, select.POLLIN)
         ranks = {each.fileno(): rank for rank, each in enumerate(self._sockets, 1)}
         for descriptor in ranks:
             poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
-        gone = [descriptor for descriptor, _ in poll.poll()]
-        if self._watch.fileno() not in gone:
-            with self._lock:
-                if not self._closed:
-                    self._ranks.gone(ranks[gone[0]])
+        while True:
+            ready = [descriptor for descriptor, _ in poll.poll()]
+            if self._watch.fileno() in ready:
+                return
+            for descriptor in ready:
+                if not self._hear(ranks[descriptor]):
+                    with self._lock:
+                        if not self._closed:
+                            self._ranks.gone(ranks[descriptor])
+                    return
+
+    def _hear(self, rank: int) -> bool:
+        """Take one answer of a follower; return False where it has gone."""
+        try:
+            data = receive(self._sockets[rank - 1])
+        except OSError:
+            return False
+        if data is None:
+            return False
+        answer = decode_answer(data)
+        if isinstance(answer, Opened):
+            self._opened.put((rank, answer))
+        else:
+            self._on_answer(OfRank(rank, answer))
+        return True
 
 
 def send(to: socket.socket, data: bytes) -> None:

@@ -198,7 +198,7 @@ class RankedRunner(SimRunner):
                 rank.reader.check(message)
                 self._follow(number)
                 return
-            assert isinstance(message, RankStep), "the simulated lead runs no steps ahead"
+            assert isinstance(message, RankStep), "simulated ranks share a memory and a pace"
             slots = rank.reader.slots(message)
         except InternalError:
             self.kill_rank(number)

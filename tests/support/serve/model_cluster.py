@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from mooncake.base import (
     FinalEvent,
@@ -28,6 +30,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.worker.local import LocalCluster
 from mooncake.launch.worker.open_model import open_model
+from mooncake.launch.worker.process import Worker, WorkerSettings
 from mooncake.model.opening import ModelSource
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.scheduler.gateway.gateway import Gateway
@@ -63,6 +66,16 @@ class Answer:
             self.tokens += event.tokens
 
 
+class _Workers(LocalCluster):
+    """Workers of which each role has a model, and ranks, of its own."""
+
+    models: Mapping[Role, ModelSource]
+
+    def _build(self, settings: WorkerSettings) -> Worker:
+        self._model = self.models.get(settings.role, self._model)
+        return super()._build(settings)
+
+
 class ModelCluster:
     """Gateway and workers over in-process wires."""
 
@@ -73,11 +86,20 @@ class ModelCluster:
         change_plan: Callable[[ServePlan], ServePlan] = lambda plan: plan,
         protocols: Sequence[str] = ("inproc",),
         source: ModelSource | None = None,
+        by_role: bool = False,
     ) -> None:
         plan = change_plan(make_plan(config, cores=1))
         network = InprocNetwork()
         channel = InprocChannel(network, "gateway", encode=True)
-        model = source or open_model(str(plan.model.path), plan.model.dtype, plan.options)
+        path, dtype = str(plan.model.path), plan.model.dtype
+        self._models: dict[Role, ModelSource] = {}
+        if by_role:
+            for role in (Role.PREFILL, Role.DECODE):
+                shape = plan.ranks[role].shape
+                options = msgspec.structs.replace(plan.options, shape=shape)
+                self._models[role] = open_model(path, dtype, options)
+        model = source or self._models.get(Role.DECODE)
+        model = model or open_model(path, dtype, plan.options)
         self.layout = plan.layout
         ids = SeededIds(7)
         self.events = EventList()
@@ -92,7 +114,8 @@ class ModelCluster:
         self._gateway = Driver(gateway, channel)
         self._thread = threading.Thread(target=self._gateway.run, daemon=True)
         self._thread.start()
-        self.workers = LocalCluster(network, model, lost=self._lost, protocols=protocols)
+        self.workers = _Workers(network, model, lost=self._lost, protocols=protocols)
+        self.workers.models = self._models
         self._settings = cluster_workers(config, plan, channel.address, "secret", "host")
         self.workers.start(self._settings)
         self._wait_until_all_are_up()
@@ -142,6 +165,14 @@ class ModelCluster:
         self.workers.stop()
         self._gateway.stop()
         self._thread.join(ANSWER_S)
+        for model in self._models.values():
+            model.close()
+
+    def start_again(self, worker_id: str) -> None:
+        """End a worker as a crash would, and start it with empty pages."""
+        self.workers.kill(worker_id)
+        self.workers.start([each for each in self._settings if each.worker_id == worker_id])
+        self._wait_until_all_are_up()
 
 
 @contextmanager
@@ -154,11 +185,13 @@ def model_cluster(
     change_plan: Callable[[ServePlan], ServePlan] = lambda plan: plan,
     protocols: Sequence[str] = ("inproc",),
     source: ModelSource | None = None,
+    by_role: bool = False,
     **settings: Any,
 ) -> Iterator[ModelCluster]:
     """Serve `model` from so many workers for the body; integrity is checked at the end.
 
-    source: the model, where it is not to be opened plainly.
+    source: the model, where it is not to be opened plainly. by_role: prefill and decode workers
+    have models of their own, with the ranks of their shapes.
     """
     config = ServeConfig(
         model=str(model),
@@ -171,7 +204,9 @@ def model_cluster(
         kvstore_dram_bytes=2**24,
         **({"kv_cache_memory_bytes": 2**24} | settings),
     )
-    cluster = ModelCluster(config, change_plan=change_plan, protocols=protocols, source=source)
+    cluster = ModelCluster(
+        config, change_plan=change_plan, protocols=protocols, source=source, by_role=by_role
+    )
     try:
         yield cluster
     finally:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from mooncake.instance.checksums import BlockChecksums, HashDone
+from mooncake.instance.mover import OwnPages
 from mooncake.instance.push import Destination, Push
-from tests.support.engine.engine_pair import LAYOUT, EnginePair
+from tests.support.engine.engine_pair import LAYOUT, PAGES, EnginePair
 
 
 class Log:
@@ -142,11 +143,15 @@ class SlowHasher:
         return HashDone(op_id, [100 + page for page in self.asked[op_id]])
 
 
+def own_pages(engine_pair: EnginePair, hasher: SlowHasher) -> OwnPages:
+    return OwnPages(PAGES, engine_pair.transfer, engine_pair.pages, hasher)
+
+
 def test_blocks_are_hashed_once_when_their_last_layer_goes_and_complete_when_that_is_done() -> None:
     engine_pair, log, plain = EnginePair(), Log(), Log()
     push, pages = open_push(engine_pair, 3)
     hasher = SlowHasher()
-    checksums = BlockChecksums(hasher)
+    checksums = BlockChecksums([own_pages(engine_pair, hasher)])
     now = engine_pair.heap.now()
     part = engine_pair.part([0, 1], [0, 2])
     destination = push.add_destination([part], log, now, checksums)
@@ -173,7 +178,7 @@ def test_a_closed_push_hears_no_more_of_its_hashes() -> None:
     engine_pair, log = EnginePair(), Log()
     push, _ = open_push(engine_pair, 1)
     hasher = SlowHasher()
-    checksums = BlockChecksums(hasher)
+    checksums = BlockChecksums([own_pages(engine_pair, hasher)])
     now = engine_pair.heap.now()
     push.add_destination([engine_pair.part([0], [0])], log, now, checksums)
     push.advance([0], LAYOUT.num_layers, now)

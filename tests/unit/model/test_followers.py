@@ -25,7 +25,7 @@ from mooncake.engine.plan import (
 )
 from mooncake.engine.step_log import UsePages
 from mooncake.model.device.graphs import DecodeGraphs
-from mooncake.model.follower import Follower, _follow
+from mooncake.model.follower import Follower, heard
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
@@ -105,7 +105,7 @@ class Instance:
     def _run(link: socket.socket, follower: Follower, group: SharedGroup) -> None:
         send(link, msgspec.msgpack.encode(Loaded()))
         try:
-            _follow(link, follower)
+            follower.follow(heard(link))
         except Exception:
             group.fail()
         link.close()

@@ -346,3 +346,18 @@ class TestEncryptedWeights:
     def test_workers_that_join_do(self, sealed: Path, role: str) -> None:
         with pytest.raises(CheckpointError, match="are encrypted; give the key"):
             plan_for(sealed, role=role, join="h:1")
+
+
+def test_pages_of_ranks_with_memories_of_their_own_are_counted_with_their_copies(
+    model: Path,
+) -> None:
+    def kv_bytes(backend: str, dcp: int) -> int:
+        shape = {"tensor_parallel_size": 2, "decode_context_parallel_size": dcp}
+        plan = plan_for(model, rank_backend=backend, **shape)
+        memory = plan.ranks[Role.DECODE]
+        rest = memory.sum(lambda rank: rank.weights + rank.overhead)
+        return (plan.engine_bytes(Role.DECODE) - rest) // plan.layout.block_bytes
+
+    pages = plan_for(model).engine.num_blocks
+    assert kv_bytes("auto", 1) == kv_bytes("gloo", 2) == kv_bytes("auto", 2)
+    assert kv_bytes("gloo", 1) == 2 * kv_bytes("auto", 1) == 2 * pages

@@ -1,0 +1,99 @@
+"""What a lead says to followers that have memories of their own about the KV in them, and what they
+answer. Pure.
+
+Who copies what, `base.kv_parts` decides. A follower may be behind its lead in a step, so each word
+says how far it has to be.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mooncake.base.kv_layout import SegmentRef
+from mooncake.base.kv_parts import Move
+from mooncake.transfer.engine import Op
+
+Progress = tuple[int, int]
+"""(steps begun since the pages were named, layers of the last that are written)"""
+ALL_LAYERS = 1 << 30
+"""As `Progress`: the step has ended on all ranks of a stage."""
+
+
+class StartMove(msgspec.Struct, frozen=True, tag="move", array_like=True):
+    """Copy between pages of this rank and a peer's memory; `Moved` answers."""
+
+    number: int
+    op: Op
+    move: Move
+    after: Progress
+    """Of this rank: what it moves is final then."""
+    deadline_s: float
+    """On the clock of this machine."""
+    verify: bool
+    """Hash the blocks once they have come."""
+
+
+class StopMove(msgspec.Struct, frozen=True, tag="stop", array_like=True):
+    """End a move early; its answer still comes."""
+
+    number: int
+
+
+class HashPages(msgspec.Struct, frozen=True, tag="hash", array_like=True):
+    """Hash the blocks in pages of this rank; `Hashed` answers."""
+
+    number: int
+    pages: list[int]
+    after: Progress
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened", array_like=True):
+    """A follower has the memory for its pages, or why it has not."""
+
+    segment: SegmentRef | None
+    """None: no peer reaches them."""
+    region_id: int
+    error: str = ""
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved", array_like=True):
+    """How a move ended."""
+
+    number: int
+    error: str | None
+    num_bytes: int
+    seconds: float
+    checksums: list[int]
+    """xxh3-64 of each block, in the order of its pages; none unless they were wanted."""
+
+
+class Hashed(msgspec.Struct, frozen=True, tag="hashed", array_like=True):
+    """The xxh3-64 of pages, in the order in which they were named."""
+
+    number: int
+    checksums: list[int]
+
+
+RankWord = StartMove | StopMove | HashPages
+RankAnswer = Opened | Moved | Hashed
+
+
+class OfRank(msgspec.Struct, frozen=True):
+    """An event of an instance: a follower's answer."""
+
+    rank: int
+    answer: Moved | Hashed
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[RankAnswer] = msgspec.msgpack.Decoder(RankAnswer)
+
+
+def encode_answer(answer: RankAnswer) -> bytes:
+    """Return the bytes of an answer."""
+    return _ENCODER.encode(answer)
+
+
+def decode_answer(data: bytes) -> RankAnswer:
+    """Return the answer of `data`. msgspec.DecodeError: it is none."""
+    return _DECODER.decode(data)

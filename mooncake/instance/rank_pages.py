@@ -1,0 +1,164 @@
+"""The pages of ranks that have memories of their own: how the lead has a follower move them, and
+the follower's machine that does.
+
+A follower moves what it is told to once it has computed as far as its lead had when it said so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from mooncake.base.kv_layout import PageArray, SegmentRef
+from mooncake.base.kv_parts import Move
+from mooncake.engine.rank_moves import (
+    Hashed,
+    HashPages,
+    Moved,
+    Progress,
+    RankAnswer,
+    RankWord,
+    StartMove,
+    StopMove,
+)
+from mooncake.instance.checksums import HashDone
+from mooncake.instance.mover import RankPages
+from mooncake.transfer.engine import Op, TransferDone
+
+
+class RankLink(Protocol):
+    """How a lead reaches its followers."""
+
+    @property
+    def progress(self) -> Progress:
+        """How far the lead has computed."""
+
+    def tell_rank(self, rank: int, word: RankWord) -> None:
+        """Send a word to a follower; never blocks for long."""
+
+
+class FollowerPages:
+    """The pages in a follower's memory, as its lead sees them: a `RankPages`."""
+
+    def __init__(
+        self,
+        rank: int,
+        array: PageArray,
+        segment: SegmentRef,
+        region_id: int,
+        link: RankLink,
+        *,
+        verify: bool,
+    ) -> None:
+        """With `verify`, the follower hashes what it has read."""
+        self.array = array
+        self.segment = segment
+        self.region_id = region_id
+        self._rank = rank
+        self._link = link
+        self._verify = verify
+        self._last_number = 0
+
+    def start(self, op: Op, move: Move, deadline_s: float) -> int:
+        number, after = self._next(), self._link.progress
+        verify = self._verify and op is Op.READ
+        self._link.tell_rank(self._rank, StartMove(number, op, move, after, deadline_s, verify))
+        return number
+
+    def cancel(self, number: int) -> None:
+        self._link.tell_rank(self._rank, StopMove(number))
+
+    def hash(self, pages: Sequence[int]) -> int:
+        number = self._next()
+        self._link.tell_rank(self._rank, HashPages(number, list(pages), self._link.progress))
+        return number
+
+    def _next(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """An event: this follower has computed further."""
+
+
+class FollowerMoves:
+    """A follower's machine: does what the lead says about the pages in its memory (see
+    `base.machine.Machine`).
+    """
+
+    def __init__(self, pages: RankPages, answer: Callable[[RankAnswer], None]) -> None:
+        self._pages = pages
+        self._answer = answer
+        self.progress: Progress = (0, 0)
+        """Set by the thread that computes; where `waiting` is not empty then, it has `Reached`
+        handled too.
+        """
+        self.waiting: list[StartMove | HashPages] = []
+        """In the order of the lead's words, so of progress too."""
+        self._moves: dict[int, StartMove] = {}
+        """By number here."""
+        self._hashes: dict[int, tuple[int, Moved | None]] = {}
+        """By number here -> the lead's number, and the end of the move whose blocks these are."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing waits or is under way."""
+        return not (self.waiting or self._moves or self._hashes)
+
+    def handle(self, event: msgspec.Struct, _now: float) -> None:
+        match event:
+            case StartMove() | HashPages():
+                self.waiting.append(event)
+                self._start_due()
+            case StopMove():
+                self._stop(event.number)
+            case Reached():
+                self._start_due()
+            case TransferDone():
+                self._on_done(event)
+            case HashDone():
+                self._on_hashed(event)
+
+    def tick(self, _now: float) -> float | None:
+        return None
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when something waits that is due."""
+        assert all(word.after > self.progress for word in self.waiting)
+
+    def _start_due(self) -> None:
+        while self.waiting and self.waiting[0].after <= self.progress:
+            word = self.waiting.pop(0)
+            if isinstance(word, HashPages):
+                self._hashes[self._pages.hash(word.pages)] = (word.number, None)
+            else:
+                number = self._pages.start(word.op, word.move, word.deadline_s)
+                self._moves[number] = word
+
+    def _stop(self, number: int) -> None:
+        for word in self.waiting:
+            if isinstance(word, StartMove) and word.number == number:
+                self.waiting.remove(word)
+                self._answer(Moved(number, "cancelled", 0, 0.0, []))
+                return
+        for here, word in self._moves.items():
+            if word.number == number:
+                self._pages.cancel(here)
+
+    def _on_done(self, done: TransferDone) -> None:
+        word = self._moves.pop(done.batch_id)
+        moved = Moved(word.number, done.error, done.num_bytes, done.seconds, [])
+        if word.verify and done.error is None:
+            self._hashes[self._pages.hash(word.move.pages)] = (word.number, moved)
+        else:
+            self._answer(moved)
+
+    def _on_hashed(self, done: HashDone) -> None:
+        number, moved = self._hashes.pop(done.op_id)
+        if moved is None:
+            self._answer(Hashed(number, done.checksums))
+        else:
+            self._answer(msgspec.structs.replace(moved, checksums=done.checksums))

@@ -1,0 +1,128 @@
+"""A follower's own memory of KV pages: its transfer engine, and the thread that moves pages as the
+lead says.
+
+Owns all of them; the machine (`instance.rank_pages`) decides.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from mooncake.base import MonotonicClock, MooncakeError, PageArray, SystemIds
+from mooncake.engine.rank_moves import Opened, Progress, RankAnswer, RankWord, encode_answer
+from mooncake.instance.mover import OwnPages
+from mooncake.instance.rank_pages import FollowerMoves, Reached
+from mooncake.launch.host.driver import Driver
+from mooncake.launch.worker.page_hasher import PageHasher
+from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.router import RoutedTransfer
+
+
+class _Inbox:
+    """What the machine hears, from any thread: a source of events of its driver."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def put(self, event: msgspec.Struct) -> None:
+        self._events.put(event)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def fileno(self) -> int:
+        return self._wake_fd
+
+    def receive(self) -> Sequence[msgspec.Struct]:
+        """Return what came since the last call."""
+        if self._events.empty():
+            return []
+        os.eventfd_read(self._wake_fd)
+        return [self._events.get() for _ in range(self._events.qsize())]
+
+
+class _Memory:
+    """Pages, the engine that moves them and the thread that drives it."""
+
+    def __init__(
+        self, pages: PageArray, config: TransferConfig, answer: Callable[[RankAnswer], None]
+    ) -> None:
+        self.transfer: RoutedTransfer = open_transfer(config, SystemIds().hex(8), MonotonicClock())
+        try:
+            self.region = self.transfer.allocate(pages.num_bytes, "kv-pages")
+        except BaseException:
+            self.transfer.close()
+            raise
+        self._hasher = PageHasher(self.region, pages)
+        own = OwnPages(pages, self.transfer, self.region, self._hasher)
+        self.inbox = _Inbox()
+        self.machine = FollowerMoves(own, answer)
+        self._driver = Driver(self.machine, self.inbox, transfer=self.transfer, hasher=self._hasher)
+        self._thread = threading.Thread(target=self._run, name="rank-moves", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._driver.run()
+        except BaseException:
+            os._exit(1)  # this rank can move nothing any more: the lead ends all
+
+    def close(self) -> None:
+        """End all that moves; peers reach the memory no more."""
+        self._driver.stop()
+        self._thread.join()
+        self._hasher.close()
+        self.transfer.unregister(self.region)
+        self.transfer.close()
+
+
+class RankMoves:
+    """Moves the pages of one follower: a `model.follower.PageMoves`."""
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        """`send` brings an answer to the lead."""
+        self._send = send
+        self._sending = threading.Lock()
+        self._memory: _Memory | None = None
+
+    def open(self, pages: PageArray, transfer: bytes) -> memoryview:
+        """Return a memory for `pages` instead of the last one; tell the lead where peers reach it,
+        or why it cannot be.
+
+        transfer: a `TransferConfig`; empty: no peer reaches the pages. Raises MooncakeError.
+        """
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if not transfer:
+            self._answer(Opened(None, 0))
+            return memoryview(bytearray(pages.num_bytes))
+        try:
+            config = msgspec.msgpack.decode(transfer, type=TransferConfig)
+            self._memory = memory = _Memory(pages, config, self._answer)
+        except MooncakeError as error:
+            self._answer(Opened(None, 0, error.message))
+            raise
+        self._answer(Opened(memory.transfer.segment, memory.region.region_id))
+        return memory.region.buffer
+
+    def tell(self, word: RankWord) -> None:
+        """Do what the lead says; from any thread."""
+        assert self._memory is not None, "the lead knows where pages lie before it moves any"
+        self._memory.inbox.put(word)
+
+    def reached(self, progress: Progress) -> None:
+        """This rank has computed so far; from the thread that computes."""
+        if self._memory is not None:
+            machine = self._memory.machine
+            machine.progress = progress
+            if machine.waiting:
+                self._memory.inbox.put(Reached())
+
+    def _answer(self, answer: RankAnswer) -> None:
+        with self._sending:
+            self._send(encode_answer(answer))

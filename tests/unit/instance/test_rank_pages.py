@@ -1,0 +1,227 @@
+"""Ranks with memories of their own: a move is over when each has done its part, a follower moves
+what it has computed, and copies that differ count as no block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from mooncake.base import BlockPlaces, PageArray, SegmentRef
+from mooncake.base.kv_parts import KvPart, Move
+from mooncake.engine.rank_moves import (
+    ALL_LAYERS,
+    Hashed,
+    HashPages,
+    Moved,
+    Progress,
+    RankAnswer,
+    RankWord,
+    StartMove,
+    StopMove,
+)
+from mooncake.engine.step_log import decode, encode
+from mooncake.instance.checksums import BlockChecksums, HashDone
+from mooncake.instance.fetch import PageReads
+from mooncake.instance.mover import SliceMover
+from mooncake.instance.rank_pages import FollowerMoves, FollowerPages, Reached
+from mooncake.transfer.engine import Op, TransferDone
+from tests.support.engine.engine_pair import LAYOUT
+
+ARRAY = PageArray(LAYOUT, 8)
+SEGMENT = SegmentRef("e", {}, "h")
+THERE = BlockPlaces(SEGMENT, 1, LAYOUT.slice_bytes, [0])
+LAYERS = range(LAYOUT.num_layers)
+
+
+class Memory:
+    """Stands for a rank's memory: begins what it is told to, and ends nothing by itself."""
+
+    def __init__(self, array: PageArray, *, checksum: int = 7) -> None:
+        self.array = array
+        self.segment = SEGMENT
+        self.region_id = 0
+        self.moves: list[Move] = []
+        self.hashes: list[list[int]] = []
+        self.cancelled: list[int] = []
+        self._checksum = checksum
+
+    def start(self, op: Op, move: Move, deadline_s: float) -> int:
+        self.moves.append(move)
+        return len(self.moves) - 1
+
+    def cancel(self, number: int) -> None:
+        self.cancelled.append(number)
+
+    def hash(self, pages: Sequence[int]) -> int:
+        self.hashes.append(list(pages))
+        return len(self.hashes) - 1
+
+    def checksum(self, page: int) -> int:
+        return self._checksum
+
+
+def ranks(count: int, num_homes: int = 1) -> list[Memory]:
+    array = PageArray(LAYOUT, 8, num_homes)
+    return [Memory(array.of_rank(rank)) for rank in range(count)]
+
+
+def part(*indexes: int) -> KvPart:
+    places = BlockPlaces(SEGMENT, 1, LAYOUT.slice_bytes, [100 * index for index in indexes])
+    return KvPart(places, list(indexes), 0, LAYOUT.num_layers)
+
+
+class TestLead:
+    """What the lead makes of its ranks."""
+
+    def test_a_move_ends_once_when_all_ranks_have_ended_theirs(self) -> None:
+        memories, ended = ranks(2), list[TransferDone]()
+        mover = SliceMover(memories)
+        move = mover.write(
+            [part(0, 1, 2)], {0: 5, 1: 6, 2: 7}, LAYERS, 9.0, lambda done, _: ended.append(done)
+        )
+        assert [memory.moves[0].pages for memory in memories] == [[5, 7], [6]]
+        mover.on_done(TransferDone(batch_id=0, num_bytes=10, seconds=1.0), 0.0)
+        assert not ended
+        mover.check_integrity()
+        mover.on_done(TransferDone(batch_id=0, num_bytes=20, seconds=3.0), 0.0, 1)
+        assert ended == [TransferDone(batch_id=move, num_bytes=30, seconds=3.0)]
+        assert mover.num_in_flight == 0
+        mover.check_integrity()
+
+    def test_what_fails_on_one_rank_is_called_off_on_the_others(self) -> None:
+        memories, ended = ranks(2), list[TransferDone]()
+        mover = SliceMover(memories)
+        mover.write([part(0, 1)], {0: 5, 1: 6}, LAYERS, 9.0, lambda done, _: ended.append(done))
+        mover.on_done(TransferDone(batch_id=0, error="gone"), 0.0, 1)
+        assert memories[0].cancelled == [0]
+        assert not ended, "the first rank may still be writing"
+        mover.on_done(TransferDone(batch_id=0, num_bytes=9), 0.0)
+        assert [(done.error, done.num_bytes) for done in ended] == [("gone", 0)]
+
+    def test_every_memory_is_told_to_peers_with_what_it_holds(self) -> None:
+        mover = SliceMover(ranks(4, num_homes=2))
+        assert [each.indexes for each in mover.parts([0, 5, 1], 10)] == [
+            [10, 12], [11], [10, 12], [11],
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize(("other", "right"), [(7, True), (8, False)])
+    def test_a_block_read_into_copies_is_right_where_all_are(self, other: int, right: bool) -> None:
+        own, far = ranks(2)
+        mover = SliceMover([own, far])
+        reads = PageReads(mover, own, lambda *_: None)  # type: ignore[arg-type]
+        reads.read([3], THERE, 9.0)
+        mover.on_done(TransferDone(batch_id=0), 0.0)
+        mover.on_done(TransferDone(batch_id=0), 0.0, 1, [other])
+        assert (reads.checksum([3], 0) == 7) == right
+        assert reads.checksum([3], 0) == 7, "what others found belongs to one read"
+
+    def test_a_block_that_lies_elsewhere_has_the_checksum_found_there(self) -> None:
+        own, far = ranks(2, num_homes=2)
+        mover = SliceMover([own, far])
+        reads = PageReads(mover, own, lambda *_: None)  # type: ignore[arg-type]
+        reads.read([6], THERE, 9.0)
+        assert not own.moves
+        mover.on_done(TransferDone(batch_id=0), 0.0, 1, [55])
+        assert reads.checksum([6], 0) == 55
+
+    def test_hashes_come_from_whoever_holds_a_page_and_copies_must_agree(self) -> None:
+        memories, found = ranks(4, num_homes=2), list[list[int]]()
+        checksums = BlockChecksums(memories)
+        checksums.start([0, 4, 1], lambda sums, _: found.append(sums))
+        assert [memory.hashes for memory in memories] == [[[0, 1]], [[4]], [[0, 1]], [[4]]]
+        for rank, sums in enumerate([[10, 11], [14], [10, 99], [14]]):
+            assert not found
+            checksums.on_done(HashDone(0, sums), 0.0, rank)
+        assert found == [[10, 14, 0]]
+
+    def test_a_follower_is_told_how_far_the_lead_has_computed(self) -> None:
+        told: list[tuple[int, RankWord]] = []
+
+        class Link:
+            progress: Progress = (3, 2)
+
+            def tell_rank(self, rank: int, word: RankWord) -> None:
+                told.append((rank, word))
+
+        link = Link()
+        pages = FollowerPages(2, ARRAY.of_rank(2), SEGMENT, 0, link, verify=True)
+        move = Move(2, [4], THERE, 0, 2)
+        assert [pages.start(op, move, 9.0) for op in (Op.WRITE, Op.READ)] == [1, 2]
+        pages.cancel(1)
+        assert pages.hash([4]) == 3
+        assert told == [
+            (2, StartMove(1, Op.WRITE, move, (3, 2), 9.0, verify=False)),
+            (2, StartMove(2, Op.READ, move, (3, 2), 9.0, verify=True)),
+            (2, StopMove(1)),
+            (2, HashPages(3, [4], (3, 2))),
+        ]
+        for _, word in told:
+            assert decode(encode(word)) == word
+
+
+class Rank:
+    """A follower's machine over a memory that ends nothing by itself."""
+
+    def __init__(self) -> None:
+        self.memory = Memory(ARRAY.of_rank(1))
+        self.answers: list[RankAnswer] = []
+        self.machine = FollowerMoves(self.memory, self.answers.append)
+
+    def handle(self, event: msgspec.Struct) -> None:
+        self.machine.handle(event, 0.0)
+        self.machine.check_integrity()
+
+    def reach(self, steps: int, layers: int) -> None:
+        self.machine.progress = (steps, layers)
+        self.handle(Reached())
+
+
+def start(number: int, after: Progress = (0, 0), *, verify: bool = False) -> StartMove:
+    return StartMove(number, Op.READ, Move(1, [number], THERE, 0, 2), after, 9.0, verify)
+
+
+class TestFollower:
+    """What a follower does."""
+
+    def test_moves_wait_for_what_this_rank_has_not_computed_yet(self) -> None:
+        rank = Rank()
+        rank.handle(start(1, (2, 1)))
+        rank.handle(start(2, (2, 3)))
+        rank.handle(HashPages(3, [5], (2, 3)))
+        for steps, layers, begun in ((1, ALL_LAYERS, []), (2, 0, []), (2, 1, [[1]])):
+            rank.reach(steps, layers)
+            assert [move.pages for move in rank.memory.moves] == begun
+        rank.reach(2, ALL_LAYERS)
+        assert [move.pages for move in rank.memory.moves] == [[1], [2]]
+        assert rank.memory.hashes == [[5]]
+
+    def test_every_word_is_answered_once(self) -> None:
+        rank = Rank()
+        for word in (start(4), start(5, verify=True), HashPages(6, [2], (0, 0))):
+            rank.handle(word)
+        rank.handle(HashDone(0, [9]))
+        rank.handle(TransferDone(batch_id=1, num_bytes=8, seconds=2.0))
+        rank.handle(TransferDone(batch_id=0, error="gone"))
+        assert rank.answers == [Hashed(6, [9]), Moved(4, "gone", 0, 0.0, [])]
+        assert rank.memory.hashes == [[2], [5]], "what was read is hashed"
+        rank.handle(HashDone(1, [77]))
+        assert rank.answers[2:] == [Moved(5, None, 8, 2.0, [77])]
+        assert rank.machine.quiet
+
+    def test_a_move_that_is_stopped_still_ends(self) -> None:
+        rank = Rank()
+        rank.handle(start(1))
+        rank.handle(start(2, (1, 1)))
+        rank.handle(StopMove(2))
+        assert rank.answers == [Moved(2, "cancelled", 0, 0.0, [])], "it has never begun"
+        rank.handle(StopMove(1))
+        assert rank.memory.cancelled == [0]
+        assert len(rank.answers) == 1, "it may still touch memory"
+        rank.handle(TransferDone(batch_id=0, error="cancelled"))
+        rank.handle(StopMove(1))
+        assert len(rank.answers) == 2
+        rank.reach(5, 0)
+        assert len(rank.memory.moves) == 1
