@@ -121,13 +121,17 @@ class MtpDrafts:
         """
         model, kv = self._model, self._kv
         rule = model.prefers_absorbed
-        inputs = build_inputs(slots, frozenset(), kv.page_shape, rule, self._tables, kv.home)
+        # All rows, as few rows of all are computed faster than the last of few.
+        every = frozenset(slot.sequence_id for slot in slots if slot.sample)
+        inputs = build_inputs(slots, every, kv.page_shape, rule, self._tables, kv.home)
         of = {slot.sequence_id: each for slot, each in zip(slots, states, strict=True)}
         joined = torch.cat([of[each.slot.sequence_id] for each in inputs.input_rows])
         made = model.guess(inputs.to(model.device), joined, kv)
-        place = {each.slot.sequence_id: each.first for each in inputs.output_rows}
+        place = {
+            each.slot.sequence_id: each.first + each.num_rows - 1 for each in inputs.output_rows
+        }
         order = [place[slot.sequence_id] for slot in slots if slot.sample]
-        if order == list(range(len(order))):
+        if order == list(range(len(made))):
             return made
         return made.index_select(0, self._copies.send(torch.tensor(order)))
 
