@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 from mooncake.bench.http_client import HttpClient, RequestFailed
@@ -12,6 +13,11 @@ _COUNTER = re.compile(
     re.MULTILINE,
 )
 """As Mooncake and vLLM name them."""
+_AT = re.compile(
+    r"^\w+:spec_decode_num_accepted_tokens_per_pos(?:_total)?"
+    r'\{(?:.*,)?position="(\d{1,2})"(?:,.*)?\} (\S+)$',
+    re.MULTILINE,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,16 +28,30 @@ class DraftCounts:
     """Steps of a sequence that had drafts."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()
+    """By their position among a step's drafts, as far as there are any."""
 
     def since(self, before: DraftCounts) -> DraftCounts:
         """Return what has been added since `before`."""
-        counts = dataclasses.asdict(before)
-        return DraftCounts(**{name: getattr(self, name) - n for name, n in counts.items()})
+        at_before = itertools.chain(before.accepted_at, itertools.repeat(0))
+        return DraftCounts(
+            drafts=self.drafts - before.drafts,
+            draft_tokens=self.draft_tokens - before.draft_tokens,
+            accepted_tokens=self.accepted_tokens - before.accepted_tokens,
+            accepted_at=tuple(
+                now - was for now, was in zip(self.accepted_at, at_before, strict=False)
+            ),
+        )
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted drafts, in percent."""
         return 100 * self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """Of all steps with drafts the share in which the first, second... was accepted."""
+        return [number / self.drafts for number in self.accepted_at] if self.drafts else []
 
     @property
     def acceptance_length(self) -> float:
@@ -47,7 +67,16 @@ def parse_counts(text: str) -> DraftCounts:
     found = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0.0)
     for name, value in _COUNTER.findall(text):
         found[name] += float(value)
-    return DraftCounts(**{name: round(value) for name, value in found.items()})
+    at: dict[int, float] = {}
+    for position, value in _AT.findall(text):
+        at[int(position)] = at.get(int(position), 0.0) + float(value)
+    positions = range(max(at, default=-1) + 1)
+    return DraftCounts(
+        drafts=round(found["drafts"]),
+        draft_tokens=round(found["draft_tokens"]),
+        accepted_tokens=round(found["accepted_tokens"]),
+        accepted_at=tuple(round(at.get(position, 0.0)) for position in positions),
+    )
 
 
 async def draft_counts(client: HttpClient, headers: dict[str, str]) -> DraftCounts:

@@ -54,6 +54,10 @@ def table(
             _row("Draft tokens:", metrics.drafts.draft_tokens),
             _row("Accepted tokens:", metrics.drafts.accepted_tokens),
         ]
+        lines += [
+            _row(f"Acceptance at position {position} (%):", 100 * rate)
+            for position, rate in enumerate(metrics.drafts.acceptance_rates)
+        ]
     lines.append("=" * WIDTH)
     return "\n".join(lines)
 
@@ -115,6 +119,7 @@ def document(metrics: Metrics, outputs: Sequence[Output], shown: Sequence[str]) 
             "spec_decode_num_drafts": metrics.drafts.drafts,
             "spec_decode_draft_tokens": metrics.drafts.draft_tokens,
             "spec_decode_accepted_tokens": metrics.drafts.accepted_tokens,
+            "spec_decode_per_position_acceptance_rates": metrics.drafts.acceptance_rates,
         }
     return fields
 

@@ -91,9 +91,14 @@ def worker_table(workers: list[dict[str, Any]]) -> Table:
     return table
 
 
+_POSITIONS_SHOWN = 4
+"""Of drafts: further ones are rarely accepted."""
+
+
 def _drafts(worker: dict[str, Any]) -> str:
-    """Return the share of its drafts that were accepted and how many tokens a step with drafts
-    gave; empty for a worker that has computed none.
+    """Return the share of its drafts that were accepted, how many tokens a step with drafts gave,
+    and of so many steps the share in which the first, second... draft was accepted; empty for a
+    worker that has computed none.
     """
     counters = (worker.get("load") or {}).get("counters") or {}
     num_drafts, num_tokens, num_accepted = (
@@ -102,7 +107,11 @@ def _drafts(worker: dict[str, Any]) -> str:
     )
     if not num_drafts or not num_tokens:
         return ""
-    return f"{num_accepted / num_tokens:.0%}, {1 + num_accepted / num_drafts:.2f} tokens a step"
+    shown = f"{num_accepted / num_tokens:.0%}, {1 + num_accepted / num_drafts:.2f} tokens a step"
+    prefix = "spec_decode_num_accepted_tokens_per_pos_"
+    num_at = [counters.get(f"{prefix}{position}", 0) for position in range(_POSITIONS_SHOWN)]
+    shares = " ".join(f"{number / num_drafts:.0%}" for number in num_at if number)
+    return f"{shown} ({shares})" if shares else shown
 
 
 def _flat(value: Any) -> str:

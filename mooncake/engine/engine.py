@@ -36,9 +36,6 @@ from mooncake.engine.plan import Sample, SequenceStart, StepPlan, StepResult, St
 from mooncake.engine.ports import Runner
 from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
 from mooncake.engine.speculation import (
-    ACCEPTED_TOKENS,
-    DRAFT_TOKENS,
-    DRAFTS,
     Drafter,
     Speculation,
     drafter_of,
@@ -96,7 +93,7 @@ class Engine:
         if config.speculation is not None:
             drafter = drafter or drafter_of(config.speculation)
             self._speculation = Speculation(drafter, config.speculation.num_speculative_tokens)
-            self.counters |= dict.fromkeys((DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS), 0.0)
+            self.counters |= self._speculation.counters
         self._step_cost = StepCostModel()
         self._batcher = Batcher(config, self.pool, self._speculation, self._step_cost)
         self._sequences: dict[int, Sequence] = {}
@@ -538,9 +535,8 @@ class Engine:
             (sequence, slot.num_drafts, max(0, len(samples.get(slot.sequence_id, [])) - 1))
             for slot, sequence in zip(slots, step.sequences, strict=True)
         ]
-        self.counters[DRAFTS] += sum(num_drafts > 0 for _, num_drafts, _ in outcomes)
-        self.counters[DRAFT_TOKENS] += sum(num_drafts for _, num_drafts, _ in outcomes)
-        self.counters[ACCEPTED_TOKENS] += sum(num_accepted for _, _, num_accepted in outcomes)
+        self._speculation.count(outcomes)
+        self.counters |= self._speculation.counters
         if all(slot.sample and len(slot.tokens) == 1 + slot.num_drafts for slot in slots):
             self._speculation.observe(outcomes, self._cost)
 

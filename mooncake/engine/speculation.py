@@ -37,6 +37,8 @@ DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS = (
     "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
 )  # fmt: skip
 """Counters, named as vLLM names them: slots with drafts, drafts in them, those accepted."""
+ACCEPTED_AT = f"{ACCEPTED_TOKENS}_per_pos_"
+"""And, with a number behind it, those accepted that were the first (0), second... of their slot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,10 @@ class RowCost:
         return (self._seconds - each * self._rows) / self._weight, each
 
 
+Outcome = tuple[Sequence, int, int]
+"""A sequence of a step, how many drafts it had, and how many of them were accepted."""
+
+
 class Speculation:
     """Chooses the drafts of each step: one is worth its time while its chance to be accepted is
     larger than the tokens that the step would give in the time of a row.
@@ -179,6 +185,9 @@ class Speculation:
     def __init__(self, drafter: Drafter, num_drafts: int) -> None:
         """`num_drafts`: at most, of a sequence in one step."""
         self.num_drafts = num_drafts
+        self.counters: dict[str, float] = dict.fromkeys((DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS), 0)
+        """Counts since start, of all steps that were given to `count`."""
+        self.counters |= {f"{ACCEPTED_AT}{position}": 0.0 for position in range(num_drafts)}
         self._drafter = drafter
         self._cost = RowCost()
         self._of_all = Drafting()
@@ -232,11 +241,18 @@ class Speculation:
         usual /= of_all.num_tested + _FIRST_WEIGHT
         return (drafting.num_accepted + 2 * usual) / (drafting.num_tested + 2)
 
-    def observe(self, outcomes: Iterable[tuple[Sequence, int, int]], sample: CostSample) -> None:
-        """Learn of a step without prompts.
+    def count(self, outcomes: Iterable[Outcome]) -> None:
+        """Count what became of a step's drafts."""
+        counters = self.counters
+        for _, num_drafts, num_accepted in outcomes:
+            counters[DRAFTS] += num_drafts > 0
+            counters[DRAFT_TOKENS] += num_drafts
+            counters[ACCEPTED_TOKENS] += num_accepted
+            for position in range(num_accepted):
+                counters[f"{ACCEPTED_AT}{position}"] += 1
 
-        outcomes: of its sequences the numbers of drafts and of those accepted.
-        """
+    def observe(self, outcomes: Iterable[Outcome], sample: CostSample) -> None:
+        """Learn of a step without prompts."""
         self._cost.add(sample.num_new_tokens, sample.seconds)
         has_drafts = sample.num_new_tokens > sample.num_sequences
         self._num_alike = self._num_alike + 1 if has_drafts is self._had_drafts else 1

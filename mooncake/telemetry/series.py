@@ -160,6 +160,12 @@ class WorkerSeries:
         self._counts = Counter(
             "mooncake:worker_events", "Counters that a worker reports.", labels, registry=registry
         )
+        self._accepted_at = Counter(
+            f"mooncake:{_ACCEPTED_AT.removesuffix('_')}",
+            "Accepted drafts, by their position among a step's drafts of a sequence.",
+            ["model_name", "position"],
+            registry=registry,
+        )
         self._gone: dict[str, None] = {}
         """Lost workers whose counters are still kept; the one that left first is first."""
         self._named = {
@@ -213,11 +219,16 @@ class WorkerSeries:
         if amount <= 0:
             return
         self._counts.labels(self._model_name, worker_id, name).inc(amount)
+        if name.startswith(_ACCEPTED_AT):
+            position = name.removeprefix(_ACCEPTED_AT)
+            self._accepted_at.labels(self._model_name, position).inc(amount)
         named = self._named.get((role == Role.KVSTORE, name))
         if named is not None:
             named.inc(amount)
 
 
+_ACCEPTED_AT = "spec_decode_num_accepted_tokens_per_pos_"
+"""An engine's counter of accepted drafts, before the number of a position."""
 _NAMED_COUNTS = (
     (False, "preemptions", "num_preemptions", "Sequences preempted for lack of blocks."),
     (

@@ -68,9 +68,22 @@ function drawPools(workers) {
       role === "prefill"
         ? ["Queued tokens", number(sum(members, "num_queued_tokens"))]
         : ["Context tokens", number(sum(members, "num_context_tokens"))],
+      ...drafted(members),
     ], total ? used / total : null, `${name}: ${number(used)} of ${number(total)} blocks in use`);
   });
   byId("pools").replaceChildren(...cards);
+}
+
+function drafted(members) {
+  const counted = (name) => members.reduce(
+    (whole, { load }) => whole + (load.counters?.[`spec_decode_num_${name}`] ?? 0), 0);
+  const drafts = counted("drafts");
+  if (!drafts) return [];
+  const accepted = counted("accepted_tokens");
+  return [
+    ["Drafts accepted", `${Math.round((100 * accepted) / counted("draft_tokens"))} %`],
+    ["Tokens a step with drafts", (1 + accepted / drafts).toFixed(2)],
+  ];
 }
 
 function onSsd(worker) {

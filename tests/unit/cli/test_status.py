@@ -23,9 +23,10 @@ def worker(name: str, **counters: float) -> dict[str, Any]:
 def test_accepted_drafts_have_a_column_where_there_are_any() -> None:
     assert "drafts" not in shown([worker("d0", steps=5), {"id": "kv", "load": None}])
     counts = {"drafts": 10, "draft_tokens": 40, "accepted_tokens": 25}
+    counts |= {"accepted_tokens_per_pos_0": 9, "accepted_tokens_per_pos_1": 7}
     drafting = worker("d1", **{f"spec_decode_num_{name}": n for name, n in counts.items()})
     table = shown([worker("d0"), drafting])
     assert "drafts accepted" in table
     rows = {line.split()[0]: line for line in table.splitlines() if line.strip()}
-    assert "62%, 3.50 tokens a step" in rows["d1"]
+    assert "62%, 3.50 tokens a step (90% 70%)" in rows["d1"]
     assert "%" not in rows["d0"]

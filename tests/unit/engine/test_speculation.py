@@ -13,6 +13,7 @@ from mooncake.base.messages import CostSample
 from mooncake.base.request import FinishReason
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.speculation import (
+    ACCEPTED_AT,
     ACCEPTED_TOKENS,
     DRAFT_TOKENS,
     DRAFTS,
@@ -224,6 +225,9 @@ def test_right_drafts_take_fewer_steps_and_give_the_same() -> None:
     counters = bench.engine.counters
     assert counters[ACCEPTED_TOKENS] == counters[DRAFT_TOKENS] > counters[DRAFTS] > 0
     assert counters[ACCEPTED_TOKENS] + steps[False] == 40
+    at = [counters[f"{ACCEPTED_AT}{position}"] for position in range(3)]
+    assert sum(at) == counters[ACCEPTED_TOKENS]
+    assert counters[DRAFTS] == at[0] >= at[1] >= at[2] > 0
 
 
 def test_wrong_drafts_leave_no_trace() -> None:

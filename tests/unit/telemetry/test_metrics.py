@@ -149,10 +149,17 @@ def busy() -> Metrics:
         metrics, 4.0, blocks_fetched_corrupt=1, blocks_pushed_compared=5, blocks_pushed_corrupt=2
     )
     drafted = {"drafts": 3, "draft_tokens": 12, "accepted_tokens": 7}
+    drafted |= {"accepted_tokens_per_pos_0": 3, "accepted_tokens_per_pos_11": 1}
     report(metrics, 4.0, **{f"spec_decode_num_{name}": n for name, n in drafted.items()})
     report(metrics, 4.0, Role.KVSTORE, blocks_evicted=2, blocks_put=9)
     metrics.record(WorkerLeft(worker_id="p0", at_s=5.0, role=Role.PREFILL, reason="died"))
     return metrics
+
+
+def test_accepted_drafts_are_counted_by_position(busy: Metrics) -> None:
+    [family] = (f for f in families(busy) if f.name.endswith("accepted_tokens_per_pos"))
+    found = {s.labels["position"]: s.value for s in family.samples if s.name.endswith("_total")}
+    assert found == {"0": 3, "11": 1}
 
 
 def test_every_series_is_set_by_something(busy: Metrics) -> None:
@@ -181,6 +188,7 @@ def test_every_series_is_set_by_something(busy: Metrics) -> None:
         "mooncake:spec_decode_num_drafts_total",
         "mooncake:spec_decode_num_draft_tokens_total",
         "mooncake:spec_decode_num_accepted_tokens_total",
+        "mooncake:spec_decode_num_accepted_tokens_per_pos_total",
         "mooncake:request_success_total",
         "mooncake:request_queue_time_seconds_bucket",
         "mooncake:request_prefill_time_seconds_bucket",
