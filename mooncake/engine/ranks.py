@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from mooncake.engine.plan import StepSlot
-from mooncake.engine.step_log import Ahead, RankMessage, StepWriter, UsePages, Way
+from mooncake.engine.step_log import Ahead, Measure, RankMessage, StepWriter, UsePages, Way
 
 
 class Followers(Protocol):
@@ -38,6 +38,10 @@ class LeadRanks:
         """Have all followers compute over these pages, with no sequence known any more."""
         self._writer = StepWriter()
         self._followers.tell(pages)
+
+    def measure(self, asked: Measure) -> None:
+        """Have all followers measure their memory, in one step with this rank."""
+        self._followers.tell(asked)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Have followers forget sequences that ended or begin anew, with the next step."""

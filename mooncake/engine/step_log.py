@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from mooncake.base import InternalError, PageArray
+from mooncake.base import InternalError, KvLayout, PageArray
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.rank_moves import RankWord
 
@@ -87,7 +87,16 @@ class Held(msgspec.Struct, frozen=True, tag="held", array_like=True):
     """sequence -> pages."""
 
 
-RankMessage = UsePages | RankStep | Ahead | Held | RankWord
+class Measure(msgspec.Struct, frozen=True, tag="measure", array_like=True):
+    """Run the largest step over pages of your own, and say in an exchange what memory it takes."""
+
+    layout: KvLayout
+    num_homes: int
+    step_tokens: int
+    step_sequences: int
+
+
+RankMessage = UsePages | RankStep | Ahead | Held | Measure | RankWord
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage)

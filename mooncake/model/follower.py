@@ -26,6 +26,7 @@ from mooncake.engine.rank_moves import ALL_LAYERS, Progress, RankWord
 from mooncake.engine.step_log import (
     Ahead,
     Held,
+    Measure,
     RankMessage,
     RankStep,
     StepReader,
@@ -40,6 +41,7 @@ from mooncake.model.inputs import PageTables, SlotRows, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
+from mooncake.model.measuring import MemoryMeter, measure_memory
 from mooncake.model.options import ModelOptions
 from mooncake.model.output_logits import prompt_pieces, sampled_rows
 from mooncake.model.parallel.group import Group
@@ -91,15 +93,18 @@ class Follower:
         group: Group,
         graphs: GraphPort | None = None,
         moves: PageMoves | None = None,
+        meter: MemoryMeter | None = None,
     ) -> None:
-        """graphs: captures decode steps, all ranks at once; None: it cannot, nor can the lead.
-        moves: what moves pages of this rank's own; None: the lead moves them for all.
+        """graphs: captures decode steps, meter: measures memory, both on all ranks at once; None:
+        it cannot, nor can the lead. moves: what moves pages of this rank's own; None: the lead
+        moves them for all.
         """
         self._model = model
         self._moves = moves
         self._num_steps = 0
         self._group = group
         self._graphs = graphs
+        self._meter = meter
         self._decoder: DecodeGraphs | None = None
         self._last: Sequence[StepSlot] = ()
         self.rank = group.rank
@@ -183,6 +188,8 @@ class Follower:
                 self.check(message)
             elif isinstance(message, Ahead):
                 self.ahead()
+            elif isinstance(message, Measure):
+                self.measure(message)
             elif isinstance(message, UsePages):
                 kv = self._pages(message, descriptor)
                 self.use(kv, message.most_rows, message.most_pages)
@@ -202,6 +209,12 @@ class Follower:
         return KvTensors.view(
             message.pages, memoryview(memory), self.rank % message.pages.num_homes
         )
+
+    def measure(self, asked: Measure) -> None:
+        """Measure the memory of this rank with the others."""
+        assert self._meter is not None, "the lead measures memory and this rank does not"
+        measure_memory(self._model, self._meter, asked, self._group)
+        self._group.meet()
 
     def check(self, held: Held) -> None:
         """Compare what this rank holds with what the lead says; both errors of `StepReader.check`

@@ -59,12 +59,14 @@ class KvTensors:
         return cls(layout, found.view(shape), Home(home, pages.num_homes))
 
     @classmethod
-    def allocate(cls, layout: KvLayout, num_pages: int, device: torch.device) -> KvTensors:
-        """Return zeroed pages in `device` memory."""
+    def allocate(
+        cls, layout: KvLayout, num_pages: int, device: torch.device, home: Home = ALL_PAGES
+    ) -> KvTensors:
+        """Return zeroed pages of `home` in `device` memory."""
         shape = (layout.num_layers, num_pages, layout.block_tokens, layout.kv_width)
         dtype = _dtype(layout)
         zeros = torch.zeros(*shape[:3], shape[3] * dtype.itemsize, dtype=torch.uint8, device=device)
-        return cls(layout, zeros.view(dtype))
+        return cls(layout, zeros.view(dtype), home)
 
     @property
     def num_pages(self) -> int:

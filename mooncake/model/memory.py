@@ -6,7 +6,7 @@ Used by `--dry-run` and at start-up; the numbers are computed, not measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,9 +64,10 @@ def room_for_pages(memory: GpuMemory, utilization: float, block_bytes: int) -> i
 
 
 def pages_that_fit(
-    memory: GpuMemory, *, utilization: float, block_bytes: int, least_pages: int
+    ranks: Sequence[GpuMemory], *, utilization: float, block_bytes: int, least_pages: int
 ) -> int:
-    """Return how many KV pages are left of `utilization` of the memory, captured steps reserved.
+    """Return how many KV pages are left on each of the ranks of `utilization` of its memory,
+    captured steps reserved.
 
     Captured decode steps keep their own workspace: never larger than the largest step's, so that
     much is kept back a second time.
@@ -74,12 +75,16 @@ def pages_that_fit(
     Raises:
         ConfigError: fewer than `least_pages` fit; says what takes the room.
     """
-    pages = room_for_pages(memory, utilization, block_bytes)
+    rooms = [room_for_pages(memory, utilization, block_bytes) for memory in ranks]
+    pages = min(rooms)
+    rank, memory = rooms.index(pages), ranks[rooms.index(pages)]
+    where = f" on rank {rank}" if len(ranks) > 1 else ""
     if pages < least_pages:
         raise ConfigError(
-            f"gpu-memory-utilization: {utilization:g} of {format_bytes(memory.total_bytes)} leaves "
-            f"room for {max(0, pages)} KV pages beside {format_bytes(memory.resident_bytes)} in "
-            f"use and {format_bytes(2 * memory.step_bytes)} for steps; one sequence of full length "
+            f"gpu-memory-utilization: {utilization:g} of {format_bytes(memory.total_bytes)} "
+            f"leaves{where} room for {max(0, pages)} KV pages beside "
+            f"{format_bytes(memory.resident_bytes)} in use and "
+            f"{format_bytes(2 * memory.step_bytes)} for steps; one sequence of full length "
             f"takes {least_pages}; lower --max-model-len or --max-num-batched-tokens"
         )
     return pages

@@ -21,11 +21,11 @@ from mooncake.base import CheckpointError, ConfigError, InternalError, KvLayout,
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.rank_moves import Opened
-from mooncake.engine.step_log import UsePages
+from mooncake.engine.step_log import Measure, UsePages
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies
-from mooncake.model.device.cuda import CudaCopies, CudaGraphs, measure_memory
+from mooncake.model.device.cuda import CudaCopies, CudaGraphs, CudaMeter
 from mooncake.model.device.cuda_memory import CudaDevice
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.device.pages import PageDevice, PageMemory
@@ -36,6 +36,7 @@ from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.moe import HostExperts
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
+from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import pages_that_fit
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.lead import Lead
@@ -196,7 +197,8 @@ class ModelSource:
         return CudaDevice(self._device)
 
     def num_pages(self, layout: KvLayout, config: EngineConfig) -> int:
-        """Return how many KV pages there are: as configured, or what a GPU has room for.
+        """Return how many KV pages there are: as configured, or what the GPU has room for that has
+        least, all ranks measuring in one step.
 
         Raises:
             ConfigError: not even one sequence of full length fits.
@@ -205,18 +207,22 @@ class ModelSource:
             return config.num_blocks
         self.load()
         assert self._model is not None
-        memory = measure_memory(
-            self._model,
-            layout,
-            step_tokens=config.max_batched_tokens,
-            step_sequences=config.max_num_seqs,
-        )
-        return pages_that_fit(
-            memory,
+        homes = config.num_homes
+        asked = Measure(layout, homes, config.max_batched_tokens, config.max_num_seqs)
+        if self._lead is None:
+            ranks = measure_memory(self._model, CudaMeter(), asked)
+        else:
+            model, group = self._model, self._lead.group
+            ranks = self._lead.measure(
+                asked, lambda: measure_memory(model, CudaMeter(), asked, group)
+            )
+        each = pages_that_fit(
+            ranks,
             utilization=self._options.gpu_memory_utilization,
             block_bytes=layout.block_bytes,
-            least_pages=config.num_pages(config.max_model_len),
+            least_pages=-(-config.num_pages(config.max_model_len) // homes),
         )
+        return each * homes
 
     def runner(
         self,

@@ -9,14 +9,8 @@ from typing import Any
 
 import torch
 
-from mooncake.base import KvLayout
-from mooncake.engine.plan import StepSlot
 from mooncake.model.copies import Arriving
 from mooncake.model.device.graphs import Replay
-from mooncake.model.inputs import build_inputs
-from mooncake.model.kimi_k2 import KimiK2
-from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.mla import absorbed_is_cheaper
 from mooncake.model.memory import GpuMemory
 
 _WARM_UP = 2
@@ -99,32 +93,19 @@ class _Marked:
         return self._values
 
 
-def measure_memory(
-    model: KimiK2, layout: KvLayout, *, step_tokens: int, step_sequences: int
-) -> GpuMemory:
-    """Run the largest prompt step once, on pages of its own, and return what memory it took.
+class CudaMeter:
+    """`measuring.MemoryMeter` of the current GPU."""
 
-    The step's tokens are one prompt; logits are those of `step_sequences` rows.
-    """
-    cuda: Any = torch.cuda
-    num_pages = layout.num_blocks(step_tokens)
-    with torch.inference_mode():
+    def measure(self, step: Callable[[], None]) -> GpuMemory:
+        """Return what is in use now, and what `step` takes on top while it runs."""
+        cuda: Any = torch.cuda
         cuda.synchronize()
         cuda.empty_cache()
         free, total = cuda.mem_get_info()
         before = cuda.memory_allocated()
         cuda.reset_peak_memory_stats()
-        kv = KvTensors.allocate(layout, num_pages, model.device)
-        slot = StepSlot(
-            sequence_id=0, start=0, tokens=[0] * step_tokens, pages=list(range(num_pages)),
-            sample=True,
-        )  # fmt: skip
-        rule = absorbed_is_cheaper(model.spec)
-        inputs = build_inputs([slot], frozenset([0]), kv.page_shape, rule).to(model.device)
-        hidden = model.forward(inputs, kv)
-        model.logits(hidden[:step_sequences])
+        step()
         cuda.synchronize()
-        step_bytes = cuda.max_memory_allocated() - before - num_pages * layout.block_bytes
-        del kv, inputs, hidden
+        step_bytes = max(0, cuda.max_memory_allocated() - before)
         cuda.empty_cache()
-    return GpuMemory(total_bytes=total, resident_bytes=total - free, step_bytes=max(0, step_bytes))
+        return GpuMemory(total_bytes=total, resident_bytes=total - free, step_bytes=step_bytes)

@@ -23,7 +23,8 @@ from mooncake.base import CheckpointError, InternalError
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.rank_moves import OfRank, Opened, Progress, RankWord, decode_answer
 from mooncake.engine.ranks import LeadRanks
-from mooncake.engine.step_log import RankMessage, UsePages, Way, encode
+from mooncake.engine.step_log import Measure, RankMessage, UsePages, Way, encode
+from mooncake.model.memory import GpuMemory
 from mooncake.model.parallel.group import Group, GroupError
 
 LENGTH = struct.Struct("<I")
@@ -143,6 +144,17 @@ class Lead:
     def reached(self, num_layers: int) -> None:
         """So many layers of that step lie in this rank's pages."""
         self.progress = (self.progress[0], num_layers)
+
+    def measure(self, asked: Measure, own: Callable[[], list[GpuMemory]]) -> list[GpuMemory]:
+        """Have all followers measure their memory, and this rank, by `own`, with them; return what
+        it returns, which is all ranks' memory.
+
+        Raises:
+            InternalError: one cannot, or ended.
+        """
+        with self._meeting():
+            self._ranks.measure(asked)
+            return own()
 
     def check_integrity(self, sequences: Collection[int]) -> None:
         """Have every rank check that it holds pages of these sequences alone, as many as this one

@@ -23,12 +23,14 @@ from mooncake.engine.plan import (
     StepResult,
     StepSlot,
 )
-from mooncake.engine.step_log import UsePages
+from mooncake.engine.step_log import Measure, UsePages
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.follower import Follower, heard
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
+from mooncake.model.measuring import measure_memory
+from mooncake.model.memory import GpuMemory
 from mooncake.model.parallel.lead import Lead, Loaded, receive, send
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 from mooncake.model.runner import ModelRunner
@@ -60,6 +62,20 @@ class Process:
         return 0
 
 
+class Meter:
+    """Stands for a device that has `total_bytes`; sees how many exchanges were before."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self.exchanges: Callable[[], int] = lambda: 0
+        self.exchanges_before = 0
+
+    def measure(self, step: Callable[[], None]) -> GpuMemory:
+        self.exchanges_before = self.exchanges()
+        step()
+        return GpuMemory(self._total_bytes, 10**9 + self._total_bytes // 2, 7)
+
+
 class Instance:
     """A runner with followers in threads."""
 
@@ -76,8 +92,10 @@ class Instance:
         self.processes = [Process() for _ in pairs]
         self.lead = Lead(groups[0], [ours for ours, _ in pairs], self.processes, 30.0)
         self.graphs = [Recorder() for _ in groups]
+        self.meters = [Meter(1000 + 100 * rank) for rank in range(num_ranks)]
         self.followers = [
-            Follower(*each) for each in zip(models[1:], groups[1:], self.graphs[1:], strict=True)
+            Follower(models[rank], groups[rank], self.graphs[rank], meter=self.meters[rank])
+            for rank in range(1, num_ranks)
         ]
         self.threads = [
             threading.Thread(target=self._run, args=(link, follower, group))
@@ -220,6 +238,31 @@ def test_followers_compute_with_the_lead(instance: Open, source: DictSource, wor
     assert scenario(made.run) == expected
     made.runner.check_integrity()
     assert made.lead.lost is None
+
+
+@pytest.mark.parametrize("words", ["tp2", "tp4-dcp2", "tp2-pp2"])
+def test_memory_is_measured_by_all_ranks_in_one_step(
+    instance: Open, source: DictSource, words: str
+) -> None:
+    """Once all exchanges have been used; each rank's own memory, in the order of ranks."""
+    made = instance(Shape.parse(words))
+    group, layout = made.lead.group, layout_for(source.spec)
+    models = [made.runner._model, *(follower._model for follower in made.followers)]
+    for meter, model in zip(made.meters, models, strict=True):
+        meter.exchanges = lambda ranks=model.stage.ranks: ranks.traffic.num_calls  # type: ignore[misc]
+    asked = Measure(layout, made.runner._kv.home.num_homes, step_tokens=40, step_sequences=3)
+
+    def own() -> list[GpuMemory]:
+        return measure_memory(made.runner._model, made.meters[0], asked, group)
+
+    found = made.lead.measure(asked, own)
+    own_pages = layout.num_blocks(40) * layout.block_bytes
+    assert found == [
+        GpuMemory(total, 10**9 + total // 2 - own_pages, 7)
+        for total in range(1000, 1000 + 100 * len(made.meters), 100)
+    ]
+    assert all(meter.exchanges_before > 0 for meter in made.meters), "nothing was warm"
+    made.run(plan(0, [slot(1, 0, [5], [7])], [start(1, [5])]))
 
 
 @pytest.mark.parametrize("words", ["tp2", "tp4-dcp2"])
