@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -24,12 +24,14 @@ from mooncake.engine.plan import StepSlot
 from mooncake.engine.rank_moves import OfRank, Opened, Progress, RankWord, decode_answer
 from mooncake.engine.ranks import LeadRanks
 from mooncake.engine.step_log import Measure, RankMessage, UsePages, Way, encode
-from mooncake.model.memory import GpuMemory
 from mooncake.model.parallel.group import Group, GroupError
 
 LENGTH = struct.Struct("<I")
 END_S = 5.0
 """How long a follower may take to end before it is killed."""
+
+
+Found = TypeVar("Found")
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -145,9 +147,9 @@ class Lead:
         """So many layers of that step lie in this rank's pages."""
         self.progress = (self.progress[0], num_layers)
 
-    def measure(self, asked: Measure, own: Callable[[], list[GpuMemory]]) -> list[GpuMemory]:
+    def measure(self, asked: Measure, own: Callable[[], Found]) -> Found:
         """Have all followers measure their memory, and this rank, by `own`, with them; return what
-        it returns, which is all ranks' memory.
+        it returns.
 
         Raises:
             InternalError: one cannot, or ended.
