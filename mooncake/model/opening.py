@@ -209,11 +209,11 @@ class ModelSource:
         assert self._model is not None
         homes = config.num_homes
         asked = Measure(layout, homes, config.max_batched_tokens, config.max_num_seqs)
-        if self._lead is None:
+        if self.lead is None:
             ranks = measure_memory(self._model, CudaMeter(), asked)
         else:
-            model, group = self._model, self._lead.group
-            ranks = self._lead.measure(
+            model, group = self._model, self.lead.group
+            ranks = self.lead.measure(
                 asked, lambda: measure_memory(model, CudaMeter(), asked, group)
             )
         each = pages_that_fit(
