@@ -114,6 +114,83 @@ def play(
     return result, sum(requests.output_lengths) / result.duration_s
 
 
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """One half of the published run on 128 GPUs whose experts are shared out over nodes."""
+
+    role: str
+    num_nodes: int
+    tokens_per_gpu: int
+    """Of a step."""
+    context: int
+    """Tokens that each attends to, on average."""
+    reads_context: bool
+    """Each token its own, from memory."""
+    published: int
+    """Tokens a second and node."""
+
+
+GOAL_MODEL = "kimi-k2-instruct"
+GOAL_SOURCE = "LMSYS, 07/2025: K2-Instruct FP8, prompts of 2,000, answers of 100, 128 H200"
+GOALS = (
+    Goal(role="prefill", num_nodes=4, tokens_per_gpu=CHUNK_TOKENS, context=1000,
+         reads_context=False, published=56_000),
+    Goal(role="decode", num_nodes=12, tokens_per_gpu=480, context=2050, reads_context=True,
+         published=24_000),
+)  # fmt: skip
+DISPATCH_BYTES, COMBINE_BYTES = 1, 2
+"""Of a value on its way to experts (FP8) and back (bfloat16)."""
+GOAL_ASSUMED = {
+    "batch": "480 sequences a GPU in decode (the published size of its graphs), 8,192 tokens a GPU "
+    "in prefill",
+    "attention": "each GPU has sequences of its own (data parallel), and reads all weights but the "
+    "routed experts; of these a node holds its share",
+    "network": "a token's 7,168 values go in FP8 once to each other node that has one of its 8 "
+    "experts, and come back in bfloat16; experts are chosen evenly; link_bytes_per_s of the node",
+    "missing here": "ranks on several hosts, GPUs, and shapes with -ep in the simulator, so "
+    "nothing of this is simulated step by step: these are the two bounds that its figures set",
+}
+
+
+def goal_seconds(goal: Goal) -> tuple[float, float, int]:
+    """Return the seconds of a step on the GPUs of one node, and on its network, and its tokens."""
+    model, hardware = figures(GOAL_MODEL, ModelFigures), figures(HARDWARE, HardwareFigures)
+    assert model.experts is not None
+
+    def reached(precision: str) -> float:
+        return hardware.flops[precision] * hardware.flops_efficiency[precision]
+
+    tokens, hbm = goal.tokens_per_gpu, hardware.hbm_bytes_per_s * hardware.hbm_efficiency
+    experts = model.experts.bytes_total / goal.num_nodes / hardware.num_gpus
+    products_s = max(
+        tokens * model.flops_per_token / reached(model.precision),
+        (model.dense_bytes + experts) / hbm,
+    )
+    kv_bytes = tokens * goal.context * model.kv_bytes_per_token if goal.reads_context else 0
+    pairs = tokens * goal.context
+    attention_s = max(pairs * model.flops_per_pair / reached("bf16"), kv_bytes / hbm)
+    chosen, others = model.experts.num_per_token, goal.num_nodes - 1
+    away = others * (1 - (others / goal.num_nodes) ** chosen)
+    each = (model.num_layers - 1) * model.hidden_size * (DISPATCH_BYTES + COMBINE_BYTES)
+    of_node = tokens * hardware.num_gpus
+    network_s = of_node * away * each / hardware.link_bytes_per_s
+    return hardware.step_overhead_s + products_s + attention_s, network_s, of_node
+
+
+def print_goals(console: Console) -> None:
+    """Print what figures of the simulator say of the published run on 128 GPUs."""
+    console.print(f"\n{GOAL_SOURCE}; tokens a second and node, by the simulator's figures\n")
+    console.print("| part | nodes | published | GPUs alone | network alone | both in turn |")
+    console.print("|---|---|---|---|---|---|")
+    for goal in GOALS:
+        gpus_s, network_s, tokens = goal_seconds(goal)
+        rates = (tokens / each for each in (gpus_s, network_s, gpus_s + network_s))
+        cells = " | ".join(f"{rate:,.0f}" for rate in (goal.published, *rates))
+        console.print(f"| {goal.role} | {goal.num_nodes} | {cells} |")
+    console.print()
+    for what, why in GOAL_ASSUMED.items():
+        console.print(f"- {what}: {why}")
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks recipes", description=__doc__)
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
@@ -139,4 +216,5 @@ def main(argv: list[str]) -> int:
     console.print()
     for what, why in ASSUMED.items():
         console.print(f"- {what}: {why}")
+    print_goals(console)
     return 0

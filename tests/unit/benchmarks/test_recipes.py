@@ -4,13 +4,17 @@ benchmarks/README.md.
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from benchmarks.recipes import (
+    GOALS,
     INPUT_TOKENS,
     MAX_OUTPUT_TOKENS,
     RUNS,
+    Goal,
     Published,
+    goal_seconds,
     play,
     workload,
 )
@@ -38,3 +42,12 @@ def test_a_recipe_is_played_to_its_end() -> None:
     assert output_rate > 0
     held = int(result.instance.split(", ", 1)[1].split(" ")[0].replace(",", ""))
     assert held == pytest.approx(run.kv_tokens, rel=0.12)
+
+
+@pytest.mark.parametrize("goal", GOALS, ids=lambda goal: goal.role)
+def test_the_goal_lies_between_both_bounds(goal: Goal) -> None:
+    """GPUs alone would do more; computing and sending in turn would do less than is published."""
+    gpus_s, network_s, tokens = goal_seconds(goal)
+    assert tokens / gpus_s > goal.published > tokens / (gpus_s + network_s)
+    one_node = goal_seconds(msgspec.structs.replace(goal, num_nodes=1))
+    assert one_node[1] == 0.0, "all experts are here"
