@@ -85,6 +85,7 @@ class CostSample(msgspec.Struct, frozen=True, array_like=True):
     """The sum over sequences of the tokens that each new token attends to before this step."""
     num_sequences: int
     seconds: float
+    """Of the slowest stage, where a step goes through several."""
 
 
 class WorkerHello(Message, frozen=True, tag="hello"):
@@ -103,6 +104,8 @@ class WorkerHello(Message, frozen=True, tag="hello"):
     block_bytes: int = 0
     max_num_seqs: int = 0
     max_batched_tokens: int = 0
+    num_stages: int = 1
+    """Through which each step of an engine goes, one after the other."""
     profile: list[CostSample] = []
     """Steps measured at start; the Conductor fits its cost models to them."""
     health_url: str = ""

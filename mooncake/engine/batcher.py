@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from mooncake.base.errors import ContextTooLong
 from mooncake.base.request import Failure
 from mooncake.engine.block_pool import BlockPool
-from mooncake.engine.chunks import chunk_tokens
+from mooncake.engine.chunks import equal_chunk
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.policy import last_in_order, priority_class, rank
@@ -128,7 +128,7 @@ class Batcher:
         if config.num_stages > 1:
             if sequence.num_missing == 1 and self._num_streams(batch) >= self._most_streams:
                 return  # in a later step, while this one is at its second stage
-            most = chunk_tokens(self._cost, most, sequence.num_computed + sequence.num_in_flight)
+            most = equal_chunk(self._cost, most, sequence.num_computed + sequence.num_in_flight)
         batch.give(sequence, most)
 
     @staticmethod

@@ -17,7 +17,7 @@ LEAST_SHARE = 8
 """No chunk is smaller than this part of the first: what a step costs as such would prevail."""
 
 
-def chunk_tokens(cost: StepCostModel, most: int, num_context_tokens: int) -> int:
+def equal_chunk(cost: StepCostModel, most: int, num_context_tokens: int) -> int:
     """Return the size of a chunk behind `num_context_tokens` tokens that takes as long as the first
     one of a prompt, of `most` tokens; a multiple of `UNIT` where `most` is larger.
 

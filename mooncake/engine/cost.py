@@ -48,9 +48,14 @@ class StepCostModel:
     of new and cached tokens) and n*n/s (pairs within a chunk). So one model covers a chunk of
     prefill (s = 1), a decode batch (n = s) and a mix (Mooncake, FAST'25, 6.1: polynomial of request
     length and prefix length).
+
+    Where a step goes through several stages, its seconds are those of the slowest, which is when
+    the next can begin: what is queued counts these. The last chunk of a prompt, and each step of a
+    stream, goes through the other stages as well.
     """
 
-    def __init__(self, profile: Sequence[CostSample] = ()) -> None:
+    def __init__(self, profile: Sequence[CostSample] = (), num_stages: int = 1) -> None:
+        self.num_stages = num_stages
         self._profile = np.zeros((NUM_FEATURES, NUM_FEATURES)), np.zeros(NUM_FEATURES)
         self._online = np.zeros((NUM_FEATURES, NUM_FEATURES)), np.zeros(NUM_FEATURES)
         self._coefficients: tuple[float, ...] = DEFAULT_COEFFICIENTS
@@ -123,9 +128,23 @@ class StepCostModel:
         )
         return fixed * num_steps + token * num_new_tokens + pair * num_pairs + square * num_squares
 
+    def tail_s(self, num_new_tokens: int, num_context_tokens: int, chunk_tokens: int) -> float:
+        """Return for how long the last chunk of such a prompt (see `prefill_s`) goes on through the
+        other stages.
+        """
+        if self.num_stages == 1 or num_new_tokens <= 0:
+            return 0.0
+        last = last_chunk(num_new_tokens, chunk_tokens)
+        context = num_context_tokens + num_new_tokens - last
+        return (self.num_stages - 1) * self.step_s(last, context, 1)
+
     def tbt_s(self, num_sequences: int, num_context_tokens: int) -> float:
-        """Return the predicted gap between tokens of a decode batch."""
-        return self.step_s(num_sequences, num_context_tokens, num_sequences)
+        """Return the predicted gap between tokens of a decode batch, of which each stage has an
+        equal share.
+        """
+        stages = self.num_stages
+        each = -(-num_sequences // stages)
+        return stages * self.step_s(each, round(num_context_tokens / stages), each)
 
     def _compare_with_profile(self, sample: CostSample) -> None:
         if self._profile_coefficients is None:
@@ -145,6 +164,12 @@ class StepCostModel:
         prior = np.array(DEFAULT_COEFFICIENTS)
         fixed, *others = non_negative_least_squares(gram + np.diag(ridge), moment + ridge * prior)
         return (max(fixed, MIN_STEP_S), *others)
+
+
+def last_chunk(num_new_tokens: int, chunk_tokens: int) -> int:
+    """Return the tokens of the last chunk of a prompt; `chunk_tokens` 0: there is one chunk."""
+    chunk = min(chunk_tokens, num_new_tokens) if chunk_tokens > 0 else num_new_tokens
+    return num_new_tokens % chunk or chunk
 
 
 def chunk_features(

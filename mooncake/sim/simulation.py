@@ -116,6 +116,8 @@ class Simulation:
         self.config = config
         self.workload = workload
         self.cost = InstanceCost(config.model, config.hardware, config.shape)
+        if self.cost.shape.pp > LAYER_GROUPS:
+            raise ConfigError(f"shape: at most {LAYER_GROUPS} stages are simulated")
         self.layout = sim_layout(config.model, TRACE_BLOCK_TOKENS, LAYER_GROUPS)
         self.measures = Measures()
         self._lengths = workload.output_lengths
@@ -187,12 +189,22 @@ class Simulation:
         deliver: Callable[[msgspec.Struct], None],
     ) -> SimRunner:
         del spec
-        num_ranks, layout = self.cost.shape.tp, self.layout
-        if not self._with_ranks or num_ranks == 1:
-            return SimRunner(heap, self.cost, deliver, num_layers=LAYER_GROUPS, oracle=self._oracle)
+        shape, layout = self.cost.shape, self.layout
+        send_s = self.cost.send_s(self.config.prefill_chunk_tokens)
+        if not self._with_ranks or shape.num_ranks == 1:
+            return SimRunner(
+                heap,
+                self.cost,
+                deliver,
+                num_layers=LAYER_GROUPS,
+                oracle=self._oracle,
+                num_stages=shape.pp,
+                send_s=send_s,
+            )
         return RankedRunner(
             heap, self.cost, deliver, num_layers=LAYER_GROUPS, oracle=self._oracle,
-            num_ranks=num_ranks, exchange_s=EXCHANGE_S,
+            num_stages=shape.pp, send_s=send_s,
+            num_ranks=shape.num_ranks, exchange_s=EXCHANGE_S,
             pages=UsePages(PageArray(layout, pages.num_bytes // layout.block_bytes), None),
         )  # fmt: skip
 
@@ -268,6 +280,8 @@ class Simulation:
             max_model_len=self._max_model_len + 1,
             max_waiting=1 << 16,
             block_tokens=TRACE_BLOCK_TOKENS,
+            num_stages=self.cost.shape.pp,
+            max_steps_in_flight=self.cost.shape.pp + 1 if self.cost.shape.pp > 1 else 1,
         )
         chunk = config.prefill_chunk_tokens
         prefill = make(max_num_seqs=8, max_batched_tokens=chunk, max_chunk_tokens=chunk)

@@ -28,6 +28,16 @@ def first_rank(seed: int) -> str:
     )
 
 
+def test_clusters_have_stages_and_single_ones() -> None:
+    stages = {
+        (runner.num_ranks, len(runner._groups))
+        for seed in SEEDS
+        for worker in Trial(seed).world.workers.values()
+        if isinstance(runner := worker.runner, RankedRunner)
+    }
+    assert {(2, 1), (4, 1), (2, 2), (4, 2)} <= stages
+
+
 def played(seed: int, faults: Sequence[Fault]) -> Trial:
     trial = Trial(seed, faults)
     report = trial.run()

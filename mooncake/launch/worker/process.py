@@ -425,6 +425,7 @@ def _build_engine(
         num_blocks=config.num_blocks,
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
+        num_stages=config.num_stages,
         profile=samples,
     )
     hasher = None

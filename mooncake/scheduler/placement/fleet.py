@@ -43,6 +43,7 @@ class Column(IntEnum):
     SEQUENCES = 10
     CONTEXT = 11
     MAX_SEQS = 12
+    STAGES = 13
 
 
 def _row(view: InstanceView) -> tuple[float, ...]:
@@ -58,6 +59,7 @@ def _row(view: InstanceView) -> tuple[float, ...]:
         view.num_sequences(),
         view.num_context_tokens(),
         hello.max_num_seqs,
+        hello.num_stages,
     )
 
 

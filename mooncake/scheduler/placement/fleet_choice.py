@@ -107,8 +107,10 @@ def choose_decode_among(
     sequences = columns[Column.SEQUENCES] + 1
     batch = np.where(limit > 0, np.minimum(sequences, limit), sequences)
     context = np.rint((columns[Column.CONTEXT] + query.num_tokens) * batch / sequences)
-    gap_s = columns[Column.FIXED] + columns[Column.TOKEN] * batch
-    gap_s = gap_s + columns[Column.PAIR] * context + columns[Column.SQUARE] * batch
+    stages = columns[Column.STAGES]
+    each, share = np.ceil(batch / stages), np.rint(context / stages)
+    gap_s = columns[Column.FIXED] + columns[Column.TOKEN] * each
+    gap_s = stages * (gap_s + columns[Column.PAIR] * share + columns[Column.SQUARE] * each)
     missing = np.maximum(0, query.num_blocks_now - own)
     push_s = missing * query.push_s_per_block
     score_s = gap_s + push_s / max(query.num_output_tokens, 1)
@@ -326,8 +328,9 @@ class FleetSearch:
                     fetch_s = fetch_s + run.fetch_s(stop - have, local=False)
                 have = stop
             context = have * query.block_tokens
-            compute_s = prefill_s(columns, query.num_tokens - context, context)
-            ttft_s = queue_s + fetch_s + compute_s
+            num_new = query.num_tokens - context
+            compute_s = prefill_s(columns, num_new, context)
+            ttft_s = queue_s + fetch_s + compute_s + tail_s(columns, num_new, context)
             way_s = ttft_s + WORK_WEIGHT * (fetch_s + compute_s)
             score_s = way_s if score_s is None else np.minimum(score_s, way_s)
         assert score_s is not None
@@ -350,6 +353,20 @@ def prefill_s(columns: Floats, num_new_tokens: int, num_context_tokens: int) -> 
         some = chunks == chunk
         seconds[some] = _prefill_s(columns[:, some], num_new_tokens, num_context_tokens, int(chunk))
     return seconds
+
+
+def tail_s(columns: Floats, num_new_tokens: int, num_context_tokens: int) -> Floats:
+    """Return `StepCostModel.tail_s` for many workers at once."""
+    stages, chunks = columns[Column.STAGES], columns[Column.CHUNK]
+    if (stages == 1).all():
+        return np.zeros(1)
+    chunk = np.where(chunks > 0, np.minimum(chunks, num_new_tokens), num_new_tokens)
+    rest = num_new_tokens % chunk
+    last = np.where(rest > 0, rest, chunk)
+    before = num_context_tokens + num_new_tokens - last
+    step_s = columns[Column.FIXED] + columns[Column.TOKEN] * last
+    step_s = step_s + columns[Column.PAIR] * last * before + columns[Column.SQUARE] * last * last
+    return np.asarray((stages - 1) * step_s)
 
 
 def _prefill_s(columns: Floats, num_new: int, num_context: int, chunk_tokens: int) -> Floats:

@@ -100,10 +100,13 @@ class PrefillOption:
     queue_s: float
     fetch_s: float
     compute_s: float
+    """Of all chunks, in the slowest stage of a worker."""
+    tail_s: float
+    """Of the last chunk, in its other stages."""
 
     @property
     def ttft_s(self) -> float:
-        return self.queue_s + self.fetch_s + self.compute_s
+        return self.queue_s + self.fetch_s + self.compute_s + self.tail_s
 
     @property
     def score_s(self) -> float:
@@ -306,6 +309,7 @@ def _option(query: PrefillQuery, view: InstanceView, queue_s: float, chain: Chai
         have = stop
     context = have * query.block_tokens
     num_new = query.num_tokens - context
+    shape = num_new, context, view.hello.max_batched_tokens
     return PrefillOption(
         view=view,
         num_cached_blocks=have,
@@ -313,7 +317,8 @@ def _option(query: PrefillQuery, view: InstanceView, queue_s: float, chain: Chai
         sources=tuple(sources),
         queue_s=queue_s,
         fetch_s=fetch_s,
-        compute_s=view.cost.prefill_s(num_new, context, view.hello.max_batched_tokens),
+        compute_s=view.cost.prefill_s(*shape),
+        tail_s=view.cost.tail_s(*shape),
     )
 
 

@@ -105,7 +105,7 @@ class InstanceView:
     def of(cls, hello: WorkerHello) -> InstanceView:
         """Return the empty view of a worker that has just joined."""
         load = WorkerLoad(num_free_blocks=hello.num_blocks, num_total_blocks=hello.num_blocks)
-        return cls(hello=hello, load=load, cost=StepCostModel(hello.profile))
+        return cls(hello=hello, load=load, cost=StepCostModel(hello.profile, hello.num_stages))
 
     @property
     def worker(self) -> WorkerRef:

@@ -133,6 +133,8 @@ class Trial:
         self._rank_random = _rank_random(seed)
         self._has_ranks = self._rank_random.random() < SEVERAL_RANKS
         self._exchange_s = self._rank_random.choice([0.5, 2.0])
+        self._num_stages = self._rank_random.choice([1, 2]) if self._has_ranks else 1
+        """Of each instance whose ranks divide among so many."""
         self._num_ranks: dict[str, int] = {}
         self._calm = NetworkConfig(
             message_jitter_s=self._random.choice([0.0, 0.001, 0.02]),
@@ -338,7 +340,8 @@ class Trial:
             max_model_len=MAX_MODEL_LEN,
             max_waiting=64,
             block_tokens=BLOCK_TOKENS,
-            max_steps_in_flight=self._random.choice([1, 2]),
+            max_steps_in_flight=self._num_stages + self._random.choice([0, 1]),
+            num_stages=self._num_stages,
             step_timeout_s=self._random.choice([3, 10]),
         )
 
@@ -351,6 +354,9 @@ class Trial:
     ) -> SimRunner:
         settings: Any = {"num_layers": NUM_LAYERS, "num_layer_reports": NUM_LAYERS}
         num_ranks = self._ranks_of(spec.worker_id)
+        stages = self._num_stages
+        if num_ranks % stages == 0:
+            settings |= {"num_stages": stages, "send_s": 1e-4}
         if num_ranks == 1:
             return SimRunner(heap, self._cost, deliver, **settings)
         return RankedRunner(

@@ -13,6 +13,8 @@ import msgspec
 
 from mooncake.base import ConfigError, KvLayout, Shape
 from mooncake.base.messages import CostSample, Role
+from mooncake.engine.chunks import equal_chunk
+from mooncake.engine.cost import StepCostModel
 from mooncake.engine.plan import StepPlan
 
 KV_SHARE_MIN = 0.07
@@ -110,8 +112,8 @@ class InstanceCost:
     def __init__(
         self, model: ModelFigures, hardware: HardwareFigures, shape: Shape | None = None
     ) -> None:
-        """`shape`: its ranks, on one node; None: all GPUs of as few nodes as hold the weights, the
-        KV shared out among those of each node.
+        """`shape`: its ranks, those of a stage on one node; None: all GPUs of as few nodes as hold
+        the weights, the KV shared out among those of each node.
 
         Raises:
             ConfigError: the model does not fit, or not in this shape.
@@ -129,11 +131,12 @@ class InstanceCost:
         else:
             self.shape = shape
             _check(model, hardware, shape)
-        self.num_gpus = self.num_nodes * self.shape.tp
+        self._stage_gpus = self.num_nodes * self.shape.tp
+        self.num_gpus = self._stage_gpus * self.shape.pp
 
         def reached(precision: str) -> float:
             peak = hardware.flops[precision] * hardware.flops_efficiency[precision]
-            return self.num_gpus * peak
+            return self._stage_gpus * peak
 
         self._gpu_hbm = hardware.hbm_bytes_per_s * hardware.hbm_efficiency
         self._token_s = model.flops_per_token / reached(model.precision)
@@ -164,8 +167,19 @@ class InstanceCost:
         nodes = f" on each of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         return f"{self.shape}{nodes}, {self.kv_tokens:,} tokens of KV"
 
+    def send_s(self, num_tokens: int) -> float:
+        """Return the seconds that the activations of a step take from one stage to the next, over
+        the cards of its GPUs.
+        """
+        if self.shape.pp == 1:
+            return 0.0
+        hardware = self.hardware
+        link = hardware.link_bytes_per_s * self.shape.tp / hardware.num_gpus
+        num_bytes = num_tokens * self.model.hidden_size * ACTIVATION_BYTES
+        return hardware.transfer_latency_s + num_bytes / link
+
     def seconds(self, plan: StepPlan) -> float:
-        """Return the duration of a step in seconds."""
+        """Return the duration of a step in seconds, in each of its stages."""
         num_tokens = num_pairs = num_context = 0
         exchanged = 0.0
         for slot in plan.slots:
@@ -189,8 +203,9 @@ class InstanceCost:
     def step_s(
         self, num_tokens: int, num_pairs: int, num_context: int, exchanged: float = 0.0
     ) -> float:
-        """Return the seconds of a step: `num_pairs` (token, attended token) pairs, `num_context`
-        tokens whose KV is read, `exchanged` bytes a layer for them.
+        """Return the seconds of a step in each of its stages, which are taken to be equal:
+        `num_pairs` (token, attended token) pairs, `num_context` tokens whose KV is read,
+        `exchanged` bytes a layer for them.
         """
         weights_s = self._weights_s.get(num_tokens)
         if weights_s is None:
@@ -199,18 +214,21 @@ class InstanceCost:
         products_s = max(num_tokens * self._token_s, weights_s)
         attention_s = max(num_pairs * self._pair_s, num_context * self._context_s)
         sync_s = self._sync_s(num_tokens / self.num_nodes, exchanged / self.num_nodes)
-        return self.hardware.step_overhead_s + sync_s + products_s + attention_s
+        layers_s = sync_s + products_s + attention_s
+        return self.hardware.step_overhead_s + layers_s / self.shape.pp
 
     def _rank_bytes_read(self, num_tokens: int) -> float:
-        """Return the weight bytes that each rank reads in a step."""
+        """Return the weight bytes that the ranks with the same part of each layer, one a stage,
+        read in a step.
+        """
         model, tp = self.model, self.shape.tp
         cut = model.dense_bytes - model.whole_bytes
-        experts = model.expert_bytes_read(num_tokens) / self.num_gpus
+        experts = model.expert_bytes_read(num_tokens) / self._stage_gpus
         return model.whole_bytes + cut / tp + experts
 
     def _sync_s(self, num_tokens: float, exchanged: float) -> float:
-        """Return the seconds that the ranks of a node talk in a step: two sums a layer, and where
-        KV is dealt out what they exchange for it; a gather is half of a sum.
+        """Return the seconds that the ranks of a node talk in a step, over all stages: two sums a
+        layer, and where KV is dealt out what they exchange for it; a gather is half of a sum.
         """
         if self.shape.tp == 1:
             return 0.0
@@ -224,14 +242,24 @@ class InstanceCost:
         return min(way.latency_s + num_bytes / way.bytes_per_s for way in self.hardware.all_reduce)
 
     def prefill_s(self, num_tokens: int, num_cached: int, chunk_tokens: int) -> float:
-        """Return the seconds to compute a prompt's tokens from `num_cached` on, in chunks."""
-        seconds, start = 0.0, num_cached
+        """Return the seconds to compute a prompt's tokens from `num_cached` on, in chunks that
+        follow one another through the stages; they are cut as an engine cuts them.
+        """
+        cost, start = StepCostModel(), num_cached
+        if self.shape.pp > 1:
+            cost = StepCostModel(self.profile(Role.PREFILL, chunk_tokens, 1))
+        ends_s = [0.0] * self.shape.pp
         while start < num_tokens:
-            new = min(chunk_tokens, num_tokens - start)
+            most = chunk_tokens if self.shape.pp == 1 else equal_chunk(cost, chunk_tokens, start)
+            new = min(most, num_tokens - start)
             pairs = new * start + new * (new + 1) // 2
-            seconds += self.step_s(new, pairs, start + new, self._exchanged(new, start + new))
+            step_s = self.step_s(new, pairs, start + new, self._exchanged(new, start + new))
+            comes_s = 0.0
+            for stage, free_s in enumerate(ends_s):
+                ends_s[stage] = max(comes_s, free_s) + step_s
+                comes_s = ends_s[stage] + self.send_s(new)
             start += new
-        return seconds
+        return ends_s[-1]
 
     def profile(self, role: Role, chunk_tokens: int, max_batch: int) -> list[CostSample]:
         """Return the start-up profile that `mooncake profile` would measure on this instance."""
@@ -302,15 +330,16 @@ def _kv_tokens(model: ModelFigures, hardware: HardwareFigures, num_nodes: int, s
     each = hardware.hbm_bytes * HBM_USABLE - RUNTIME_BYTES_PER_GPU
     cut = (model.dense_bytes - model.whole_bytes) / shape.tp
     experts = model.experts.bytes_total / (num_nodes * shape.tp) if model.experts else 0.0
-    left = each - model.whole_bytes - cut - experts
-    return int(left * num_nodes * _kv_shares(model, shape) / model.kv_bytes_per_token)
+    left = each - (model.whole_bytes + cut + experts) / shape.pp
+    per_token = model.kv_bytes_per_token / shape.pp
+    return int(left * num_nodes * _kv_shares(model, shape) / per_token)
 
 
 def _check(model: ModelFigures, hardware: HardwareFigures, shape: Shape) -> None:
     """Raise ConfigError unless an instance of this shape fits a node; says what would."""
     if shape.tp > hardware.num_gpus:
         raise ConfigError(
-            f"shape: {shape.tp} ranks lie on one node, and {hardware.name} has "
+            f"shape: {shape.tp} ranks of a stage lie on one node, and {hardware.name} has "
             f"{hardware.num_gpus} GPUs"
         )
     if shape.ep > 1:
@@ -331,7 +360,11 @@ def _check(model: ModelFigures, hardware: HardwareFigures, shape: Shape) -> None
         cure = f"{node} would"
     else:
         nodes = _num_nodes(model, hardware, node)
-        cure = f"no shape of one node does; leave --shape out for {nodes} nodes an instance"
+        cure = "no shape of one node does; "
+        stages = msgspec.structs.replace(node, pp=nodes)
+        if _kv_tokens(model, hardware, 1, stages) >= model.max_model_len:
+            cure += f"{stages} would, or "
+        cure += f"leave --shape out for {nodes} nodes an instance"
     raise ConfigError(
         f"shape: {shape} on {hardware.name} leaves room for "
         f"{max(0, _kv_tokens(model, hardware, 1, shape)):,} tokens of {model.name}'s KV, less than "

@@ -1,21 +1,23 @@
 """An instance of several ranks: the shipped lead and logs over simulated links and processes.
 
-A rank's process may die, stand still, be slow, or miss a word of its lead. The ranks compute a step
-in parts and wait for each other after each, as real ones do after each layer; one that waits for
-too long fails. The lead's own process is the worker's.
+A rank's process may die, stand still, be slow, or miss a word of its lead. The ranks of a stage
+compute a step in parts and wait for each other after each, as real ones do after each layer; one
+that waits for too long fails. A stage begins a step when the one before has passed it on. The
+lead's own process is the worker's; it is in the last stage, and hears of every step at once.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from mooncake.base import InternalError
-from mooncake.engine.plan import LayerDone, StepPlan
+from mooncake.base import InternalError, Shape
+from mooncake.engine.plan import LayerDone, StepPlan, StepSlot
 from mooncake.engine.ranks import LeadRanks
 from mooncake.engine.step_log import (
     Held,
@@ -40,6 +42,15 @@ class RanksLost(msgspec.Struct, frozen=True):
     why: str
 
 
+@dataclass(eq=False)
+class _Step:
+    """A step on its way through the stages."""
+
+    plan: StepPlan
+    seconds: float
+    """In each stage."""
+
+
 class _Rank:
     """The process of one rank; the lead's hears nothing."""
 
@@ -51,7 +62,25 @@ class _Rank:
         """Its link loses the next word."""
         self.reader = StepReader()
         self.inbox: deque[RankMessage] = deque()
+        self.slots: list[StepSlot] | None = None
+        """Of the step that it heard of and has not ended; it computes once its stage can."""
         self.computes = False
+
+
+class _Stage:
+    """Ranks that compute the same layers, one step at a time."""
+
+    def __init__(self, number: int, ranks: range) -> None:
+        self.number = number
+        self.ranks = ranks
+        self.waiting: deque[_Step] = deque()
+        """Steps whose activations are here."""
+        self.step: _Step | None = None
+        self.part = 0
+        self.begun_s = 0.0
+        self.here: set[int] = set()
+        """Ranks that wait for the others in the present exchange."""
+        self.num_exchanges = 0
 
 
 class RankedRunner(SimRunner):
@@ -74,12 +103,11 @@ class RankedRunner(SimRunner):
         super().__init__(heap, cost, deliver, **settings)
         self._exchange_s = exchange_s
         self._ranks = [_Rank() for _ in range(num_ranks)]
-        self._queue: deque[tuple[StepPlan, float]] = deque()
-        self._part = 0
-        self._begun_s = 0.0
-        self._here: set[int] = set()
-        """Ranks that wait for the others in the present exchange."""
-        self._num_exchanges = 0
+        shape = Shape(tp=num_ranks // len(self._stages), pp=len(self._stages))
+        self._groups = [_Stage(stage, shape.ranks_of(stage)) for stage in range(shape.pp)]
+        self._group_of = [self._groups[shape.stage_of(rank)] for rank in range(num_ranks)]
+        self._untold: deque[_Step] = deque()
+        self._num_flying = 0
         self._lead = LeadRanks(self)
         self._lead.use_pages(pages)
 
@@ -120,34 +148,49 @@ class RankedRunner(SimRunner):
     # ------------------------------------------------------------ the lead
 
     def _start(self, plan: StepPlan, seconds: float) -> None:
-        self._queue.append((plan, seconds))
-        if len(self._queue) == 1:
-            self._begin()
+        assert plan.slots, "an engine plans no step without slots"
+        self._untold.append(_Step(plan, seconds))
+        self._tell_next(frozenset(self._known))  # as of this step: the log is checked against it
 
-    def _begin(self) -> None:
-        if self._later(LEAD, self._begin):
+    def _tell_next(self, known: frozenset[int]) -> None:
+        """Have the followers hear of a step, and the first stage begin it when it can."""
+        if self._later(LEAD, partial(self._tell_next, known)) or not self._untold:
             return
-        plan, seconds = self._queue[0]
-        self._begun_s = self._heap.now()
+        step = self._untold.popleft()
+        plan = step.plan
         self._lead.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
-        if not plan.slots:
-            self._heap.after(seconds, self._end_step)
-            return
-        self._part = 0
         self._lead.step(plan.slots, {})
-        ending = {sequence_id for each, _ in self._queue for sequence_id in each.ended}
-        self._lead.check_integrity(self._known.keys() | ending)
-        self._compute(LEAD)
+        self._lead.check_integrity(known)
+        self._num_flying += 1
+        if self._num_flying == 1:
+            self._look_after(self._signs)
+        self._arrive(self._groups[0], step)
 
-    def _end_step(self) -> None:
+    def _end_step(self, stage: _Stage, step: _Step) -> None:
         if self.hung or not self._ranks[LEAD].alive:
             return
-        plan, _ = self._queue.popleft()
-        seconds = self._heap.now() - self._begun_s
+        self._num_flying -= 1
+        seconds = self._heap.now() - stage.begun_s
         self.busy_s += seconds
-        if self._queue:
-            self._begin()
-        self._finish(plan, seconds)
+        self._finish(step.plan, seconds)
+
+    @property
+    def _signs(self) -> tuple[int, ...]:
+        """What grows as long as stages that have something to compute go on."""
+        return tuple(stage.num_exchanges for stage in self._groups)
+
+    def _look_after(self, seen: tuple[int, ...]) -> None:
+        """Have the lead look, after a while, whether those that it waits for have given signs."""
+        self._heap.after(self._exchange_s, partial(self._look, seen))
+
+    def _look(self, seen: tuple[int, ...]) -> None:
+        if self._later(LEAD, partial(self._look, seen)) or not self._num_flying or self.hung:
+            return
+        stuck = [stage for stage in self._groups[:-1] if stage.step is not None]
+        if self._signs == seen and stuck:
+            self._say_silent(stuck[0])
+        else:
+            self._look_after(self._signs)
 
     def tell(self, message: RankMessage) -> None:
         """Send to all followers (`engine.ranks.Followers`)."""
@@ -180,13 +223,13 @@ class RankedRunner(SimRunner):
         if not rank.alive:
             return
         rank.inbox.append(decode(data))
-        if not rank.computes:
-            self._follow(number)
+        self._follow(number)
 
     def _follow(self, number: int) -> None:
         """Obey the next word of the lead."""
         rank = self._ranks[number]
-        if self._later(number, partial(self._follow, number)) or rank.computes or not rank.inbox:
+        busy = rank.slots is not None or not rank.inbox
+        if self._later(number, partial(self._follow, number)) or busy:
             return
         message = rank.inbox.popleft()
         if isinstance(message, UsePages):
@@ -203,8 +246,7 @@ class RankedRunner(SimRunner):
         except InternalError:
             self.kill_rank(number)
             return
-        assert slots == self._queue[0][0].slots, f"rank {number} computes another step"
-        rank.computes = True
+        rank.slots = slots
         self._compute(number)
 
     # ------------------------------------------------------------ what all ranks do
@@ -217,49 +259,104 @@ class RankedRunner(SimRunner):
             self._heap.at(rank.hung_until_s, call)
         return stands_still or not rank.alive
 
+    def _arrive(self, stage: _Stage, step: _Step) -> None:
+        """Activations of a step have come to a stage."""
+        stage.waiting.append(step)
+        if stage.step is None:
+            self._begin(stage)
+
+    def _begin(self, stage: _Stage) -> None:
+        """Have a stage compute what waits there, if anything does."""
+        if not stage.waiting:
+            return
+        step = stage.step = stage.waiting.popleft()
+        stage.part, stage.begun_s = 0, self._heap.now()
+        if stage.number and stage is self._groups[-1]:
+            self._report(step, self._stages[stage.number][0] - 1)
+        for number in stage.ranks:
+            self._compute(number)
+
+    def _report(self, step: _Step, layer: int) -> None:
+        if step.plan.report_layers:
+            self._deliver(LayerDone(step_id=step.plan.step_id, layer=layer))
+
     def _compute(self, number: int) -> None:
+        """Have a rank that knows its step compute it, once its stage has what that takes."""
+        rank, step = self._ranks[number], self._group_of[number].step
+        if self._later(number, partial(self._compute, number)) or rank.computes or step is None:
+            return
+        if number != LEAD:
+            if rank.slots is None:
+                return
+            assert rank.slots == step.plan.slots, f"rank {number} computes another step"
+        rank.computes = True
+        self._compute_part(number, step)
+
+    def _compute_part(self, number: int, step: _Step) -> None:
         """Compute a rank's share of a part of the step, then go to the exchange."""
-        seconds = self._queue[0][1] / self._num_layer_reports
-        seconds *= self._ranks[number].slowdown
+        seconds = step.seconds / self._num_parts * self._ranks[number].slowdown
         self._heap.after(seconds, partial(self._come, number))
+
+    @property
+    def _num_parts(self) -> int:
+        """Of a step in each stage."""
+        return max(1, self._num_layer_reports // len(self._groups))
 
     def _come(self, number: int) -> None:
         if self._later(number, partial(self._come, number)):
             return
-        self._here.add(number)
-        if len(self._here) == self.num_ranks:
-            self._go_on()
+        stage = self._group_of[number]
+        stage.here.add(number)
+        if len(stage.here) == len(stage.ranks):
+            self._go_on(stage)
             return
-        wait = partial(self._give_up, number, self._num_exchanges)
+        wait = partial(self._give_up, number, stage.num_exchanges)
         self._heap.after(self._exchange_s, wait)
 
     def _give_up(self, number: int, exchange: int) -> None:
         """Have a rank that waited for so long fail, unless the others came meanwhile."""
-        if exchange != self._num_exchanges:
+        stage = self._group_of[number]
+        if exchange != stage.num_exchanges:
             return
         if self._later(number, partial(self._give_up, number, exchange)):
             return
         if number != LEAD:
             self.kill_rank(number)
             return
-        missing = min(set(range(self.num_ranks)) - self._here)
+        self._say_silent(stage)
+
+    def _say_silent(self, stage: _Stage) -> None:
+        """Have the lead fail: a rank of this stage does not come."""
+        missing = min(set(stage.ranks) - stage.here)
         waited = f"did not answer for {self._exchange_s:g} s"
         self._lead.fail(f"rank {missing} of this model {waited}")
 
-    def _go_on(self) -> None:
-        """All ranks have met: begin the next part, or end the step."""
-        self._here.clear()
-        self._num_exchanges += 1
-        self._part += 1
-        plan, _ = self._queue[0]
-        if self._part < self._num_layer_reports:
-            if plan.report_layers:
-                layer = self._part * self._num_layers // self._num_layer_reports - 1
-                self._deliver(LayerDone(step_id=plan.step_id, layer=layer))
-            for number in range(self.num_ranks):
-                self._compute(number)
+    def _go_on(self, stage: _Stage) -> None:
+        """All ranks of a stage have met: begin the next part, or pass the step on."""
+        step = stage.step
+        assert step is not None
+        stage.here.clear()
+        stage.num_exchanges += 1
+        stage.part += 1
+        layers = self._stages[stage.number]
+        if stage.part < self._num_parts:
+            if stage is self._groups[-1]:
+                done = stage.part * len(layers) // self._num_parts
+                self._report(step, layers[0] + done - 1)
+            for number in stage.ranks:
+                self._compute_part(number, step)
             return
-        for number, rank in enumerate(self._ranks[1:], 1):
-            rank.computes = False
-            self._follow(number)
-        self._end_step()
+        stage.step = None
+        for number in stage.ranks:
+            rank = self._ranks[number]
+            rank.computes, rank.slots = False, None
+        if stage is self._groups[-1]:
+            self._end_step(stage, step)
+        else:
+            following = self._groups[stage.number + 1]
+            self._heap.after(self._send_s, partial(self._arrive, following, step))
+        if stage.step is None:
+            self._begin(stage)
+        for number in stage.ranks:
+            if number != LEAD:
+                self._follow(number)

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from mooncake.base.grammar import Grammar
+from mooncake.base.parallel import stage_layers
 from mooncake.base.sampling import SamplingParams
 from mooncake.engine.plan import LayerDone, Sample, StepPlan, StepResult
 from mooncake.sim.world.clock import EventHeap
@@ -29,7 +30,7 @@ class StepCost(Protocol):
     """The cost model port: the duration of a step."""
 
     def seconds(self, plan: StepPlan) -> float:
-        """Return the duration of `plan` in seconds."""
+        """Return the duration of `plan` in seconds, in each of its stages."""
 
 
 def token_at(seed: int, position: int) -> int:
@@ -67,8 +68,13 @@ class SimRunner:
         *,
         num_layers: int,
         num_layer_reports: int = 4,
+        num_stages: int = 1,
+        send_s: float = 0.0,
         oracle: TokenOracle = sampled_token,
     ) -> None:
+        """`num_stages`: each with a part of the layers and one step at a time; from one to the next
+        activations take `send_s`.
+        """
         self._heap = heap
         self._cost = cost
         self._deliver = deliver
@@ -76,9 +82,11 @@ class SimRunner:
         self._num_layer_reports = min(num_layer_reports, num_layers)
         self._oracle = oracle
         self._known: dict[int, _Known] = {}
-        self._busy_until_s = 0.0
+        self._stages = stage_layers(num_layers, num_stages)
+        self._send_s = send_s
+        self._busy_until_s = [0.0] * num_stages
         self.busy_s = 0.0
-        """Seconds spent computing, of steps that were begun."""
+        """Seconds that each stage spent computing, of steps that were begun."""
         self.hung = False
         """Steps never end from now on."""
 
@@ -95,16 +103,22 @@ class SimRunner:
 
     def _start(self, plan: StepPlan, seconds: float) -> None:
         """Schedule the reports of the step's layers and of its end."""
-        begin = max(self._heap.now(), self._busy_until_s)
-        self._busy_until_s = begin + seconds
+        num_reports = self._num_layer_reports if plan.report_layers else 1
+        reported = {
+            report * self._num_layers // num_reports - 1 for report in range(1, num_reports)
+        }
+        comes_s = self._heap.now()
+        for stage, layers in enumerate(self._stages):
+            begin = max(comes_s, self._busy_until_s[stage])
+            for place, layer in enumerate(layers, 1):
+                if layer in reported:
+                    at_s = begin + seconds * place / len(layers)
+                    done = LayerDone(step_id=plan.step_id, layer=layer)
+                    self._heap.at(at_s, partial(self._deliver, done))
+            self._busy_until_s[stage] = begin + seconds
+            comes_s = begin + seconds + self._send_s
         self.busy_s += seconds
-        if plan.report_layers:
-            for report in range(1, self._num_layer_reports):
-                layer = report * self._num_layers // self._num_layer_reports - 1
-                at_s = begin + seconds * (layer + 1) / self._num_layers
-                done = LayerDone(step_id=plan.step_id, layer=layer)
-                self._heap.at(at_s, partial(self._deliver, done))
-        self._heap.at(self._busy_until_s, partial(self._finish, plan, seconds))
+        self._heap.at(self._busy_until_s[-1], partial(self._finish, plan, seconds))
 
     def _finish(self, plan: StepPlan, seconds: float) -> None:
         if self.hung:

@@ -457,13 +457,18 @@ class World:
         instance = Instance(
             self.config.instance,
             layout,
-            Engine(engine_config, layout.fingerprint, runner),
+            self._engine(worker.spec.role, engine_config, runner),
             self._hello(worker.spec, ref, num_blocks=engine_config.num_blocks),
             InstancePorts(channel, transfer, worker.pages, GATEWAY_ADDRESS),
         )
         if worker.spec.role is Role.PREFILL:
             return PrefillWorker(instance)
         return DecodeWorker(instance)
+
+    def _engine(self, role: Role, config: EngineConfig, runner: Runner) -> Engine:
+        engine = Engine(config, self.config.layout.fingerprint, runner)
+        engine.calibrate(self.config.profile.get(role, []))
+        return engine
 
     def _hello(self, spec: WorkerSpec, ref: WorkerRef, num_blocks: int) -> WorkerHello:
         engine = self.config.engine.get(spec.role)
@@ -479,5 +484,6 @@ class World:
             block_bytes=self.config.layout.block_bytes,
             max_num_seqs=engine.max_num_seqs if engine else 0,
             max_batched_tokens=engine.max_batched_tokens if engine else 0,
+            num_stages=engine.num_stages if engine else 1,
             profile=self.config.profile.get(spec.role, []),
         )

@@ -187,3 +187,19 @@ def test_one_slow_step_makes_no_slow_worker() -> None:
     for _ in range(200):
         model.observe([CostSample(256, 0, 1, 10 * usual_s)])
     assert model.step_s(1024, 0, 1) > 6 * StepCostModel(profile).step_s(1024, 0, 1)
+
+
+def test_a_prompt_goes_on_through_the_other_stages() -> None:
+    """TTFT of a pipeline: all chunks in the slowest stage, the last one in the others."""
+    model = StepCostModel(GRID, num_stages=3)
+    assert model.prefill_s(1000, 500, 256) == StepCostModel(GRID).prefill_s(1000, 500, 256)
+    last, before = 1000 - 3 * 256, 500 + 3 * 256
+    assert model.tail_s(1000, 500, 256) == 2 * model.step_s(last, before, 1)
+    assert model.tail_s(512, 0, 256) == 2 * model.step_s(256, 256, 1)
+    assert model.tail_s(512, 0, 0) == 2 * model.step_s(512, 0, 1)
+    assert StepCostModel(GRID).tail_s(1000, 500, 256) == model.tail_s(0, 500, 256) == 0.0
+
+
+def test_each_stage_has_its_share_of_the_streams() -> None:
+    model = StepCostModel(GRID, num_stages=2)
+    assert model.tbt_s(9, 9000) == 2 * model.step_s(5, 4500, 5)

@@ -69,6 +69,8 @@ class Twins:
             node_id=f"node-{self.random.randrange(8)}",
             num_blocks=self.random.choice([60, 1000, 1000]),
             max_num_seqs=self.random.choice([0, 4, 64]),
+            max_batched_tokens=self.random.choice([0, 64, 200]),
+            num_stages=self.random.choice([1, 1, 2, 4]),
             profile=[] if kind == "k" else self.random.choice([PROFILE, PROFILE, SLOW]),
         )
         self.each(lambda conductor: conductor.on_hello(joins))

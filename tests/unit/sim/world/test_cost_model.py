@@ -131,9 +131,13 @@ def test_sums_grow_with_what_is_summed_and_one_rank_needs_none() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("kimi-k2-thinking", "tp16", "16 ranks lie on one node, and h200x8 has 8 GPUs"),
+        ("kimi-k2-thinking", "tp16", "16 ranks of a stage lie on one node, and h200x8 has 8 GPUs"),
         ("kimi-k2-thinking", "tp4", "less than one sequence of 262,144; tp8-dcp8 would"),
-        ("kimi-k2-instruct", "tp8", "no shape of one node does; leave --shape out for 2 nodes"),
+        (
+            "kimi-k2-instruct",
+            "tp8",
+            "no shape of one node does; tp8-pp2.* would, or leave --shape out for 2",
+        ),
         ("llama3-70b", "tp8-dcp2", "8 KV heads of llama3-70b .* so dcp can be at most 1"),
     ],
 )
@@ -208,3 +212,28 @@ def test_every_figure_has_its_source() -> None:
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ConfigError, match="fp8"):
         InstanceCost(model("kimi-k2-instruct"), hardware("a800x8"))
+
+
+def test_stages_share_the_layers_out() -> None:
+    """Twice the GPUs hold twice the rest, and a step takes half in each of two stages."""
+    shapes = [Shape.parse(words) for words in ("tp8", "tp8-pp2")]
+    one, two = (InstanceCost(model("kimi-k2-thinking"), hardware("h200x8"), s) for s in shapes)
+    overhead_s = hardware("h200x8").step_overhead_s
+    step = (CHUNK, CHUNK * CHUNK // 2, CHUNK)
+    assert two.step_s(*step) - overhead_s == pytest.approx((one.step_s(*step) - overhead_s) / 2)
+    assert two.kv_tokens > 2 * one.kv_tokens, "and what weights leave of it"
+    assert (one.node_share, two.node_share) == (1, 2)
+    assert one.send_s(CHUNK) == 0 < two.send_s(CHUNK)
+
+
+def test_chunks_follow_one_another_through_stages() -> None:
+    figures = model("kimi-k2-thinking"), hardware("h200x8")
+    one, two, four = (InstanceCost(*figures, Shape(tp=8, dcp=8, pp=stages)) for stages in (1, 2, 4))
+    for length in (128_000, 512_000):
+        alone, halves, quarters = (cost.prefill_s(length, 0, CHUNK) for cost in (one, two, four))
+        assert halves > alone / 2, "no better than all stages busy"
+        assert quarters > alone / 4
+        assert halves < 0.60 * alone
+        assert quarters < 0.36 * alone
+    short = [cost.prefill_s(CHUNK, 0, CHUNK) for cost in (one, two)]
+    assert short[1] > short[0], "one chunk goes through all stages"
