@@ -51,6 +51,42 @@ def test_clusters_can_be_planned(path: Path, tmp_path: Path) -> None:
     assert cli.run([*words, "--kv-cache-memory-bytes", "8MiB", "--device", "cpu"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "shapes", "nodes"),
+    [
+        ("k2-h800-pp", ["tp8-pp2"], ["1 engine on 2 nodes"]),
+        (
+            "k2-h800-pd",
+            ["tp8-pp2", "tp8-pp2-dcp8"],
+            ["tp8-pp2, on h800x8, 1 engine on 2", "tp8-pp2-dcp8, on h800x8, 1 engine on 2"],
+        ),
+        (
+            "k2-h800-16-nodes",
+            ["tp8-pp2", "tp8-pp2-dcp8"],
+            ["tp8-pp2, on h800x8, 5 engines on 10", "tp8-pp2-dcp8, on h800x8, 3 engines on 6"],
+        ),
+    ],
+)
+def test_k2_in_stages_is_planned(
+    name: str,
+    shapes: list[str],
+    nodes: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    config = {**small_config(**KIMI_K2), "quantization_config": QUANTIZATION_CONFIGS["fp8"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = str(shipped.configs() / "serve" / f"{name}.yaml")
+    assert cli.run(["serve", str(tmp_path), "--config", path]) == 0
+    shown = capsys.readouterr().out
+    for words in (*(f"16 ranks ({shape}), " for shape in shapes), *nodes):
+        assert words in shown
+    assert " 0-30" in shown
+    assert " 31-60" in shown
+
+
 def test_k2_on_gpus_is_planned_with_the_pages_dealt_out_where_it_decodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
