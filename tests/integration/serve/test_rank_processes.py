@@ -63,7 +63,8 @@ def alone(model: Path) -> dict[tuple[int, ...], list[int]]:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("ranks")
     counts = ["--prefill", "1", "--decode", "2", "-tp", "2", "-dcp", "2"]
-    with serving(str(model), *counts, *SMALL, log=home / "log") as running:
+    own = ["--rank-backend", "gloo", "--push-checksums", "on"]  # memories of their own
+    with serving(str(model), *counts, *own, *SMALL, log=home / "log") as running:
         yield running
     assert ranks_of(None) == []
 
