@@ -515,6 +515,7 @@ class Engine:
     ) -> None:
         self._cost = None
         self.counters["steps"] += 1
+        self.counters |= result.counters
         self.counters["steps_wall_s"] += now - step.submitted_s
         if result.error is not None:
             self.counters["steps_failed"] += 1

@@ -10,8 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-
-import msgspec
+from dataclasses import dataclass
 
 from mooncake.base import ConfigError
 
@@ -23,7 +22,8 @@ LEAST_GAIN = 0.01
 """Of balance, for which experts are moved at all."""
 
 
-class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True)
+class EplbConfig:
     """How experts are placed anew while they are used; names and defaults are vLLM's.
 
     Raises:
@@ -121,20 +121,13 @@ def place(counts: Sequence[float], present: Placement, num_ranks: int) -> Placem
     return made if then >= now + LEAST_GAIN else present
 
 
-def moves(present: Placement, wanted: Placement) -> list[Move]:
-    """Return what makes `wanted` of `present`, in an order in which no expert is ever without a
-    slot: an expert is copied over one that has another slot, or two change places.
+def next_move(present: Placement, wanted: Placement) -> Move | None:
+    """Return what brings `present` nearer to `wanted`, while no expert is ever without a slot: an
+    expert is copied over one that has another slot, or two change places. None: they are the same.
     """
-    held = list(present)
-    left = [slot for slot in range(len(held)) if held[slot] != wanted[slot]]
-    found: list[Move] = []
-    while left:
-        move = next(move for slot in left if (move := _possible(slot, held, wanted)) is not None)
-        found.append(move)
-        for slot, expert in move:
-            held[slot] = expert
-        left = [slot for slot in left if held[slot] != wanted[slot]]
-    return found
+    left = (slot for slot, expert in enumerate(present) if expert != wanted[slot])
+    found = (_possible(slot, present, wanted) for slot in left)
+    return next((move for move in found if move is not None), None)
 
 
 def _possible(slot: int, held: Sequence[int], wanted: Placement) -> Move | None:

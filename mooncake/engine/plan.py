@@ -107,6 +107,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """sequence_id -> why this sequence alone failed; it has no sample."""
     error: str | None = None
     """Why the whole step failed; nothing it wrote is valid."""
+    counters: dict[str, float] = {}
+    """Counts of the runner since its start, by name, for `WorkerLoad.counters`."""
 
 
 RunnerEvent = LayerDone | StepResult | OfRank

@@ -44,6 +44,7 @@ from mooncake.model.loading import load_model
 from mooncake.model.measuring import MemoryMeter, measure_memory
 from mooncake.model.options import ModelOptions
 from mooncake.model.output_logits import prompt_pieces, sampled_rows
+from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.joining import join
 from mooncake.model.parallel.lead import Loaded, receive, send
@@ -65,6 +66,8 @@ class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """torch's CPU threads while it loads; each `UsePages` says how many compute."""
     timeout_s: float
     """How long it waits for the other ranks in an exchange."""
+    number: int = 0
+    """Of its instance, among those that share experts."""
 
 
 class PageMoves(Protocol):
@@ -133,6 +136,12 @@ class Follower:
         slots = self._last = self._reader.slots(step)
         self._num_steps += 1
         self._reached(0)
+        if not slots:  # of other instances, with which this one shares experts
+            with torch.inference_mode():
+                self._model.serve()
+            self._model.stage.ranks.meet()
+            self._reached(ALL_LAYERS)
+            return
         if step.way is not Way.AS_IT_COMES:
             self._replay(slots, step.way)
             self._reached(ALL_LAYERS)
@@ -227,14 +236,16 @@ class Follower:
 def run(
     link: socket.socket,
     memory: int,
+    shared: int | None,
     keys: Callable[[ModelOptions], KeyRing | None],
     open_moves: Callable[[Callable[[bytes], None]], PageMoves],
 ) -> None:
     """Be a follower until the lead goes.
 
     link: to the lead, whose first message are `FollowerSettings`. memory: descriptor of the file
-    by which the group is joined. keys: finds the keys of encrypted weights. open_moves: makes what
-    moves pages, given what sends an answer to the lead.
+    by which the group is joined. shared: of that by which ranks of all instances are joined that
+    share experts; None: there are no others. keys: finds the keys of encrypted weights. open_moves:
+    makes what moves pages, given what sends an answer to the lead.
     """
     first = receive(link)
     if first is None:
@@ -245,11 +256,15 @@ def run(
     moves = open_moves(functools.partial(send, link))
     hearing = threading.Thread(target=_hear, args=(link, words, moves), name="lead", daemon=True)
     hearing.start()
-    group = join(options.rank_backend, options.shape, settings.rank, memory, settings.timeout_s)
+    num_ranks = options.shape.num_ranks
+    group = join(options.rank_backend, num_ranks, settings.rank, memory, settings.timeout_s)
+    sharing = None
+    if shared is not None:
+        sharing = join_experts(options, settings.rank, settings.number, shared, settings.timeout_s)
     try:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
-        model = _load(settings, group, keys(options))
+        model = _load(settings, group, sharing, keys(options))
     except MooncakeError as error:
         send(link, msgspec.msgpack.encode(Loaded(error.message)))
         return
@@ -263,7 +278,21 @@ def run(
         os._exit(1)
 
 
-def _load(settings: FollowerSettings, group: Group, keys: KeyRing | None) -> KimiK2:
+def join_experts(
+    options: ModelOptions, rank: int, number: int, descriptor: int, timeout_s: float
+) -> ExpertRanks:
+    """Return the ranks of all instances that share experts, seen from `rank` of instance
+    `number`; ranks of the same part lie side by side. See `joining.join`.
+    """
+    shape = options.shape
+    place = rank * shape.dp + number
+    ranks = join(options.rank_backend, shape.ep, place, descriptor, timeout_s)
+    return ExpertRanks.of_instances(ranks, shape.dp)
+
+
+def _load(
+    settings: FollowerSettings, group: Group, sharing: ExpertRanks | None, keys: KeyRing | None
+) -> KimiK2:
     options = settings.options
     device, dtype = torch.device("cpu"), SPEC_DTYPES[settings.dtype]
     backends = settle(
@@ -280,6 +309,8 @@ def _load(settings: FollowerSettings, group: Group, keys: KeyRing | None) -> Kim
         backends=backends,
         group=group,
         shape=options.shape,
+        sharing=sharing,
+        eplb=options.eplb,
     )
 
 

@@ -11,6 +11,8 @@ from functools import partial
 import torch
 
 from mooncake.base import ModelSpec
+from mooncake.engine.expert_placement import EplbConfig
+from mooncake.model.expert_balancing import ExpertBalancer
 from mooncake.model.inputs import PrefersAbsorbed, Queries, StepInputs
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.embedding import Embedding, Head
@@ -20,7 +22,7 @@ from mooncake.model.layers.mla import Mla
 from mooncake.model.layers.moe import Moe
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
-from mooncake.model.parallel.exchange import Exchange
+from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.stages import Stage
 
@@ -133,14 +135,15 @@ class KimiK2:
         prefers_absorbed: PrefersAbsorbed,
         stage: Stage,
         context: Group | None = None,
-        exchange: Exchange | None = None,
+        sharing: ExpertRanks | None = None,
+        eplb: EplbConfig | None = None,
         mtp: MtpLayer | None = None,
     ) -> None:
         """`placed`: of the device and dtype computed with. `layers`, `embedding` and `output`: what
         `stage` has. `prefers_absorbed`: which form of attention new tokens take. `context`: the
-        ranks that share the KV of every context out; None: each has all. `exchange`: with whom
-        routed experts are shared out; None: with nobody. `mtp`: what guesses tokens, with KV of its
-        own behind that of the layers; None: nothing does.
+        ranks that share the KV of every context out; None: each has all. `sharing`: with whom
+        routed experts are shared out; None: with nobody. `eplb`: when they are placed anew. `mtp`:
+        what guesses tokens, with KV of its own behind that of the layers; None: nothing does.
         """
         self.spec = spec
         self.prefers_absorbed = prefers_absorbed
@@ -153,8 +156,11 @@ class KimiK2:
         self._output = output
         self._rope = rope
         self._context = context
-        self.exchange = exchange
         self._mtp = mtp
+        self.exchange = None if sharing is None else sharing.exchange
+        self.balancer = None
+        if sharing is not None:
+            self.balancer = ExpertBalancer(self.expert_slots, sharing, eplb)
 
     def forward(
         self, inputs: StepInputs, kv: KvTensors, after_write: Callable[[int], None] | None = None
@@ -168,6 +174,8 @@ class KimiK2:
         """
         stage = self.stage
         stage.begin()
+        if self.balancer is not None:
+            self.balancer.between_steps()
         if self.exchange is not None:
             self.exchange.agree(len(inputs.tokens), inputs.outputs.num_rows)
         if stage.is_first:
@@ -255,6 +263,8 @@ class KimiK2:
     def serve(self) -> None:
         """Take part in a step of other ranks, for which this one has no rows."""
         assert self.exchange is not None, "nobody shares experts with this rank"
+        assert self.balancer is not None
+        self.balancer.between_steps()
         self.exchange.agree(0, 0)
         none = self._placed.new_empty(0, self.spec.hidden_size)
         for number, layer in zip(self.stage.layers, self._layers, strict=True):
@@ -267,6 +277,11 @@ class KimiK2:
         """The routed experts of each layer that has some, where ranks share them out."""
         layers = [each.expert_slots for each in self._layers]
         return [slots for slots in layers if slots is not None]
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Counts since the start, by name: of experts, where ranks share them out."""
+        return {} if self.balancer is None else self.balancer.counters
 
     def kinds_of_layers(self) -> list[Layer]:
         """Return a layer of each kind: dense ones come first, then those with experts."""

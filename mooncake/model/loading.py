@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from mooncake.base import CheckpointError, ConfigError, ModelSpec, Shape
-from mooncake.engine.expert_placement import first_placement
+from mooncake.engine.expert_placement import EplbConfig, first_placement
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.quant import QuantizedWeight
 from mooncake.model.checkpoint.quant_format import FP8_BLOCK
@@ -73,15 +73,15 @@ def load_model(
     group: Group | None = None,
     shape: Shape | None = None,
     sharing: ExpertRanks | None = None,
-    num_redundant: int = 0,
+    eplb: EplbConfig | None = None,
     host: HostExperts | None = None,
     with_mtp: bool = False,
 ) -> KimiK2:
     """Return the model of `checkpoint` with weights as `dtype` on `device`; where a `group` of
     `shape` shares it, this rank's parts only (`tensor_cuts`), and no others are read.
 
-    sharing: the ranks that share the routed experts, where they are more than those of `group`;
-    they have slots for `num_redundant` more experts than there are.
+    sharing: the ranks that share the routed experts, where they are more than those of `group`.
+    eplb: how these place them anew while they are used; None: never.
     host: what keeps and computes the routed experts, in DRAM; None: they lie on `device`.
     with_mtp: load the first MTP layer too, which shares embedding and head with the model.
 
@@ -103,10 +103,11 @@ def load_model(
         held = None
         if sharing is not None:
             num_experts = checkpoint.spec.n_routed_experts
-            placement = first_placement(num_experts, num_experts + num_redundant)
+            num_slots = num_experts + (0 if eplb is None else eplb.num_redundant_experts)
+            placement = first_placement(num_experts, num_slots)
             held = slots_of(placement, sharing.all.rank, sharing.all.size)
         backends = backends or Backends()
-        to = _Place(dtype, device, backends, stage, context, host, sharing, held, with_mtp)
+        to = _Place(dtype, device, backends, stage, context, host, sharing, held, eplb, with_mtp)
         return _Loader(checkpoint, to, progress, placer).model()
 
 
@@ -123,6 +124,7 @@ class _Place:
     sharing: ExpertRanks | None
     held: Sequence[int] | None
     """The routed experts of each layer in this rank's slots; None: all."""
+    eplb: EplbConfig | None
     with_mtp: bool
 
 
@@ -150,6 +152,7 @@ class _Loader:
         self._group = to.stage.ranks
         self._context = to.context
         self._sharing = to.sharing
+        self._eplb = to.eplb
         self._held = range(source.spec.n_routed_experts) if to.held is None else to.held
         self._with_mtp = to.with_mtp
         self._shapes = tensor_shapes(source.spec, with_mtp=to.with_mtp)
@@ -174,11 +177,11 @@ class _Loader:
         fixed = self._backends.deterministic
         rule = (lambda _new, _context: True) if fixed else absorbed_is_cheaper(spec)
         placed = torch.empty(0, dtype=self._dtype, device=self._device)
-        exchange = None if self._sharing is None else self._sharing.exchange
         mtp = self._mtp(spec.num_hidden_layers, rope) if self._with_mtp else None
         return KimiK2(
-            spec, placed, embedding, layers, output, rope, rule, stage, self._context, exchange, mtp
-        )
+            spec, placed, embedding, layers, output, rope, rule, stage, self._context,
+            self._sharing, self._eplb, mtp,
+        )  # fmt: skip
 
     def _output(self, embedding: Embedding | None) -> Output:
         """Return what makes logits; with a tied head the weight of `embedding` does."""

@@ -94,7 +94,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     """Return the number of parameters of a model of this shape."""
     total = router = routed = 0
     for name, shape in tensor_shapes(spec, one_expert=True).items():
-        size = _num_alike(spec, Shape(), name) * math.prod(shape)
+        size = _num_alike(spec, _ALONE, 0, name) * math.prod(shape)
         total += size
         if name.endswith(_ROUTER_PARTS):
             router += size
@@ -162,9 +162,12 @@ def held_weights(
     elsewhere: on another machine, where code can be compiled.
     """
     kept = kept_by(options, dtype, stored)
+    redundant = options.eplb.num_redundant_experts if options.eplb and shape.ep > 1 else 0
     if not options.experts_apart:
-        with_mtp = options.with_mtp
-        held = weights_bytes(spec, dtype, shape=shape, layers=layers, kept=kept, with_mtp=with_mtp)
+        held = weights_bytes(
+            spec, dtype, shape=shape, layers=layers, redundant=redundant, kept=kept,
+            with_mtp=options.with_mtp,
+        )  # fmt: skip
         return HeldWeights(held, 0)
     beside = None
     if stored is not None:
@@ -173,7 +176,9 @@ def held_weights(
     on_device = in_dram = 0
     for name in parts:
         if ROUTED in name:
-            in_dram += _num_alike(spec, shape, name) * _held_bytes(name, parts, dtype, beside)
+            in_dram += _num_alike(spec, shape, redundant, name) * _held_bytes(
+                name, parts, dtype, beside
+            )
         else:
             on_device += _held_bytes(name, parts, dtype, kept)
     return HeldWeights(on_device, in_dram)
@@ -185,18 +190,21 @@ def weights_bytes(
     *,
     shape: Shape = _ALONE,
     layers: range | None = None,
+    redundant: int = 0,
     kept: Kept | None = None,
     with_mtp: bool = False,
 ) -> int:
     """Return the bytes of the weights that a rank of `shape` holds: its parts (see `tensor_cuts`),
     those of `layers` where others have the rest, routers in float32, the rest in `dtype`.
 
-    kept: what stays as the checkpoint stores it; None: quantized weights are widened when they are
-    loaded. with_mtp: the MTP layer is loaded, too.
+    redundant: copies of routed experts that the ranks hold beside one of each. kept: what stays as
+    the checkpoint stores it; None: quantized weights are widened when they are loaded. with_mtp:
+    the MTP layer is loaded, too.
     """
     parts = _parts(spec, shape, layers, with_mtp)
     return sum(
-        _num_alike(spec, shape, name) * _held_bytes(name, parts, dtype, kept) for name in parts
+        _num_alike(spec, shape, redundant, name) * _held_bytes(name, parts, dtype, kept)
+        for name in parts
     )
 
 
@@ -213,9 +221,11 @@ def _parts(
     }
 
 
-def _num_alike(spec: ModelSpec, shape: Shape, name: str) -> int:
-    """Return how many tensors of a rank that of `tensor_shapes` with one expert stands for."""
-    return spec.n_routed_experts // shape.ep if ROUTED in name else 1
+def _num_alike(spec: ModelSpec, shape: Shape, redundant: int, name: str) -> int:
+    """Return how many tensors of a rank that of `tensor_shapes` with one expert stands for; there
+    are `redundant` second copies of experts on all ranks.
+    """
+    return (spec.n_routed_experts + redundant) // shape.ep if ROUTED in name else 1
 
 
 def _held_bytes(

@@ -29,6 +29,7 @@ from mooncake.model.device.cuda import CudaCopies, CudaGraphs, CudaMeter
 from mooncake.model.device.cuda_memory import CudaDevice
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.device.pages import PageDevice, PageMemory
+from mooncake.model.follower import join_experts
 from mooncake.model.grammar import Grammars
 from mooncake.model.grammar_tokens import load_grammar_tokens
 from mooncake.model.kimi_k2 import KimiK2
@@ -39,7 +40,9 @@ from mooncake.model.loading import load_model
 from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import pages_that_fit
 from mooncake.model.options import ModelOptions
+from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.lead import Lead
+from mooncake.model.parallel.peers import Peers
 from mooncake.model.runner import ModelRunner
 from mooncake.model.warm_up import Limits, warm_up
 from mooncake.transfer.device import DeviceMemory
@@ -61,10 +64,12 @@ class ModelSource:
         options: ModelOptions | None = None,
         keys: KeyRing | None = None,
         lead: Lead | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """Open the checkpoint, with `keys` where it is encrypted; reads headers only.
 
         lead: the followers that hold the other parts of the model, loading theirs already.
+        peers: the instances with which this one shares its experts, doing the same.
 
         Raises:
             ConfigError: the options ask for what this machine does not have, or these are not the
@@ -99,6 +104,7 @@ class ModelSource:
         )
         self._lock = threading.Lock()
         self.lead = lead
+        self._peers = peers
         self._model: KimiK2 | None = None
         self.memories: list[Opened] = []
         """The memories of ranks from 1 on, where they have some."""
@@ -135,6 +141,8 @@ class ModelSource:
                     progress=progress,
                     backends=self._backends,
                     group=None if self.lead is None else self.lead.group,
+                    sharing=self._join_peers(),
+                    eplb=self._options.eplb,
                     shape=self._options.shape,
                     host=host,
                     with_mtp=self._options.with_mtp,
@@ -158,7 +166,11 @@ class ModelSource:
             _log.info("warmed up for %d of %d sizes in %.1f s", built, known, took_s)
 
     def close(self) -> None:
-        """End the other ranks, if there are any. Runners must have been closed."""
+        """End the other ranks, if there are any, and the links to other instances. Runners must
+        have been closed.
+        """
+        if self._peers is not None:
+            self._peers.close()
         if self.lead is not None:
             self.lead.close()
 
@@ -264,7 +276,7 @@ class ModelSource:
         decoder = self._decoder(model, kv, config, copies)
         if isinstance(pages, PageMemory) and decoder is not None:
             pages.last_guess = lambda: decoder.last_guess
-        return ModelRunner(
+        runner = ModelRunner(
             model,
             kv,
             Sampler(
@@ -280,7 +292,20 @@ class ModelSource:
             decoder=decoder,
             copies=copies,
             lead=self.lead,
+            peers=self._peers,
         )
+        if self._peers is not None:
+            self._peers.wait_until_ready()
+        return runner
+
+    def _join_peers(self) -> ExpertRanks | None:
+        """Join the ranks of all instances that share experts with this one, if any do."""
+        peers = self._peers
+        if peers is None:
+            return None
+        ranks = join_experts(self._options, 0, peers.number, peers.descriptor, peers.timeout_s)
+        peers.use(ranks.all)
+        return ranks
 
     def _decoder(
         self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies | None

@@ -7,14 +7,26 @@ import msgspec
 from mooncake.base.kv_layout import PageArray
 from mooncake.base.parallel import Shape
 from mooncake.crypto.keys import KeySource
+from mooncake.engine.expert_placement import EplbConfig
 
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "onednn", "native", "triton")
 RANK_BACKENDS = ("auto", "shm", "gloo")
+GATHERED, DEEPEP = "allgather_reducescatter", ("deepep_high_throughput", "deepep_low_latency")
+"""How rows go to the ranks that have their experts; vLLM's names."""
 MOE_BACKENDS = ("auto", "reference", "onednn", "native", "triton")
 EXPERT_DEVICES = ("auto", "cpu")
 KV_DTYPES = {"fp8": "float8_e4m3fn"}
 """Of `--kv-cache-dtype`, besides auto, to a layout's dtype."""
+
+
+class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers that hold the routed experts together, and which of them one is."""
+
+    name: str
+    """The same of all, and of no others on their machine."""
+    number: int
+    size: int
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +54,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The processes among which each layer is cut, and how they share out the KVCache."""
     rank_backend: str = "auto"
     """What they exchange tensors by; "auto" is "shm", one memory, as they run on one machine."""
+    eplb: EplbConfig | None = None
+    """How ranks that share experts place them anew while they are used; None: never."""
     num_threads: int | None = None
     """Of torch and compiled code in an engine's process; None: as many as there are cores."""
     with_mtp: bool = False

@@ -45,6 +45,7 @@ from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Drawn
 from mooncake.model.output_logits import prompt_pieces, sampled_rows
 from mooncake.model.parallel.lead import Lead
+from mooncake.model.parallel.peers import Peers
 
 
 class TokenSampler(Protocol):
@@ -97,12 +98,14 @@ class ModelRunner:
         decoder: DecodeGraphs | None = None,
         copies: Copies | None = None,
         lead: Lead | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """Start the thread. `num_threads`: torch's CPU threads, of the whole process; None = as is.
 
         decoder: captured steps over the same pages; None = every step is run as it comes.
         copies: to the model's device; None = it is the host.
         lead: the followers that compute each step with this rank; None = there are none.
+        peers: the instances that share experts with this one, and step with it; None = none do.
         The queue is as long as the engine lets it be (two steps in flight; one more than there
         are stages).
         """
@@ -114,9 +117,13 @@ class ModelRunner:
         self._copies = copies or HostCopies()
         self._lead = lead
         self._drafts = MtpDrafts(model, kv, self._copies) if model.has_mtp else None
+        self._peers = peers
+        self._asked = 0
+        """The last step that another instance has begun."""
         self._starts: dict[int, SequenceStart] = {}
         self._tables = PageTables()
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | int | None] = queue.SimpleQueue()
+        """With the numbers of steps that others begin; None: the last."""
         self._untold: queue.SimpleQueue[StepPlan | None] | None = None
         """Steps that the stages before this one's have not heard of; None: there are none."""
         self._events: deque[RunnerEvent] = deque()
@@ -126,6 +133,8 @@ class ModelRunner:
         self._readable, self._signal = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         if lead is not None:
             lead.watch(self._wake, self._emit)
+        if peers is not None:
+            peers.watch(self._plans.put, self._wake)
         self._threads = [threading.Thread(target=self._run, name="model-runner", daemon=True)]
         if not model.stage.is_first:  # it is the last one, and the others are to be ahead of it
             self._untold = queue.SimpleQueue()
@@ -153,8 +162,9 @@ class ModelRunner:
         Raises:
             InternalError: a rank of this model was lost; no step can be run any more.
         """
-        if self._lead is not None and self._lead.lost is not None:
-            raise InternalError(f"{self._lead.lost}: all ranks of this worker end")
+        for others in (self._peers, self._lead):
+            if others is not None and others.lost is not None:
+                raise InternalError(f"{others.lost}: all ranks of this worker end")
         with self._lock:
             events = list(self._events)
             if events:
@@ -180,9 +190,13 @@ class ModelRunner:
         self._closed = True
         if self._lead is not None:
             self._lead.watch(lambda: None, lambda _: None)
+        if self._peers is not None:
+            self._peers.watch(lambda _: None, lambda: None)
         (self._untold or self._plans).put(None)
         for thread in self._threads:
             thread.join()
+        if self._peers is not None:
+            self._peers.leave()
         self._layers.close()
         with self._lock:  # a follower's answer may just be coming
             os.close(self._readable)
@@ -209,7 +223,33 @@ class ModelRunner:
                 plan = self._plans.get()
                 if plan is None or self._closed:
                     return
-                self._emit(self._step(plan))
+                if isinstance(plan, int):
+                    self._asked = max(self._asked, plan)
+                else:
+                    self._emit(self._step(plan))
+                if self._peers is not None and self._plans.empty():
+                    self._serve(self._peers)
+
+    def _serve(self, peers: Peers) -> None:
+        """Take part in the step that others have begun, if they have, without rows."""
+        assert self._model.exchange is not None
+        if self._model.exchange.num_steps >= self._asked or peers.lost is not None:
+            return
+        try:
+            if self._lead is not None:
+                self._lead.step([], {})
+                self._lead.begin_step()
+            self._model.serve()
+            if self._lead is not None:
+                self._model.stage.ranks.meet()
+        except Exception as error:  # whatever it was, no rank can go on
+            self._fail(f"a step of others: {error}")
+
+    def _fail(self, why: str) -> None:
+        """End the ranks that wait for this one in a step's middle."""
+        for others in (self._peers, self._lead):
+            if others is not None:
+                others.fail(why)
 
     def _tell_ahead(self) -> None:
         """Have stages before this one hear of each step as soon as it is there."""
@@ -265,8 +305,7 @@ class ModelRunner:
             finally:
                 self._layers.drain()  # nothing is heard of a step after its result
         except Exception as error:  # whatever it was, the engine must hear that the step ended
-            if self._lead is not None:  # the other ranks wait for this one, in the step's middle
-                self._lead.fail(f"step {plan.step_id}: {error}")
+            self._fail(f"step {plan.step_id}: {error}")
             return StepResult(
                 step_id=plan.step_id,
                 samples=[],
@@ -281,6 +320,7 @@ class ModelRunner:
             else self._model.stage.slowest_s,
             prompt_logprobs=outcome.prompt_logprobs,
             failures=outcome.failures,
+            counters=self._model.counters,
         )
 
     def _execute(self, plan: StepPlan) -> _Outcome:
@@ -297,6 +337,9 @@ class ModelRunner:
         lead = self._lead
         if lead is not None:
             lead.begin_step()
+        if self._peers is not None:
+            assert self._model.exchange is not None
+            self._peers.wake(self._model.exchange.num_steps + 1)
         if self._decoder is not None:
             if way is not Way.AS_IT_COMES:
                 return self._decode(self._decoder, slots)

@@ -106,7 +106,14 @@ class PackedBf16Experts(_Experts):
                     raise build.CannotBuild("oneDNN packs weights in another order on this CPU")
             many = PackedExperts(gate_up, down)
             addresses = [onednn.address(weight) for weight in many.packed]
+        self._num, self._packed = num, many
         super().__init__(Call("experts_bf16", addresses, num, hidden, inner), many)
+
+    def slot(self, number: int) -> list[torch.Tensor]:
+        """Return where the weights of an expert lie, to be read and written."""
+        if self._packed is not None:
+            return self._packed.slot(number)
+        return [self._kept[number], self._kept[self._num + number]]
 
 
 class _QuantizedExperts(_Experts):
@@ -131,6 +138,12 @@ class _QuantizedExperts(_Experts):
         addresses = self.gate_up.addresses + self.down.addresses
         many = self._widened if build.has_amx() else None
         super().__init__(Call(f"experts_{kind}", addresses, num, hidden, inner), many)
+
+    def slot(self, number: int) -> list[torch.Tensor]:
+        """Return where the weights of an expert lie, to be read and written."""
+        both = slice(2 * number, 2 * number + 2)
+        gate_up, down = self.gate_up, self.down
+        return [gate_up.codes[both], gate_up.scales[both], down.codes[number], down.scales[number]]
 
     def _widened(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

@@ -22,6 +22,10 @@ class PackedExperts:
         """Gate and up of each expert, then down of each."""
         return [*self._gate_up, *self._down]
 
+    def slot(self, number: int) -> list[torch.Tensor]:
+        """Return where the weights of an expert lie, to be read and written."""
+        return [onednn.memory_of(part[number]) for part in (self._gate_up, self._down)]
+
     def by_library(self, most_tokens: int) -> PackedExperts:
         """Return what computes the experts of any number of tokens: this."""
         del most_tokens

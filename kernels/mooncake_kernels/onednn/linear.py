@@ -59,9 +59,14 @@ def address(packed: torch.Tensor) -> int:
 
 def bytes_of(packed: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a packed weight in the order they lie in memory, flat."""
+    return memory_of(packed).clone()
+
+
+def memory_of(packed: torch.Tensor) -> torch.Tensor:
+    """Return the same where they lie, while `packed` lives."""
     size: int = _op("_nbytes")(packed)
     raw = (ctypes.c_char * size).from_address(address(packed))
-    return torch.frombuffer(raw, dtype=torch.bfloat16).clone()
+    return torch.frombuffer(raw, dtype=torch.bfloat16)
 
 
 def rung(rows: int) -> int:

@@ -75,6 +75,10 @@ class StackedExperts:
         self._down = down.transpose(1, 2)
         self._ids = torch.arange(gate_up.shape[0], device=gate_up.device)
 
+    def slot(self, number: int) -> list[torch.Tensor]:
+        """Return where the weights of an expert lie, to be read and written."""
+        return [self._gate_up[number], self._down[number]]
+
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:

@@ -26,6 +26,10 @@ class Fp8Experts:
         self._gate_up = gate_up, gate_up_factors
         self._down = down, down_factors
 
+    def slot(self, number: int) -> list[torch.Tensor]:
+        """Return where the weights of an expert lie, to be read and written."""
+        return [part[number] for part in (*self._gate_up, *self._down)]
+
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
@@ -64,6 +68,10 @@ class Int4Experts:
     ) -> None:
         wide = widen_int4(gate_up, gate_up_scales).flatten(1, 2)
         self._experts = StackedExperts(wide, widen_int4(down, down_scales))
+
+    def slot(self, number: int) -> list[torch.Tensor]:
+        """Return where the weights of an expert lie, to be read and written."""
+        return self._experts.slot(number)
 
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

@@ -484,7 +484,8 @@ class Supervisor:
         """
         self._secret_file = str(secret_file)
         for each in settings:
-            self._entries.append(self._launch(each, here_only=here_only))
+            together = each.expert_group is not None  # these share a memory
+            self._entries.append(self._launch(each, here_only=here_only or together))
         while not all(entry.state is not None and entry.state.ready for entry in self._entries):
             if self._stopping.is_set():
                 raise MooncakeError("stopped while the workers were starting")

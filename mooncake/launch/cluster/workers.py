@@ -22,6 +22,7 @@ from mooncake.launch.host.http_server import TlsFiles
 from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.process import WorkerSettings
+from mooncake.model.options import ExpertGroup
 from mooncake.transfer.factory import choose_protocols
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.rdma.backend import RdmaSettings
@@ -74,12 +75,24 @@ def cluster_workers(
             options=plan.options
             if role is Role.KVSTORE
             else msgspec.structs.replace(plan.options, shape=plan.ranks[role].shape),
+            expert_group=_expert_group(plan, role, index, gateway_address),
             health=health_settings(config, next(places)),
             admin=admin_settings(config, index) if role is Role.KVSTORE else None,
         )
         for role, number in counts.items()
         for index in range(number)
     ]
+
+
+def _expert_group(
+    plan: ServePlan, role: Role, index: int, gateway_address: str
+) -> ExpertGroup | None:
+    """Return the workers with which the `index`-th of a role shares its experts, if any do."""
+    if role is Role.KVSTORE or plan.ranks[role].shape.dp == 1:
+        return None
+    engine, number = divmod(index, plan.ranks[role].shape.dp)
+    name = f"{role.value}-{engine} of {gateway_address}"
+    return ExpertGroup(name=name, number=number, size=plan.ranks[role].shape.dp)
 
 
 def gpus_of(plan: ServePlan, role: Role) -> float:

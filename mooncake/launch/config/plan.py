@@ -25,6 +25,7 @@ from mooncake.base import (
 from mooncake.base.parallel import DCP_FLAG, DP_FLAG, EP_FLAG, PP_FLAG, TP_FLAG, stage_layers
 from mooncake.crypto.keys import KeySource
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.expert_placement import EplbConfig, check_slots
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.rank_plan import (
@@ -44,7 +45,7 @@ from mooncake.model.checkpoint.quant_format import Fp8Block, QuantFormat, parse_
 from mooncake.model.checkpoint.revision import PIECE_BYTES
 from mooncake.model.checkpoint.tensor_cuts import check_cuts, check_slabs
 from mooncake.model.memory import kept_by
-from mooncake.model.options import KV_DTYPES, ModelOptions
+from mooncake.model.options import GATHERED, KV_DTYPES, ModelOptions
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.world.cost_model import HardwareFigures
 
@@ -398,7 +399,7 @@ def _options(
         if device == "cpu" and shape.num_ranks > 1 and config.moe_backend == "triton":
             raise ConfigError("moe-backend=triton: ranks on CPUs compute without it")
         if not config.dry_run:
-            _check_served(shape, device)
+            _check_served(shape, device, config)
     sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
     if here and num_ranks > 1 and not num_gpus:
         raise ConfigError("device=cuda: this machine shows no NVIDIA GPU; use --device cpu")
@@ -409,6 +410,8 @@ def _options(
             "Engines that share one need pages of a given size: --kv-cache-memory-bytes or "
             "--num-gpu-blocks-override; else use fewer, --colocated, or --device cpu"
         )
+    values = values_of(config, ModelOptions)
+    values["eplb"] = _eplb(config, model.spec, shapes)
     return ModelOptions(
         device=device,
         measure_pages=device == "cuda" and sized is None,
@@ -418,17 +421,45 @@ def _options(
         cpu_isa=environment.variables().get("ONEDNN_MAX_CPU_ISA"),
         weights_key=_weights_key(config),
         with_mtp=_has_mtp(config),
-        **values_of(config, ModelOptions),
+        **values,
     )
 
 
-def _check_served(shape: Shape, device: str) -> None:
+def _eplb(config: ServeConfig, spec: ModelSpec, shapes: Mapping[Role, Shape]) -> EplbConfig | None:
+    """Return how experts are placed anew, if they are. ConfigError: no ranks share any, or slots do
+    not divide among them.
+    """
+    if not config.enable_eplb:
+        if config.eplb_config is not None:
+            raise ConfigError("eplb-config: add --enable-eplb")
+        return None
+    sharing = [shape for shape in shapes.values() if shape.ep > 1]
+    if not sharing:
+        raise ConfigError(f"enable-eplb: no ranks share experts; add --{EP_FLAG}")
+    eplb = config.eplb_config or EplbConfig()
+    for shape in sharing:
+        check_slots(spec.n_routed_experts, eplb.num_redundant_experts, shape.ep)
+    return eplb
+
+
+def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
     """Raise ConfigError for shapes that can be planned, but not served yet."""
     can = "it can only be planned (--dry-run, or simulate --shape)"
-    if shape.ep > 1:
+    if config.all2all_backend != GATHERED:
         raise ConfigError(
-            f"{EP_FLAG} is not served yet: it can only be planned (--dry-run): {shape}"
+            f"all2all-backend={config.all2all_backend}: DeepEP moves rows between GPUs, and "
+            "experts are shared on CPUs only so far; leave it out, or plan with --dry-run"
         )
+    if shape.ep > 1 and shape.pp > 1:
+        raise ConfigError(f"{EP_FLAG} with {PP_FLAG}={shape.pp} is not served yet: {can}")
+    if shape.dp > 1 and device == "cuda":
+        raise ConfigError(f"{DP_FLAG}={shape.dp} is not supported on GPUs yet: {can}")
+    if shape.dp > 1 and _has_mtp(config):
+        raise ConfigError(f"{DP_FLAG}={shape.dp}: drafts by an MTP layer need experts of its own")
+    if shape.dp > 1 and config.colocated:
+        raise ConfigError(f"{DP_FLAG}={shape.dp}: with --colocated there is one worker")
+    if shape.dp > 1 and config.role_switching:
+        raise ConfigError(f"role-switching: workers that share experts ({shape}) keep their role")
     for flag, size in ((TP_FLAG, shape.tp), (PP_FLAG, shape.pp)):
         if size > 1 and device == "cuda":
             raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Any
 
 from mooncake.api.config import ApiConfig
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.expert_placement import EplbConfig
 from mooncake.engine.speculation import SpeculativeConfig
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.config import options
@@ -38,8 +39,10 @@ from mooncake.launch.config.options import (
 )
 from mooncake.model.options import (
     ATTENTION_BACKENDS,
+    DEEPEP,
     DEVICES,
     EXPERT_DEVICES,
+    GATHERED,
     KV_DTYPES,
     MOE_BACKENDS,
     RANK_BACKENDS,
@@ -218,6 +221,15 @@ class ServeConfig:
     enable_expert_parallel: bool = setting(False, truth, CLUSTER, "",
         "each rank of an engine has some routed experts whole, in place of columns of all",
         switch=True, short="-ep")
+    enable_eplb: bool = setting(False, truth, CLUSTER, "",
+        "ranks that share experts move and copy those with most rows while they are used",
+        switch=True)
+    eplb_config: EplbConfig | None = owned(ModelOptions, "eplb", table(EplbConfig), CLUSTER, "JSON",
+        'of --enable-eplb: \'{"window_size": 1000, "step_interval": 3000, '
+        '"num_redundant_experts": 0}\' where nothing is said')
+    all2all_backend: str = setting(GATHERED, OneOf(GATHERED, *DEEPEP), CLUSTER, "NAME",
+        "how rows get to the ranks that have their experts: all to all of them, sums back; deepep: "
+        "only with --dry-run so far")
     host: str = owned(ApiConfig, "host", text, API, "HOST", "address of the API")
     port: int = owned(ApiConfig, "port", count(0, 65535), API, "PORT",
         "port of the API; 0: any free one")

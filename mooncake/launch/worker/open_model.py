@@ -10,11 +10,15 @@ from mooncake.model.options import ModelOptions
 
 if TYPE_CHECKING:
     from mooncake.model.opening import ModelSource
+    from mooncake.model.parallel.peers import Peers
 
 
-def open_model(path: str, dtype: str, options: ModelOptions | None = None) -> ModelSource:
+def open_model(
+    path: str, dtype: str, options: ModelOptions | None = None, peers: Peers | None = None
+) -> ModelSource:
     """Return the checkpoint at `path`, weights not loaded yet; of several ranks, the others load
-    in processes of their own from now on. The first call imports torch.
+    in processes of their own from now on. `peers`: the instances with which it shares its experts,
+    whose links are the model's from now on. The first call imports torch.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -26,12 +30,12 @@ def open_model(path: str, dtype: str, options: ModelOptions | None = None) -> Mo
     options = options or ModelOptions()
     keys = read_keys(options.weights_key)
     if options.shape.num_ranks == 1:
-        return ModelSource(Path(path), dtype, options, keys)
+        return ModelSource(Path(path), dtype, options, keys, peers=peers)
     from mooncake.launch.worker.rank_processes import start_ranks
 
-    lead = start_ranks(path, dtype, options)
+    lead = start_ranks(path, dtype, options, peers)
     try:
-        return ModelSource(Path(path), dtype, options, keys, lead)
+        return ModelSource(Path(path), dtype, options, keys, lead, peers)
     except BaseException:
         lead.close()
         raise

@@ -60,7 +60,7 @@ from mooncake.launch.worker.metrics import EngineFamilies, EngineFigures
 from mooncake.launch.worker.open_model import open_model
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.launch.worker.profile import profile, shapes_for
-from mooncake.model.options import ModelOptions
+from mooncake.model.options import ExpertGroup, ModelOptions
 from mooncake.prefill import PrefillWorker
 from mooncake.rpc.channel import PolledChannel
 from mooncake.rpc.zmq_channel import ZmqChannel
@@ -162,6 +162,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     options: ModelOptions
     health: HealthSettings = HealthSettings()
     """Of a worker with a process of its own."""
+    expert_group: ExpertGroup | None = None
+    """The workers with which an engine shares its experts."""
     admin: AdminSettings | None = None
     """Of a pool node: its HTTP API server."""
 
@@ -535,7 +537,13 @@ def run(
     try:
         if settings.role is not Role.KVSTORE:
             show("importing the tensor library", 0, 0)
-            model = open_model(settings.model, settings.dtype, settings.options)
+            peers = None
+            if settings.expert_group is not None:
+                from mooncake.launch.worker.expert_peers import meet
+
+                show("waiting for those that share its experts", 0, 0)
+                peers = meet(settings.expert_group, credential, settings.options)
+            model = open_model(settings.model, settings.dtype, settings.options, peers)
         role: Role | None = settings.role
         while role is not None:
             settings = msgspec.structs.replace(settings, role=role)

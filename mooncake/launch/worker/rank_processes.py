@@ -24,6 +24,7 @@ from mooncake.model.follower import FollowerSettings, run
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.joining import join, make_file
 from mooncake.model.parallel.lead import Lead, send
+from mooncake.model.parallel.peers import Peers
 from mooncake.telemetry.log import configure_logging
 
 EXCHANGE_S = 30.0
@@ -36,10 +37,13 @@ main()
 """
 
 
-def start_ranks(path: str, dtype: str, options: ModelOptions) -> Lead:
-    """Start the followers of an instance of several ranks; they begin to load."""
+def start_ranks(path: str, dtype: str, options: ModelOptions, peers: Peers | None = None) -> Lead:
+    """Start the followers of an instance of several ranks; they begin to load. `peers`: with whom
+    they share experts.
+    """
     backend, shape = options.rank_backend, options.shape
-    memory = make_file(backend, shape)
+    memory = make_file(backend, shape.num_ranks)
+    shared = None if peers is None else peers.descriptor
     sockets: list[socket.socket] = []
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -47,16 +51,17 @@ def start_ranks(path: str, dtype: str, options: ModelOptions) -> Lead:
             ours, theirs = socket.socketpair()
             sockets.append(ours)
             with theirs:
-                processes.append(_start(theirs.fileno(), memory, options))
+                processes.append(_start(theirs.fileno(), memory, shared, options))
             settings = FollowerSettings(
                 rank=rank,
                 model=path,
                 dtype=dtype,
                 options=options,
                 timeout_s=EXCHANGE_S,
+                number=0 if peers is None else peers.number,
             )
             send(ours, msgspec.msgpack.encode(settings))
-        group = join(backend, shape, 0, memory, EXCHANGE_S)
+        group = join(backend, shape.num_ranks, 0, memory, EXCHANGE_S)
     except BaseException:
         os.close(memory)
         for each in sockets:
@@ -68,12 +73,15 @@ def start_ranks(path: str, dtype: str, options: ModelOptions) -> Lead:
     return Lead(group, sockets, processes, EXCHANGE_S)
 
 
-def _start(link: int, memory: int, options: ModelOptions) -> subprocess.Popen[bytes]:
+def _start(
+    link: int, memory: int, shared: int | None, options: ModelOptions
+) -> subprocess.Popen[bytes]:
+    descriptors = (link, memory) if shared is None else (link, memory, shared)
     starting = _parent().submit(
         subprocess.Popen,
-        [sys.executable, "-c", _MAIN, str(link), str(memory)],
+        [sys.executable, "-c", _MAIN, *map(str, descriptors)],
         stdin=subprocess.DEVNULL,
-        pass_fds=(link, memory),
+        pass_fds=descriptors,
         env=of_follower(environment.variables(), options.weights_key),
     )
     return starting.result()
@@ -101,8 +109,10 @@ def of_follower(environ: Mapping[str, str], weights_key: KeySource) -> dict[str,
 
 
 def main() -> None:
-    """Be a follower; the descriptors of its link and of the group's memory are the arguments."""
-    link, memory = (int(word) for word in sys.argv[1:])
+    """Be a follower; the descriptors of its link, of the group's memory and of that of all ranks
+    that share experts, if others do, are the arguments.
+    """
+    link, memory, *shared = (int(word) for word in sys.argv[1:])
     configure_logging("rank", sys.stderr)
-    lead = socket.socket(fileno=link)
-    run(lead, memory, lambda options: read_keys(options.weights_key), RankMoves)
+    lead, of_all = socket.socket(fileno=link), shared[0] if shared else None
+    run(lead, memory, of_all, lambda options: read_keys(options.weights_key), RankMoves)

@@ -4,15 +4,24 @@ that says who has what. Where an expert has several slots, rows take them in tur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from mooncake.engine.expert_placement import Placement, first_placement
 from mooncake.model.parallel.exchange import NOBODY, ExpertRanks, Rows
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""What computes experts; see `mooncake_kernels.reference.experts`."""
+
+class Product(Protocol):
+    """What computes experts; see `mooncake_kernels.reference.experts`."""
+
+    def __call__(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor: ...
+
+    def slot(self, number: int) -> list[torch.Tensor]:
+        """Return where the weights of an expert lie, to be read and written."""
 
 
 def slots_of(placement: Placement, rank: int, num_ranks: int) -> Sequence[int]:
@@ -43,6 +52,10 @@ class ExpertSlots:
         """Send rows where `placement` says from now on; by now the slots hold that on all ranks."""
         self.placement = placement
         self._read()
+
+    def weights(self, slot: int) -> list[torch.Tensor]:
+        """Return where the weights in one of this rank's slots lie, to be read and written."""
+        return self._computing.slot(slot)
 
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

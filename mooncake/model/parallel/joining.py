@@ -1,5 +1,5 @@
-"""How the ranks of an instance find their group: by one nameless file, which the lead makes and its
-followers inherit. Nothing listens for who wants to join.
+"""How ranks find their group: by one nameless file, which the first makes and the others inherit,
+or are given once they have proven themselves.
 """
 
 from __future__ import annotations
@@ -8,37 +8,36 @@ import mmap
 import os
 import weakref
 
-from mooncake.base import Shape
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 from mooncake.model.parallel.torch_group import GLOO, TorchGroup
 
 
-def make_file(backend: str, shape: Shape) -> int:
-    """Return the descriptor of a file by which the ranks of one instance can join one group.
+def make_file(backend: str, size: int) -> int:
+    """Return the descriptor of a file by which `size` ranks can join one group.
 
     backend: "gloo", or one memory.
     """
     descriptor = os.memfd_create("mooncake-ranks", os.MFD_CLOEXEC)
     if backend != GLOO:
         try:
-            os.ftruncate(descriptor, shared_bytes(shape.num_ranks))
+            os.ftruncate(descriptor, shared_bytes(size))
         except OSError:
             os.close(descriptor)
             raise
     return descriptor
 
 
-def join(backend: str, shape: Shape, rank: int, descriptor: int, timeout_s: float) -> Group:
+def join(backend: str, size: int, rank: int, descriptor: int, timeout_s: float) -> Group:
     """Return the group of all ranks, seen from `rank`.
 
     descriptor: of `make_file`'s file, which is the group's from now on. timeout_s: how long the
     others may take to come to an exchange.
     """
     if backend == GLOO:
-        group = TorchGroup(GLOO, rank, shape.num_ranks, descriptor, timeout_s)
+        group = TorchGroup(GLOO, rank, size, descriptor, timeout_s)
         weakref.finalize(group, os.close, descriptor)
         return group
-    memory = mmap.mmap(descriptor, shared_bytes(shape.num_ranks))
+    memory = mmap.mmap(descriptor, shared_bytes(size))
     os.close(descriptor)
-    return SharedGroup(rank, shape.num_ranks, memory, timeout_s)
+    return SharedGroup(rank, size, memory, timeout_s)

@@ -192,6 +192,8 @@ def test_ranks_that_stand_still_are_found_out(
         ("tp2-dcp2", "tp1"),
         ("tp1-pp2", "tp1"),
         ("tp1-pp2", "tp2-dcp2"),
+        ("tp1-dp2-ep2", "tp1"),
+        ("tp2-ep2", "tp2-dp2-ep4"),
     ],
 )
 def test_prefill_and_decode_of_different_shape(
@@ -217,7 +219,43 @@ def flags_of(shapes: dict[str, Shape]) -> list[str]:
         flags += [f"--{role}-set", f"tensor-parallel-size={shape.tp}"]
         flags += [f"--{role}-set", f"pipeline-parallel-size={shape.pp}"]
         flags += [f"--{role}-set", f"decode-context-parallel-size={shape.dcp}"]
-    return flags
+        flags += [f"--{role}-set", f"data-parallel-size={shape.dp}"]
+    return [*flags, *(["-ep"] if any(shape.ep > 1 for shape in shapes.values()) else [])]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_workers_that_share_experts(
+    model: Path, alone: dict[tuple[int, ...], list[int]], tmp_path: Path, backend: str
+) -> None:
+    """One alone has requests, then both; one that is killed ends both, once, and both come back."""
+    shapes = {"prefill": Shape(), "decode": Shape(dp=2, ep=2)}
+    flags = [*flags_of(shapes), "--rank-backend", backend]
+    both = ["decode-0", "decode-1"]
+    with serving(str(model), *flags, *SMALL, log=tmp_path / "log") as server:
+
+        def all_up() -> bool:
+            up = {each["id"] for each in server.status()["workers"] if each["state"] == "up"}
+            return up == {*both, "prefill-0", "kvstore-0"} and (
+                server.status()["load"]["num_inflight"] == 0
+            )
+
+        check_tokens(server, alone)
+        kills = both if backend == "shm" else []
+        for harm, (streaming, _) in zip(kills, FLIGHTS.values(), strict=False):
+            wait_until(all_up, 120, "all workers up and idle")
+            workers = [psutil.Process(server.pid_of(worker)) for worker in both]
+            begun = threading.Semaphore(0)
+            with ThreadPoolExecutor(len(streaming)) as pool:
+                answers = [
+                    pool.submit(stream, server, tokens, LONG, begun=begun) for tokens in streaming
+                ]
+                for _ in streaming:
+                    assert begun.acquire(timeout=60)
+                psutil.Process(server.pid_of(harm)).kill()
+                found = [answer.result(200) for answer in answers]
+            assert [answer["ends"] for answer in found] == [["length"]] * len(streaming)
+            assert [answer["ids"] for answer in found] == [alone[tuple(each)] for each in streaming]
+            assert not any(worker.is_running() for worker in workers), "both end"
 
 
 def test_kill_9_of_stages_in_mid_stream(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mooncake.base import Shape
+from mooncake.engine.expert_placement import EplbConfig
 from mooncake.engine.plan import StepSlot
 from mooncake.model.loading import WeightSource, load_model
 from mooncake.model.parallel.exchange import ExpertRanks
@@ -19,6 +20,7 @@ from tests.support.model.ranks import ThreadRanks
 from tests.support.model.tiny_models import (
     CONFIGS,
     CPU,
+    DictSource,
     forward,
     kv_for,
     ours,
@@ -33,7 +35,9 @@ from tests.unit.model.test_ranks import MOST, compare, logprobs
 class ThreadInstances:
     """`dp` instances of `tp` ranks each, all threads of this process, that share the experts."""
 
-    def __init__(self, source: WeightSource, dp: int, tp: int = 1, num_redundant: int = 0) -> None:
+    def __init__(
+        self, source: WeightSource, dp: int, tp: int = 1, eplb: EplbConfig | None = None
+    ) -> None:
         shape = Shape(tp=tp, dp=dp, ep=tp * dp)
         self.tp = tp
         self.all = ThreadGroup.make(dp * tp)
@@ -42,7 +46,7 @@ class ThreadInstances:
             [
                 load_model(
                     source, dtype=torch.float32, device=CPU, group=inside[instance][rank],
-                    shape=shape, num_redundant=num_redundant,
+                    shape=shape, eplb=eplb,
                     sharing=ExpertRanks.of_instances(self.all[rank * dp + instance], dp),
                 )
                 for rank in range(tp)
@@ -86,7 +90,10 @@ def test_ranks_of_one_instance_share_the_experts(name: str, num_ranks: int) -> N
 def test_instances_share_the_experts(name: str, dp: int, tp: int, redundant: int) -> None:
     """Each has rows of its own, others than the rest, or none; prompts and single tokens mixed."""
     source = source_of(truth(name, vocab_size=212))
-    one, together = ours(source), ThreadInstances(source, dp, tp, redundant)
+    one, together = (
+        ours(source),
+        ThreadInstances(source, dp, tp, EplbConfig(num_redundant_experts=redundant)),
+    )
     tokens = [random_tokens(12 + 3 * number, seed=number) for number in range(dp)]
     alone = [kv_for(source.spec) for _ in range(dp)]
     cuts = [0, 7, 10, 11]
@@ -123,3 +130,57 @@ def test_where_no_row_is_read_all_ranks_still_meet_in_the_last_layer() -> None:
     expected = forward(ours(source), kv_for(source.spec), [read])
     found = together.step([[], [read]])[1]
     assert (logprobs(found[2]) - logprobs(expected[2])).abs().max() <= MOST
+
+
+@pytest.mark.parametrize(("dp", "tp", "redundant"), [(2, 1, 0), (2, 2, 4)])
+def test_experts_move_while_they_are_used(dp: int, tp: int, redundant: int) -> None:
+    """A router that likes a few experts most, all of them on the first ranks. Between two steps
+    one expert moves, or two; answers stay those of one rank, and weights lie where the table says.
+    """
+    source = source_of(truth("plain", vocab_size=212))
+    for name, bias in source.tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            bias[:2] += 0.4
+    eplb = EplbConfig(window_size=4, step_interval=8, num_redundant_experts=redundant)
+    one, together = ours(source), ThreadInstances(source, dp, tp, eplb)
+    alone = [kv_for(source.spec) for _ in range(dp)]
+    tokens = [random_tokens(60, seed=number) for number in range(dp)]
+    layers = [[model.expert_slots for model in instance] for instance in together.models]
+    before = [layer.placement for layer in layers[0][0]]
+    for step in range(24):
+        slots = [[slot(1, step, tokens[number][step : step + 1], range(4))] for number in range(dp)]
+        last = [layer.placement for layer in layers[0][0]]
+        for number, found in enumerate(together.step(slots)):
+            expected = forward(one, alone[number], slots[number])
+            assert (logprobs(found[1]) - logprobs(expected[1])).abs().max() <= MOST
+        now = [layer.placement for layer in layers[0][0]]
+        assert sum(map(_num_changed, last, now)) <= 2, "one move between two steps"
+        for instance in layers:
+            for rank in instance:
+                assert [layer.placement for layer in rank] == now, "alike on all ranks"
+    assert now != before
+    # The same bits as of ranks that were given these experts when they were loaded.
+    size = dp * tp
+    for number, instance in enumerate(layers):
+        for rank, mine in enumerate(instance):
+            place = rank * dp + number
+            for layer, slots_of_layer in enumerate(mine):
+                each = len(slots_of_layer.placement) // size
+                for index in range(each):
+                    expert = slots_of_layer.placement[place * each + index]
+                    whole = expert_of(source, layer, expert)
+                    for part, stored in zip(slots_of_layer.weights(index), whole, strict=True):
+                        assert torch.equal(part, stored.t())
+
+
+def _num_changed(old: tuple[int, ...], new: tuple[int, ...]) -> int:
+    return sum(map(int.__ne__, old, new))
+
+
+def expert_of(source: DictSource, moe_layer: int, expert: int) -> list[torch.Tensor]:
+    """Return gate and up, and down, of an expert of the `moe_layer`-th layer that has some."""
+    prefix = f"model.layers.{source.spec.first_k_dense_replace + moe_layer}.mlp.experts.{expert}."
+    gate, up, down = (
+        source.tensors[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down")
+    )
+    return [torch.cat((gate, up)), down]

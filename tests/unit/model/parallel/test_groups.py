@@ -14,7 +14,6 @@ from typing import TypeVar
 import pytest
 import torch
 
-from mooncake.base import Shape
 from mooncake.model.parallel import shared_memory
 from mooncake.model.parallel.group import Group, GroupError, Solo, ordered_sum
 from mooncake.model.parallel.joining import join, make_file
@@ -35,9 +34,8 @@ def of_threads(size: int) -> Sequence[ThreadGroup]:
 
 
 def over_gloo(size: int, timeout_s: float = 30.0) -> Sequence[TorchGroup]:
-    shape = Shape(tp=size)
-    descriptor = make_file("gloo", shape)
-    groups = [join("gloo", shape, rank, os.dup(descriptor), timeout_s) for rank in range(size)]
+    descriptor = make_file("gloo", size)
+    groups = [join("gloo", size, rank, os.dup(descriptor), timeout_s) for rank in range(size)]
     os.close(descriptor)
     assert all(isinstance(group, TorchGroup) for group in groups)
     return groups  # type: ignore[return-value]
@@ -264,8 +262,7 @@ def test_the_plain_sum_leaves_its_parts() -> None:
 
 def test_a_gloo_group_ends_after_its_file_was_closed() -> None:
     """The number of the file may be a socket's by then."""
-    shape = Shape(tp=2)
-    numbers = [make_file("gloo", shape)]
+    numbers = [make_file("gloo", 2)]
     numbers.append(os.dup(numbers[0]))
     groups = [TorchGroup("gloo", rank, 2, number, 30.0) for rank, number in enumerate(numbers)]
     on_all(groups, lambda group: group.meet())

@@ -1,0 +1,167 @@
+"""How the workers that hold the routed experts together find each other: at a nameless socket of
+their machine, where each proves that it is of the cluster. Nothing listens on a network.
+
+The first of them makes what they share, a file by which their ranks join one group and a link
+between each two, and hands it out when all have come. Then the socket is gone: one that comes
+later, having been started again, waits for the first to come again too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+
+from mooncake.base import InternalError, SystemIds
+from mooncake.base.errors import MooncakeError
+from mooncake.identity import Credential
+from mooncake.launch.worker.rank_processes import EXCHANGE_S
+from mooncake.model.options import ExpertGroup, ModelOptions
+from mooncake.model.parallel.joining import make_file
+from mooncake.model.parallel.peers import Peers
+from mooncake.transfer.net.handshake import Credentials
+
+MEET_S = 300.0
+"""How long the others may take to come: they are started at once, or once more."""
+_AGAIN_S = 0.1
+_ANSWER_S = 10.0
+_MOST_BYTES = 1 << 16
+
+
+def meet(group: ExpertGroup, credential: Credential, options: ModelOptions) -> Peers:
+    """Return the links to the others, once all have come.
+
+    Raises:
+        InternalError: they did not come.
+    """
+    deadline_s = time.monotonic() + MEET_S
+    try:
+        if group.number:
+            return _come(group, credential, deadline_s)
+        file = make_file(options.rank_backend, options.shape.ep)
+        try:
+            return _gather(group, credential, file, deadline_s)
+        except BaseException:
+            os.close(file)
+            raise
+    except OSError as error:
+        raise InternalError(f"the workers that share experts do not meet: {error}") from error
+
+
+def _credentials(group: ExpertGroup, credential: Credential, number: int) -> Credentials:
+    return Credentials(engine_id=f"{group.name}/{number}", credential=credential, ids=SystemIds())
+
+
+def _gather(group: ExpertGroup, credential: Credential, file: int, deadline_s: float) -> Peers:
+    """Wait for all others and give each what is its."""
+    found: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        _bind(listener, group.name, deadline_s)
+        while len(found) < group.size - 1:
+            _wait(listener, deadline_s, group, found)
+            sock, _ = listener.accept()
+            opened.enter_context(sock)
+            number = _accepted(sock, _credentials(group, credential, 0), group)
+            if number is not None:
+                found[number] = sock
+            for other, its in list(found.items()):
+                if its is not sock and _gone(its):
+                    del found[other]
+        ends: dict[int, dict[int, socket.socket]] = {number: {} for number in range(group.size)}
+        for one in range(group.size):
+            for other in range(one):
+                ends[one][other], ends[other][one] = socket.socketpair()
+        for number, sock in found.items():
+            theirs = ends[number]
+            links = [theirs[other].fileno() for other in sorted(theirs)]
+            socket.send_fds(sock, [b"all"], [file, *links])
+            for link in theirs.values():
+                link.close()
+        return Peers(0, ends[0], file, EXCHANGE_S)
+
+
+def _come(group: ExpertGroup, credential: Credential, deadline_s: float) -> Peers:
+    """Go to the first worker, again and again until all have come there."""
+    others = [number for number in range(group.size) if number != group.number]
+    while time.monotonic() < deadline_s:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            try:
+                sock.connect(_address(group.name))
+                sock.settimeout(_ANSWER_S)
+                side = _credentials(group, credential, group.number).connect(f"{group.name}/0")
+                sock.sendall(side.first_message)
+                while not side.done:
+                    answer = side.step(sock.recv(_MOST_BYTES))
+                    if answer is not None:
+                        sock.sendall(answer)
+                sock.settimeout(max(0.1, deadline_s - time.monotonic()))
+                data, descriptors, _, _ = socket.recv_fds(sock, 16, len(others) + 1)
+            except (OSError, MooncakeError):
+                time.sleep(_AGAIN_S)  # it has not come yet, or has ended meanwhile
+                continue
+            if data and len(descriptors) == len(others) + 1:
+                file, *links = descriptors
+                made = {
+                    other: socket.socket(fileno=link)
+                    for other, link in zip(others, links, strict=True)
+                }
+                return Peers(group.number, made, file, EXCHANGE_S)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            time.sleep(_AGAIN_S)
+    raise InternalError(
+        f"{group.name}: the first of the workers that share their experts did not come within "
+        f"{MEET_S:.0f} s; they have to be on one machine"
+    )
+
+
+def _address(name: str) -> str:
+    return f"\0mooncake-experts-{name}"
+
+
+def _bind(listener: socket.socket, name: str, deadline_s: float) -> None:
+    while True:
+        try:
+            listener.bind(_address(name))
+            listener.listen()
+            return
+        except OSError:  # one that is ending still has it
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_AGAIN_S)
+
+
+def _wait(
+    listener: socket.socket, deadline_s: float, group: ExpertGroup, found: dict[int, socket.socket]
+) -> None:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0 or not select.select([listener], [], [], left_s)[0]:
+        missing = sorted(set(range(1, group.size)) - found.keys())
+        raise InternalError(
+            f"{group.name}: workers {', '.join(map(str, missing))} of those that share their "
+            f"experts did not come within {MEET_S:.0f} s; they have to be on one machine"
+        )
+
+
+def _accepted(sock: socket.socket, credentials: Credentials, group: ExpertGroup) -> int | None:
+    """Return the number of the worker that has come, if it proves itself."""
+    side = credentials.accept()
+    sock.settimeout(_ANSWER_S)
+    try:
+        while side.identity is None and side.refusal is None:
+            sock.sendall(side.step(sock.recv(_MOST_BYTES)))
+    except OSError:
+        return None
+    if side.identity is None:
+        return None
+    name, _, number = side.identity.engine_id.rpartition("/")
+    known = name == group.name and number.isdecimal() and 0 < int(number) < group.size
+    return int(number) if known else None
+
+
+def _gone(sock: socket.socket) -> bool:
+    """Whether the other side has gone: it says nothing once it has proven itself."""
+    return bool(select.select([sock], [], [], 0)[0])

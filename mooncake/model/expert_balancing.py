@@ -1,0 +1,137 @@
+"""Placing routed experts anew while they are used: counts of rows in, moves of weights out.
+
+Every rank that shares experts has the same counts at the same step, and so the same placement and
+the same moves; nothing is sent for them but the weights. At most one layer is looked at and one
+expert moved, or two exchanged, between two steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from mooncake.engine.expert_placement import (
+    EplbConfig,
+    Move,
+    Placement,
+    next_move,
+    place,
+    rank_loads,
+)
+from mooncake.model.layers.expert_slots import ExpertSlots
+from mooncake.model.parallel.exchange import ExpertRanks
+
+ROWS, HOTTEST_ROWS = "expert_rows", "expert_rows_hottest"
+MEAN_ROWS, MOST_ROWS = "expert_rank_rows_mean", "expert_rank_rows_most"
+MOVES, WAITED_S = "expert_moves", "expert_waited_s"
+
+
+class ExpertBalancer:
+    """The experts of all layers on one rank."""
+
+    def __init__(
+        self, layers: list[ExpertSlots], ranks: ExpertRanks, config: EplbConfig | None
+    ) -> None:
+        """config: when to place experts anew; None: never, rows are counted alone."""
+        self._layers = layers
+        self._ranks = ranks
+        self._config = config or EplbConfig()
+        self._moves_any = config is not None
+        self._num_steps = 0
+        self._looked_at: deque[tuple[ExpertSlots, list[int]]] = deque()
+        """Layers that may be placed anew, with the counts for that."""
+        self._wanted: Placement | None = None
+        """Of the first of them, which is being made."""
+        self.counters = dict.fromkeys((ROWS, HOTTEST_ROWS, MEAN_ROWS, MOST_ROWS, MOVES), 0.0)
+        """Of rows: sums over layers and windows; `expert_rank_rows_mean` over
+        `expert_rank_rows_most` is the balance of the ranks.
+        """
+
+    def between_steps(self) -> None:
+        """Count a step, and do the next part of what is to be done. All ranks call this alike.
+
+        Raises:
+            GroupError: another rank failed.
+        """
+        if self._looked_at:
+            self._go_on()
+        self._num_steps += 1
+        since = self._num_steps % self._config.step_interval
+        if since not in (0, self._config.step_interval - self._config.window_size):
+            return
+        counted = self._count()
+        if since == 0 and self._moves_any and not self._looked_at:
+            self._looked_at.extend(zip(self._layers, counted, strict=True))
+
+    def _count(self) -> list[list[int]]:
+        """Return the rows of each expert since the last time, of each layer."""
+        counters, size = self.counters, self._ranks.all.size
+        counted = []
+        for layer in self._layers:
+            counts = layer.counts.tolist()[:-1]
+            layer.counts.zero_()
+            counted.append(counts)
+            loads = rank_loads(counts, layer.placement, size)
+            counters[ROWS] += sum(counts)
+            counters[HOTTEST_ROWS] += max(counts)
+            counters[MEAN_ROWS] += sum(loads) / size
+            counters[MOST_ROWS] += max(loads)
+        return counted
+
+    def _go_on(self) -> None:
+        """Place a layer, or make a move of the layer that is placed."""
+        layer, counts = self._looked_at[0]
+        if self._wanted is None:
+            self._wanted = place(counts, layer.placement, self._ranks.all.size)
+        move = next_move(layer.placement, self._wanted)
+        if move is None:
+            self._looked_at.popleft()
+            self._wanted = None
+            return
+        self._move(layer, move)
+        self.counters[MOVES] += len(move)
+
+    def _move(self, layer: ExpertSlots, move: Move) -> None:
+        """Bring experts into their slots, then send rows there."""
+        ranks, present = self._ranks.all, layer.placement
+        each = len(present) // ranks.size
+        if len(move) == 2:
+            sources = [move[1][0], move[0][0]]
+        else:
+            [(_, expert)] = move
+            sources = [present.index(expert)]
+        kept = {
+            source: [part.clone() for part in layer.weights(source % each)]
+            for source in sources
+            if source // each == ranks.rank
+        }
+        # The lower rank sends first where two exchange, and the other receives first.
+        for source, (slot, _) in sorted(zip(sources, move, strict=True)):
+            giver, taker = source // each, slot // each
+            if giver == taker == ranks.rank:
+                _write(kept[source], layer.weights(slot % each))
+            elif giver == ranks.rank:
+                for part in kept[source]:
+                    ranks.send(_flat(part), taker)
+            elif taker == ranks.rank:
+                for part in layer.weights(slot % each):
+                    flat = torch.empty_like(_flat(part))
+                    ranks.receive(flat, giver)
+                    part.copy_(flat.view(-1).view(part.dtype).view(part.shape))
+        placement = list(present)
+        for slot, expert in move:
+            placement[slot] = expert
+        layer.place(tuple(placement))
+
+
+def _write(parts: list[torch.Tensor], to: list[torch.Tensor]) -> None:
+    for part, its in zip(parts, to, strict=True):
+        its.copy_(part)
+
+
+def _flat(part: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor as rows of at most 64 KiB."""
+    flat = part.contiguous().view(-1).view(torch.uint8)
+    width = next(width for width in (65536, 4096, 64, 1) if not flat.numel() % width)
+    return flat.view(-1, width)
