@@ -9,6 +9,7 @@ even random weights do. "new": answers sampled from all tokens, in which nothing
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import select
 import statistics
@@ -53,7 +54,7 @@ class Side:
     def __init__(self, model: KimiK2, speculation: SpeculativeConfig | None, threads: int) -> None:
         layout = KvLayout.for_model(
             model.spec, block_tokens=64, dtype="bfloat16", weights_revision="benchmark",
-            with_mtp=model.has_mtp,
+            with_mtp=model.mtp is not None,
         )  # fmt: skip
         config = EngineConfig(
             num_blocks=512, max_num_seqs=64, max_batched_tokens=2048, max_chunk_tokens=2048,
@@ -72,7 +73,7 @@ class Side:
         """
         waiting = deque(requests)
         wall_s = cpu_s = 0.0
-        num_made = num_running = 0
+        num_made, num_running = 0.0, 0
         while waiting or not self.engine.idle:
             while waiting and num_running < batch:
                 self._last_id += 1
@@ -200,7 +201,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    plain = _load(args.model, with_mtp=False)
+    model = _load(args.model, with_mtp="mtp" in args.methods)
+    plain = copy.copy(model)  # with the very kernels that were measured for the other
+    plain.mtp = None
     sides = [Side(plain, None, args.threads)]
     for method in args.methods:
         lookup = args.lookup if method == "ngram" else 0
@@ -208,8 +211,7 @@ def main(argv: list[str]) -> int:
             method=method, num_speculative_tokens=args.drafts,
             prompt_lookup_max=lookup, prompt_lookup_min=lookup,
         )  # fmt: skip
-        model = _load(args.model, with_mtp=True) if method == "mtp" else plain
-        sides.append(Side(model, speculation, args.threads))
+        sides.append(Side(model if method == "mtp" else plain, speculation, args.threads))
     print(machine())
     print("text     batch  drafts   ms a token  gain (CPU)  accepted  tokens a draft step")
     for batch in args.batches:

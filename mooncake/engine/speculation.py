@@ -29,6 +29,13 @@ _FORGET_OWN = 0.9
 """The same of what is known of one sequence: texts change."""
 _COMPARE_EVERY = 64
 """So often a step is run the other way, without drafts or with them, to see what that costs now."""
+_COMPARED_SHARE = 4
+"""Such a step with drafts has one more row for so many at most: it only has to show the difference.
+"""
+_MARGIN = 1.2
+"""What a draft must promise for what it costs. Both are guesses, and of many guesses the best ones
+are too good.
+"""
 _FIRST_RATE, _FIRST_WEIGHT = 0.7, 4.0
 """The share of drafts that is accepted as far as nothing is known, and how many drafts that counts
 for."""
@@ -213,19 +220,22 @@ class Speculation:
         compare = not self._cost.known or self._num_alike >= _COMPARE_EVERY
         if compare and self._had_drafts:
             return {}
+        if compare and self._cost.known:
+            budget = min(budget, max(1, num_rows // _COMPARED_SHARE))
         fixed, each = self._cost.line if self._cost.known and not compare else (1.0, 0.0)
+        price = _MARGIN * each
         tokens, seconds = float(len(candidates)), fixed + each * num_rows
         offers: list[tuple[float, int]] = []
         found: list[list[int]] = []
         for index, (sequence, most) in enumerate(candidates):
             rate = self._rate(sequence.drafting)
             wanted = min(most, 1 if compare else self.num_drafts)
-            worth_it = wanted > 0 and rate * seconds > each * tokens
+            worth_it = wanted > 0 and rate * seconds > price * tokens
             found.append(self._drafter.propose(sequence, wanted) if worth_it else [])
             offers += [(-(rate ** (at + 1)), index) for at in range(len(found[-1]))]
         taken = [0] * len(candidates)
         for chance, index in sorted(offers)[:budget]:
-            if -chance * seconds <= each * tokens:
+            if -chance * seconds <= price * tokens:
                 break
             taken[index] += 1
             tokens, seconds = tokens - chance, seconds + each

@@ -156,7 +156,7 @@ class KimiK2:
         self._output = output
         self._rope = rope
         self._context = context
-        self._mtp = mtp
+        self.mtp = mtp
         self.exchange = None if sharing is None else sharing.exchange
         self.balancer = None
         if sharing is not None:
@@ -231,11 +231,6 @@ class KimiK2:
             after_write()  # all ranks wrote theirs before they met in this layer
         return x
 
-    @property
-    def has_mtp(self) -> bool:
-        """Whether the MTP layer is loaded."""
-        return self._mtp is not None
-
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the states of `forward`'s result, or some of its rows."""
         assert self._output is not None
@@ -243,17 +238,17 @@ class KimiK2:
 
     def guess(self, inputs: StepInputs, states: torch.Tensor, kv: KvTensors) -> torch.Tensor:
         """Return the MTP layer's states of the output rows, [rows, hidden]; writes its KV of all
-        rows. Only where `has_mtp`.
+        rows. Only where there is an `mtp`.
 
         states: of the token before each of `inputs.tokens`, by the model or by this layer.
         """
-        assert self._mtp is not None
+        assert self.mtp is not None
         assert self._embedding is not None
-        x = self._mtp.join(self._embedding(inputs.tokens), states)
+        x = self.mtp.join(self._embedding(inputs.tokens), states)
         rotation = self._rope.rotation(inputs.positions)
-        layer = self._mtp.layer
+        layer = self.mtp.layer
         x = self._through(layer, x, rotation, inputs.places, inputs.outputs, kv, None)
-        return self._mtp.norm(x)
+        return self.mtp.norm(x)
 
     def likeliest(self, states: torch.Tensor) -> torch.Tensor:
         """Return the likeliest token after each of these states, int64 [rows]."""

@@ -334,7 +334,7 @@ class ModelSource:
         assert model is not None
         kernels = (self._backends.attention, self._backends.moe)
         can = self._device.type == "cuda" and kernels == (TRITON, TRITON)
-        can = can and self._expert_backends is None and not model.has_mtp
+        can = can and self._expert_backends is None and model.mtp is None
         can = can and shape.pp == shape.ep == 1 and model.spec.rope_interleave
         if not (can and self._options.graphs):
             return 0, 0

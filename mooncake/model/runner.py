@@ -116,7 +116,7 @@ class ModelRunner:
         self._decoder = decoder
         self._copies = copies or HostCopies()
         self._lead = lead
-        self._drafts = MtpDrafts(model, kv, self._copies) if model.has_mtp else None
+        self._drafts = MtpDrafts(model, kv, self._copies) if model.mtp is not None else None
         self._peers = peers
         self._asked = 0
         """The last step that another instance has begun."""

@@ -110,3 +110,16 @@ def test_another_worker_goes_on_with_an_answer(
                 cluster.workers.kill("decode-0")
             answer.final()
             assert answer.tokens == expected
+
+
+def test_deterministic_answers_are_equal_in_bfloat16_too(model: Path) -> None:
+    """With rows of drafts in its steps a sequence's bits are those without them."""
+    found = []
+    for speculation in (None, *METHODS.values()):
+        settings = {**SETTINGS, "deterministic": True, "dtype": "bfloat16"}
+        with model_cluster(
+            model, 0, 1, kvstore=0, speculative_config=speculation, **settings
+        ) as cluster:
+            found.append(answers(cluster, model))
+            assert (cluster.counter(ACCEPTED_TOKENS) > 0) == (speculation is not None)
+    assert found[0] == found[1] == found[2]

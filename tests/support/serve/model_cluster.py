@@ -198,11 +198,10 @@ def model_cluster(
         prefill=prefill,
         decode=decode,
         kvstore=kvstore,
-        dtype="float32",
         num_threads=1,
         self_profile=False,
         kvstore_dram_bytes=2**24,
-        **({"kv_cache_memory_bytes": 2**24} | settings),
+        **({"dtype": "float32", "kv_cache_memory_bytes": 2**24} | settings),
     )
     cluster = ModelCluster(
         config, change_plan=change_plan, protocols=protocols, source=source, by_role=by_role

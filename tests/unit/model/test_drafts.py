@@ -13,7 +13,15 @@ from mooncake.engine.plan import Sample, SequenceStart, StepPlan, StepResult
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.runner import ModelRunner
-from tests.support.model.tiny_models import kv_for, ours, random_tokens, slot, source_of, truth
+from tests.support.model.tiny_models import (
+    forward,
+    kv_for,
+    ours,
+    random_tokens,
+    slot,
+    source_of,
+    truth,
+)
 
 PAGES = {1: [0, 5, 2, 9, 11], 2: [3, 7, 8, 4, 12]}
 NUM_TOKENS = 24
@@ -99,3 +107,61 @@ def test_tokens_do_not_depend_on_drafts(model: KimiK2, name: str) -> None:
                     assert sample.logprobs.logprob == pytest.approx(
                         before.logprobs.logprob, abs=1e-4
                     )
+
+
+ALLOWED = [7, 20, 33, 150]
+SETTLED = 21.1
+"""What chi squared of three degrees of freedom exceeds once in 10,000 times."""
+
+
+def chi_squared(counts: dict[int, int], shares: dict[int, float]) -> float:
+    total = sum(counts.values())
+    return sum((counts.get(t, 0) - total * p) ** 2 / (total * p) for t, p in shares.items())
+
+
+def shares_after(model: KimiK2, tokens: list[int], temperature: float) -> dict[int, float]:
+    """Return the chances of the allowed tokens behind `tokens`."""
+    logits = forward(model, kv_for(model.spec), [slot(1, 0, tokens, range(4))])[1][-1]
+    chances = (logits[ALLOWED] / temperature).softmax(-1).tolist()
+    return dict(zip(ALLOWED, chances, strict=True))
+
+
+def test_what_is_sampled_behind_a_draft_has_the_models_distribution(model: KimiK2) -> None:
+    """Sequences alike but for their seeds, each with the same draft: the first tokens are sampled
+    by their chances, and the second tokens by theirs where the draft was right.
+    """
+    prompt, temperature, num_each, num_steps = random_tokens(12, 4), 7.0, 60, 12
+    first = shares_after(model, prompt, temperature)
+    draft = max(ALLOWED, key=first.__getitem__)
+    runner = ModelRunner(model, kv_for(model.spec), Sampler(model.spec.vocab_size), num_threads=1)
+    counts: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    try:
+        for step in range(num_steps):
+            ids = range(step * num_each, (step + 1) * num_each)
+            starts = [
+                SequenceStart(
+                    sequence_id=key, prompt_tokens=prompt, output_tokens=[],
+                    sampling=SamplingParams(
+                        temperature=temperature, seed=key, allowed_token_ids=ALLOWED
+                    ),
+                )
+                for key in ids
+            ]  # fmt: skip
+            slots = [slot(key, 0, prompt, [key % num_each], drafts=[draft]) for key in ids]
+            ended = list(range((step - 1) * num_each, step * num_each)) if step else []
+            runner.submit(StepPlan(step_id=step, starts=starts, slots=slots, ended=ended))
+            made: dict[int, list[int]] = {}
+            for sample in result_of(runner).samples:
+                made.setdefault(sample.sequence_id, []).append(sample.token)
+            for tokens in made.values():
+                assert (len(tokens) == 2) == (tokens[0] == draft)
+                for place, token in enumerate(tokens):
+                    counts[place][token] = counts[place].get(token, 0) + 1
+    finally:
+        runner.close()
+    assert min(first.values()) > 0.02
+    assert counts[1]
+    second = shares_after(model, [*prompt, draft], temperature)
+    assert chi_squared(counts[0], first) < SETTLED
+    assert chi_squared(counts[1], second) < SETTLED
+    assert chi_squared(counts[0], second) > SETTLED, "the two could not be told apart"

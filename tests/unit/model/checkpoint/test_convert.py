@@ -140,7 +140,7 @@ def test_an_mtp_layer_is_kept(tmp_path: Path, name: str) -> None:
     models = [
         load_model(c, dtype=torch.bfloat16, device=CPU, with_mtp=True) for c in (before, after)
     ]
-    assert all(model.has_mtp for model in models)
+    assert all(model.mtp is not None for model in models)
 
 
 def test_an_unknown_format_or_a_full_directory_is_refused(tmp_path: Path) -> None:
