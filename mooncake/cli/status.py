@@ -70,7 +70,7 @@ def gateway_table(gateways: list[dict[str, Any]]) -> Table:
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:
     """Return one row a worker: its name and place, its state, its load, what became of its drafts
-    where there are any, its health port.
+    and how even its shared experts are where there are any, its health port.
     """
     table = Table(box=None, pad_edge=False)
     for name in ("worker", "role", "pid", "host", "state", "running", "waiting", "free blocks"):
@@ -78,6 +78,9 @@ def worker_table(workers: list[dict[str, Any]]) -> Table:
     drafted = any(_drafts(worker) for worker in workers)
     if drafted:
         table.add_column("drafts accepted")
+    sharing = any(_experts(worker) for worker in workers)
+    if sharing:
+        table.add_column("experts")
     table.add_column("health", overflow="fold")
     for worker in workers:
         load = worker.get("load") or {}
@@ -86,6 +89,7 @@ def worker_table(workers: list[dict[str, Any]]) -> Table:
             *(str(load.get(name, 0)) for name in ("num_running", "num_waiting")),
             f"{load.get('num_free_blocks', 0)} of {load.get('num_total_blocks', 0)}",
             *([_drafts(worker)] if drafted else []),
+            *([_experts(worker)] if sharing else []),
             str(worker.get("health_url", "")).removeprefix("http://"),
         )
     return table
@@ -112,6 +116,24 @@ def _drafts(worker: dict[str, Any]) -> str:
     num_at = [counters.get(f"{prefix}{position}", 0) for position in range(_POSITIONS_SHOWN)]
     shares = " ".join(f"{number / num_drafts:.0%}" for number in num_at if number)
     return f"{shown} ({shares})" if shares else shown
+
+
+def _experts(worker: dict[str, Any]) -> str:
+    """Return how even the load of the ranks is that share experts with it (mean over most), the
+    share of the hottest expert, and for how long the others waited for this worker; empty for one
+    that shares none, or has counted no rows yet.
+    """
+    counters = (worker.get("load") or {}).get("counters") or {}
+    most, rows = counters.get("expert_rank_rows_most"), counters.get("expert_rows")
+    if not most or not rows:
+        return ""
+    balance, hottest = counters["expert_rank_rows_mean"] / most, counters["expert_rows_hottest"]
+    told = f"balance {balance:.2f}, hottest {hottest / rows:.0%}"
+    if moves := counters.get("expert_moves"):
+        told += f", {moves:.0f} moves"
+    if "expert_waited_for_s" in counters:
+        told += f", waited for {counters['expert_waited_for_s']:.1f} s"
+    return told
 
 
 def _flat(value: Any) -> str:

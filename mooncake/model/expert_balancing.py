@@ -24,7 +24,8 @@ from mooncake.model.parallel.exchange import ExpertRanks
 
 ROWS, HOTTEST_ROWS = "expert_rows", "expert_rows_hottest"
 MEAN_ROWS, MOST_ROWS = "expert_rank_rows_mean", "expert_rank_rows_most"
-MOVES, WAITED_S = "expert_moves", "expert_waited_s"
+MOVES = "expert_moves"
+WAITED_S, WAITED_FOR_S = "expert_waited_s", "expert_waited_for_s"
 
 
 class ExpertBalancer:
@@ -56,6 +57,9 @@ class ExpertBalancer:
         """
         if self._looked_at:
             self._go_on()
+        if (exchange := self._ranks.exchange) is not None:
+            self.counters[WAITED_S] = exchange.waited_s
+            self.counters[WAITED_FOR_S] = exchange.waited_for_s
         self._num_steps += 1
         since = self._num_steps % self._config.step_interval
         if since not in (0, self._config.step_interval - self._config.window_size):

@@ -40,8 +40,14 @@ class Exchange(Protocol):
         """Steps agreed on."""
 
     @property
-    def waited_s(self) -> list[float]:
-        """For how long each rank has waited for others, in all steps but the last."""
+    def waited_s(self) -> float:
+        """For how long this rank has waited for others, in all steps but the last."""
+
+    @property
+    def waited_for_s(self) -> float:
+        """How much longer than this rank the one that waited longest has waited, in all steps but
+        the last: where that grows, this is the rank that the others wait for.
+        """
 
     def agree(self, rows: int, last_rows: int) -> None:
         """Begin a step together: this rank has `rows`, in the last layer `last_rows`."""
@@ -69,7 +75,7 @@ class GatheredRows:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.num_steps = 0
-        self.waited_s = [0.0] * group.size
+        self.waited_s = self.waited_for_s = 0.0
         self._agreed: list[tuple[int, int]] = []
         self._most = 0
         self._waiting_s = 0.0
@@ -82,8 +88,9 @@ class GatheredRows:
         all_of_them = self._group.gather(mine).view(-1, 3).tolist()
         self._waiting_s += time.perf_counter() - began_s
         self._agreed = [(each, last) for each, last, _ in all_of_them]
-        for rank, (_, _, waited) in enumerate(all_of_them):
-            self.waited_s[rank] += waited / 1e9
+        waited_s = [waited / 1e9 for _, _, waited in all_of_them]
+        self.waited_s += waited_s[self._group.rank]
+        self.waited_for_s += max(waited_s) - waited_s[self._group.rank]
         self._most = max(each for each, _ in self._agreed)
         self.num_steps += 1
 

@@ -30,3 +30,17 @@ def test_accepted_drafts_have_a_column_where_there_are_any() -> None:
     rows = {line.split()[0]: line for line in table.splitlines() if line.strip()}
     assert "62%, 3.50 tokens a step (90% 70%)" in rows["d1"]
     assert "%" not in rows["d0"]
+
+
+def test_workers_that_share_experts_say_how_even_their_load_is() -> None:
+    counters = {
+        "expert_rows": 1000.0, "expert_rows_hottest": 250.0, "expert_rank_rows_mean": 500.0,
+        "expert_rank_rows_most": 625.0, "expert_moves": 3.0, "expert_waited_for_s": 1.25,
+    }  # fmt: skip
+    workers = [
+        {"id": "decode-0", "role": "decode", "load": {"counters": counters}},
+        {"id": "decode-1", "role": "decode", "load": {"counters": {"expert_rows": 0.0}}},
+    ]
+    table = shown(workers)
+    assert "balance 0.80, hottest 25%, 3 moves, waited for 1.2 s" in table
+    assert "experts" not in shown(workers[1:])

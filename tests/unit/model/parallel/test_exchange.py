@@ -1,0 +1,67 @@
+"""Rows go to all ranks in one order, and each gets its own sums back; who is slow is named."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from mooncake.model.parallel.exchange import NOBODY, GatheredRows, Rows
+from mooncake.model.parallel.threads import ThreadGroup
+
+
+def rows_of(rank: int, count: int, dtype: torch.dtype) -> Rows:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(count, 6, generator=generator).to(dtype)
+    experts = torch.randint(0, 9, (count, 2), generator=generator)
+    return Rows(x, experts, torch.rand(count, 2, generator=generator))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_filled_up_and_sums_come_back(dtype: torch.dtype) -> None:
+    counts = [3, 0, 1]
+    own = [rows_of(rank, count, dtype) for rank, count in enumerate(counts)]
+    exchanges = [GatheredRows(group) for group in ThreadGroup.make(3)]
+
+    def step(rank: int) -> tuple[Rows, torch.Tensor, torch.Tensor]:
+        exchange = exchanges[rank]
+        exchange.agree(counts[rank], min(1, counts[rank]))
+        found = exchange.spread(own[rank])
+        sums = exchange.collect(found.x * (rank + 1), counts[rank])
+        exchange.in_last_layer()
+        last = exchange.spread(rows_of(rank, min(1, counts[rank]), dtype))
+        return found, sums, last.x
+
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(step, range(3)))
+    first = made[0][0]
+    for found, _, last in made:
+        assert all(torch.equal(one, other) for one, other in zip(
+            (found.x, found.experts, found.weights),
+            (first.x, first.experts, first.weights), strict=True,
+        ))  # fmt: skip
+        assert len(last) == 3, "one row of each"
+    for rank, count in enumerate(counts):
+        mine = slice(rank, rank + 3 * count, 3)
+        assert torch.equal(first.x[mine], own[rank].x)
+        assert torch.equal(first.experts[mine], own[rank].experts)
+        torch.testing.assert_close(made[rank][1], own[rank].x * 6)
+        filled = first.experts[rank::3][count:]
+        assert bool((filled == NOBODY).all())
+
+
+class Told(ThreadGroup):
+    """The second of three ranks; the others say that they have waited 2 s and 5 s."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        others = torch.tensor([[4, 1, 2_000_000_000], [0, 0, 5_000_000_000]])
+        return torch.cat((others[0], x, others[1]))
+
+
+def test_for_how_long_others_waited_for_this_rank() -> None:
+    exchange = GatheredRows(Told.make(3)[1])
+    exchange.agree(1, 1)
+    assert (exchange.waited_s, exchange.waited_for_s) == (0.0, 5.0)
+    exchange.agree(1, 1)
+    assert 9.9 < exchange.waited_for_s <= 10.0 - exchange.waited_s
