@@ -253,9 +253,12 @@ def _default(about: Mapping[str, Any]) -> str:
 
 
 def chart() -> list[str]:
-    """Return the page of the chart's values: each with the comment that stands before it."""
-    lines = ["# Values of the chart", ""]
-    lines += ["`charts/mooncake/values.yaml`, for [the chart](../kubernetes.md).", ""]
+    """Return the chart's page, with its values: each with the comment that stands before it."""
+    lines = [
+        "# The chart of Mooncake", "", "    helm install NAME charts/mooncake -f VALUES.yaml", "",
+        "The [operator's guide](../../docs/kubernetes.md) has the steps, and [ci](ci) has three files "
+        "of values.", "", "## Values", "",
+    ]  # fmt: skip
     rows: list[list[str]] = []
     said: list[str] = []
     path: list[str] = []
@@ -276,7 +279,7 @@ def chart() -> list[str]:
 
 PAGES_BY_NAME: dict[str, Callable[[], list[str]]] = {
     "flags.md": flags, "metrics.md": metrics, "messages.md": wire, "http.md": http,
-    "chart.md": chart,
+    "../../charts/mooncake/README.md": chart,
 }  # fmt: skip
 
 
