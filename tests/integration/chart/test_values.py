@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -22,10 +23,8 @@ VERSIONS = ("1.31", "1.34", "1.37")
 """Of Kubernetes: what it may meet, from the oldest that clouds run to the newest with a schema."""
 
 
-OTHERS = {
-    "gateway.networking.k8s.io", "inference.networking.k8s.io", "keda.sh", "monitoring.coreos.com",
-}  # fmt: skip
-"""Groups of custom resources: their schemas do not come with Kubernetes."""
+SCHEMAS = Path(__file__).parents[2] / "support" / "chart" / "custom_resources.yaml"
+"""Of custom resources, which do not come with Kubernetes."""
 
 
 def from_file(values: Path | dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
@@ -40,6 +39,35 @@ def from_file(values: Path | dict[str, Any], tmp_path: Path) -> list[dict[str, A
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def custom_resources() -> dict[str, dict[str, Any]]:
+    """Return the schema of each kind of custom resource."""
+    described = yaml.safe_load(SCHEMAS.read_text())
+    shared = described.pop("$defs")
+    return {
+        kind: {
+            "type": "object",
+            "required": ["apiVersion", "kind", "metadata", "spec"],
+            "properties": {
+                "apiVersion": {"const": each["apiVersion"]},
+                "spec": {"type": "object", **each["spec"]},
+            },
+            "$defs": shared,
+        }
+        for kind, each in described.items()
+    }
+
+
+def test_a_wrong_field_of_a_custom_resource_is_noticed() -> None:
+    for kind, schema in custom_resources().items():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        wrong = {
+            "apiVersion": schema["properties"]["apiVersion"]["const"], "kind": kind,
+            "metadata": {}, "spec": {"selectors": {}},
+        }  # fmt: skip
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
 
 
 NEEDED: dict[str, Any] = {
@@ -58,10 +86,13 @@ def test_values_for_ci_are_what_kubernetes_takes(file: Path, tmp_path: Path) -> 
 
     documents = from_file(file, tmp_path)
     assert {"Deployment", "StatefulSet"} <= {each["kind"] for each in documents}
-    for version in VERSIONS:
-        for document in documents:
-            if document["apiVersion"].partition("/")[0] not in OTHERS:
-                kubernetes_validate.validate(document, version, strict=True)
+    schemas = custom_resources()
+    for document in documents:
+        if document["kind"] in schemas:
+            jsonschema.validate(document, schemas[document["kind"]])
+            continue
+        for version in VERSIONS:
+            kubernetes_validate.validate(document, version, strict=True)
 
 
 def test_all_values_of_ci_together_use_every_kind() -> None:
