@@ -1,5 +1,5 @@
-"""What travels between processes, as text: one line a field. `tests/arch/wire_messages.txt` records it,
-so that a change with which processes of the release before could not work together is noticed.
+"""What travels between processes, as text: one line a field. `tests/arch/wire_messages.txt` records
+it, so that a change with which the release before could not work together is noticed.
 
 `python -m tests.support.wire_schema --write` records it anew; it refuses such a change unless
 `PROTOCOL_VERSION` has changed, too.
