@@ -54,9 +54,9 @@
 {{- with ($values.shape).gpu }}
 {{- $limits := ($values.resources).limits | default dict }}
 {{- $known := get $limits . }}
-{{- $ranks := $values.shape.tensorParallelSize | default 1 | int }}
+{{- $ranks := mul ($values.shape.tensorParallelSize | default 1) ($values.shape.pipelineParallelSize | default 1) | int }}
 {{- if and $known (ne ($known | int) $ranks) }}
-{{- fail (printf "%s.resources.limits: %v of %s for %d ranks: leave it out, shape.tensorParallelSize counts them" $.role $known . $ranks) }}
+{{- fail (printf "%s.resources.limits: %v of %s for %d ranks: leave it out, shape counts them" $.role $known . $ranks) }}
 {{- end }}
 {{- $_ := set $values "resources" (merge (dict "limits" (dict . $ranks)) ($values.resources | default dict)) }}
 {{- end }}
@@ -357,7 +357,7 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --headless \
 {{- include "mooncake.portTls" (dict "root" .root "port" "health") }}
 {{- range $role := list "prefill" "decode" }}
 {{- $shape := (index $.root.Values $role).shape | default dict }}
-{{- range $name, $flag := dict "tensorParallelSize" "tensor-parallel-size" "decodeContextParallelSize" "decode-context-parallel-size" }}
+{{- range $name, $flag := dict "tensorParallelSize" "tensor-parallel-size" "pipelineParallelSize" "pipeline-parallel-size" "decodeContextParallelSize" "decode-context-parallel-size" }}
 {{- with get $shape $name | default 1 | int }}
 {{- if gt . 1 }} --{{ $role }}-set {{ $flag }}={{ . }}{{ end }}
 {{- end }}

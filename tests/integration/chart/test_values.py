@@ -165,7 +165,11 @@ def head_words(documents: list[dict[str, Any]]) -> list[str]:
 def test_the_head_hears_of_shapes_and_each_rank_gets_a_gpu(tmp_path: Path) -> None:
     assert not [word for word in head_words(from_file(NEEDED, tmp_path)) if "-set" in word]
     shapes = {
-        "prefill": {"shape": {"tensorParallelSize": 4, "gpu": "nvidia.com/gpu"}},
+        "prefill": {
+            "shape": {
+                "tensorParallelSize": 2, "pipelineParallelSize": 2, "gpu": "nvidia.com/gpu",
+            },
+        },
         "decode": {
             "shape": {
                 "tensorParallelSize": 8, "decodeContextParallelSize": 2, "gpu": "amd.com/gpu",
@@ -176,7 +180,7 @@ def test_the_head_hears_of_shapes_and_each_rank_gets_a_gpu(tmp_path: Path) -> No
     documents = from_file({**NEEDED, **shapes}, tmp_path)
     words = head_words(documents)
     given = make_parser().parse_args(["serve", *words])
-    assert given.prefill_set == ["tensor-parallel-size=4"]
+    assert set(given.prefill_set) == {"tensor-parallel-size=2", "pipeline-parallel-size=2"}
     assert set(given.decode_set) == {"tensor-parallel-size=8", "decode-context-parallel-size=2"}
     resources = {
         role: workload["spec"]["template"]["spec"]["containers"][0]["resources"]
