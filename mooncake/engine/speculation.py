@@ -30,7 +30,8 @@ _FORGET_OWN = 0.9
 _COMPARE_EVERY = 64
 """So often a step is run the other way, without drafts or with them, to see what that costs now."""
 _COMPARED_SHARE = 4
-"""Such a step with drafts has one more row for so many at most: it only has to show the difference.
+"""Such a step with drafts has one more row for so many at most, or those of one sequence: it only
+has to show the difference.
 """
 _MARGIN = 1.2
 """What a draft must promise for what it costs. Both are guesses, and of many guesses the best ones
@@ -221,7 +222,7 @@ class Speculation:
         if compare and self._had_drafts:
             return {}
         if compare and self._cost.known:
-            budget = min(budget, max(1, num_rows // _COMPARED_SHARE))
+            budget = min(budget, max(self.num_drafts, num_rows // _COMPARED_SHARE))
         fixed, each = self._cost.line if self._cost.known and not compare else (1.0, 0.0)
         price = _MARGIN * each
         tokens, seconds = float(len(candidates)), fixed + each * num_rows
@@ -229,7 +230,8 @@ class Speculation:
         found: list[list[int]] = []
         for index, (sequence, most) in enumerate(candidates):
             rate = self._rate(sequence.drafting)
-            wanted = min(most, 1 if compare else self.num_drafts)
+            # All of them also to compare: the first may cost more than the next.
+            wanted = min(most, self.num_drafts)
             worth_it = wanted > 0 and rate * seconds > price * tokens
             found.append(self._drafter.propose(sequence, wanted) if worth_it else [])
             offers += [(-(rate ** (at + 1)), index) for at in range(len(found[-1]))]

@@ -147,8 +147,12 @@ def test_a_line_through_the_steps_is_found() -> None:
     assert 0.1 <= fixed + 4 * each <= 0.35
 
 
-def run(num_sequences: int, each_s: float, rate: float, num_steps: int = 600) -> list[int]:
-    """Return the drafts of each step, where a step costs 1 s and `each_s` for each row."""
+def run(
+    num_sequences: int, each_s: float, rate: float, num_steps: int = 600, first_s: float = 0.0
+) -> list[int]:
+    """Return the drafts of each step, where a step costs 1 s and `each_s` for each row, and with
+    drafts `first_s` more.
+    """
     made = Speculation(Fixed(lambda sequence, at: 0), 4)
     sequences = [sequence_of([1], number) for number in range(num_sequences)]
     found, state = [], 1
@@ -164,7 +168,8 @@ def run(num_sequences: int, each_s: float, rate: float, num_steps: int = 600) ->
                 accepted += 1
             outcomes.append((sequence, len(drafts), accepted))
         num_rows = num_sequences + sum(map(len, chosen.values()))
-        sample = CostSample(num_rows, 0, num_sequences, 1.0 + each_s * num_rows)
+        seconds = 1.0 + each_s * num_rows + first_s * (num_rows > num_sequences)
+        sample = CostSample(num_rows, 0, num_sequences, seconds)
         made.observe(outcomes, sample)
         found.append(num_rows - num_sequences)
     return found
@@ -185,6 +190,15 @@ def test_drafts_that_cost_end_but_for_a_look_now_and_then(
     found = run(num_sequences, each_s, rate)
     assert sum(found) > 0
     assert sum(n > 0 for n in found[100:]) <= 0.04 * len(found)
+
+
+@pytest.mark.parametrize(("first_s", "taken"), [(0.8, True), (5.0, False)])
+def test_a_first_draft_that_costs_more_than_the_next_is_seen_through(
+    first_s: float, taken: bool
+) -> None:
+    found = run(num_sequences=1, each_s=0.02, rate=0.9, first_s=first_s)
+    share = sum(n > 0 for n in found[200:]) / len(found[200:])
+    assert share > 0.9 if taken else share <= 0.1
 
 
 def test_what_was_learned_long_ago_is_forgotten() -> None:
