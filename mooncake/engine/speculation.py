@@ -178,6 +178,25 @@ class RowCost:
         return (self._seconds - each * self._rows) / self._weight, each
 
 
+class _Beyond:
+    """By how much steps of one kind take longer than the line says: a first draft may cost more
+    than the next, as more rows than one, or a layer that drafts, are computed otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Learn of a step."""
+        self._weight = _FORGET * self._weight + 1
+        self._sum = _FORGET * self._sum + seconds
+
+    @property
+    def seconds(self) -> float:
+        """The mean, as far as several steps have shown it."""
+        return self._sum / (self._weight + 1)
+
+
 Outcome = tuple[Sequence, int, int]
 """A sequence of a step, how many drafts it had, and how many of them were accepted."""
 
@@ -199,6 +218,8 @@ class Speculation:
         self._drafter = drafter
         self._cost = RowCost()
         self._of_all = Drafting()
+        self._beyond = {False: _Beyond(), True: _Beyond()}
+        """The line: steps without drafts, and with them."""
         self._num_alike = 0
         """Steps in a row with drafts, or without."""
         self._had_drafts = False
@@ -236,11 +257,15 @@ class Speculation:
             found.append(self._drafter.propose(sequence, wanted) if worth_it else [])
             offers += [(-(rate ** (at + 1)), index) for at in range(len(found[-1]))]
         taken = [0] * len(candidates)
+        tokens_before, seconds_before = tokens, seconds + self._beyond[False].seconds
         for chance, index in sorted(offers)[:budget]:
             if -chance * seconds <= price * tokens:
                 break
             taken[index] += 1
             tokens, seconds = tokens - chance, seconds + each
+        seconds += self._beyond[True].seconds
+        if not compare and tokens * seconds_before <= tokens_before * seconds:
+            return {}
         return {
             sequence.sequence_id: found[index][: taken[index]]
             for index, (sequence, _) in enumerate(candidates)
@@ -265,8 +290,12 @@ class Speculation:
 
     def observe(self, outcomes: Iterable[Outcome], sample: CostSample) -> None:
         """Learn of a step without prompts."""
-        self._cost.add(sample.num_new_tokens, sample.seconds)
         has_drafts = sample.num_new_tokens > sample.num_sequences
+        if self._cost.known:
+            fixed, each = self._cost.line
+            expected = fixed + each * sample.num_new_tokens
+            self._beyond[has_drafts].add(min(sample.seconds, 3 * expected) - expected)
+        self._cost.add(sample.num_new_tokens, sample.seconds)
         self._num_alike = self._num_alike + 1 if has_drafts is self._had_drafts else 1
         self._had_drafts = has_drafts
         all_tested = all_accepted = 0

@@ -192,13 +192,16 @@ def test_drafts_that_cost_end_but_for_a_look_now_and_then(
     assert sum(n > 0 for n in found[100:]) <= 0.04 * len(found)
 
 
-@pytest.mark.parametrize(("first_s", "taken"), [(0.8, True), (5.0, False)])
+@pytest.mark.parametrize(
+    ("first_s", "rate", "least", "most"), [(0.8, 0.9, 0.9, 1.0), (1.5, 0.6, 0.0, 0.1)]
+)
 def test_a_first_draft_that_costs_more_than_the_next_is_seen_through(
-    first_s: float, taken: bool
+    first_s: float, rate: float, least: float, most: float
 ) -> None:
-    found = run(num_sequences=1, each_s=0.02, rate=0.9, first_s=first_s)
+    """Four drafts of 0.9 give 4.1 tokens in 1.9 s, of 0.6 2.3 in 2.6 s; none: one in 1.02 s."""
+    found = run(num_sequences=1, each_s=0.02, rate=rate, first_s=first_s)
     share = sum(n > 0 for n in found[200:]) / len(found[200:])
-    assert share > 0.9 if taken else share <= 0.1
+    assert least <= share <= most
 
 
 def test_what_was_learned_long_ago_is_forgotten() -> None:
