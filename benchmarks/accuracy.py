@@ -34,6 +34,7 @@ from mooncake.tasks.mix import TASKS, evaluation_samples
 from mooncake.tasks.sample import Sample
 
 MAX_TOKENS = 192
+AT_ONCE = 16
 KV_BYTES = 64 * 2**20
 KV = ("--kv-cache-memory-bytes", str(KV_BYTES))
 ONE_PROCESS = ("--colocated", *KV)
@@ -125,7 +126,7 @@ def scores_of(url: str, model: str, samples: Mapping[str, Sequence[Sample]]) -> 
     async def ask() -> list[Score]:
         client = HttpClient(url)
         try:
-            return await evaluate(Endpoint(client, {}, model, MAX_TOKENS), samples, 8)
+            return await evaluate(Endpoint(client, {}, model, MAX_TOKENS), samples, AT_ONCE)
         finally:
             client.close()
 
@@ -150,11 +151,11 @@ def table(rows: Sequence[Row]) -> str:
 
 
 THRESHOLDS: Mapping[str, float] = {
-    "addition": 0.9, "tool_call": 0.8, "tool_result": 0.8, "needle": 0.7, "recall": 0.85,
+    "addition": 0.95, "tool_call": 0.9, "tool_result": 0.9, "needle": 0.8, "recall": 0.8,
     "chat": 0.9,
 }  # fmt: skip
-"""Shares of right answers below which the gate of the tests fails: what was measured, less two
-standard errors of so few samples (`tests/integration/serve`)."""
+"""Shares of right answers below which the gate of the tests fails. The gate has ten samples of each
+(`tests/integration/serve`): one or two may be wrong where more samples give 97 to 99 %."""
 
 
 def asked(url: str, body: Mapping[str, Any] | None = None) -> Any:

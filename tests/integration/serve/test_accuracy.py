@@ -11,7 +11,7 @@ from mooncake.launch.config.shipped import DEMO, checkpoint
 from mooncake.tasks.mix import evaluation_samples
 from mooncake.tasks.sample import Sample
 
-NUM_SAMPLES = 24
+NUM_SAMPLES = 10
 
 
 @pytest.fixture(scope="module")

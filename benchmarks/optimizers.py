@@ -1,0 +1,87 @@
+"""MuonClip beside AdamW on equal tokens: `python -m benchmarks optimizers`.
+
+Trains k2-demo's shape for a few minutes with each optimizer at each of some rates, on the same
+batches, and prints the loss at the end. The plot has the best rate of each. A run lies in
+`build/optimizers` and goes on where it stopped. Muon without QK-Clip is MuonClip as long as no
+attention logit passes the limit: the table says whether one did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.servers import BUILD, load, machine
+from mooncake.sim.results.plots import COLOURS, Line, lines_plot
+from mooncake.train.config import TrainConfig
+from mooncake.train.run import LOG_NAME, Run
+
+TASKS = {
+    "addition": 3.0, "subtraction": 1.0, "sorting": 1.0, "counting": 1.0, "copying": 2.0,
+    "json": 1.5, "needle": 0.7, "recall": 1.0, "chat": 2.0, "tool_call": 2.5, "tool_result": 1.5,
+    "no_tool": 1.0,
+}  # fmt: skip
+RATES = {"muonclip": (0.004, 0.008), "adamw": (0.002, 0.004)}
+STYLE = "text{font:11px system-ui,sans-serif}.axis{stroke:#333}.grid{stroke:#e3e5e8}"
+LAST = 5
+"""So many logged steps at the end are the loss of a run: one step's is noise."""
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+def trained(optimizer: str, rate: float, steps: int) -> Lines:
+    """Return the log of a run."""
+    out = BUILD / "optimizers" / f"{optimizer}-{rate:g}"
+    config = TrainConfig(
+        out=str(out), tasks=TASKS, optimizer=optimizer, rate=rate, steps=steps, warmup_steps=15,
+        decay_steps=40, step_tokens=4096, batch_tokens=4096, max_tokens=1024, mtp_steps=0,
+        score_steps=10**9, score_samples=1, log_steps=5, save_steps=50,
+    )  # fmt: skip
+    Run(config).go(lambda _: None)
+    return [json.loads(line) for line in (out / LOG_NAME).read_text().splitlines()]
+
+
+def end_of(lines: Lines) -> float:
+    """Return the mean loss of the last logged steps."""
+    return sum(line["loss"] for line in lines[-LAST:]) / LAST
+
+
+def drawing(runs: Mapping[str, Lines]) -> str:
+    """Return an SVG of the losses by tokens."""
+    first = next(iter(runs.values()))
+    drawn = [Line(name=name, values=[x["loss"] for x in lines]) for name, lines in runs.items()]
+    plot, end, _ = lines_plot([x["tokens"] for x in first], drawn, "tokens", "loss").partition(
+        "</svg>"
+    )
+    names = "".join(
+        f'<text x="200" y="{24 + 16 * n}" style="fill:{COLOURS[n]}">{name}</text>'
+        for n, name in enumerate(runs)
+    )
+    opened, _, rest = plot.partition(">")
+    opened = opened.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
+    ground = f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
+    return f"{opened}>{ground}{rest}{names}{end}\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks optimizers", description=__doc__)
+    parser.add_argument("--steps", type=int, default=110)
+    parser.add_argument("--svg", type=Path, help="draw the losses there")
+    args = parser.parse_args(argv)
+    best: dict[str, Lines] = {}
+    print("| optimizer | rate | tokens | loss | MaxLogit |\n|---|---|---|---|---|")
+    for optimizer, rates in RATES.items():
+        runs = {f"{optimizer}, rate {r:g}": trained(optimizer, r, args.steps) for r in rates}
+        for rate, lines in zip(rates, runs.values(), strict=True):
+            largest = max(line["max_logit"] for line in lines)
+            tokens = lines[-1]["tokens"]
+            print(f"| {optimizer} | {rate:g} | {tokens:,} | {end_of(lines):.2f} | {largest:.0f} |")
+        name = min(runs, key=lambda name: end_of(runs[name]))
+        best[name] = runs[name]
+    if args.svg is not None:
+        args.svg.write_text(drawing(best))
+    print(f"\n{machine()}; load {load()}")
+    return 0
