@@ -69,7 +69,7 @@ test: check helm
 
 # Soaks, clusters of processes, comparisons with transformers: what `make test` leaves out.
 test-slow: $(STAMP) helm
-	$(PYTEST) -v -p tests.support.timed_tests -m slow -n 3 $(PURE_TESTS) tests/integration
+	$(PYTEST) --no-loadscope-reorder -v -p tests.support.timed_tests -m slow -n 3 tests/integration $(PURE_TESTS)
 
 test-all: EXAMPLES = all
 test-all: test test-slow test-browser test-rdma

@@ -32,6 +32,10 @@ KNOWN_SPILLS = {
 """Most bytes a thread. A 64 x 512 accumulator is half of all registers: of the rest some spills."""
 
 
+pytestmark = pytest.mark.timeout(900)
+"""Minutes of one core, which other tests may be using too."""
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = {
@@ -42,7 +46,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.kernels.hopper_launches"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=880,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
