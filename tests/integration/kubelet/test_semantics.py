@@ -120,7 +120,7 @@ def test_hook_signal_and_grace_come_in_this_order(cluster: Cluster) -> None:
     ended = {each.pod: each for each in cluster.ended}
     assert (ended["polite-0"].code, ended["polite-0"].killed) == (0, False)
     assert ended["deaf-0"].killed
-    assert ended["deaf-0"].seconds >= 1
+    assert ended["deaf-0"].seconds > 0.9  # its grace, which began a little earlier
     assert log(cluster, "polite-0").split()[-2:] == ["hook", "term"]
 
 
