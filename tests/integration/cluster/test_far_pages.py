@@ -48,10 +48,7 @@ def tokens_of(cluster: ModelCluster, name: str) -> list[list[int]]:
 
 
 def pages_of(workers: LocalCluster, worker_id: str) -> Region:
-    regions: list[Region] = workers.call(
-        worker_id, lambda machine, _: machine.instance._blocks.regions
-    )
-    return regions[0]
+    return workers._workers[worker_id]._region
 
 
 @pytest.mark.parametrize("protocol", ["inproc", "tcp", "shm"])
