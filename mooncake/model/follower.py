@@ -34,9 +34,11 @@ from mooncake.engine.step_log import (
     Way,
     decode,
 )
-from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
+from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import DecodeGraphs, GraphPort
+from mooncake.model.device.layer_reports import LayerReports
+from mooncake.model.device.pages import PageMemory
 from mooncake.model.inputs import PageTables, SlotRows, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -48,6 +50,8 @@ from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.joining import join
 from mooncake.model.parallel.lead import Loaded, receive, send
+from mooncake.model.rank_device import RankDevice
+from mooncake.transfer.device import DeviceMemory
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +77,12 @@ class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class PageMoves(Protocol):
     """What moves the pages of this rank where they lie in a memory of its own."""
 
-    def open(self, pages: PageArray, transfer: bytes) -> memoryview:
-        """Return a memory for `pages` instead of the last one; tell the lead where peers reach it,
-        or why it cannot be.
+    def close(self) -> None:
+        """End all that moves in the last memory, if there is one; peers reach it no more."""
+
+    def open(self, pages: PageArray, transfer: bytes, device: DeviceMemory | None) -> memoryview:
+        """Return a memory for `pages`, after `close`, or an empty one where they lie in that of a
+        `device`; tell the lead where peers reach it, or why it cannot be.
 
         transfer: see `UsePages`. Raises MooncakeError: it cannot be.
         """
@@ -84,7 +91,7 @@ class PageMoves(Protocol):
         """Do what the lead says; from any thread."""
 
     def reached(self, progress: Progress) -> None:
-        """This rank has computed so far; from the thread that computes."""
+        """This rank has computed so far, its device too; from one thread at a time."""
 
 
 class Follower:
@@ -94,19 +101,28 @@ class Follower:
         self,
         model: KimiK2,
         group: Group,
-        graphs: GraphPort | None = None,
+        open_graphs: Callable[[], GraphPort | None] = lambda: None,
         moves: PageMoves | None = None,
         meter: MemoryMeter | None = None,
+        copies: Copies | None = None,
+        device_pages: Callable[[PageArray], PageMemory] | None = None,
     ) -> None:
-        """graphs: captures decode steps, meter: measures memory, both on all ranks at once; None:
-        it cannot, nor can the lead. moves: what moves pages of this rank's own; None: the lead
-        moves them for all.
+        """open_graphs: makes what captures decode steps over some pages, meter: measures memory,
+        both on all ranks at once; None: it cannot, nor can the lead. moves: what moves pages of
+        this rank's own; None: the lead moves them for all. copies: to the device and back; None: it
+        is the host. device_pages: makes pages in the device's own memory; None: they lie in that of
+        the host.
         """
         self._model = model
         self._moves = moves
+        self._copies = copies
+        self._copier = copies or HostCopies()
+        self._device_pages = device_pages
+        self._memory: PageMemory | None = None
+        self._reports: LayerReports[Progress] = LayerReports(self._tell_reached)
         self._num_steps = 0
         self._group = group
-        self._graphs = graphs
+        self._open_graphs = open_graphs
         self._meter = meter
         self._decoder: DecodeGraphs | None = None
         self._last: Sequence[StepSlot] = ()
@@ -124,11 +140,20 @@ class Follower:
         self._num_steps = 0
         self._group.meet()
         if most_rows:
-            assert self._graphs is not None, "the lead captures steps and this rank does not"
+            graphs = self._open_graphs()
+            assert graphs is not None, "the lead captures steps and this rank does not"
             with torch.inference_mode():
                 self._decoder = DecodeGraphs(
-                    self._model, kv, self._graphs, most_rows=most_rows, most_pages=most_pages
+                    self._model,
+                    kv,
+                    graphs,
+                    most_rows=most_rows,
+                    most_pages=most_pages,
+                    copies=self._copies,
                 )
+            decoder = self._decoder
+            if self._memory is not None:
+                self._memory.last_guess = lambda: decoder.last_guess
 
     def step(self, step: RankStep) -> None:
         """Compute this rank's part of a step, all exchanges in the lead's order."""
@@ -151,6 +176,7 @@ class Follower:
             kv = self._kv
             rule = self._model.prefers_absorbed
             inputs = build_inputs(slots, whole, kv.page_shape, rule, self._tables, kv.home)
+            inputs = inputs.to(self._model.device)
             hidden = self._model.forward(inputs, kv, lambda layer: self._reached(layer + 1))
             if self._model.stage.is_last:
                 self._make_logits(inputs.output_rows, hidden, step.logprob_rows)
@@ -160,7 +186,11 @@ class Follower:
 
     def _reached(self, num_layers: int) -> None:
         if self._moves is not None:
-            self._moves.reached((self._num_steps, num_layers))
+            self._reports.add((self._num_steps, num_layers), self._copier.mark())
+
+    def _tell_reached(self, progress: Progress) -> None:
+        assert self._moves is not None
+        self._moves.reached(progress)
 
     def _replay(self, slots: Sequence[StepSlot], way: Way) -> None:
         """Replay a step, unless it has begun; its last exchange lies behind all writes to pages."""
@@ -184,7 +214,7 @@ class Follower:
         for rows in output_rows:
             for first, num in prompt_pieces(rows, counts.get(rows.slot.sequence_id, 0)):
                 self._model.logits(hidden[first : first + num])
-        sampled = sampled_rows(output_rows)
+        sampled = self._copier.send(sampled_rows(output_rows))
         if sampled.numel():
             self._model.logits(hidden.index_select(0, sampled))
 
@@ -210,7 +240,16 @@ class Follower:
         if descriptor is None:
             assert self._moves is not None, "pages of its own are for a rank that can move them"
             array = message.pages.of_rank(self.rank)
-            return KvTensors.view(array, self._moves.open(array, message.transfer))
+            self._reports.drain()
+            self._moves.close()
+            if self._device_pages is None:
+                return KvTensors.view(array, self._moves.open(array, message.transfer, None))
+            if self._memory is not None:
+                self._kv = self._decoder = None  # a device has no room for two
+                self._memory.free()
+            self._memory = self._device_pages(array)
+            self._moves.open(array, message.transfer, self._memory)
+            return self._memory.kv
         try:
             memory = mmap.mmap(descriptor, message.pages.num_bytes)
         finally:
@@ -257,19 +296,28 @@ def run(
     hearing = threading.Thread(target=_hear, args=(link, words, moves), name="lead", daemon=True)
     hearing.start()
     num_ranks = options.shape.num_ranks
-    group = join(options.rank_backend, num_ranks, settings.rank, memory, settings.timeout_s)
+    group = join(options.group_kind, num_ranks, settings.rank, memory, settings.timeout_s)
     sharing = None
     if shared is not None:
         sharing = join_experts(options, settings.rank, settings.number, shared, settings.timeout_s)
     try:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
-        model = _load(settings, group, sharing, keys(options))
+        device = RankDevice(options, SPEC_DTYPES[settings.dtype], settings.rank)
+        model = _load(settings, device, group, sharing, keys(options))
     except MooncakeError as error:
         send(link, msgspec.msgpack.encode(Loaded(error.message)))
         return
     send(link, msgspec.msgpack.encode(Loaded()))
-    follower = Follower(model, group, moves=moves)
+    follower = Follower(
+        model,
+        group,
+        device.open_graphs,
+        moves,
+        device.open_meter(),
+        device.open_copies(),
+        device.pages if device.owns_pages else None,
+    )
     try:
         follower.follow(iter(words.get, None))
     except BaseException:
@@ -286,31 +334,28 @@ def join_experts(
     """
     shape = options.shape
     place = rank * shape.dp + number
-    ranks = join(options.rank_backend, shape.ep, place, descriptor, timeout_s)
+    ranks = join(options.group_kind, shape.ep, place, descriptor, timeout_s)
     return ExpertRanks.of_instances(ranks, shape.dp)
 
 
 def _load(
-    settings: FollowerSettings, group: Group, sharing: ExpertRanks | None, keys: KeyRing | None
+    settings: FollowerSettings,
+    device: RankDevice,
+    group: Group,
+    sharing: ExpertRanks | None,
+    keys: KeyRing | None,
 ) -> KimiK2:
     options = settings.options
-    device, dtype = torch.device("cpu"), SPEC_DTYPES[settings.dtype]
-    backends = settle(
-        options.attention_backend,
-        options.moe_backend,
-        device,
-        deterministic=options.deterministic,
-        dtype=dtype,
-    )
     return load_model(
         Checkpoint.open(Path(settings.model), keys),
-        dtype=dtype,
-        device=device,
-        backends=backends,
+        dtype=SPEC_DTYPES[settings.dtype],
+        device=device.device,
+        backends=device.backends,
         group=group,
         shape=options.shape,
         sharing=sharing,
         eplb=options.eplb,
+        host=device.host_experts(),
     )
 
 

@@ -17,24 +17,20 @@ from mooncake_kernels.dispatch import REFERENCE, TRITON, kernel
 from mooncake_kernels.native import build
 from mooncake_kernels.native.measured import Timing, timings
 
-from mooncake.base import CheckpointError, ConfigError, InternalError, KvLayout, PageArray
+from mooncake.base import CheckpointError, InternalError, KvLayout, PageArray
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.rank_moves import Opened
 from mooncake.engine.step_log import Measure, UsePages
-from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies
-from mooncake.model.device.cuda import CudaCopies, CudaGraphs, CudaMeter
-from mooncake.model.device.cuda_memory import CudaDevice
 from mooncake.model.device.graphs import DecodeGraphs
-from mooncake.model.device.pages import PageDevice, PageMemory
+from mooncake.model.device.pages import PageMemory
 from mooncake.model.follower import join_experts
 from mooncake.model.grammar import Grammars
 from mooncake.model.grammar_tokens import load_grammar_tokens
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.moe import HostExperts
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.measuring import measure_memory
@@ -43,6 +39,7 @@ from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
+from mooncake.model.rank_device import RankDevice
 from mooncake.model.runner import ModelRunner
 from mooncake.model.warm_up import Limits, warm_up
 from mooncake.transfer.device import DeviceMemory
@@ -81,24 +78,10 @@ class ModelSource:
             raise CheckpointError(f"dtype {dtype!r} is none of {', '.join(SPEC_DTYPES)}")
         self._dtype = SPEC_DTYPES[dtype]
         self._options = options or ModelOptions()
-        self._device = _device(self._options.device)
         if self._options.cache_dir is not None:
             build.keep_in(Path(self._options.cache_dir))
         build.limit_to(self._options.cpu_isa)
-        apart = self._experts_apart
-        self._backends = settle(
-            self._options.attention_backend,
-            "auto" if apart else self._options.moe_backend,
-            self._device,
-            deterministic=self._options.deterministic,
-            dtype=self._dtype,
-        )
-        self._expert_backends = None
-        if apart:
-            if self._options.deterministic:
-                raise ConfigError("expert-device=cpu: deterministic needs all on the GPU")
-            moe, cpu = self._options.moe_backend, torch.device("cpu")
-            self._expert_backends = settle("reference", moe, cpu, dtype=self._dtype)
+        self._device = RankDevice(self._options, self._dtype)
         self._grammars = Grammars(
             self._checkpoint.spec.vocab_size, functools.partial(load_grammar_tokens, path)
         )
@@ -108,7 +91,6 @@ class ModelSource:
         self._model: KimiK2 | None = None
         self.memories: list[Opened] = []
         """The memories of ranks from 1 on, where they have some."""
-        self._page_device: PageDevice | None = None
 
     @functools.cached_property
     def revision(self) -> str:
@@ -129,22 +111,17 @@ class ModelSource:
                     torch.set_num_threads(
                         self._options.num_threads
                     )  # what is measured depends on it
-                host = None
-                if self._expert_backends is not None:
-                    copies = self._open_copies()
-                    assert copies is not None, "experts are apart from what has a device"
-                    host = HostExperts(self._expert_backends, copies)
                 model = load_model(
                     self._checkpoint,
                     dtype=self._dtype,
-                    device=self._device,
+                    device=self._device.device,
                     progress=progress,
-                    backends=self._backends,
+                    backends=self._device.backends,
                     group=None if self.lead is None else self.lead.group,
                     sharing=self._join_peers(),
                     eplb=self._options.eplb,
                     shape=self._options.shape,
-                    host=host,
+                    host=self._device.host_experts(),
                     with_mtp=self._options.with_mtp,
                 )
                 if self.lead is not None:
@@ -182,31 +159,14 @@ class ModelSource:
     @property
     def owns_pages(self) -> bool:
         """Whether KV pages lie in the device's own memory, which the host cannot address."""
-        return self._device.type != "cpu"
+        return self._device.owns_pages
 
     def device_pages(self, layout: KvLayout, num_pages: int) -> PageMemory:
-        """Return pages in the device's own memory, for a transfer engine and for `runner`. They are
-        zero by now: neither NICs nor copies wait for what the device has only begun.
+        """Return this rank's part of an engine's pages in the device's own memory, for a transfer
+        engine and for `runner`; see `RankDevice.pages`.
         """
-        if self._page_device is None:
-            self._page_device = self._open_page_device()
-        kv = KvTensors.allocate(layout, num_pages, self._device)
-        zeroed = self._page_device.copies.mark()
-        if zeroed is not None:
-            zeroed.reached()
-        return PageMemory(kv, self._page_device)
-
-    @property
-    def _experts_apart(self) -> bool:
-        """Whether routed experts lie in DRAM, and all else on a device."""
-        return self._options.experts_apart
-
-    def _open_copies(self) -> Copies | None:
-        """Return copies between host and device; None: the device is the host."""
-        return CudaCopies(self._device) if self._device.type == "cuda" else None
-
-    def _open_page_device(self) -> PageDevice:
-        return CudaDevice(self._device)
+        array = PageArray(layout, num_pages, self._options.shape.dcp)
+        return self._device.pages(self._options.held_by(0, array))
 
     def num_pages(self, layout: KvLayout, config: EngineConfig) -> int:
         """Return how many KV pages there are: as configured, or what the GPU has room for that has
@@ -215,19 +175,18 @@ class ModelSource:
         Raises:
             ConfigError: not even one sequence of full length fits.
         """
-        if not (self._options.measure_pages and self._device.type == "cuda"):
+        meter = self._device.open_meter()
+        if meter is None or not self._options.measure_pages:
             return config.num_blocks
         self.load()
         assert self._model is not None
         homes = config.num_homes
         asked = Measure(layout, homes, config.max_batched_tokens, config.max_num_seqs)
         if self.lead is None:
-            ranks = measure_memory(self._model, CudaMeter(), asked)
+            ranks = measure_memory(self._model, meter, asked)
         else:
             model, group = self._model, self.lead.group
-            ranks = self.lead.measure(
-                asked, lambda: measure_memory(model, CudaMeter(), asked, group)
-            )
+            ranks = self.lead.measure(asked, lambda: measure_memory(model, meter, asked, group))
         each = pages_that_fit(
             ranks,
             utilization=self._options.gpu_memory_utilization,
@@ -258,12 +217,13 @@ class ModelSource:
         model = self._model
         assert model is not None
         array = PageArray(layout, config.num_blocks, config.num_homes)
+        held = self._options.held_by(0, array)
         if isinstance(pages, PageMemory):
             kv = pages.kv
         elif self.owns_pages or not isinstance(pages, memoryview):
-            kv = KvTensors.allocate(layout, config.num_blocks, self._device)
+            kv = self._device.allocate(held)
         else:
-            kv = KvTensors.view(self._options.held_by(0, array), pages)
+            kv = KvTensors.view(held, pages)
         if self.lead is not None:
             own = self._options.own_memories
             if descriptor is None and not own:
@@ -272,10 +232,11 @@ class ModelSource:
             pages_of_all = UsePages(array, num_threads, rows, width, own, transfer)
             self.memories = self.lead.use_pages(pages_of_all, None if own else descriptor)
         self._grammars.read_vocabulary()
-        copies = self._open_copies()
+        copies = self._device.open_copies()
         decoder = self._decoder(model, kv, config, copies)
         if isinstance(pages, PageMemory) and decoder is not None:
             pages.last_guess = lambda: decoder.last_guess
+        on_device = self._device.backends.draws_on_device
         runner = ModelRunner(
             model,
             kv,
@@ -283,10 +244,8 @@ class ModelSource:
                 model.spec.vocab_size,
                 self._grammars,
                 copies=copies,
-                draw_tokens=kernel("draw", TRITON) if self._backends.draws_on_device else None,
-                penalize=kernel(
-                    "penalize", TRITON if self._backends.draws_on_device else REFERENCE
-                ),
+                draw_tokens=kernel("draw", TRITON) if on_device else None,
+                penalize=kernel("penalize", TRITON if on_device else REFERENCE),
             ),
             num_threads=num_threads,
             decoder=decoder,
@@ -312,13 +271,14 @@ class ModelSource:
     ) -> DecodeGraphs | None:
         """Return captured decode steps where there are any; all ranks capture them at once."""
         rows, width = self._captured(config)
-        if not rows:
+        graphs = self._device.open_graphs() if rows else None
+        if graphs is None:
             return None
         with torch.inference_mode():
             return DecodeGraphs(
                 model,
                 kv,
-                CudaGraphs(),
+                graphs,
                 most_rows=rows,
                 most_pages=width,
                 copies=copies,
@@ -332,16 +292,10 @@ class ModelSource:
         """
         model, shape = self._model, self._options.shape
         assert model is not None
-        kernels = (self._backends.attention, self._backends.moe)
-        can = self._device.type == "cuda" and kernels == (TRITON, TRITON)
-        can = can and self._expert_backends is None and model.mtp is None
+        kernels = (self._device.backends.attention, self._device.backends.moe)
+        can = self._device.is_gpu and kernels == (TRITON, TRITON)
+        can = can and self._device.expert_backends is None and model.mtp is None
         can = can and shape.pp == shape.ep == 1 and model.spec.rope_interleave
         if not (can and self._options.graphs):
             return 0, 0
         return config.max_num_seqs, config.num_pages(config.max_model_len)
-
-
-def _device(name: str) -> torch.device:
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("device=cuda: torch sees no CUDA GPU here")
-    return torch.device(name)

@@ -53,7 +53,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     shape: Shape = Shape()
     """The processes among which each layer is cut, and how they share out the KVCache."""
     rank_backend: str = "auto"
-    """What they exchange tensors by; "auto" is "shm", one memory, as they run on one machine."""
+    """What they exchange tensors by, see `group_kind`."""
     eplb: EplbConfig | None = None
     """How ranks that share experts place them anew while they are used; None: never."""
     num_threads: int | None = None
@@ -64,11 +64,26 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """On a GPU: decode steps are captured once and replayed."""
 
     @property
+    def group_kind(self) -> str:
+        """What ranks exchange tensors by: "nccl" on GPUs; else, where nothing else is wanted, one
+        memory, as they run on one machine.
+        """
+        return "nccl" if self.device != "cpu" else self.rank_backend
+
+    @property
     def own_memories(self) -> bool:
         """Whether each rank keeps KV pages in a memory of its own, instead of all in one. Ranks of
         several stages do not yet.
         """
-        return self.rank_backend == "gloo" and self.shape.tp > 1 and self.shape.pp == 1
+        own = self.group_kind in ("gloo", "nccl")
+        return own and self.shape.tp > 1 and self.shape.pp == 1
+
+    def device_of(self, rank: int) -> str:
+        """Return the device on which a rank computes: of the GPUs that its process sees, which are
+        those of its engine, each rank has one.
+        """
+        shared = self.device == "cpu" or self.shape.num_ranks == 1
+        return self.device if shared else f"cuda:{rank}"
 
     def held_by(self, rank: int, pages: PageArray) -> PageArray:
         """Return what the memory of `rank` holds of an engine's `pages`."""

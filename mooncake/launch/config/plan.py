@@ -403,7 +403,8 @@ def _options(
     sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
     if here and num_ranks > 1 and not num_gpus:
         raise ConfigError("device=cuda: this machine shows no NVIDIA GPU; use --device cpu")
-    if here and num_ranks > 1 and num_ranks > num_gpus and sized is None:
+    shared = sized is not None and of_engines
+    if here and num_ranks > 1 and num_ranks > num_gpus and not shared:
         kind = "engines" if of_engines else "ranks"
         raise ConfigError(
             f"device=cuda: {num_ranks} {kind} and {num_gpus} GPU: each takes all its memory. "
@@ -460,11 +461,15 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
         raise ConfigError(f"{DP_FLAG}={shape.dp}: with --colocated there is one worker")
     if shape.dp > 1 and config.role_switching:
         raise ConfigError(f"role-switching: workers that share experts ({shape}) keep their role")
-    for flag, size in ((TP_FLAG, shape.tp), (PP_FLAG, shape.pp)):
+    for flag, size in ((PP_FLAG, shape.pp), (EP_FLAG, shape.ep)):
         if size > 1 and device == "cuda":
             raise ConfigError(
                 f"{flag}={size} is not supported on GPUs yet: {can}; ranks on CPUs: --device cpu"
             )
+    if device == "cuda" and shape.num_ranks > 1 and config.rank_backend != "auto":
+        raise ConfigError(
+            f"rank-backend={config.rank_backend}: ranks on GPUs exchange by NCCL; leave it out"
+        )
 
 
 def _counts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[int, int, int]:

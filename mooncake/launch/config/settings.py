@@ -283,8 +283,8 @@ class ServeConfig:
         "NAME", "cpu: routed experts lie in DRAM and --moe-backend computes them, all else runs on "
         "the GPU")
     rank_backend: str = owned(ModelOptions, "rank_backend", OneOf(*RANK_BACKENDS), ENGINE, "NAME",
-        "what the ranks of an engine exchange tensors by; auto: shm, a memory that they share; "
-        "gloo: connections over loopback, slower")
+        "what the ranks of an engine exchange tensors by; auto: NCCL on GPUs, else shm, a memory "
+        "that they share; gloo: connections over loopback, slower")
     deterministic: bool = owned(ModelOptions, "deterministic", truth, ENGINE, "",
         "no result depends on the rest of the batch nor, on CPUs, on the number of ranks; slower",
         switch=True)

@@ -40,7 +40,7 @@ def meet(group: ExpertGroup, credential: Credential, options: ModelOptions) -> P
     try:
         if group.number:
             return _come(group, credential, deadline_s)
-        file = make_file(options.rank_backend, options.shape.ep)
+        file = make_file(options.group_kind, options.shape.ep)
         try:
             return _gather(group, credential, file, deadline_s)
         except BaseException:

@@ -407,15 +407,16 @@ def _build_engine(
     own_array = options.held_by(0, array)
     region: Region
     pages: Pages | None = None
+    of_ranks = dict[str, bytes]()
+    if options.own_memories:
+        of_ranks["transfer"] = msgspec.msgpack.encode(rank_transfer)
     if model.owns_pages:
         pages = model.device_pages(layout, config.num_blocks)
         region = ports.transfer.register_device(pages, "kv-pages")
-        runner = model.runner(layout, config, pages, settings.num_threads)
+        runner = model.runner(layout, config, pages, settings.num_threads, None, **of_ranks)
     else:
         region = ports.transfer.allocate(own_array.num_bytes, "kv-pages")
-        threads, of_ranks = settings.num_threads, dict[str, bytes]()
-        if options.own_memories:
-            of_ranks["transfer"] = msgspec.msgpack.encode(rank_transfer)
+        threads = settings.num_threads
         runner = model.runner(layout, config, region.buffer, threads, region.fd, **of_ranks)
     model.warm_up(config, lambda done, whole: progress("warming up", done, whole))
     samples = []

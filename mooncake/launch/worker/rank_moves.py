@@ -19,7 +19,10 @@ from mooncake.instance.mover import OwnPages
 from mooncake.instance.rank_pages import FollowerMoves, Reached
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.worker.page_hasher import PageHasher
+from mooncake.transfer.device import DeviceMemory
+from mooncake.transfer.engine import Region
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.regions import HostRegion
 from mooncake.transfer.router import RoutedTransfer
 
 
@@ -49,11 +52,19 @@ class _Memory:
     """Pages, the engine that moves them and the thread that drives it."""
 
     def __init__(
-        self, pages: PageArray, config: TransferConfig, answer: Callable[[RankAnswer], None]
+        self,
+        pages: PageArray,
+        config: TransferConfig,
+        answer: Callable[[RankAnswer], None],
+        device: DeviceMemory | None,
     ) -> None:
         self.transfer: RoutedTransfer = open_transfer(config, SystemIds().hex(8), MonotonicClock())
         try:
-            self.region = self.transfer.allocate(pages.num_bytes, "kv-pages")
+            self.region: Region
+            if device is None:
+                self.region = self.transfer.allocate(pages.num_bytes, "kv-pages")
+            else:
+                self.region = self.transfer.register_device(device, "kv-pages")
         except BaseException:
             self.transfer.close()
             raise
@@ -89,26 +100,29 @@ class RankMoves:
         self._sending = threading.Lock()
         self._memory: _Memory | None = None
 
-    def open(self, pages: PageArray, transfer: bytes) -> memoryview:
-        """Return a memory for `pages` instead of the last one; tell the lead where peers reach it,
-        or why it cannot be.
-
-        transfer: a `TransferConfig`; empty: no peer reaches the pages. Raises MooncakeError.
-        """
+    def close(self) -> None:
+        """End all that moves in the last memory, if there is one; peers reach it no more."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+
+    def open(self, pages: PageArray, transfer: bytes, device: DeviceMemory | None) -> memoryview:
+        """Return a memory for `pages`, after `close`, or an empty one where they lie in that of a
+        `device`; tell the lead where peers reach it, or why it cannot be.
+
+        transfer: a `TransferConfig`; empty: no peer reaches the pages. Raises MooncakeError.
+        """
         if not transfer:
             self._answer(Opened(None, 0))
-            return memoryview(bytearray(pages.num_bytes))
+            return memoryview(bytearray(pages.num_bytes if device is None else 0))
         try:
             config = msgspec.msgpack.decode(transfer, type=TransferConfig)
-            self._memory = memory = _Memory(pages, config, self._answer)
+            self._memory = memory = _Memory(pages, config, self._answer, device)
         except MooncakeError as error:
             self._answer(Opened(None, 0, error.message))
             raise
         self._answer(Opened(memory.transfer.segment, memory.region.region_id))
-        return memory.region.buffer
+        return memory.region.buffer if isinstance(memory.region, HostRegion) else memoryview(b"")
 
     def tell(self, word: RankWord) -> None:
         """Do what the lead says; from any thread."""
@@ -116,7 +130,7 @@ class RankMoves:
         self._memory.inbox.put(word)
 
     def reached(self, progress: Progress) -> None:
-        """This rank has computed so far; from the thread that computes."""
+        """This rank has computed so far, its device too; from one thread at a time."""
         if self._memory is not None:
             machine = self._memory.machine
             machine.progress = progress

@@ -41,7 +41,7 @@ def start_ranks(path: str, dtype: str, options: ModelOptions, peers: Peers | Non
     """Start the followers of an instance of several ranks; they begin to load. `peers`: with whom
     they share experts.
     """
-    backend, shape = options.rank_backend, options.shape
+    backend, shape = options.group_kind, options.shape
     memory = make_file(backend, shape.num_ranks)
     shared = None if peers is None else peers.descriptor
     sockets: list[socket.socket] = []

@@ -1,4 +1,5 @@
-"""Reports layers in order as the device completes them, while the host continues.
+"""Reports layers in order as the device completes them, while the host continues: the events of a
+lead's runner, and how far a follower is.
 
 On a device kernels start long before they end, and a receiver of `LayerDone` may read the pages at
 once. On the host a layer is done when it is reported.
@@ -9,20 +10,22 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
-from mooncake.engine.plan import LayerDone
 from mooncake.model.copies import Mark
 
+Report = TypeVar("Report")
 
-class LayerReports:
+
+class LayerReports(Generic[Report]):
     """One thread, started on first use, that waits for marks one after another."""
 
-    def __init__(self, emit: Callable[[LayerDone], None]) -> None:
+    def __init__(self, emit: Callable[[Report], None]) -> None:
         self._emit = emit
-        self._waiting: queue.Queue[tuple[LayerDone, Mark] | None] = queue.Queue()
+        self._waiting: queue.Queue[tuple[Report, Mark] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
 
-    def add(self, event: LayerDone, mark: Mark | None) -> None:
+    def add(self, event: Report, mark: Mark | None) -> None:
         """Emit `event` when `mark` is reached; at once when `mark` is None."""
         if mark is None:
             self._emit(event)

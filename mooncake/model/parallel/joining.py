@@ -10,16 +10,16 @@ import weakref
 
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
-from mooncake.model.parallel.torch_group import GLOO, TorchGroup
+from mooncake.model.parallel.torch_group import GLOO, NCCL, TorchGroup
 
 
 def make_file(backend: str, size: int) -> int:
     """Return the descriptor of a file by which `size` ranks can join one group.
 
-    backend: "gloo", or one memory.
+    backend: "gloo" or "nccl", or one memory.
     """
     descriptor = os.memfd_create("mooncake-ranks", os.MFD_CLOEXEC)
-    if backend != GLOO:
+    if backend not in (GLOO, NCCL):
         try:
             os.ftruncate(descriptor, shared_bytes(size))
         except OSError:
@@ -34,8 +34,8 @@ def join(backend: str, size: int, rank: int, descriptor: int, timeout_s: float) 
     descriptor: of `make_file`'s file, which is the group's from now on. timeout_s: how long the
     others may take to come to an exchange.
     """
-    if backend == GLOO:
-        group = TorchGroup(GLOO, rank, size, descriptor, timeout_s)
+    if backend in (GLOO, NCCL):
+        group = TorchGroup(backend, rank, size, descriptor, timeout_s)
         weakref.finalize(group, os.close, descriptor)
         return group
     memory = mmap.mmap(descriptor, shared_bytes(size))

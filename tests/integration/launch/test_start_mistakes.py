@@ -91,7 +91,7 @@ MISTAKES = [
     ("serve good --port 99999", "port: must be at least 0 and at most 65535"),
     (f"serve good --port {TAKEN}", "stop what uses it or take another with --port"),
     ("serve good --host no.such.host.invalid --port 0", "is no address of this machine"),
-    ("serve good -tp 2 --device cuda", "tensor-parallel-size=2 is not supported on GPUs yet"),
+    ("serve good -tp 2 --device cuda", "this machine shows no NVIDIA GPU; use --device cpu"),
     ("serve good -tp 4", "2 attention heads do not divide among 4 ranks; this model can be cut"),
     ("serve good -tp 2 -dcp 3", "3 does not divide tensor-parallel-size 2"),
     ("serve good -pp 9", "9 stages need as many layers, and this model has 3"),

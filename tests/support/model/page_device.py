@@ -7,11 +7,11 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from mooncake.model.copies import HostCopies, Mark
-from mooncake.model.device.pages import PageDevice
 from mooncake.model.opening import ModelSource
 from mooncake.transfer.device import CopyDone, DmaBuf
 
@@ -69,12 +69,10 @@ def _address(buffer: memoryview) -> int:
 class FarPages(ModelSource):
     """A model on the CPU whose pages are a `FarDevice`'s: what owns pages is told so."""
 
-    far = FarDevice()
+    def __init__(self, *opened: Any) -> None:
+        super().__init__(*opened)
+        self.far = self._device.page_device = FarDevice()
 
     @property
     def owns_pages(self) -> bool:
         return True
-
-    def _open_page_device(self) -> PageDevice:
-        self.far = FarDevice()
-        return self.far

@@ -94,7 +94,12 @@ class Instance:
         self.graphs = [Recorder() for _ in groups]
         self.meters = [Meter(1000 + 100 * rank) for rank in range(num_ranks)]
         self.followers = [
-            Follower(models[rank], groups[rank], self.graphs[rank], meter=self.meters[rank])
+            Follower(
+                models[rank],
+                groups[rank],
+                lambda rank=rank: self.graphs[rank],  # type: ignore[misc]
+                meter=self.meters[rank],
+            )
             for rank in range(1, num_ranks)
         ]
         self.threads = [

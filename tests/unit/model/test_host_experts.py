@@ -23,6 +23,7 @@ from mooncake.model.layers.moe import HostExperts
 from mooncake.model.loading import load_model
 from mooncake.model.opening import ModelSource
 from mooncake.model.options import ModelOptions
+from mooncake.model.rank_device import RankDevice
 from tests.support.model.tiny_models import (
     CPU,
     forward,
@@ -127,8 +128,8 @@ def test_an_engine_gives_the_same_tokens(
 
     wanted = tokens()
     copies = FarCopies()
-    monkeypatch.setattr(ModelSource, "_experts_apart", True)
-    monkeypatch.setattr(ModelSource, "_open_copies", lambda source: copies)
+    monkeypatch.setattr(ModelOptions, "experts_apart", True)
+    monkeypatch.setattr(RankDevice, "open_copies", lambda device: copies)
     assert tokens() == wanted
     assert copies.events.count("wait") > 3 * 2 * 24
 
@@ -138,8 +139,8 @@ def test_what_cannot_be_apart_is_refused(tmp_path: Path) -> None:
     assert not ModelOptions(expert_device="cpu").experts_apart, "the CPU is the device"
     assert ModelOptions(device="cuda", expert_device="cpu").experts_apart
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelSource, "_experts_apart", True)
-        patch.setattr("mooncake.model.opening.settle", lambda *_, **__: Backends())
+        patch.setattr(ModelOptions, "experts_apart", True)
+        patch.setattr("mooncake.model.rank_device.settle", lambda *_, **__: Backends())
         options = ModelOptions(expert_device="cpu", deterministic=True)
         with pytest.raises(ConfigError, match="expert-device=cpu: deterministic needs all on"):
             ModelSource(model, "float32", options)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mooncake_kernels.native import build
 
-from mooncake.base import ConfigError, Role
+from mooncake.base import ConfigError, Role, Shape
 from mooncake.cli import main as cli
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
@@ -167,14 +167,31 @@ def test_ranks_on_cpus_have_no_triton(tmp_path: Path) -> None:
         plan_for(model, tensor_parallel_size=2, device="cpu", moe_backend="triton")
 
 
-def test_some_shapes_are_planned_and_not_served_yet(tmp_path: Path) -> None:
+def test_some_shapes_are_planned_and_not_served_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_k2(tmp_path / "k2", "int4")
     assert plan_for(model, tensor_parallel_size=2).ranks[Role.DECODE].shape.tp == 2
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    with pytest.raises(ConfigError, match="tensor-parallel-size=2 is not supported on GPUs yet"):
-        plan_for(model, tensor_parallel_size=2, dry_run=False, device="cuda")
-    with pytest.raises(ConfigError, match="pipeline-parallel-size=2 is not supported on GPUs yet"):
-        plan_for(model, pipeline_parallel_size=2, dry_run=False, device="cuda")
+    monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 4)
+    served = {"tensor_parallel_size": 2, "dry_run": False, "device": "cuda"}
+    for dcp in (1, 2):
+        plan = plan_for(model, decode_context_parallel_size=dcp, **served)
+        assert (plan.options.group_kind, plan.options.own_memories) == ("nccl", True)
+        assert plan.ranks[Role.DECODE].shape == Shape(tp=2, dcp=dcp)
+    refused = {
+        "pipeline-parallel-size=2 is not supported on GPUs yet": {"pipeline_parallel_size": 2},
+        "data-parallel-size=2 is not supported on GPUs yet": {
+            "data_parallel_size": 2,
+            "enable_expert_parallel": True,
+        },
+        "enable-expert-parallel=2 is not supported on GPUs": {"enable_expert_parallel": True},
+        "rank-backend=gloo: ranks on GPUs exchange by NCCL": {"rank_backend": "gloo"},
+        "8 ranks and 4 GPU": {"prefill": 3, "num_gpu_blocks_override": 100_000},
+    }
+    for words, settings in refused.items():
+        with pytest.raises(ConfigError, match=words):
+            plan_for(model, **served, **settings)
 
 
 def test_stages_hold_their_layers(tmp_path: Path) -> None:

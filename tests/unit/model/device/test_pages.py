@@ -133,7 +133,7 @@ def test_pages_are_zero_before_peers_may_write_to_them(tmp_path: Path) -> None:
             return begun[-1]
 
     source = FarPages(path, "float32")
-    source._page_device = far = FarDevice()
+    far = source.far
     far.copies = Behind()
     memory = source.device_pages(layout(), 3)
     assert memory.num_bytes == 3 * layout().block_bytes

@@ -1,0 +1,111 @@
+"""Where one rank of an engine computes, and all that depends on it: backends, copies, graphs, the
+memory of its KV pages. The same choices for a lead and its followers.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from mooncake.base import ConfigError, PageArray
+from mooncake.base.kv_layout import ALL_PAGES, Home
+from mooncake.model.backends import settle
+from mooncake.model.copies import Copies
+from mooncake.model.device.cuda import CudaCopies, CudaGraphs, CudaMeter
+from mooncake.model.device.cuda_memory import CudaDevice
+from mooncake.model.device.graphs import GraphPort
+from mooncake.model.device.pages import PageDevice, PageMemory
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layers.moe import HostExperts
+from mooncake.model.measuring import MemoryMeter
+from mooncake.model.options import ModelOptions
+
+
+class RankDevice:
+    """The device of a rank of an engine."""
+
+    def __init__(self, options: ModelOptions, dtype: torch.dtype, rank: int = 0) -> None:
+        """Of several ranks on GPUs, that of this one is the calling thread's from now on: what is
+        captured and exchanged there goes by the thread.
+
+        Raises:
+            ConfigError: the options ask for what this machine does not have.
+        """
+        self.device = _device(options.device_of(rank))
+        if self.device.type == "cuda" and options.shape.num_ranks > 1:
+            torch.cuda.set_device(self.device)
+        apart = options.experts_apart
+        self.backends = settle(
+            options.attention_backend,
+            "auto" if apart else options.moe_backend,
+            self.device,
+            deterministic=options.deterministic,
+            dtype=dtype,
+        )
+        self.expert_backends = None
+        if apart:
+            if options.deterministic:
+                raise ConfigError("expert-device=cpu: deterministic needs all on the GPU")
+            cpu = torch.device("cpu")
+            self.expert_backends = settle("reference", options.moe_backend, cpu, dtype=dtype)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def owns_pages(self) -> bool:
+        """Whether KV pages lie in the device's own memory, which the host cannot address."""
+        return self.device.type != "cpu"
+
+    def open_copies(self) -> Copies | None:
+        """Return copies between host and device; None: the device is the host."""
+        return CudaCopies(self.device) if self.is_gpu else None
+
+    def host_experts(self) -> HostExperts | None:
+        """Return what computes routed experts in DRAM; None: they lie where all else does."""
+        if self.expert_backends is None:
+            return None
+        copies = self.open_copies()
+        assert copies is not None, "experts are apart from what has a device"
+        return HostExperts(self.expert_backends, copies)
+
+    def open_graphs(self) -> GraphPort | None:
+        """Return what captures decode steps; None: nothing can."""
+        return CudaGraphs() if self.is_gpu else None
+
+    def open_meter(self) -> MemoryMeter | None:
+        """Return what measures the device's memory; None: it has none of its own."""
+        return CudaMeter() if self.is_gpu else None
+
+    @functools.cached_property
+    def page_device(self) -> PageDevice:
+        """The device as transfers see it."""
+        return CudaDevice(self.device)
+
+    def allocate(self, pages: PageArray) -> KvTensors:
+        """Return zeroed pages on the device."""
+        home = ALL_PAGES if pages.home is None else Home(pages.home, pages.num_homes)
+        held = pages.num_homes_here * pages.pages_of_home
+        return KvTensors.allocate(pages.layout, held, self.device, home)
+
+    def pages(self, pages: PageArray) -> PageMemory:
+        """Return pages in the device's own memory, for a transfer engine and for a rank. They are
+        zero by now: neither NICs nor copies wait for what the device has only begun.
+        """
+        kv = self.allocate(pages)
+        zeroed = self.page_device.copies.mark()
+        if zeroed is not None:
+            zeroed.reached()
+        return PageMemory(kv, self.page_device)
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: torch sees no CUDA GPU here")
+    number = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and (device.index or 0) >= number:
+        raise ConfigError(f"device={name}: torch sees {number} GPUs here; each rank needs its own")
+    return device

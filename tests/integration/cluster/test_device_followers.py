@@ -1,0 +1,93 @@
+"""A follower moves pages of its device only once the device has written them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import msgspec
+import torch
+
+from mooncake.base import MonotonicClock, PageArray
+from mooncake.base.kv_parts import Move
+from mooncake.engine.rank_moves import ALL_LAYERS, Moved, Opened, StartMove, decode_answer
+from mooncake.engine.step_log import StepWriter, UsePages
+from mooncake.launch.worker.rank_moves import RankMoves
+from mooncake.model.copies import HostCopies
+from mooncake.model.device.pages import PageMemory
+from mooncake.model.follower import Follower
+from mooncake.model.options import ModelOptions
+from mooncake.model.parallel.group import Solo
+from mooncake.model.rank_device import RankDevice
+from mooncake.transfer.engine import Op
+from mooncake.transfer.factory import TransferConfig, open_transfer
+from tests.support.model.page_device import FarDevice
+from tests.support.model.tiny_models import layout_for, ours, random_tokens, slot, source_of, truth
+
+
+class Gate:
+    """A mark that is reached when a test says so."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def reached(self) -> None:
+        assert self.opened.wait(30.0)
+
+
+class LateCopies(HostCopies):
+    """Of a device that has written nothing until its gate opens."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+
+    def mark(self) -> Gate:  # type: ignore[override]
+        return self.gate
+
+
+def test_a_follower_moves_pages_of_its_device_once_they_are_written() -> None:
+    source = source_of(truth("grouped routing", vocab_size=212))
+    config = TransferConfig(secret="s" * 32, host="here", protocols=("tcp",))
+    peer = open_transfer(config, "peer", MonotonicClock())
+    array = PageArray(layout_for(source.spec), 4)
+    region = peer.allocate(array.layout.block_bytes, "there")
+    answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    moves, copies = RankMoves(answers.put), LateCopies()
+    memories: list[PageMemory] = []
+
+    def device_pages(pages: PageArray) -> PageMemory:
+        place = RankDevice(ModelOptions(), torch.float32)
+        place.page_device = FarDevice()
+        memories.append(place.pages(pages))
+        return memories[-1]
+
+    follower = Follower(ours(source), Solo(), moves=moves, copies=copies, device_pages=device_pages)
+    use = UsePages(array, None, own=True, transfer=msgspec.msgpack.encode(config))
+    try:
+        follower.follow([(use, None)])
+        opened = decode_answer(answers.get())
+        assert isinstance(opened, Opened)
+        assert opened.segment is not None
+        machine = moves._memory.machine  # type: ignore[union-attr]
+        there = array.places(peer.segment, region.region_id, [0])
+        there = msgspec.structs.replace(there, layer_stride=array.layout.slice_bytes)
+        move = Move(1, [2], there, 0, array.layout.num_layers)
+        deadline_s = MonotonicClock().now() + 60.0
+        step = StepWriter().pack([slot(7, 0, random_tokens(16, seed=3), [2])], {})
+        follower.step(step)
+        moves.tell(StartMove(1, Op.WRITE, move, (1, ALL_LAYERS), deadline_s, verify=False))
+        assert machine.progress == (0, 0), "the host has come to the step's end, the device not"
+        assert answers.empty()
+        copies.gate.opened.set()
+        moved = decode_answer(answers.get(timeout=30.0))
+        assert moved == msgspec.structs.replace(moved, number=1, error=None)
+        assert isinstance(moved, Moved)
+        written = memories[0].kv.pages[:, 2].contiguous().view(-1).view(torch.uint8)
+        assert written.any()
+        assert bytes(region.buffer) == bytes(written.numpy())
+        follower.follow([(use, None)])
+        assert len(memories) == 2
+        assert not hasattr(memories[0], "kv"), "a device has no room for two"
+    finally:
+        moves.close()
+        peer.close()
