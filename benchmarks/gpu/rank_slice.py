@@ -26,7 +26,7 @@ from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import QuantizedWeight, load_model
-from mooncake.model.parallel.group import Traffic
+from mooncake.model.parallel.group import Solo
 
 RANKS = 8
 KIMI_K2: dict[str, Any] = {
@@ -58,25 +58,15 @@ def whole_spec(tiny: bool) -> ModelSpec:
     return ModelSpec.from_config({**KIMI_K2, **(TINY if tiny else {})})
 
 
-class FirstRank:
+class FirstRank(Solo):
     """The first of eight ranks, whose others are silent: what they would send is its own again."""
 
     rank = 0
     size = RANKS
 
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`."""
-        return x
-
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` as often as there are ranks."""
         return x.repeat(1, RANKS)
-
-    def meet(self) -> None:
-        """Return."""
 
     def part(self, size: int) -> FirstRank:
         """Return this group: the ranks are one stage."""
