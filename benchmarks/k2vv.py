@@ -1,6 +1,6 @@
 """Schema accuracy as Moonshot's K2 Vendor Verifier measures it, on its own request format.
 
-    python -m benchmarks.k2vv requests.jsonl --url http://127.0.0.1:8000/v1 [--out results.jsonl]
+    python -m benchmarks k2vv requests.jsonl --url http://127.0.0.1:8000/v1 [--out results.jsonl]
 
 Each line of the file is a chat request with `messages` and `tools` (other fields are sent as they
 are). A finished answer that calls tools counts as right when every call names a declared tool and
@@ -12,59 +12,46 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from mooncake.bench.tool_calls import fault_of_calls
+from mooncake.bench.tool_calls import CALLED, fault_of_calls
 
 TIMEOUT_S = 3600.0
+NO_ANSWER = "no answer"
 
 
 @dataclass
 class Tally:
     """What came of all requests."""
 
-    num_requests: int = 0
-    num_failed: int = 0
-    """No answer, or an answer cut off by a limit."""
-    finish_stop: int = 0
-    finish_tool_calls: int = 0
-    finish_others: int = 0
-    num_valid: int = 0
-    faults: dict[str, int] = field(default_factory=dict)
+    finished: Counter[str] = field(default_factory=Counter)
+    """Answers by why they finished; `NO_ANSWER` where there is none."""
+    faults: Counter[str] = field(default_factory=Counter)
+    """Answers with wrong calls, by what is wrong with the first."""
 
     @property
     def schema_accuracy(self) -> float | None:
-        """The share of answers with calls in which every call is right."""
-        return self.num_valid / self.finish_tool_calls if self.finish_tool_calls else None
+        """The share of answers with calls in which every call is right. None: no answer calls."""
+        called = self.finished[CALLED]
+        return 1 - self.faults.total() / called if called else None
 
     def add(self, request: dict[str, Any], reply: dict[str, Any] | None) -> str | None:
         """Count one answer and return what is wrong with its calls, None = nothing."""
-        self.num_requests += 1
-        if reply is None:
-            self.num_failed += 1
+        choice = reply["choices"][0] if reply is not None else {"finish_reason": NO_ANSWER}
+        self.finished[choice["finish_reason"]] += 1
+        if choice["finish_reason"] != CALLED:
             return None
-        choice = reply["choices"][0]
-        if choice["finish_reason"] == "stop":
-            self.finish_stop += 1
-        elif choice["finish_reason"] == "tool_calls":
-            self.finish_tool_calls += 1
-            fault = fault_of_calls(
-                request.get("tools") or [], choice["message"].get("tool_calls") or []
-            )
-            if fault is None:
-                self.num_valid += 1
-            else:
-                kind = fault.split(":")[0]
-                self.faults[kind] = self.faults.get(kind, 0) + 1
-            return fault
-        else:
-            self.finish_others += 1
-        return None
+        calls = choice["message"].get("tool_calls") or []
+        fault = fault_of_calls(request.get("tools") or [], calls)
+        if fault is not None:
+            self.faults[fault.split(":")[0]] += 1
+        return fault
 
 
 async def ask(
@@ -120,13 +107,13 @@ async def run(options: argparse.Namespace) -> int:
         tally, lines = await measure(requests, client, options.concurrency)
     if options.out is not None:
         options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    print(json.dumps({**asdict(tally), "schema_accuracy": tally.schema_accuracy}, indent=2))
-    return 0 if tally.num_valid == tally.finish_tool_calls else 1
+    print(json.dumps({**vars(tally), "schema_accuracy": tally.schema_accuracy}, indent=2))
+    return 1 if tally.faults else 0
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Read the flags and measure."""
-    parser = argparse.ArgumentParser(prog="k2vv", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks k2vv", description=__doc__)
     parser.add_argument("requests", type=Path, help="JSON lines, one chat request each")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--model", help="sent instead of the file's own model name")
@@ -135,7 +122,3 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--out", type=Path, help="one line of findings for each request")
     return asyncio.run(run(parser.parse_args(argv)))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -26,8 +26,8 @@ from benchmarks.support.bars import bars, write_page
 from mooncake.base import KvLayout, format_bytes, parse_bytes
 from mooncake.crypto.aead import TAG_BYTES, decrypt_into, encrypt_into
 from mooncake.crypto.keys import KEY_BYTES, Key, KeyRing
+from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.config import SsdConfig
-from mooncake.kvstore.storage.block_record import checksum_of
 from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, Outcome
 from mooncake.kvstore.storage.disk_files import FileDisks
 from mooncake.sim.world.network import SimRegion
@@ -57,7 +57,7 @@ class Tier:
         self.memory[:] = np.random.default_rng(0).bytes(len(self.memory))
         step = layout.block_bytes
         self.checksums: list[int | None] = [
-            checksum_of(self.memory[start : start + step])
+            checksum_of(self.memory[start : start + step], layout)
             for start in range(0, len(self.memory), step)
         ]
         size = 2 * len(self.memory) + (2 << 30)
@@ -163,7 +163,7 @@ def compare(
 
     def hash_all() -> None:
         for start in range(0, total, size):
-            checksum_of(tier.memory[start : start + size])
+            checksum_of(tier.memory[start : start + size], layout)
 
     stored = bytearray(size + TAG_BYTES)
     encrypt_into(bytes(KEY_BYTES), tier.memory[:size], memoryview(stored))

@@ -39,6 +39,7 @@ from mooncake.base import (
     WorkerRef,
     pack_tokens,
 )
+from mooncake.base.messages import OWN_RELEASE
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement.admission import Rejection
 from mooncake.scheduler.placement.conductor import Conductor
@@ -87,6 +88,7 @@ class World:
                 block_bytes=BLOCK_BYTES,
                 max_num_seqs=256,
                 profile=[] if role is Role.KVSTORE else PROFILE,
+                release=OWN_RELEASE,
             )
         )
         assert refusal is None, refusal

@@ -1,14 +1,15 @@
 """Published runs of Kimi-K2 beside the same runs simulated: `python -m benchmarks recipes`.
 
-The simulator plays the requests of a recipe on one instance of its shape, which computes prompts
-and decodes both, as the published engine did, and on instances of prefill and of decode. Every
-figure that the recipe does not give is a line of `ASSUMED`.
+The simulator plays the requests of a recipe on one engine of its shape, which computes prompts
+and decodes both, as the published engine did, and on engines of prefill and of decode. Every
+figure that a recipe does not give is a line of what is assumed.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from random import Random
 
 import msgspec
@@ -22,11 +23,7 @@ from mooncake.sim.simulation import Simulation, SimulationConfig
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine, Workload
 from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
 
-MODEL, HARDWARE = "kimi-k2-thinking", "h200x8"
-INPUT_TOKENS, MAX_OUTPUT_TOKENS = 8000, 4000
-NUM_REQUESTS, RATE = 1000, 100.0
 CHUNK_TOKENS = 8192
-SOURCE = "vLLM's recipe for Kimi-K2-Thinking, 8xH200, random prompts of 8,000 and outputs to 4,000"
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +34,9 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float
     total_tokens_per_s: float
     ttft_s: float
-    kv_tokens: int
+    gap_ms: float | None = None
+    """Mean, between two tokens."""
+    kv_tokens: int | None = None
 
     @property
     def output_tokens(self) -> float:
@@ -45,40 +44,151 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
         return self.output_tokens_per_s / self.requests_per_s
 
 
-RUNS = (
-    Published(
-        shape=Shape(tp=8), requests_per_s=1.25, output_tokens_per_s=485.78,
-        total_tokens_per_s=10_462.57, ttft_s=271.0, kv_tokens=715_072,
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests, what they were sent to, and what came out."""
+
+    source: str
+    model: str
+    hardware: str
+    input_tokens: int
+    output_tokens: int
+    """Of every answer, or the most of one where many end before."""
+    all_full: bool
+    """Every answer has so many."""
+    num_requests: int
+    rate: float
+    """Requests a second; infinite: all at once."""
+    max_num_seqs: int = 512
+    chunk_tokens: int = CHUNK_TOKENS
+    runs: tuple[Published, ...]
+    prefill_engines: tuple[int, ...] = (1, 2)
+    """Beside one of decode, played too."""
+    assumed: Mapping[str, str]
+    """What the recipe leaves open -> what is assumed, and why."""
+
+
+CHUNKS = (
+    f"{CHUNK_TOKENS} tokens a step, of prompts and decoding sequences together: the default of the "
+    "published engine"
+)
+HBM = "0.9 used, 4 GB of them a GPU for activations, buffers and graphs"
+OTHERS = (
+    "none: tokenizing, HTTP and the published engine's own scheduling between two steps are not "
+    "counted beyond step_overhead_s"
+)
+VLLM_K2 = "vLLM's recipe for Kimi-K2-Instruct (vllm-project/recipes, moonshotai/Kimi-K2.md)"
+
+
+def _costs(model: str, hardware: str) -> str:
+    return (
+        f"the rooflines of configs/models/{model}.json and configs/hardware/{hardware}.json, whose "
+        "every figure has its source there"
+    )
+
+
+THINKING = Recipe(
+    source="vLLM's recipe for Kimi-K2-Thinking, 8xH200, random prompts of 8,000 and outputs to "
+    "4,000, 1,000 of them at 100/s",
+    model="kimi-k2-thinking", hardware="h200x8", input_tokens=8000, output_tokens=4000,
+    all_full=False, num_requests=1000, rate=100.0,
+    runs=(
+        Published(
+            shape=Shape(tp=8), requests_per_s=1.25, output_tokens_per_s=485.78,
+            total_tokens_per_s=10_462.57, ttft_s=271.0, kv_tokens=715_072,
+        ),
+        Published(
+            shape=Shape(tp=8, dcp=8), requests_per_s=1.57, output_tokens_per_s=695.13,
+            total_tokens_per_s=13_290.35, ttft_s=228.0, kv_tokens=5_721_088,
+        ),
     ),
-    Published(
-        shape=Shape(tp=8, dcp=8), requests_per_s=1.57, output_tokens_per_s=695.13,
-        total_tokens_per_s=13_290.35, ttft_s=228.0, kv_tokens=5_721_088,
-    ),
+    assumed={
+        "answers": "most end before 4,000 tokens: output tokens by requests, both published, are "
+        "389 and 443 of a request; lengths are drawn from an exponential distribution of that mean",
+        "chunks": CHUNKS,
+        "step costs": _costs("kimi-k2-thinking", "h200x8"),
+        "HBM": HBM,
+        "other costs": OTHERS,
+    },
 )  # fmt: skip
+H200X16 = Recipe(
+    source=f"{VLLM_K2}, FP8 on 16xH200, 16 random prompts of 8,000 at once, outputs of 1,000",
+    model="kimi-k2-instruct", hardware="h200x8", input_tokens=8000, output_tokens=1000,
+    all_full=True, num_requests=16, rate=math.inf,
+    runs=(
+        Published(
+            shape=Shape(tp=8, pp=2), requests_per_s=16 / 62.75, output_tokens_per_s=254.99,
+            total_tokens_per_s=2294.88, ttft_s=4.28, gap_ms=58.15,
+        ),
+        Published(
+            shape=Shape(tp=8, pp=2, dcp=8), requests_per_s=16 / 47.14, output_tokens_per_s=339.38,
+            total_tokens_per_s=3054.46, ttft_s=2.01, gap_ms=45.01,
+        ),
+    ),
+    prefill_engines=(1,),
+    assumed={
+        "shape": "the page gives no command for 16xH200; tp8-pp2 is that of its command for 16 "
+        "GPUs of 80 GB, to which it adds -dcp 8 in the same change",
+        "chunks": CHUNKS,
+        "stages": "a decode step takes half of the running sequences, so that both stages have "
+        "one: as our engine does",
+        "step costs": _costs("kimi-k2-instruct", "h200x8"),
+        "other costs": OTHERS,
+    },
+)  # fmt: skip
+H800X16 = Recipe(
+    source=f"{VLLM_K2}, FP8 on 16xH800, 8 random prompts of 1,000 at 1/s, outputs of 512, one "
+    "sequence at a time (--max-num-seqs 1)",
+    model="kimi-k2-instruct", hardware="h800x8", input_tokens=1000, output_tokens=512,
+    all_full=True, num_requests=8, rate=1.0, max_num_seqs=1, chunk_tokens=1024,
+    runs=(
+        Published(
+            shape=Shape(tp=8, pp=2), requests_per_s=8 / 132.79, output_tokens_per_s=30.84,
+            total_tokens_per_s=91.09, ttft_s=58.28, gap_ms=30.78,
+        ),
+    ),
+    prefill_engines=(),
+    assumed={
+        "KV": "bfloat16; the published run had FP8, which matters little at contexts of 1,500",
+        "shape": "today's page has -dcp 8 in the command; the figures are older than that",
+        "chunks": "1,024 tokens a step, as in the published command",
+        "step costs": _costs("kimi-k2-instruct", "h800x8"),
+        "other costs": OTHERS,
+    },
+)  # fmt: skip
+RECIPES = (THINKING, H200X16, H800X16)
 
-ASSUMED = {
-    "answers": "most end before 4,000 tokens: output tokens by requests, both published, are 389 "
-    "and 443 of a request; lengths are drawn from an exponential distribution of that mean",
-    "chunks": f"{CHUNK_TOKENS} tokens a step, of prompts and decoding sequences together: the "
-    "default of the published engine",
-    "step costs": f"the rooflines of configs/models/{MODEL}.json and configs/hardware/"
-    f"{HARDWARE}.json, whose every figure has its source there",
-    "HBM": "0.9 used, 4 GB of them a GPU for activations, buffers and graphs",
-    "other costs": "none: tokenizing, HTTP and the published engine's own scheduling between two "
-    "steps are not counted beyond step_overhead_s",
+BATCHES = (1, 16, 32, 64, 128, 256, 512)
+"""Of the last recipe: prompts at once."""
+BATCH_SHAPES = (
+    (Shape(tp=8, pp=2), 0),
+    (Shape(tp=8, pp=2, dcp=8), 0),
+    (Shape(tp=8, dcp=8, dp=2, ep=16), 0),
+    (Shape(tp=8, pp=2, dcp=8), 1),
+)
+"""(shape, engines of prefill beside one of decode)."""
+BATCH_ASSUMED = {
+    "requests": "all at once; the page names the sizes, and gives figures of the run above alone",
+    "sequences": "up to 512 together in an engine, in chunks of 8,192 tokens",
+    "experts in common": "each rank gets the rows of the other node's instance in bfloat16, and "
+    "gives the sums back, over its own card (--all2all-backend allgather_reducescatter): what "
+    "this engine does, before any DeepEP",
+    "network": "a small exchange between nodes takes 30 us, large ones the rate of a card in "
+    "configs/hardware",
 }
-"""What the recipe leaves open -> what is assumed, and why."""
 
 
-def workload(mean_output: float, num_requests: int, seed: int) -> Workload:
+def workload(recipe: Recipe, mean_output: float, num_requests: int, seed: int) -> Workload:
     """Return the recipe's requests: no prompt shares a block with another."""
     random = Random(seed)
-    each = math.ceil(INPUT_TOKENS / TRACE_BLOCK_TOKENS)
+    each = math.ceil(recipe.input_tokens / TRACE_BLOCK_TOKENS)
+    most = recipe.output_tokens
     lines = [
         TraceLine(
-            timestamp=1e3 * number / RATE,
-            input_length=INPUT_TOKENS,
-            output_length=min(MAX_OUTPUT_TOKENS, 1 + int(random.expovariate(1 / mean_output))),
+            timestamp=1e3 * number / recipe.rate,
+            input_length=recipe.input_tokens,
+            output_length=most
+            if recipe.all_full
+            else min(most, 1 + int(random.expovariate(1 / mean_output))),
             hash_ids=list(range(number * each, (number + 1) * each)),
         )
         for number in range(num_requests)
@@ -87,22 +197,22 @@ def workload(mean_output: float, num_requests: int, seed: int) -> Workload:
 
 
 def play(
-    run: Published, num_requests: int, *, num_prefill: int = 0, seed: int = 0
+    recipe: Recipe, shape: Shape, requests: Workload, *, num_prefill: int = 0, seed: int = 0
 ) -> tuple[SimulationResult, float]:
-    """Return the result on one instance that does both, or on `num_prefill` and one of decode, and
+    """Return the result on one engine that does both, or on `num_prefill` and one of decode, and
     output tokens a second.
     """
-    requests = workload(run.output_tokens, num_requests, seed)
     simulation = Simulation(
         SimulationConfig(
-            model=figures(MODEL, ModelFigures),
-            hardware=figures(HARDWARE, HardwareFigures),
-            shape=run.shape,
+            model=figures(recipe.model, ModelFigures),
+            hardware=figures(recipe.hardware, HardwareFigures),
+            shape=shape,
             num_prefill=num_prefill,
             num_decode=1,
             engine="mooncake" if num_prefill else "coupled-chunked",
-            coupled_chunk_tokens=CHUNK_TOKENS,
-            prefill_chunk_tokens=CHUNK_TOKENS,
+            coupled_chunk_tokens=recipe.chunk_tokens,
+            prefill_chunk_tokens=recipe.chunk_tokens,
+            max_num_seqs=recipe.max_num_seqs,
             ttft_slo_s=math.inf,
             tbt_slo_s=math.inf,
             seed=seed,
@@ -112,6 +222,64 @@ def play(
     simulation.run()
     result = result_of(simulation)
     return result, sum(requests.output_lengths) / result.duration_s
+
+
+def kv_tokens(result: SimulationResult) -> str:
+    """Return the tokens of KV that an instance holds, for people."""
+    return result.instance.split(", ")[-1].split(" ")[0]
+
+
+def print_recipe(recipe: Recipe, num_requests: int, console: Console) -> None:
+    """Print what is published of each shape, and the same simulated."""
+    console.print(f"\n{recipe.source}; here simulated, seed 0\n")
+    console.print("| shape | run | KV tokens | requests/s | output tok/s | mean TTFT | mean gap |")
+    console.print("|---|---|---|---|---|---|---|")
+    for run in recipe.runs:
+        held = f"{run.kv_tokens:,}" if run.kv_tokens is not None else ""
+        gap = f"{run.gap_ms:.1f} ms" if run.gap_ms is not None else ""
+        console.print(
+            f"| {run.shape} | published | {held} | {run.requests_per_s:.2f} | "
+            f"{run.output_tokens_per_s:.0f} | {run.ttft_s:.1f} s | {gap} |"
+        )
+        requests = workload(recipe, run.output_tokens, num_requests, seed=0)
+        for num_prefill in (0, *recipe.prefill_engines):
+            result, output_rate = play(recipe, run.shape, requests, num_prefill=num_prefill)
+            parts = 1 + num_prefill
+            where = f"{num_prefill}P1D, an engine" if num_prefill else "here"
+            console.print(
+                f"| | {where} | {kv_tokens(result)} | "
+                f"{num_requests / result.duration_s / parts:.2f} | {output_rate / parts:.0f} | "
+                f"{result.ttft_s.mean:.1f} s | {result.tbt_ms.mean:.1f} ms |"
+            )
+    print_assumed(recipe.assumed, console)
+
+
+def print_batches(console: Console) -> None:
+    """Print output tokens a second of two nodes for each batch and shape of the last recipe."""
+    recipe = msgspec.structs.replace(
+        H800X16, rate=math.inf, max_num_seqs=512, chunk_tokens=CHUNK_TOKENS
+    )
+    names = [f"{shape}{f', {num}P1D' if num else ''}" for shape, num in BATCH_SHAPES]
+    console.print("\n16xH800, 1,000 in, 512 out; output tok/s of two nodes, mean gap, TTFT\n")
+    console.print(f"| batch | {' | '.join(names)} |\n|---{'|---' * len(names)}|")
+    for batch in BATCHES:
+        cells = []
+        for shape, num_prefill in BATCH_SHAPES:
+            requests = workload(recipe, recipe.output_tokens, batch, seed=0)
+            result, output_rate = play(recipe, shape, requests, num_prefill=num_prefill)
+            cells.append(
+                f"{2 * output_rate / result.num_nodes:,.0f}, {result.tbt_ms.mean:.1f} ms, "
+                f"{result.ttft_s.mean:.1f} s"
+            )
+        console.print(f"| {batch} | {' | '.join(cells)} |")
+    print_assumed(BATCH_ASSUMED, console)
+
+
+def print_assumed(assumed: Mapping[str, str], console: Console) -> None:
+    """Print what was assumed, a line each."""
+    console.print()
+    for what, why in assumed.items():
+        console.print(f"- {what}: {why}")
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +297,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens a second and node."""
 
 
-GOAL_MODEL = "kimi-k2-instruct"
+GOAL_MODEL, GOAL_HARDWARE = "kimi-k2-instruct", "h200x8"
 GOAL_SOURCE = "LMSYS, 07/2025: K2-Instruct FP8, prompts of 2,000, answers of 100, 128 H200"
 GOALS = (
     Goal(role="prefill", num_nodes=4, tokens_per_gpu=CHUNK_TOKENS, context=1000,
@@ -146,14 +314,15 @@ GOAL_ASSUMED = {
     "routed experts; of these a node holds its share",
     "network": "a token's 7,168 values go in FP8 once to each other node that has one of its 8 "
     "experts, and come back in bfloat16; experts are chosen evenly; link_bytes_per_s of the node",
-    "missing here": "ranks on several hosts, GPUs, and shapes with -ep in the simulator, so "
-    "nothing of this is simulated step by step: these are the two bounds that its figures set",
+    "missing here": "ranks on several hosts, GPUs that serve with -ep, rows sent to their experts' "
+    "nodes alone, and sends that hide behind products, so nothing of this is simulated step by "
+    "step: these are the two bounds that its figures set",
 }
 
 
 def goal_seconds(goal: Goal) -> tuple[float, float, int]:
     """Return the seconds of a step on the GPUs of one node, and on its network, and its tokens."""
-    model, hardware = figures(GOAL_MODEL, ModelFigures), figures(HARDWARE, HardwareFigures)
+    model, hardware = figures(GOAL_MODEL, ModelFigures), figures(GOAL_HARDWARE, HardwareFigures)
     assert model.experts is not None
 
     def reached(precision: str) -> float:
@@ -186,35 +355,18 @@ def print_goals(console: Console) -> None:
         rates = (tokens / each for each in (gpus_s, network_s, gpus_s + network_s))
         cells = " | ".join(f"{rate:,.0f}" for rate in (goal.published, *rates))
         console.print(f"| {goal.role} | {goal.num_nodes} | {cells} |")
-    console.print()
-    for what, why in GOAL_ASSUMED.items():
-        console.print(f"- {what}: {why}")
+    print_assumed(GOAL_ASSUMED, console)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks recipes", description=__doc__)
-    parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
+    parser.add_argument("--requests", type=int, help="of the first recipe, instead of all")
     args = parser.parse_args(argv)
     console = Console(width=200)
-    console.print(f"{machine()}, load {load()}\n{SOURCE}; here simulated, seed 0\n")
-    console.print("| shape | run | KV tokens | requests/s | output tok/s | mean TTFT |")
-    console.print("|---|---|---|---|---|---|")
-    for run in RUNS:
-        console.print(
-            f"| {run.shape} | published | {run.kv_tokens:,} | {run.requests_per_s} | "
-            f"{run.output_tokens_per_s:.0f} | {run.ttft_s:.0f} s |"
-        )
-        for num_prefill in (0, 1, 2):
-            result, output_rate = play(run, args.requests, num_prefill=num_prefill)
-            rate, num_nodes = args.requests / result.duration_s, result.num_nodes
-            where = f"{num_prefill}P1D, a node" if num_prefill else "here"
-            tokens = result.instance.split(", ")[-1].split(" ")[0]
-            console.print(
-                f"| | {where} | {tokens} | {rate / num_nodes:.2f} | "
-                f"{output_rate / num_nodes:.0f} | {result.ttft_s.mean:.0f} s |"
-            )
-    console.print()
-    for what, why in ASSUMED.items():
-        console.print(f"- {what}: {why}")
+    console.print(f"{machine()}, load {load()}")
+    for recipe in RECIPES:
+        most = args.requests or recipe.num_requests
+        print_recipe(recipe, min(most, recipe.num_requests), console)
+    print_batches(console)
     print_goals(console)
     return 0

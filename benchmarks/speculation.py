@@ -26,12 +26,18 @@ from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.base import KvLayout, SamplingParams, pack_tokens
 from mooncake.base.request import GenerateRequest
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.drafters import EAGLE3, MTP, NGRAM, SpeculativeConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import Sequence
-from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS, SpeculativeConfig
+from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS
 from mooncake.model.backends import settle
+from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.checkpoint.weights import Checkpoint
+from mooncake.model.copies import HostCopies
+from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows
+from mooncake.model.drafts.model_drafts import DraftLayer
+from mooncake.model.drafts.mtp import MtpRows
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
@@ -51,7 +57,13 @@ ANSWERS = 6
 class Side:
     """An engine with drafts, or without."""
 
-    def __init__(self, model: KimiK2, speculation: SpeculativeConfig | None, threads: int) -> None:
+    def __init__(
+        self,
+        model: KimiK2,
+        speculation: SpeculativeConfig | None,
+        threads: int,
+        head: Eagle3Head | None = None,
+    ) -> None:
         layout = KvLayout.for_model(
             model.spec, block_tokens=64, dtype="bfloat16", weights_revision="benchmark",
             with_mtp=model.mtp is not None,
@@ -63,7 +75,12 @@ class Side:
         )  # fmt: skip
         kv = KvTensors.allocate(layout, config.num_blocks, torch.device("cpu"))
         sampler = Sampler(model.spec.vocab_size)
-        self.runner = ModelRunner(model, kv, sampler, num_threads=threads)
+        layer: DraftLayer | None = None
+        if head is not None:
+            layer = Eagle3Rows(head, config.max_num_seqs, HostCopies())
+        elif model.mtp is not None:
+            layer = MtpRows(model, kv, HostCopies())
+        self.runner = ModelRunner(model, kv, sampler, num_threads=threads, draft_layer=layer)
         self.engine = Engine(config, layout.fingerprint, self.runner)
         self._last_id = 0
 
@@ -194,24 +211,29 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--methods", nargs="+", default=["ngram"], help="ngram, mtp")
+    parser.add_argument("--methods", nargs="+", default=["ngram"], help="ngram, mtp, eagle3")
+    parser.add_argument("--head", type=Path, help="of eagle3: its directory")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS[:2])
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--lookup", type=int, default=3, help="prompt_lookup_max and _min")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    model = _load(args.model, with_mtp="mtp" in args.methods)
+    model = _load(args.model, with_mtp=MTP in args.methods)
     plain = copy.copy(model)  # with the very kernels that were measured for the other
     plain.mtp = None
     sides = [Side(plain, None, args.threads)]
     for method in args.methods:
-        lookup = args.lookup if method == "ngram" else 0
+        lookup = args.lookup if method == NGRAM else 0
+        head = None
+        if method == EAGLE3:
+            files = Eagle3Files.open(args.head, plain.spec)
+            head = Eagle3Head(files, plain, settle("auto", "auto", plain.device, dtype=plain.dtype))
         speculation = SpeculativeConfig(
-            method=method, num_speculative_tokens=args.drafts,
-            prompt_lookup_max=lookup, prompt_lookup_min=lookup,
+            method=method, num_speculative_tokens=args.drafts, prompt_lookup_max=lookup,
+            prompt_lookup_min=lookup, model="" if head is None else str(args.head),
         )  # fmt: skip
-        sides.append(Side(model if method == "mtp" else plain, speculation, args.threads))
+        sides.append(Side(model if method == MTP else plain, speculation, args.threads, head))
     print(machine())
     print("text     batch  drafts   ms a token  gain (CPU)  accepted  tokens a draft step")
     for batch in args.batches:

@@ -154,7 +154,7 @@ CASES = (
     *(
         Case(f"moe-int4-{tokens}", f"INT4 MoE, TP8 slice, {tokens} tokens", "us", must, aim,
              partial(layer, kind="int4", split="tp8", tokens=tokens))
-        for tokens, must, aim in ((16, 130, 100), (64, 310, 255), (128, 390, 320))
+        for tokens, must, aim in ((1, 16, 12), (16, 130, 100), (64, 310, 255), (128, 390, 320))
     ),
     Case("moe-fp8-64", "FP8 MoE, EP16 slice of 24 experts, 64 tokens", "us", 330, 290,
          partial(layer, kind="fp8", split="ep16", tokens=64)),

@@ -5,7 +5,8 @@ measured.
 Assumed: 132 multiprocessors at 1.755 GHz, each starts 4 instructions of a warp a cycle; memory
 gives 4.3 TB/s, or as much of it as multiprocessors with work ask for; instructions and memory
 overlap whole, products on tensor cores cost no more than their instructions; the part of a kernel
-outside its loop runs once an item; a launch inside a captured graph costs 1 us.
+outside its loop runs once an item, and the multiprocessor with most items ends last; a launch
+inside a captured graph costs 1 us.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ from typing import Any
 MULTIPROCESSORS, CLOCK_HZ, ISSUES, BYTES_S, LAUNCH_S = 132, 1.755e9, 4, 4.3e12, 1e-6
 KEPT = Path(__file__).parent / "sm90.json"
 HIDDEN, INNER, EXPERTS, TOP_K = 7168, 256, 384, 8
-COLUMNS, ROWS = 128, 64
-"""Of a step, and of a tile, of few tokens' weights."""
+COLUMNS, ROWS, DOWN_ROWS = 128, 64, 128
+"""Of a step, and of a tile, of few tokens' weights; of down's now."""
+SHARED_OUT = 16
+"""Tokens up to which programs take equal ranges of gate-up's steps (`triton.experts`)."""
+STEP_LAUNCHES = {True: 1834, False: 1227}
+"""Of a step of 61 layers of INT4 experts on one of eight ranks: before, and now; see
+`tests/kernels/test_step_launches.py`."""
+SLICE_BYTES = 1.45e-3 * BYTES_S
+"""What a step of one sequence reads at 4k: the floor of `slice-b1`."""
 INT4_BYTES = 0.5 + 2 / 32
 PAGE_BYTES = 64 * 576 * 2
 
@@ -35,6 +43,8 @@ class Part:
     items: int
     steps: float
     num_bytes: float
+    even: bool = False
+    """Whether items are cut where that gives all multiprocessors as much work."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +56,20 @@ class Prediction:
     whole_s: float
 
 
-def lines() -> dict[str, tuple[Sequence[Part], int]]:
+def lines(before: bool) -> dict[str, tuple[Sequence[Part], int]]:
     """Return name of the line -> (its large kernels, launches in all)."""
     made: dict[str, tuple[Sequence[Part], int]] = {}
-    for tokens in (16, 64, 128):
+    for tokens in (1, 16, 64, 128):
         distinct = EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** tokens)
         blocks = round(distinct)
         one = INNER * HIDDEN * INT4_BYTES
+        even = tokens <= SHARED_OUT and not before
+        code = "experts_int4, 16 tokens" if even or before else "experts_int4, 64 tokens"
         made[f"moe-int4-{tokens}"] = (
             [
-                Part("experts_int4, 16 tokens", "gate_up_kernel", blocks * INNER // ROWS,
-                     HIDDEN / COLUMNS, 2 * one * distinct),
-                Part("experts_int4, 16 tokens", "down_kernel", blocks * HIDDEN // ROWS,
+                Part(code, "gate_up_ranges_kernel" if even else "gate_up_kernel",
+                     blocks * INNER // ROWS, HIDDEN / COLUMNS, 2 * one * distinct, even),
+                Part(code, "down_kernel", blocks * HIDDEN // (ROWS if before else DOWN_ROWS),
                      INNER / COLUMNS, one * distinct),
             ],
             4,
@@ -70,6 +82,12 @@ def lines() -> dict[str, tuple[Sequence[Part], int]]:
     return made
 
 
+def slice_b1(before: bool) -> Prediction:
+    """Return a step of one sequence: its bytes and its launches, as if all else hid behind them."""
+    memory_s = SLICE_BYTES / BYTES_S
+    return Prediction(0.0, memory_s, memory_s + STEP_LAUNCHES[before] * LAUNCH_S)
+
+
 def predict(
     parts: Sequence[Part], launches: int, kernels: Sequence[Mapping[str, Any]]
 ) -> Prediction:
@@ -79,9 +97,9 @@ def predict(
     for part in parts:
         code = found[part.launch, part.kernel]
         item = (code["instructions"] - code["loop"] + part.steps * code["loop"]) * code["warps"]
-        rounds = max(part.items / MULTIPROCESSORS, 1.0)
-        issue = rounds * item / ISSUES / CLOCK_HZ
-        memory = part.num_bytes / BYTES_S / min(1.0, part.items / MULTIPROCESSORS)
+        busy = part.items / MULTIPROCESSORS
+        issue = (busy if part.even else math.ceil(busy)) * item / ISSUES / CLOCK_HZ
+        memory = part.num_bytes / BYTES_S / (1.0 if part.even else min(1.0, busy))
         issue_s, memory_s = issue_s + issue, memory_s + memory
         whole_s += max(issue, memory)
     return Prediction(issue_s, memory_s, whole_s + launches * LAUNCH_S)
@@ -92,15 +110,20 @@ def table() -> list[str]:
     kept = json.loads(KEPT.read_text(encoding="utf-8"))
     shown = ["| line | instructions us | memory us | predicted us, before -> now |",
              "|---|---|---|---|"]  # fmt: skip
-    for name, (parts, launches) in lines().items():
-        now = predict(parts, launches, kept["kernels"])
-        before = predict(parts, launches, kept["before"]["kernels"])
-        shown.append(
-            f"| `{name}` | {before.issue_s * 1e6:.0f} -> {now.issue_s * 1e6:.0f} | "
-            f"{math.ceil(now.memory_s * 1e6)} | {before.whole_s * 1e6:.0f} -> "
-            f"{now.whole_s * 1e6:.0f} |"
-        )
-    return shown
+    was = lines(before=True)
+    for name, line in lines(before=False).items():
+        now = predict(*line, kept["kernels"])
+        before = predict(*was[name], kept["before"]["kernels"])
+        shown.append(_row(name, before, now))
+    return [*shown, _row("slice-b1", slice_b1(before=True), slice_b1(before=False))]
+
+
+def _row(name: str, before: Prediction, now: Prediction) -> str:
+    return (
+        f"| `{name}` | {before.issue_s * 1e6:.0f} -> {now.issue_s * 1e6:.0f} | "
+        f"{math.ceil(now.memory_s * 1e6)} | {before.whole_s * 1e6:.0f} -> "
+        f"{now.whole_s * 1e6:.0f} |"
+    )
 
 
 if __name__ == "__main__":

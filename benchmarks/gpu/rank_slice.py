@@ -222,7 +222,7 @@ def step_bytes(spec: ModelSpec, batch: int, context: int) -> int:
         if ".mlp.experts." in name:
             total += size * (0.5 + 2 / 32) * (1 - missed**batch)
         else:
-            total += size * (4 if ".mlp.gate." in name else 2)
+            total += size * 2
     return round(total + 2 * spec.num_hidden_layers * batch * context * spec.kv_width)
 
 

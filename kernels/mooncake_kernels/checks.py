@@ -12,7 +12,7 @@ import torch
 from mooncake_kernels.dispatch import NATIVE, REFERENCE, TRITON, backends, kernel, ops
 from mooncake_kernels.native import build
 from mooncake_kernels.onednn import linear as onednn
-from mooncake_kernels.reference.fp8 import quantize_rows, widen_rows
+from mooncake_kernels.reference.fp8 import widen_rows
 from mooncake_kernels.reference.mla_prefill import ExpandedKeys, RaggedBatch
 from mooncake_kernels.reference.paged import paged_span
 from mooncake_kernels.reference.router import Routing
@@ -118,9 +118,7 @@ def _norm(op: str) -> Callable[[ModelShape, torch.device], Case]:
         x, other, weight = (make.normal(*shape) for shape in ((5, s.hidden),) * 2 + ((s.hidden,),))
         if op == "rms_norm":
             return Case(lambda f: [f(x, weight, 1e-6)], BF16_GATE)
-        if op == "add_rms_norm":
-            return Case(lambda f: list(f(x, other, weight, 1e-6)), BF16_GATE)
-        return Case(lambda f: [widen_rows(*f(x, weight, 1e-6))], FP8_GATE)
+        return Case(lambda f: list(f(x, other, weight, 1e-6)), BF16_GATE)
 
     return case
 
@@ -146,11 +144,11 @@ def _linear_heads(s: ModelShape, device: torch.device) -> Case:
 
 def _linear(s: ModelShape, device: torch.device) -> Case:
     make = Maker(device)
-    quantized = quantize_rows(make.normal(5, s.hidden))
+    x = make.normal(5, s.hidden)
     weight = make.normal(s.kv_width, s.hidden, scale=50).to(torch.float8_e4m3fn)
     grid = -(-s.kv_width // 128), -(-s.hidden // 128)
     factors = make.normal(*grid, dtype=torch.float32).abs() * 1e-3 + 1e-4
-    return Case(lambda f: [f(*quantized, weight, factors)], FP8_GATE)
+    return Case(lambda f: [f(x, weight, factors)], FP8_GATE)
 
 
 def _rotation(make: Maker, rows: int, half: int) -> torch.Tensor:
@@ -176,6 +174,33 @@ def _kv_write(s: ModelShape, device: torch.device) -> Case:
         return [kv]
 
     return Case(run, BF16_GATE)
+
+
+def _query_and_kv(s: ModelShape, device: torch.device) -> Case:
+    make = Maker(device)
+    joined, turn = make.normal(5, s.hidden + s.kv_width), _rotation(make, 5, s.rope // 2)
+    latent, key = joined[:, s.hidden : -s.rope], joined[:, -s.rope :]
+    norms = (make.normal(s.hidden), 1e-6), (make.normal(s.rank), 1e-6)
+    places = torch.tensor([3, -1, 17, 0, 30], device=device)
+
+    def run(write: Any) -> Outputs:
+        kv = torch.zeros(2, s.block_tokens, s.kv_width, dtype=torch.bfloat16, device=device)
+        query = joined[:, : s.hidden]
+        return [write(query, norms[0], latent, key, turn, places, norms[1], kv), kv]
+
+    return Case(run, BF16_GATE)
+
+
+def _absorb_queries(s: ModelShape, device: torch.device) -> Case:
+    make = Maker(device)
+    q, turn = make.normal(5, s.heads, s.nope + s.rope), _rotation(make, 5, s.rope // 2)
+    key_up = make.normal(s.heads, s.rank, s.nope, scale=s.nope**-0.5)
+    return Case(lambda f: [f(q, turn, key_up, 0.13)], BF16_GATE)
+
+
+def _gated(s: ModelShape, device: torch.device) -> Case:
+    gate_up = Maker(device).normal(5, 2 * s.inner)
+    return Case(lambda f: [f(gate_up)], BF16_GATE)
 
 
 def _choose(s: ModelShape, device: torch.device) -> Case:
@@ -287,12 +312,14 @@ def _penalize(s: ModelShape, device: torch.device) -> Case:
 
 
 CASES: dict[str, Callable[[ModelShape, torch.device], Case]] = {
+    "absorb_queries": _absorb_queries,
     "add_rms_norm": _norm("add_rms_norm"),
     "choose": _choose,
     "draw": _draw,
     "experts": _experts("plain"),
     "experts_fp8": _experts("fp8"),
     "experts_int4": _experts("int4"),
+    "gated": _gated,
     "kv_write": _kv_write,
     "linear": _plain_linear,
     "linear_fp8": _linear,
@@ -304,8 +331,8 @@ CASES: dict[str, Callable[[ModelShape, torch.device], Case]] = {
     "mla_prefill": _prefill,
     "penalize": _penalize,
     "quantize_rows": _quantize,
+    "query_and_kv": _query_and_kv,
     "rms_norm": _norm("rms_norm"),
-    "rms_norm_fp8": _norm("rms_norm_fp8"),
     "rotate": _rotate,
     "route": _route,
 }

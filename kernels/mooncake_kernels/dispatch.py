@@ -13,6 +13,7 @@ TRITON = "triton"
 NATIVE = "native"
 ONEDNN = "onednn"
 FIXED = "fixed"
+WIDE = "wide"
 
 _TABLE: dict[str, dict[str, str]] = {
     "rms_norm": {
@@ -20,13 +21,18 @@ _TABLE: dict[str, dict[str, str]] = {
         NATIVE: "mooncake_kernels.native.glue:rms_norm",
         TRITON: "mooncake_kernels.triton.norm:rms_norm",
     },
+    "absorb_queries": {
+        REFERENCE: "mooncake_kernels.reference.queries:absorb_queries",
+        TRITON: "mooncake_kernels.triton.queries:absorb_queries",
+    },
     "add_rms_norm": {
         REFERENCE: "mooncake_kernels.reference.fused_norm:add_rms_norm",
         TRITON: "mooncake_kernels.triton.norm:add_rms_norm",
     },
-    "rms_norm_fp8": {
-        REFERENCE: "mooncake_kernels.reference.fused_norm:rms_norm_fp8",
-        TRITON: "mooncake_kernels.triton.norm:rms_norm_fp8",
+    "gated": {
+        REFERENCE: "mooncake_kernels.reference.experts:gated",
+        FIXED: "mooncake_kernels.native.fixed:gated",
+        TRITON: "mooncake_kernels.triton.gated:gated",
     },
     "rotate": {
         REFERENCE: "mooncake_kernels.reference.rope:rotate",
@@ -35,7 +41,11 @@ _TABLE: dict[str, dict[str, str]] = {
     "kv_write": {
         REFERENCE: "mooncake_kernels.reference.kv_write:kv_write",
         NATIVE: "mooncake_kernels.native.glue:kv_write",
-        TRITON: "mooncake_kernels.triton.rope:kv_write",
+        TRITON: "mooncake_kernels.triton.kv_write:kv_write",
+    },
+    "query_and_kv": {
+        REFERENCE: "mooncake_kernels.reference.kv_write:query_and_kv",
+        TRITON: "mooncake_kernels.triton.kv_write:query_and_kv",
     },
     "merge_attention": {
         REFERENCE: "mooncake_kernels.reference.merge:merge_attention",
@@ -48,6 +58,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "linear_heads": {
         REFERENCE: "mooncake_kernels.reference.linear:linear_heads",
+        WIDE: "mooncake_kernels.wide:linear_heads",
         FIXED: "mooncake_kernels.native.fixed:linear_heads",
         NATIVE: "mooncake_kernels.onednn.mla:linear_heads",
         ONEDNN: "mooncake_kernels.onednn.mla:linear_heads",
@@ -98,6 +109,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "mla_absorbed": {
         REFERENCE: "mooncake_kernels.reference.mla:mla_absorbed",
+        WIDE: "mooncake_kernels.wide:mla_absorbed",
         FIXED: "mooncake_kernels.native.fixed:mla_absorbed",
         NATIVE: "mooncake_kernels.onednn.mla:mla_absorbed",
         ONEDNN: "mooncake_kernels.onednn.mla:mla_absorbed",
@@ -110,6 +122,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "mla_expanded": {
         REFERENCE: "mooncake_kernels.reference.mla:mla_expanded",
+        WIDE: "mooncake_kernels.wide:mla_expanded",
         NATIVE: "mooncake_kernels.onednn.mla:mla_expanded",
         ONEDNN: "mooncake_kernels.onednn.mla:mla_expanded",
         TRITON: "mooncake_kernels.triton.mla:mla_expanded",

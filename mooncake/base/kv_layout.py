@@ -125,7 +125,12 @@ class PageArray(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        return self.num_homes_here * self._home_bytes
+        return self.num_homes_here * self.home_bytes
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes of the pages of one home."""
+        return len(self.layers) * self.layer_stride
 
     @property
     def num_homes_here(self) -> int:
@@ -140,11 +145,14 @@ class PageArray(msgspec.Struct, frozen=True):
         """Bytes from a page's slice to that of the next layer."""
         return self.pages_of_home * self.layout.slice_bytes
 
-    def of_rank(self, rank: int) -> PageArray:
-        """Return what the rank of a stage holds in a memory of its own, where this is what all its
-        ranks hold: neighbours are at different homes.
+    def of_rank(self, rank: int, layers: range | None = None) -> PageArray:
+        """Return what `rank` holds in a memory of its own, where this is what all ranks hold:
+        neighbours are at different homes. `layers`: those of its stage; None: all.
         """
-        return msgspec.structs.replace(self, home=rank % self.num_homes)
+        layers = layers or self.layers
+        return msgspec.structs.replace(
+            self, home=rank % self.num_homes, first_layer=layers.start, stop_layer=layers.stop
+        )
 
     def holds(self, page: int) -> bool:
         """Whether a page of the engine lies here."""
@@ -154,17 +162,13 @@ class PageArray(msgspec.Struct, frozen=True):
         """Return the byte at which the first slice of a page begins that lies here."""
         home, within = divmod(page, self.pages_of_home)
         before = home if self.home is None else 0
-        return before * self._home_bytes + within * self.layout.slice_bytes
+        return before * self.home_bytes + within * self.layout.slice_bytes
 
     def places(self, segment: SegmentRef, region: int, pages: Sequence[int]) -> BlockPlaces:
         """Return the places of `pages` for peers."""
         return BlockPlaces(
             segment, region, self.layer_stride, [self.offset(page) for page in pages]
         )
-
-    @property
-    def _home_bytes(self) -> int:
-        return len(self.layers) * self.layer_stride
 
 
 class Home(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from enum import Enum
 
 import msgspec
 
+from mooncake import __version__
 from mooncake.base.blocks import BlockKey
 from mooncake.base.kv_layout import BlockPlaces
 from mooncake.base.kv_parts import KvPart
@@ -23,7 +24,10 @@ from mooncake.base.request import (
     TokenLogprobs,
 )
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
+"""What messages mean. It grows with a change that a former release would misread."""
+OLDEST_PROTOCOL_VERSION = 7
+"""The first version with which this release still works together, in both directions."""
 
 
 class Role(str, Enum):
@@ -69,6 +73,26 @@ class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
     address: str
 
 
+class Release(msgspec.Struct, frozen=True, array_like=True):
+    """What a process runs, and which protocol versions it speaks."""
+
+    name: str
+    version: int
+    oldest: int
+
+    def speaks_with(self, other: Release) -> bool:
+        """Whether each of the two understands the other's version."""
+        return self.oldest <= other.version and other.oldest <= self.version
+
+    def __str__(self) -> str:
+        return f"release {self.name} (protocol versions {self.oldest} to {self.version})"
+
+
+OWN_RELEASE = Release(__version__, PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION)
+UNNAMED_RELEASE = Release("0.1.0 or before", 6, 6)
+"""Of a process that does not say."""
+
+
 def is_former(worker: WorkerRef, present: WorkerRef) -> bool:
     """Return whether `worker` is an earlier epoch of `present`."""
     return worker.worker_id == present.worker_id and worker.epoch != present.epoch
@@ -110,6 +134,7 @@ class WorkerHello(Message, frozen=True, tag="hello"):
     """Steps measured at start; the Conductor fits its cost models to them."""
     health_url: str = ""
     """Where probes ask its process; empty for a thread of the gateway's process."""
+    release: Release = UNNAMED_RELEASE
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -127,8 +152,14 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Free blocks that still hold reusable content."""
     draining: bool = False
     """The worker wants to leave: what others can do is not given to it."""
+    lends: bool = False
+    """An engine that leaves: its blocks can be read as a pool node's, until it is relieved."""
     counters: dict[str, float] = {}
     """Counts since start, by name (`blocks_fetched`, `preemptions`, …), for /metrics."""
+    expert_rows: list[int] = []
+    """Rows of each routed expert that this worker computed in the last window, of all layers; none
+    where it shares them with nobody.
+    """
 
 
 class LoadReport(Message, frozen=True, tag="load"):
@@ -240,6 +271,7 @@ class GatewayNews(Message, frozen=True, tag="gateway"):
     """Sometimes: the ids of all requests it has booked; bookings that are not listed have ended."""
     send_all: bool = False
     """The sender does not know the receiver's bookings and asks for all of them."""
+    release: Release = UNNAMED_RELEASE
 
 
 class PeersHeard(Message, frozen=True, tag="heard"):
@@ -264,7 +296,9 @@ class Welcome(Message, frozen=True, tag="welcome"):
     gateways: list[WorkerRef] = []
     """Other gateways of this cluster: send a hello to them too."""
     relieved: bool = False
-    """Others of its role have taken its place: when it wants to leave, it may."""
+    """Others of its role have taken its place, and what they go on with: when it wants to leave, it
+    may.
+    """
 
 
 class PeerLost(Message, frozen=True, tag="peer_lost"):
@@ -283,10 +317,12 @@ class Drain(Message, frozen=True, tag="drain"):
 
 
 class Refused(Answer, frozen=True, tag="refused"):
-    """The receiver of a message did not take it: the sender's credential does not allow it."""
+    """The receiver of a message did not take it: the sender's credential does not allow it, or the
+    two cannot work together.
+    """
 
     message: str
-    """The type of what was sent, as `PutStart`."""
+    """The type of what was sent, as `PutStart`; of an unknown one its tag."""
     reason: str
 
 
@@ -372,7 +408,7 @@ class KVReady(Message, frozen=True, tag="kv_ready"):
     sources: list[BlockSource] = []
     """The places of the blocks when they were not pushed."""
     checksums: list[int] = []
-    """xxh3-64 of each pushed block, in the order of `Reserved.indexes`; none: do not compare."""
+    """Of each pushed block, in the order of `Reserved.indexes`; none: do not compare."""
 
 
 class BlocksPushed(Message, frozen=True, tag="blocks_pushed"):
@@ -384,7 +420,7 @@ class BlocksPushed(Message, frozen=True, tag="blocks_pushed"):
     attempt: int
     indexes: list[int]
     checksums: list[int]
-    """xxh3-64 of each."""
+    """Of each, see `kvstore.block_checksum`."""
 
 
 class PushEnded(Message, frozen=True, tag="push_ended"):
@@ -423,7 +459,7 @@ class PinGranted(Answer, frozen=True, tag="pin_granted"):
     num_blocks: int
     places: BlockPlaces
     checksums: list[int] = []
-    """xxh3-64 of each block, 0 where it is not known; empty: none is known."""
+    """Of each block, 0 where it is not known; empty: none is known."""
     more: bool = False
     """The blocks that follow are on this node's disk: unpin these, then ask for those."""
 
@@ -470,11 +506,13 @@ class PutEnd(Message, frozen=True, tag="put_end"):
     written: list[BlockKey] = []
     dropped: list[BlockKey] = []
     checksums: list[int] = []
-    """xxh3-64 of each block in `written`, if the writer has computed them; else empty."""
+    """Of each block in `written`, if the writer has computed them; else empty."""
 
 
 class PinBlocks(Message, frozen=True, tag="pin"):
-    """Ask to read a run of blocks; they stay until `Unpin` or the reader is lost."""
+    """Ask to read a run of blocks; they stay until `Unpin` or the reader is lost. An engine that
+    leaves is asked, too.
+    """
 
     reader: WorkerRef
     ticket: int

@@ -6,8 +6,6 @@ import dataclasses
 import itertools
 import re
 
-from mooncake.bench.http_client import HttpClient, RequestFailed
-
 _COUNTER = re.compile(
     r"^\w+:spec_decode_num_(drafts|draft_tokens|accepted_tokens)(?:_total)?(?:\{.*\})? (\S+)$",
     re.MULTILINE,
@@ -77,15 +75,3 @@ def parse_counts(text: str) -> DraftCounts:
         accepted_tokens=round(found["accepted_tokens"]),
         accepted_at=tuple(round(at.get(position, 0.0)) for position in positions),
     )
-
-
-async def draft_counts(client: HttpClient, headers: dict[str, str]) -> DraftCounts:
-    """Return what a server has counted so far; zeros if it does not say."""
-    body = bytearray()
-    try:
-        answer = await client.request(
-            "GET", "/metrics", headers, b"", lambda data, _: body.extend(data)
-        )
-    except RequestFailed:
-        return NO_DRAFTS
-    return parse_counts(body.decode(errors="replace") if answer.status == 200 else "")

@@ -42,6 +42,10 @@ class Metrics:
     """ttft, tpot, itl, e2el, client_queue_time -> its distribution."""
     drafts: DraftCounts = NO_DRAFTS
     """As far as the server has reported them."""
+    expert_balance_before: float | None = None
+    """Of ranks that share experts, mean over most rows, since the server's start until the run."""
+    expert_balance: float | None = None
+    """Of the windows that ended in the run; None: none did, or no ranks share any."""
 
     @property
     def request_throughput(self) -> float:

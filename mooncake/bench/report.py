@@ -58,6 +58,11 @@ def table(
             _row(f"Acceptance at position {position} (%):", 100 * rate)
             for position, rate in enumerate(metrics.drafts.acceptance_rates)
         ]
+    if metrics.expert_balance is not None:
+        lines.append("Shared Experts".center(WIDTH, "-"))
+        if metrics.expert_balance_before is not None:
+            lines.append(_row("Balance of ranks before:", metrics.expert_balance_before))
+        lines.append(_row("Balance of ranks in this run:", metrics.expert_balance))
     lines.append("=" * WIDTH)
     return "\n".join(lines)
 
@@ -121,6 +126,9 @@ def document(metrics: Metrics, outputs: Sequence[Output], shown: Sequence[str]) 
             "spec_decode_accepted_tokens": metrics.drafts.accepted_tokens,
             "spec_decode_per_position_acceptance_rates": metrics.drafts.acceptance_rates,
         }
+    if metrics.expert_balance is not None:
+        fields["expert_balance_before"] = metrics.expert_balance_before
+        fields["expert_balance"] = metrics.expert_balance
     return fields
 
 

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from mooncake.base import ConfigError, Unavailable
-from mooncake.bench.drafts import draft_counts
+from mooncake.bench.drafts import parse_counts
 from mooncake.bench.endpoint import Output, Target, ask
+from mooncake.bench.experts import parse_rows
 from mooncake.bench.http_client import HttpClient, RequestFailed
 from mooncake.bench.metrics import Metrics, metrics_of
 from mooncake.bench.run import Run
@@ -74,7 +75,7 @@ async def benchmark(
             *(_gated(gate, client, target, each, number) for number, each in enumerate(warmups))
         )
     times_s = _times_s(samples, run)
-    before = await draft_counts(client, target.headers)
+    before = await server_metrics(client, target.headers)
     with _progress(len(samples), run.progress) as advance:
         start_s = time.perf_counter()
         tasks = []
@@ -87,9 +88,26 @@ async def benchmark(
             tasks.append(task)
         outputs = await asyncio.gather(*tasks)
         duration_s = time.perf_counter() - start_s
-    drafts = (await draft_counts(client, target.headers)).since(before)
-    metrics = metrics_of(outputs, duration_s, run.percentiles, run.goodput_ms)
-    return dataclasses.replace(metrics, drafts=drafts), outputs
+    after = await server_metrics(client, target.headers)
+    metrics = dataclasses.replace(
+        metrics_of(outputs, duration_s, run.percentiles, run.goodput_ms),
+        drafts=parse_counts(after).since(parse_counts(before)),
+        expert_balance_before=parse_rows(before).balance,
+        expert_balance=parse_rows(after).since(parse_rows(before)).balance,
+    )
+    return metrics, outputs
+
+
+async def server_metrics(client: HttpClient, headers: dict[str, str]) -> str:
+    """Return what a server has counted so far, in Prometheus' text; "" if it does not say."""
+    body = bytearray()
+    try:
+        answer = await client.request(
+            "GET", "/metrics", headers, b"", lambda data, _: body.extend(data)
+        )
+    except RequestFailed:
+        return ""
+    return body.decode(errors="replace") if answer.status == 200 else ""
 
 
 def _times_s(samples: Sequence[Sample], run: Run) -> list[float]:

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -16,6 +17,11 @@ from mooncake.base import ConfigError
 from mooncake.cli.command import Command
 from mooncake.launch.config.eval_settings import Eval
 from mooncake.tasks.mix import evaluation_samples
+
+if TYPE_CHECKING:
+    from mooncake.bench.evaluate import Score
+    from mooncake.bench.http_client import HttpClient
+    from mooncake.bench.tool_calls import ToolCalls
 
 
 def run(wanted: Eval) -> int:
@@ -36,7 +42,7 @@ def run(wanted: Eval) -> int:
     return run_in_loop(_run(wanted, HttpClient(wanted.base_url, insecure=wanted.insecure)))
 
 
-async def _run(wanted: Eval, client: Any) -> int:
+async def _run(wanted: Eval, client: HttpClient) -> int:
     from mooncake.bench.evaluate import Endpoint, evaluate
     from mooncake.bench.serve import first_model
     from mooncake.bench.tool_calls import ToolCalls
@@ -59,25 +65,8 @@ async def _run(wanted: Eval, client: Any) -> int:
             )
     finally:
         client.close()
-    table = Table(title=f"{model}: answers that are right", title_justify="left")
-    for heading in ("task", "samples", "right", "standard error", "failed"):
-        table.add_column(heading, justify="left" if heading == "task" else "right")
-    for score in scores:
-        table.add_row(
-            score.task,
-            str(score.num_samples),
-            f"{score.accuracy:.1%}",
-            f"{score.standard_error:.1%}",
-            str(len(score.failures)),
-        )
-    Console().print(table)
     tools = ToolCalls.total(score.tool_calls for score in scores)
-    if tools.num_answers:
-        print(
-            f"{tools.num_answers} answers to requests with tools: trigger similarity "
-            f"{_share(tools.trigger_similarity)}, schema accuracy {_share(tools.schema_accuracy)} "
-            f"of {tools.num_called} that call"
-        )
+    _show(model, scores, tools)
     if wanted.json is not None:
         tasks = {score.task: score.document() for score in scores}
         document = {
@@ -92,6 +81,27 @@ async def _run(wanted: Eval, client: Any) -> int:
     for task, share in below:
         console.print(f"{task}: {found[task]:.1%} are right, fewer than {share:.1%}")
     return 1 if failures or below else 0
+
+
+def _show(model: str, scores: Sequence[Score], tools: ToolCalls) -> None:
+    table = Table(title=f"{model}: answers that are right", title_justify="left")
+    for heading in ("task", "samples", "right", "standard error", "failed"):
+        table.add_column(heading, justify="left" if heading == "task" else "right")
+    for score in scores:
+        table.add_row(
+            score.task,
+            str(score.num_samples),
+            f"{score.accuracy:.1%}",
+            f"{score.standard_error:.1%}",
+            str(len(score.failures)),
+        )
+    Console().print(table)
+    if tools.num_answers:
+        print(
+            f"{tools.num_answers} answers to requests with tools: trigger similarity "
+            f"{_share(tools.trigger_similarity)}, schema accuracy {_share(tools.schema_accuracy)} "
+            f"of {tools.num_called} that call"
+        )
 
 
 def _share(value: float | None) -> str:

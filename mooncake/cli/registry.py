@@ -22,6 +22,7 @@ SUMMARIES = {
     "serve": "serve a checkpoint",
     "model": "work with checkpoints",
     "train": "train a small checkpoint on generated tasks",
+    "ranks": "compute stages of engines that other machines lead",
     "status": "workers, pool and load",
     "chat": "talk to a server in the terminal",
     "pool": "look at a pool node, put and get",

@@ -53,16 +53,23 @@ class Batch:
     preempted: list[Sequence] = field(default_factory=list)
     failed: list[tuple[Sequence, Failure]] = field(default_factory=list)
     """Sequences that can never run here; removed from the queues, with their pages held."""
+    num_running_streams: int = 0
+    """Running sequences that lack one token only; counted where steps go through stages."""
+    streams: set[int] = field(default_factory=set)
+    """sequence_id of those of them that have a share."""
 
     def give(self, sequence: Sequence, max_tokens: int) -> None:
         num_tokens = sequence.num_unplanned
         if num_tokens > 1:
             num_tokens = min(num_tokens, max_tokens, self.budget)
+        if sequence.num_missing == 1:
+            self.streams.add(sequence.sequence_id)
         self.shares[sequence.sequence_id] = (sequence, num_tokens)
         self.budget -= num_tokens
 
     def take_back(self, sequence: Sequence) -> None:
         _, num_tokens = self.shares.pop(sequence.sequence_id, (sequence, 0))
+        self.streams.discard(sequence.sequence_id)
         self.budget += num_tokens
 
 
@@ -100,6 +107,8 @@ class Batcher:
     def plan(self) -> Batch:
         """Return the next step's shares, with pages allocated; none = nothing to compute."""
         batch = Batch(budget=self._config.max_batched_tokens)
+        if self._config.num_stages > 1:
+            batch.num_running_streams = sum(each.num_missing == 1 for each in self.running)
         self._continue_running(batch)
         self._admit_waiting(batch)
         if not batch.shares and not any(sequence.steps for sequence in self.running):
@@ -126,20 +135,11 @@ class Batcher:
         config = self._config
         most = config.max_chunk_tokens
         if config.num_stages > 1:
-            if sequence.num_missing == 1 and self._num_streams(batch) >= self._most_streams:
+            most_streams = -(-batch.num_running_streams // config.num_stages)
+            if sequence.num_missing == 1 and len(batch.streams) >= most_streams:
                 return  # in a later step, while this one is at its second stage
             most = equal_chunk(self._cost, most, sequence.num_computed + sequence.num_in_flight)
         batch.give(sequence, most)
-
-    @staticmethod
-    def _num_streams(batch: Batch) -> int:
-        return sum(sequence.num_missing == 1 for sequence, _ in batch.shares.values())
-
-    @property
-    def _most_streams(self) -> int:
-        """Of one step: an equal share of all for each stage."""
-        num_streams = sum(sequence.num_missing == 1 for sequence in self.running)
-        return -(-num_streams // self._config.num_stages)
 
     def _grow(self, sequence: Sequence, batch: Batch) -> bool:
         """Allocate pages for the known tokens of `sequence`; False = not in this step."""
@@ -222,6 +222,7 @@ class Batcher:
         self.waiting.remove(sequence)
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=rank)
+        batch.num_running_streams += sequence.num_missing == 1
         self._give(sequence, batch)
         return True
 

@@ -27,7 +27,7 @@ def equal_chunk(cost: StepCostModel, most: int, num_context_tokens: int) -> int:
 
     By the cost model, x tokens behind L take fixed + token x + pair L x + square x²: solved for x.
     """
-    if most <= UNIT:
+    if most <= UNIT or not num_context_tokens:
         return most
     _, token, pair, square = cost.coefficients
     wanted = token * most + square * most**2

@@ -32,14 +32,11 @@ from mooncake.engine.batcher import Batch, Batcher
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.plan import Sample, SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.engine.drafters import Drafter, drafter_of
+from mooncake.engine.plan import Counted, Sample, SequenceStart, StepPlan, StepResult, StepSlot
 from mooncake.engine.ports import Runner
 from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
-from mooncake.engine.speculation import (
-    Drafter,
-    Speculation,
-    drafter_of,
-)
+from mooncake.engine.speculation import Speculation
 
 _MAX_TICK_S = 1.0
 """The time between two ticks counts as no more than this: a stopped process is not hung."""
@@ -87,6 +84,7 @@ class Engine:
         self.pool = BlockPool(config.num_blocks, config.num_homes)
         self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         """Counts since start, for `WorkerLoad.counters`."""
+        self._expert_rows: list[int] = []
         self._fingerprint = layout_fingerprint
         self._runner = runner
         self._speculation = None
@@ -313,6 +311,12 @@ class Engine:
         """Whether no sequence is here, in flight, or waiting for its `release`."""
         return not (self._sequences or self._in_flight or self._unreleased)
 
+    def on_counted(self, event: Counted) -> None:
+        """Take in what the runner has counted."""
+        self.counters |= event.counters
+        if event.expert_rows is not None:
+            self._expert_rows = event.expert_rows
+
     def load(self) -> WorkerLoad:
         """Return the figures for a load report."""
         return WorkerLoad(
@@ -324,6 +328,7 @@ class Engine:
             num_total_blocks=self.pool.num_blocks,
             num_cached_blocks=self.pool.num_cached,
             counters=dict(self.counters),
+            expert_rows=self._expert_rows,
         )
 
     def check_integrity(

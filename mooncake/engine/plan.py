@@ -111,4 +111,13 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of the runner since its start, by name, for `WorkerLoad.counters`."""
 
 
-RunnerEvent = LayerDone | StepResult | OfRank
+class Counted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a runner that shares experts with others has counted, also in steps of theirs."""
+
+    counters: dict[str, float]
+    """As in `StepResult`."""
+    expert_rows: list[int] | None = None
+    """For `WorkerLoad.expert_rows`; None: they are what they were."""
+
+
+RunnerEvent = LayerDone | StepResult | Counted | OfRank

@@ -64,18 +64,26 @@ class Moved(msgspec.Struct, frozen=True, tag="moved", array_like=True):
     num_bytes: int
     seconds: float
     checksums: list[int]
-    """xxh3-64 of each block, in the order of its pages; none unless they were wanted."""
+    """Of each block, in the order of its pages, the part that this rank's layers make; none unless
+    they were wanted.
+    """
 
 
 class Hashed(msgspec.Struct, frozen=True, tag="hashed", array_like=True):
-    """The xxh3-64 of pages, in the order in which they were named."""
+    """The checksums of pages, or the parts of them that this rank's layers make, in the order in
+    which they were named.
+    """
 
     number: int
     checksums: list[int]
 
 
+class Alive(msgspec.Struct, frozen=True, tag="alive", array_like=True):
+    """A follower's sign of life, which its process gives every `ranks.SIGN_S` by itself."""
+
+
 RankWord = StartMove | StopMove | HashPages
-RankAnswer = Opened | Moved | Hashed
+RankAnswer = Opened | Moved | Hashed | Alive
 
 
 class OfRank(msgspec.Struct, frozen=True):

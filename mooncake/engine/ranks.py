@@ -14,6 +14,11 @@ from typing import Protocol
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.step_log import Ahead, Measure, RankMessage, StepWriter, UsePages, Way
 
+SIGN_S = 1.0
+"""Between two signs of life of a follower."""
+SILENT_S = 10.0
+"""A follower that gives none for so long stands still, whatever it was doing."""
+
 
 class Followers(Protocol):
     """The other ranks of an instance, as its lead reaches them."""
@@ -31,6 +36,8 @@ class LeadRanks:
     def __init__(self, followers: Followers) -> None:
         self._followers = followers
         self._writer = StepWriter()
+        self._signs: dict[int, float] = {}
+        """When each follower gave its last sign of life, from its first one on."""
         self.lost: str | None = None
         """Why this instance cannot go on; None: it can."""
 
@@ -52,12 +59,15 @@ class LeadRanks:
         slots: Sequence[StepSlot],
         logprob_rows: Mapping[int, int],
         way: Way = Way.AS_IT_COMES,
+        *,
+        handed_on: bool = False,
     ) -> None:
         """Have all followers compute the slots that this rank is about to compute.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
+        handed_on: blocks go to other engines as they are after the step.
         """
-        self._followers.tell(self._writer.pack(slots, logprob_rows, way))
+        self._followers.tell(self._writer.pack(slots, logprob_rows, way, handed_on=handed_on))
 
     def ahead(self) -> None:
         """Have all followers begin the decode step after the last, whose tokens come to them."""
@@ -66,6 +76,18 @@ class LeadRanks:
     def gone(self, rank: int) -> None:
         """A follower's process has ended."""
         self.fail(f"rank {rank} of this model has ended")
+
+    def alive(self, rank: int, now: float) -> None:
+        """A follower has given a sign of life."""
+        self._signs[rank] = now
+
+    def check_signs(self, now: float, silent_s: float) -> None:
+        """Fail where a follower has given none for `silent_s`. All that came must have been told of
+        before: this process may itself have stood still.
+        """
+        for rank, given in self._signs.items():
+            if now - given > silent_s:
+                self.fail(f"rank {rank} of this model gave no sign of life for {silent_s:g} s")
 
     def fail(self, why: str) -> None:
         """End all ranks. Only the first call counts."""

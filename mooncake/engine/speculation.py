@@ -2,26 +2,17 @@
 token. The runner samples after each as it would have without them, and goes on to the next while
 the sampled token is the draft; so drafts change when a token is computed, never which it is.
 
-`NgramDrafter` proposes what followed the same tokens earlier, `ModelDrafter` leaves it to the
-runner; `Speculation` keeps those drafts that are worth their time. What is known of a sequence is
-in its `drafting`. Pure.
+`Speculation` keeps those drafts of a drafter that are worth their time. What is known of a sequence
+is in its `drafting`. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
 
-from mooncake.base.errors import ConfigError
 from mooncake.base.messages import CostSample
-from mooncake.engine.plan import BY_MODEL
+from mooncake.engine.drafters import Drafter
 from mooncake.engine.sequence import Drafting, Sequence
-
-METHODS = ("ngram", "mtp")
-MOST_DRAFTS = 32
-LOOKUP_WINDOW = 1 << 15
-"""Tokens at a sequence's end that are searched: about 20 us for one length, at worst 300."""
 
 _FORGET = 0.98
 """What a step leaves of the weight of those before it."""
@@ -47,98 +38,6 @@ DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS = (
 """Counters, named as vLLM names them: slots with drafts, drafts in them, those accepted."""
 ACCEPTED_AT = f"{ACCEPTED_TOKENS}_per_pos_"
 """And, with a number behind it, those accepted that were the first (0), second... of their slot."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """What `--speculative-config` says, by vLLM's names.
-
-    Raises:
-        ConfigError: a value is out of range, or two contradict each other; the key is named.
-    """
-
-    method: str
-    num_speculative_tokens: int
-    """Most drafts of a sequence in one step."""
-    prompt_lookup_max: int = 0
-    """Most tokens that are looked for; 0: as `prompt_lookup_min`, or 5."""
-    prompt_lookup_min: int = 0
-    """Fewest tokens that must be found again; 0: as `prompt_lookup_max`, or 5."""
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigError(f"method: {self.method!r} is not one of {', '.join(METHODS)}")
-        if self.method != "ngram" and (self.prompt_lookup_max or self.prompt_lookup_min):
-            raise ConfigError(f"prompt_lookup_max: the method {self.method} looks up nothing")
-        _in_range("num_speculative_tokens", self.num_speculative_tokens, 1)
-        _in_range("prompt_lookup_max", self.prompt_lookup_max, 0)
-        _in_range("prompt_lookup_min", self.prompt_lookup_min, 0)
-        longest, shortest = self.lookup
-        if shortest > longest:
-            raise ConfigError(
-                f"prompt_lookup_min: {shortest} is more than prompt_lookup_max ({longest})"
-            )
-
-    @property
-    def lookup(self) -> tuple[int, int]:
-        """The most and the fewest tokens that are looked for."""
-        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
-        return longest or shortest or 5, shortest or longest or 5
-
-
-def _in_range(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_DRAFTS:
-        raise ConfigError(
-            f"{name}: {value!r} is not a whole number of {least or 1} to {MOST_DRAFTS}"
-        )
-
-
-class Drafter(Protocol):
-    """Proposes tokens."""
-
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Return up to `most` tokens that may follow the known ones; any are allowed. Each is
-        `BY_MODEL` where the runner is to make them.
-        """
-
-
-class ModelDrafter:
-    """Leaves it to the runner, which has the model's states."""
-
-    def propose(self, _sequence: Sequence, most: int) -> list[int]:
-        """Return `most` drafts that are not made yet."""
-        return [BY_MODEL] * most
-
-
-class NgramDrafter:
-    """Proposes what followed the last earlier occurrence of a sequence's last tokens."""
-
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self._longest, self._shortest = config.lookup
-
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Return the tokens behind the longest match; of several as long, behind the last one."""
-        text = self._text(sequence)
-        end = len(text) - 1  # a match ends before the last token
-        if text.rfind(text[-self._shortest :], 0, end) < 0:
-            return []
-        for length in range(min(self._longest, end), self._shortest - 1, -1):
-            at = text.rfind(text[-length:], 0, end)
-            if at >= 0:
-                followed = text[at + length :][:most]
-                # What ends with the text goes on as it began: the text repeats itself from there.
-                followed *= -(-most // len(followed))
-                return [ord(letter) for letter in followed[:most]]
-        return []
-
-    def _text(self, sequence: Sequence) -> str:
-        """Return the tokens as letters: a text is searched fast, and whole letters only."""
-        drafting, num_tokens = sequence.drafting, sequence.num_tokens
-        first = max(drafting.num_read, num_tokens - LOOKUP_WINDOW)
-        new = "".join(map(chr, sequence.tokens_between(first, num_tokens)))
-        drafting.text = (drafting.text + new)[-LOOKUP_WINDOW:]
-        drafting.num_read = num_tokens
-        return drafting.text
 
 
 class RowCost:
@@ -304,8 +203,3 @@ class Speculation:
             sequence.drafting.learn(num_tested, num_accepted, _FORGET_OWN)
             all_tested, all_accepted = all_tested + num_tested, all_accepted + num_accepted
         self._of_all.learn(all_tested, all_accepted, _FORGET)
-
-
-def drafter_of(config: SpeculativeConfig) -> Drafter:
-    """Return what proposes by the method of `config`."""
-    return NgramDrafter(config) if config.method == "ngram" else ModelDrafter()

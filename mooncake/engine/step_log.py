@@ -20,6 +20,8 @@ from mooncake.engine.rank_moves import RankWord
 _COUNTS = "I"
 """The columns' kind: four bytes, unsigned."""
 _IDS = "q"
+_TOKENS = "i"
+"""Signed: a draft may be one that ranks make themselves."""
 
 
 class Way(enum.IntEnum):
@@ -70,6 +72,8 @@ class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):
     forgotten: list[int]
     """Sequences that have ended, or begin anew with no pages."""
     way: Way = Way.AS_IT_COMES
+    handed_on: bool = False
+    """Blocks go to other engines as they are after the step."""
 
 
 class Ahead(msgspec.Struct, frozen=True, tag="ahead", array_like=True):
@@ -138,10 +142,13 @@ class StepWriter:
         slots: Sequence[StepSlot],
         logprob_rows: Mapping[int, int],
         way: Way = Way.AS_IT_COMES,
+        *,
+        handed_on: bool = False,
     ) -> RankStep:
         """Return what followers need of a step's slots.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
+        handed_on: see `RankStep`.
         """
         self.number += 1
         known = self._num_pages
@@ -162,13 +169,14 @@ class StepWriter:
             ids=array(_IDS, [slot.sequence_id for slot in slots]).tobytes(),
             starts=array(_COUNTS, [slot.start for slot in slots]).tobytes(),
             num_tokens=array(_COUNTS, [len(slot.tokens) for slot in slots]).tobytes(),
-            tokens=array(_COUNTS, tokens).tobytes(),
+            tokens=array(_TOKENS, tokens).tobytes(),
             num_pages=array(_COUNTS, num_pages).tobytes(),
             pages=array(_COUNTS, pages).tobytes(),
             sampled=bytes([slot.sample + slot.num_drafts for slot in slots]),
             logprob_rows=dict(logprob_rows),
             forgotten=forgotten,
             way=way,
+            handed_on=handed_on,
         )
 
 
@@ -190,7 +198,7 @@ class StepReader:
         self.number = step.number
         for sequence_id in step.forgotten:
             self._pages.pop(sequence_id, None)
-        tokens, pages = _column(_COUNTS, step.tokens), _column(_COUNTS, step.pages)
+        tokens, pages = _column(_TOKENS, step.tokens), _column(_COUNTS, step.pages)
         columns = (_IDS, step.ids), (_COUNTS, step.starts), (_COUNTS, step.num_tokens)
         ids, starts, num_tokens = (_column(kind, data) for kind, data in columns)
         num_pages = _column(_COUNTS, step.num_pages)

@@ -3,16 +3,19 @@ private keys that belong to it.
 
 The cluster's own keys follow from the cluster secret: who knows it can issue any credential. Who
 has a credential can prove that one and check all others, and issue none. A process that is given
-the secret issues itself a credential with fresh keys.
+the secret issues itself a credential with fresh keys. While a secret is replaced it is given two:
+it proves the first, and accepts what either has signed.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -29,6 +32,7 @@ KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 MAX_CERTIFICATE_BYTES = 1024
 MAX_NAME_CHARACTERS = 64
+MAX_SECRETS = 2
 
 
 class Certificate(msgspec.Struct, frozen=True, array_like=True):
@@ -65,13 +69,24 @@ class Certificate(msgspec.Struct, frozen=True, array_like=True):
         _verify(self.signing_key, signature, data, f"the credential {self.name!r} did not sign it")
 
 
+class Trust(Protocol):
+    """Whose signatures count."""
+
+    @property
+    def clusters(self) -> Sequence[ClusterKeys]: ...
+
+
 class ClusterKeys(msgspec.Struct, frozen=True, array_like=True):
     """The public keys of a cluster, which every credential carries."""
 
     signing_key: bytes
     """Checks certificates, and what the cluster itself has signed."""
     channel_key: bytes
-    """Of the control sockets of all that know the cluster secret."""
+    """Of the control sockets whose address people type: it does not name their key."""
+
+    @property
+    def clusters(self) -> Sequence[ClusterKeys]:
+        return (self,)
 
 
 class _Written(msgspec.Struct, frozen=True, array_like=True):
@@ -80,6 +95,7 @@ class _Written(msgspec.Struct, frozen=True, array_like=True):
     seed: bytes
     signed: bytes
     cluster: ClusterKeys
+    others: Sequence[ClusterKeys] = ()
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -99,8 +115,6 @@ class _Secret:
     """The cluster's private keys, made of its secret."""
 
     def __init__(self, secret: str) -> None:
-        if not secret:
-            raise ConfigError("the cluster secret is empty: set one, the same for all workers")
         self.channel_seed = _derive(secret.encode(), b"channel curve key v2")
         self.signing = Ed25519PrivateKey.from_private_bytes(
             _derive(secret.encode(), b"credential signing key v1")
@@ -110,21 +124,30 @@ class _Secret:
 
 
 def cluster_keys(secret: str) -> ClusterKeys:
-    """Return the public keys of the cluster that has this secret."""
-    return _Secret(secret).public
+    """Return the public keys of the cluster that has this secret, of two the first."""
+    return _Secret(secrets_in(secret)[0]).public
 
 
 class Credential:
     """What one process proves itself with. `text` and the private keys are secrets."""
 
     def __init__(
-        self, seed: bytes, signed: bytes, cluster: ClusterKeys, secret: _Secret | None = None
+        self,
+        seed: bytes,
+        signed: bytes,
+        cluster: ClusterKeys,
+        secret: _Secret | None = None,
+        others: Sequence[ClusterKeys] = (),
     ) -> None:
-        """Raises ProtocolError: `signed` is no certificate of this cluster."""
+        """`others`: of which certificates count, too. Raises ProtocolError: `signed` is no
+        certificate of this cluster.
+        """
         self.certificate = check_certificate(signed, cluster)
         self.signed = signed
         """The certificate with its signature, as peers are shown it."""
         self.cluster = cluster
+        self.clusters: Sequence[ClusterKeys] = (cluster, *others)
+        """Those whose certificates count, its own first. A new object after each change."""
         self._seed = seed
         self._signing = Ed25519PrivateKey.from_private_bytes(_derive(seed, b"signing key"))
         self.channel_seed = _derive(seed, b"channel key")
@@ -135,10 +158,24 @@ class Credential:
         """Return the name alone: the rest is secret."""
         return f"Credential({self.certificate.name!r})"
 
+    def renew(self, given: str) -> None:
+        """Prove the first secret in `given` from now on, with the same keys and rights, and accept
+        what any of them has signed. From any thread.
+
+        Raises:
+            ConfigError: `given` is no cluster secret, or this was not made from one.
+        """
+        if self._secret is None or given.startswith(PREFIX):
+            raise ConfigError("a credential is not renewed by a cluster secret: restart with one")
+        secret, *others = map(_Secret, secrets_in(given))
+        self._secret, self.cluster = secret, secret.public
+        self.clusters = (secret.public, *(other.public for other in others))
+        self.signed = _sign(self.certificate, secret)
+
     @property
     def listening_seed(self) -> bytes | None:
-        """The cluster's private X25519 key, for the sockets of workers and gateways that know the
-        secret: peers need not be told the key to such an address. None: its own key.
+        """The cluster's private X25519 key, for sockets whose address people type: peers need not
+        be told the key to it. None: this was not made from the secret.
         """
         if self._secret is None or self.certificate.sender().speaks_for_itself:
             return None
@@ -157,7 +194,7 @@ class Credential:
     @property
     def text(self) -> str:
         """The credential as one line of text, for a private file."""
-        written = _Written(self._seed, self.signed, self.cluster)
+        written = _Written(self._seed, self.signed, self.cluster, self.clusters[1:])
         return PREFIX + base64.b64encode(_ENCODER.encode(written)).decode()
 
 
@@ -178,19 +215,50 @@ class KeyAgreement:
             raise ProtocolError(f"no key of an exchange: {error}") from error
 
 
-def check_certificate(signed: bytes, cluster: ClusterKeys) -> Certificate:
-    """Return the certificate in `signed`. Raises ProtocolError unless `cluster` has signed it."""
+def check_certificate(signed: bytes, trust: Trust) -> Certificate:
+    """Return the certificate in `signed`. Raises ProtocolError unless one that is trusted has
+    signed it.
+    """
     signature, encoded = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
     try:
-        _verify(cluster.signing_key, signature, _certified(encoded), "it is of another cluster")
+        _verify_any(trust, signature, _certified(encoded), "it is of another cluster")
         return _CERTIFICATE.decode(encoded)
     except (Forbidden, ValueError) as error:
         raise ProtocolError(f"no certificate of this cluster: {error}") from error
 
 
-def check_cluster_signature(cluster: ClusterKeys, signature: bytes, data: bytes) -> None:
-    """Raise Forbidden unless a holder of the cluster secret has signed `data`."""
-    _verify(cluster.signing_key, signature, data, "signed with another secret, or altered")
+def check_cluster_signature(trust: Trust, signature: bytes, data: bytes) -> None:
+    """Raise Forbidden unless a holder of a cluster secret that is trusted has signed `data`."""
+    _verify_any(trust, signature, data, "signed with another secret, or altered")
+
+
+def _verify_any(trust: Trust, signature: bytes, data: bytes, problem: str) -> None:
+    for cluster in trust.clusters:
+        with contextlib.suppress(Forbidden):
+            _verify(cluster.signing_key, signature, data, problem)
+            return
+    raise Forbidden(problem)
+
+
+def secrets_in(given: str) -> list[str]:
+    """Return the secrets in the text that a process is given: one a line, the one to prove first.
+
+    Raises:
+        ConfigError: there is none, or more than two.
+    """
+    found = [line.strip() for line in given.splitlines() if line.strip()]
+    if not found:
+        raise ConfigError("the cluster secret is empty: set one, the same for all workers")
+    if len(found) > MAX_SECRETS:
+        raise ConfigError(
+            f"the cluster secret has {len(found)} lines: give it one, and while it is replaced two"
+        )
+    return found
+
+
+def _sign(certificate: Certificate, secret: _Secret) -> bytes:
+    encoded = _ENCODER.encode(certificate)
+    return secret.signing.sign(_certified(encoded)) + encoded
 
 
 def _certified(encoded: bytes) -> bytes:
@@ -213,8 +281,10 @@ def issue(
     expires_s: float = 0.0,
     ids: IdSource | None = None,
 ) -> Credential:
-    """Return a new credential with keys of its own. Raises ConfigError: the secret is empty."""
-    keys = _Secret(secret)
+    """Return a new credential with keys of its own, signed with the first line of `secret`. Raises
+    ConfigError: there is none.
+    """
+    keys, *others = map(_Secret, secrets_in(secret))
     seed = bytes.fromhex((ids or SystemIds()).hex(KEY_BYTES))
     certificate = Certificate(
         name=name,
@@ -224,8 +294,8 @@ def issue(
         channel_key=_public(X25519PrivateKey.from_private_bytes(_derive(seed, b"channel key"))),
         signing_key=_public(Ed25519PrivateKey.from_private_bytes(_derive(seed, b"signing key"))),
     )
-    encoded = _ENCODER.encode(certificate)
-    return Credential(seed, keys.signing.sign(_certified(encoded)) + encoded, keys.public, keys)
+    trusted = [other.public for other in others]
+    return Credential(seed, _sign(certificate, keys), keys.public, keys, trusted)
 
 
 def own_credential(
@@ -242,7 +312,7 @@ def own_credential(
         return issue(given, words, roles, ids=ids)
     try:
         written = _WRITTEN.decode(base64.b64decode(given.removeprefix(PREFIX), validate=True))
-        credential = Credential(written.seed, written.signed, written.cluster)
+        credential = Credential(written.seed, written.signed, written.cluster, None, written.others)
     except (binascii.Error, ValueError, ProtocolError) as error:
         raise ConfigError("the credential is damaged: copy its file whole") from error
     certificate = credential.certificate

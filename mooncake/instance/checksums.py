@@ -7,19 +7,22 @@ The hashing itself is behind a port, beside the instance's work. Owns which oper
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from mooncake.base.kv_layout import PageArray
+from mooncake.kvstore.block_checksum import added
 
 Hashed = Callable[[list[int], float], None]
 """(checksum of each block, now)"""
 
 
 class HashDone(msgspec.Struct, frozen=True):
-    """Blocks have been hashed: their xxh3-64, in the order in which they were given."""
+    """Blocks have been hashed: their checksums, or the parts of them that the layers here make, in
+    the order in which they were given.
+    """
 
     op_id: int
     checksums: list[int]
@@ -55,20 +58,37 @@ class HashingRank(Protocol):
         """Begin to hash; return the number that the end names."""
 
 
+class FoundParts:
+    """What the memories of an instance found of one block: the parts of its checksum."""
+
+    def __init__(self) -> None:
+        self._parts: dict[range, int] = {}
+        """By layers."""
+        self._differ = False
+
+    def add(self, layers: range, part: int) -> None:
+        """Take what one memory found of the layers that it holds."""
+        self._differ |= self._parts.setdefault(layers, part) != part
+
+    @property
+    def checksum(self) -> int:
+        """The block's, once each layer was found; 0, as of no block, where copies differ."""
+        return 0 if self._differ else added(self._parts.values())
+
+
 @dataclass
 class _Hashing:
     """Blocks that are being hashed."""
 
-    pages: Sequence[int]
     hashed: Hashed
+    found: dict[int, FoundParts]
+    """By page, in the order in which they were given."""
     num_open: int = 0
-    found: dict[int, int] = field(default_factory=dict)
-    """Page -> checksum; 0, as of no block, where copies differ."""
 
 
 class BlockChecksums:
-    """All hashing of one instance: a block of which there are copies counts as right where all are
-    the same.
+    """All hashing of one instance: each memory finds its part, and a block of which there are
+    copies counts as right where all are the same.
     """
 
     def __init__(self, ranks: Sequence[HashingRank]) -> None:
@@ -87,7 +107,7 @@ class BlockChecksums:
     def start(self, pages: Sequence[int], hashed: Hashed) -> None:
         """Hash the blocks in `pages`, which the caller holds; `hashed` is called once."""
         assert self._ranks, "nothing here can hash"
-        hashing = _Hashing(pages, hashed)
+        hashing = _Hashing(hashed, {page: FoundParts() for page in pages})
         for number, rank in enumerate(self._ranks):
             held = [page for page in pages if rank.array.holds(page)]
             if held:
@@ -98,8 +118,8 @@ class BlockChecksums:
         """Take what a rank found; call the callback when that was the last one."""
         hashing, held = self._open.pop((rank, event.op_id))
         hashing.num_open -= 1
-        for page, checksum in zip(held, event.checksums, strict=True):
-            if hashing.found.setdefault(page, checksum) != checksum:
-                hashing.found[page] = 0
+        layers = self._ranks[rank].array.layers
+        for page, part in zip(held, event.checksums, strict=True):
+            hashing.found[page].add(layers, part)
         if not hashing.num_open:
-            hashing.hashed([hashing.found[page] for page in hashing.pages], now)
+            hashing.hashed([parts.checksum for parts in hashing.found.values()], now)

@@ -41,12 +41,11 @@ class PageReads:
         """Return the checksum of a block that was read; 0: its copies in several memories differ,
         as no block is promised to be.
         """
-        page = places[index]
-        elsewhere = self._mover.found_elsewhere(page)
-        if elsewhere is not None and not self._own.array.holds(page):
-            return elsewhere
-        own = self._own.checksum(page)
-        return own if elsewhere in (None, own) else 0
+        page, own = places[index], self._own
+        found = self._mover.found_elsewhere(page)
+        if own.array.holds(page):
+            found.add(own.array.layers, own.checksum(page))
+        return found.checksum
 
 
 class Fetcher:

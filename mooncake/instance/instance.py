@@ -20,12 +20,15 @@ from mooncake.base.messages import (
     Drain,
     FinishInfo,
     PeerLost,
+    PinBlocks,
     PinGranted,
     PutGranted,
+    Refused,
     RequestOutput,
     Role,
     StepOutputs,
     Tier,
+    Unpin,
     Welcome,
     WhoAreYou,
     WorkerHello,
@@ -34,7 +37,7 @@ from mooncake.base.messages import (
 )
 from mooncake.base.request import Failure, FinishReason
 from mooncake.engine.engine import Engine
-from mooncake.engine.plan import LayerDone, StepResult
+from mooncake.engine.plan import Counted, LayerDone, StepResult
 from mooncake.engine.rank_moves import Hashed, Moved, OfRank
 from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance.checksums import BlockChecksums, HashDone, Hasher
@@ -42,6 +45,7 @@ from mooncake.instance.config import InstanceConfig
 from mooncake.instance.fetch import Fetcher, PageReads
 from mooncake.instance.kept_settings import KeptSettings, TaskT
 from mooncake.instance.mover import OwnPages, RankPages, SliceMover
+from mooncake.instance.page_pins import PagePins
 from mooncake.instance.pages import Quarantine
 from mooncake.instance.push import Push
 from mooncake.instance.put import WriteThrough
@@ -58,12 +62,14 @@ class InstancePorts(msgspec.Struct, frozen=True):
     channel: Channel
     transfer: Transfer
     pages: Region
-    """The engine's pages, a `PageArray`."""
+    """The engine's pages in this process's memory, a `PageArray`."""
     gateway_address: str
     hasher: Hasher | None = None
     """Of blocks in `pages`."""
+    held: PageArray | None = None
+    """What of the engine's pages lies in `pages`; None: all of them."""
     followers: Sequence[RankPages] = ()
-    """The pages of the other ranks, where each has a memory of its own: so has this one."""
+    """The pages of the other ranks, where each has a memory of its own."""
 
 
 class Instance:
@@ -85,8 +91,7 @@ class Instance:
         self._channel = ports.channel
         self._transfer = ports.transfer
         array = PageArray(layout, engine.config.num_blocks, engine.config.num_homes)
-        if ports.followers:
-            array = array.of_rank(0)
+        array = ports.held or array
         self._own_pages = OwnPages(array, ports.transfer, ports.pages, ports.hasher)
         ranks = [self._own_pages, *ports.followers]
         self.mover = SliceMover(ranks)
@@ -99,6 +104,10 @@ class Instance:
         self._writer = BlockWriter(self.worker, ports.channel)
         self.fetcher = Fetcher(self._reader, config.fetch_timeout_s, self._count_fetch)
         self.checksums = BlockChecksums(ranks if ports.hasher is not None else [])
+        self.page_pins = PagePins(
+            hello.worker, ports.channel, self.pool, self._own_pages.places, self.checksums,
+            config.ask_again_s,
+        )  # fmt: skip
         self.write_through = WriteThrough(self._writer, layout.num_layers, config.push_timeout_s)
         self.quarantine = Quarantine(self.pool, config.quarantine_s)
         self.draining = False
@@ -130,6 +139,8 @@ class Instance:
         match event:
             case LayerDone():
                 self.engine.on_progress()
+            case Counted():
+                self.engine.on_counted(event)
             case TransferDone():
                 self.mover.on_done(event, now)
             case HashDone():
@@ -152,6 +163,10 @@ class Instance:
                 self._writer.on_granted(event, now)
             case PinGranted():
                 self._reader.on_granted(event, now)
+            case PinBlocks():
+                self.page_pins.on_pin(event, now)
+            case Unpin():
+                self.page_pins.on_unpin(event)
             case Drain():
                 self.draining = True
                 self.next_role = event.next_role or self.next_role
@@ -159,10 +174,13 @@ class Instance:
                 self._membership.on_welcome(event)
             case WhoAreYou():
                 self._membership.on_who_are_you(event)
+            case Refused():
+                self._membership.on_refused(event)
             case PeerLost():
                 self._membership.on_peer_lost(event.worker)
                 self._reader.on_peer_lost(event.worker, now)
                 self._writer.on_peer_lost(event.worker, now)
+                self.page_pins.on_peer_lost(event.worker)
 
     def on_step(self, result: StepResult, now: float) -> list[SequenceOutput]:
         """Commit a step to the engine and report its cost; return what its sequences produced."""
@@ -181,6 +199,9 @@ class Instance:
     def tick(self, now: float) -> float:
         """Give up overdue transfers, send outputs and reports; return when to come again."""
         wakes = [self._reader.tick(now), self._writer.tick(now), self.quarantine.tick(now)]
+        readers, wake_s = self.page_pins.tick(now)
+        self.ask_about(readers)
+        wakes.append(wake_s)
         self._membership.send_blocks(*self.pool.drain_events())
         self._flush()
         wakes.append(self._membership.tick(now, self.load))
@@ -302,8 +323,18 @@ class Instance:
             "blocks_fetched_corrupt": self._reader.num_corrupt,
             "blocks_put": self.write_through.num_blocks_put,
             "puts_failed": self.write_through.num_puts_failed,
+            "blocks_handed_over": self.page_pins.num_blocks_read,
         }
-        return msgspec.structs.replace(load, counters=counters, draining=self.draining)
+        return msgspec.structs.replace(
+            load, counters=counters, draining=self.draining, lends=self._lends
+        )
+
+    @property
+    def _lends(self) -> bool:
+        """Whether others may read its cached blocks here: it ends once nobody needs them any more,
+        unless it comes back in another role, which it does as soon as nothing runs.
+        """
+        return self.draining and self.next_role is None and self._own_pages.has_whole_blocks
 
     @property
     def relieved(self) -> bool:
@@ -316,8 +347,8 @@ class Instance:
         return self._membership.welcomed
 
     def block_checksums(self, keys: list[BlockKey]) -> list[int]:
-        """Return the xxh3-64 of each leading block of `keys` that is cached here, for comparing
-        workers.
+        """Return the checksum of each leading block of `keys` that is cached in the memory of this
+        process, for comparing workers.
         """
         pages = self.pool.match(keys)
         return [self._own_pages.checksum(page) for page in pages]
@@ -330,6 +361,7 @@ class Instance:
             and self._num_open_pushes == 0
             and self._reader.num_open == 0
             and self._writer.num_open == 0
+            and self.page_pins.num_open == 0
             and self.quarantine.num_pages == 0
             and self.mover.num_in_flight == 0
         )

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from mooncake.base.kv_layout import BlockPlaces, PageArray, SegmentRef
 from mooncake.base.kv_parts import KvPart, Move, copies, part_of, reshard
-from mooncake.instance.checksums import Hasher
+from mooncake.instance.checksums import FoundParts, Hasher
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.transfer.engine import (
     Op,
@@ -60,7 +60,7 @@ class OwnPages:
         self.hasher = hasher
         self._transfer = transfer
         self.region_id = region.region_id
-        self._blocks = BlockMemory.strided(region, array.layout, array.layer_stride)
+        self._blocks = BlockMemory.strided(region, array.layout, array.layer_stride, array.layers)
 
     @property
     def segment(self) -> SegmentRef:
@@ -86,12 +86,25 @@ class OwnPages:
     def cancel(self, number: int) -> None:
         self._transfer.cancel(number)
 
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether all layers of all the instance's pages lie here."""
+        array = self.array
+        is_all = array.home is None or array.num_homes == 1
+        return is_all and len(array.layers) == array.layout.num_layers
+
+    def places(self, pages: Sequence[int]) -> BlockPlaces:
+        """Return where peers may read the blocks in pages that lie here."""
+        return self.array.places(self.segment, self.region_id, pages)
+
     def hash(self, pages: Sequence[int]) -> int:
         assert self.hasher is not None, "nothing here can hash"
         return self.hasher.start(pages)
 
     def checksum(self, page: int) -> int:
-        """Return the xxh3-64 of the block in a page. Raises TransferError when a device fails."""
+        """Return the checksum of the block in a page, or the part of it that the layers here make.
+        Raises TransferError when a device fails.
+        """
         return self._blocks.checksum(self.array.offset(page))
 
 
@@ -119,8 +132,8 @@ class SliceMover:
         self._move_of: dict[tuple[int, int], int] = {}
         """(rank, number on this rank) -> move."""
         self._last_move = 0
-        self._found: dict[int, int] = {}
-        """Page -> checksum of what other ranks have read into it; 0: their copies differ."""
+        self._found: dict[int, FoundParts] = {}
+        """Page -> what other ranks have read into it."""
 
     @property
     def num_in_flight(self) -> int:
@@ -159,11 +172,9 @@ class SliceMover:
             self._found.pop(page, None)
         return self._start(Op.READ, copies(self._arrays, pages, there), deadline_s, ended)
 
-    def found_elsewhere(self, page: int) -> int | None:
-        """Return, once, the checksum that other ranks found of a block that was read into a page;
-        0: not the same one. None: no other rank holds it.
-        """
-        return self._found.pop(page, None)
+    def found_elsewhere(self, page: int) -> FoundParts:
+        """Return, once, what other ranks found of a block that was read into a page."""
+        return self._found.pop(page, None) or FoundParts()
 
     def _start(self, op: Op, moves: Sequence[Move], deadline_s: float, ended: Ended) -> int:
         self._last_move += 1
@@ -192,10 +203,8 @@ class SliceMover:
             return
         moving = self._moving[move_id]
         move = moving.open.pop(key)
-        for page, checksum in zip(move.pages, checksums, strict=False):
-            known = self._found.setdefault(page, checksum)
-            if known != checksum:
-                self._found[page] = 0
+        for page, part in zip(move.pages, checksums, strict=False):
+            self._found.setdefault(page, FoundParts()).add(move.layers, part)
         moving.num_bytes += done.num_bytes
         moving.seconds = max(moving.seconds, done.seconds)
         if done.error is not None and moving.error is None:

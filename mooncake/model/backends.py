@@ -9,19 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mooncake_kernels import dispatch
-from mooncake_kernels.dispatch import FIXED, NATIVE, ONEDNN, REFERENCE, TRITON, kernel
-from mooncake_kernels.native import build, fixed, packed
+from mooncake_kernels import dispatch, wide
+from mooncake_kernels.dispatch import FIXED, NATIVE, ONEDNN, REFERENCE, TRITON, WIDE, kernel
+from mooncake_kernels.native import build, packed
 from mooncake_kernels.onednn import linear as onednn
-from mooncake_kernels.reference.experts import gated
 
 from mooncake.base import ConfigError
 
 AUTO = "auto"
 
-_FIXED_SPLIT_PAGES = 64
-"""Of a context, where cuts may not depend on the batch: 4096 tokens with pages of 64."""
-_SPLITTING = ("mla_absorbed", "mla_decode")
+_FIXED_ARGUMENTS: dict[str, dict[str, object]] = {
+    # Of a context, where cuts may not depend on the batch: 4096 tokens with pages of 64.
+    "mla_absorbed": {"split_pages": 64},
+    "mla_decode": {"split_pages": 64},
+    "absorb_queries": {"fixed": True},
+    "linear_heads": {"fixed": True},
+}
+"""What Triton's kernels are called with where no result may depend on the batch."""
 _FIXED_ROWS_OF_EXPERT = 32
 """The load whose tiles are taken for every load, where they may not depend on the batch."""
 
@@ -60,22 +64,37 @@ class Backends:
         return self.moe == FIXED
 
     @property
-    def gated(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the gate of a layer: `reference.experts.gated`."""
-        return fixed.gated if self.adds_slabs else gated
+    def fuses(self) -> bool:
+        """Whether what lies between a layer's products is made in as few launches as can be: a sum
+        with the norm behind it, the query's norm with the KV write, queries where attention reads
+        them. By other backends products add their result themselves.
+        """
+        return self.attention == TRITON
+
+    def keeps_router(self, dtype: torch.dtype) -> bool:
+        """Whether a router's weight stored as `dtype` is multiplied so, its products summed in
+        float32.
+        """
+        return self.moe == TRITON and not self.deterministic and dtype == torch.bfloat16
 
     @property
     def draws_on_device(self) -> bool:
         """Whether a kernel draws the tokens, so that a step never waits for the host."""
         return self.attention == TRITON
 
+    @property
+    def few_shapes(self) -> bool:
+        """Whether oneDNN multiplies for attention: it builds code for each new shape."""
+        return self.attention in (NATIVE, ONEDNN) and build.has_bf16()
+
     def op(self, name: str) -> Any:
         """Return an op of the attention side; the reference where the backend has none."""
-        made = kernel(
-            name, self.attention if self.attention in dispatch.backends(name) else REFERENCE
-        )
-        if self.attention == TRITON and self.deterministic and name in _SPLITTING:
-            return functools.partial(made, split_pages=_FIXED_SPLIT_PAGES)
+        backend = self.attention
+        if backend in (NATIVE, ONEDNN) and not build.has_bf16():
+            backend = WIDE if WIDE in dispatch.backends(name) else backend
+        made = kernel(name, backend if backend in dispatch.backends(name) else REFERENCE)
+        if self.attention == TRITON and self.deterministic and name in _FIXED_ARGUMENTS:
+            return functools.partial(made, **_FIXED_ARGUMENTS[name])
         return made
 
     @property
@@ -97,28 +116,19 @@ class Backends:
 
     def fp8_linear(
         self, weight: torch.Tensor, factors: torch.Tensor
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    ) -> Callable[..., torch.Tensor]:
         """Return the product with an e4m3 weight [out, in] that has a factor for each 128 x 128
-        block.
+        block: of (x), or added to what else is given.
 
         On a GPU rows of x are quantized in groups of 128 columns, as DeepSeek-V3 does (arXiv
         2412.19437, 3.3).
         """
         if self.moe in (AUTO, NATIVE):
             return packed.Fp8Linear(weight, factors)
-        quantize, multiply = kernel("quantize_rows", self.moe), kernel("linear_fp8", self.moe)
+        multiply = kernel("linear_fp8", self.moe)
         if self.deterministic:
             multiply = functools.partial(multiply, fixed_tiles=True)
-        return lambda x: multiply(*quantize(x.contiguous()), weight, factors).to(x.dtype)
-
-    @property
-    def linear_heads(self) -> Callable[..., torch.Tensor]:
-        """Return the product of each head's rows apart."""
-        name = self.attention
-        if name == TRITON and not self.deterministic:
-            name = REFERENCE
-        made: Callable[..., torch.Tensor] = kernel("linear_heads", name)
-        return made
+        return lambda x, to=None: multiply(x.contiguous(), weight, factors, to)
 
     def experts(self, op: str, *stored: torch.Tensor) -> tuple[Any, str]:
         """Return the layer of experts made of `stored`, and by what it computes, in words; op:
@@ -178,7 +188,8 @@ def settle(
     if attention == AUTO and on_gpu:
         attention = TRITON
     elif attention == AUTO:
-        attention = NATIVE if compiled else ONEDNN if packs else REFERENCE
+        plain = WIDE if wide.is_faster(dtype, device) else REFERENCE
+        attention = NATIVE if compiled else ONEDNN if packs else plain
     chosen = Backends(
         attention=attention,
         moe=(TRITON if on_gpu else AUTO) if moe == AUTO else moe,

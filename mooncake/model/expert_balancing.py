@@ -7,7 +7,7 @@ expert moved, or two exchanged, between two steps.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 import torch
 
@@ -19,7 +19,7 @@ from mooncake.engine.expert_placement import (
     place,
     rank_loads,
 )
-from mooncake.model.layers.expert_slots import ExpertSlots
+from mooncake.model.layers.expert_slots import ExpertSlots, slots_of
 from mooncake.model.parallel.exchange import ExpertRanks
 
 ROWS, HOTTEST_ROWS = "expert_rows", "expert_rows_hottest"
@@ -48,6 +48,12 @@ class ExpertBalancer:
         """Of rows: sums over layers and windows; `expert_rank_rows_mean` over
         `expert_rank_rows_most` is the balance of the ranks.
         """
+        self.num_windows = 0
+        """That were counted."""
+        self.rows: list[int] = []
+        """Of each expert, those that this instance computed in the last of them, of all layers."""
+        if ranks.exchange is not None:
+            self.counters |= {WAITED_S: 0.0, WAITED_FOR_S: 0.0}
 
     def between_steps(self) -> None:
         """Count a step, and do the next part of what is to be done. All ranks call this alike.
@@ -71,7 +77,8 @@ class ExpertBalancer:
     def _count(self) -> list[list[int]]:
         """Return the rows of each expert since the last time, of each layer."""
         counters, size = self.counters, self._ranks.all.size
-        counted = []
+        counted: list[list[int]] = []
+        computed = [0.0] * len(self._layers[0].counts[:-1]) if self._layers else []
         for layer in self._layers:
             counts = layer.counts.tolist()[:-1]
             layer.counts.zero_()
@@ -81,6 +88,12 @@ class ExpertBalancer:
             counters[HOTTEST_ROWS] += max(counts)
             counters[MEAN_ROWS] += sum(loads) / size
             counters[MOST_ROWS] += max(loads)
+            slots = Counter(layer.placement)
+            for rank in self._ranks.own:
+                for expert in slots_of(layer.placement, rank, size):
+                    computed[expert] += counts[expert] / slots[expert]
+        self.rows = [round(rows) for rows in computed]
+        self.num_windows += 1
         return counted
 
     def _go_on(self) -> None:

@@ -5,13 +5,14 @@ Owns the process it runs in: it ends with its lead, and any error ends it.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import mmap
 import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +23,8 @@ import torch
 from mooncake.base import MooncakeError, PageArray
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.plan import StepSlot
-from mooncake.engine.rank_moves import ALL_LAYERS, Progress, RankWord
+from mooncake.engine.rank_moves import ALL_LAYERS, Alive, Progress, RankWord, encode_answer
+from mooncake.engine.ranks import SIGN_S
 from mooncake.engine.step_log import (
     Ahead,
     Held,
@@ -39,6 +41,8 @@ from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import DecodeGraphs, GraphPort
 from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.device.pages import PageMemory
+from mooncake.model.drafts.model_drafts import ModelDrafts
+from mooncake.model.drafts.mtp import MtpRows
 from mooncake.model.inputs import PageTables, SlotRows, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -70,6 +74,10 @@ class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """torch's CPU threads while it loads; each `UsePages` says how many compute."""
     timeout_s: float
     """How long it waits for the other ranks in an exchange."""
+    sign_s: float = SIGN_S
+    """Between two of its signs of life."""
+    store: tuple[str, int] | None = None
+    """(host, port) where ranks on several machines find each other; None: by a file."""
     number: int = 0
     """Of its instance, among those that share experts."""
 
@@ -130,6 +138,7 @@ class Follower:
         self._reader = StepReader()
         self._kv: KvTensors | None = None
         self._tables = PageTables()
+        self._drafts: ModelDrafts | None = None
 
     def use(self, kv: KvTensors, most_rows: int = 0, most_pages: int = 0) -> None:
         """Compute over these pages; no sequence is known any more. Decode steps of `most_rows`
@@ -138,6 +147,10 @@ class Follower:
         self._kv = kv
         self._reader = StepReader()
         self._num_steps = 0
+        if self._model.mtp is not None:
+            layer = MtpRows(self._model, kv, self._copier)
+            num_layers = self._model.spec.num_hidden_layers
+            self._drafts = ModelDrafts(layer, num_layers, self._copier, self._group)
         self._group.meet()
         if most_rows:
             graphs = self._open_graphs()
@@ -171,18 +184,28 @@ class Follower:
             self._replay(slots, step.way)
             self._reached(ALL_LAYERS)
             return
-        whole = frozenset(step.logprob_rows)
         with torch.inference_mode():
-            kv = self._kv
-            rule = self._model.prefers_absorbed
-            inputs = build_inputs(slots, whole, kv.page_shape, rule, self._tables, kv.home)
-            inputs = inputs.to(self._model.device)
-            hidden = self._model.forward(inputs, kv, lambda layer: self._reached(layer + 1))
-            if self._model.stage.is_last:
-                self._make_logits(inputs.output_rows, hidden, step.logprob_rows)
+            self._compute(slots, step)
         # Others may be at later steps by now, or at earlier ones.
         self._model.stage.ranks.meet()
         self._reached(ALL_LAYERS)
+
+    def _compute(self, slots: Sequence[StepSlot], step: RankStep) -> None:
+        """Compute a step as it comes, as the lead's runner does."""
+        assert self._kv is not None
+        wanted, read, kv = frozenset(step.logprob_rows), None, self._kv
+        if self._drafts is not None:
+            self._drafts.forget(step.forgotten)
+            slots, read = self._drafts.make(slots), self._drafts.read_states()
+            wanted = frozenset(slot.sequence_id for slot in slots)
+        rule = self._model.prefers_absorbed
+        inputs = build_inputs(slots, wanted, kv.page_shape, rule, self._tables, kv.home)
+        inputs = inputs.to(self._model.device)
+        hidden = self._model.forward(inputs, kv, lambda layer: self._reached(layer + 1), read)
+        if self._model.stage.is_last:
+            self._make_logits(inputs.output_rows, hidden, step.logprob_rows)
+        if self._drafts is not None and read is not None:
+            self._drafts.keep(inputs.input_rows, read, None, handed_on=step.handed_on)
 
     def _reached(self, num_layers: int) -> None:
         if self._moves is not None:
@@ -239,7 +262,7 @@ class Follower:
         """Make this rank's own memory of pages, or map that of all; return what it holds there."""
         if descriptor is None:
             assert self._moves is not None, "pages of its own are for a rank that can move them"
-            array = message.pages.of_rank(self.rank)
+            array = message.pages.of_rank(self.rank, self._model.stage.layers)
             self._reports.drain()
             self._moves.close()
             if self._device_pages is None:
@@ -274,15 +297,15 @@ class Follower:
 
 def run(
     link: socket.socket,
-    memory: int,
+    joined: Callable[[FollowerSettings], Group],
     shared: int | None,
     keys: Callable[[ModelOptions], KeyRing | None],
     open_moves: Callable[[Callable[[bytes], None]], PageMoves],
 ) -> None:
     """Be a follower until the lead goes.
 
-    link: to the lead, whose first message are `FollowerSettings`. memory: descriptor of the file
-    by which the group is joined. shared: of that by which ranks of all instances are joined that
+    link: to the lead, whose first message are `FollowerSettings`. joined: returns the group of
+    all ranks. shared: descriptor of that by which ranks of all instances are joined that
     share experts; None: there are no others. keys: finds the keys of encrypted weights. open_moves:
     makes what moves pages, given what sends an answer to the lead.
     """
@@ -292,11 +315,16 @@ def run(
     settings = msgspec.msgpack.decode(first, type=FollowerSettings)
     words: queue.SimpleQueue[Word | None] = queue.SimpleQueue()
     options = settings.options
-    moves = open_moves(functools.partial(send, link))
+    sending = threading.Lock()
+
+    def say(answer: bytes) -> None:
+        with sending:
+            send(link, answer)
+
+    moves = open_moves(say)
     hearing = threading.Thread(target=_hear, args=(link, words, moves), name="lead", daemon=True)
     hearing.start()
-    num_ranks = options.shape.num_ranks
-    group = join(options.group_kind, num_ranks, settings.rank, memory, settings.timeout_s)
+    group = joined(settings)
     sharing = None
     if shared is not None:
         sharing = join_experts(options, settings.rank, settings.number, shared, settings.timeout_s)
@@ -306,9 +334,11 @@ def run(
         device = RankDevice(options, SPEC_DTYPES[settings.dtype], settings.rank)
         model = _load(settings, device, group, sharing, keys(options))
     except MooncakeError as error:
-        send(link, msgspec.msgpack.encode(Loaded(error.message)))
+        say(msgspec.msgpack.encode(Loaded(error.message)))
         return
-    send(link, msgspec.msgpack.encode(Loaded()))
+    say(msgspec.msgpack.encode(Loaded()))
+    signs = threading.Thread(target=_give_signs, args=(say, settings.sign_s), daemon=True)
+    signs.start()
     follower = Follower(
         model,
         group,
@@ -324,6 +354,14 @@ def run(
         group.fail()
         _log.exception("rank %d failed and cannot go on", settings.rank)
         os._exit(1)
+
+
+def _give_signs(say: Callable[[bytes], None], every_s: float) -> None:
+    """Show the lead that this process goes on, until the lead is gone."""
+    with contextlib.suppress(OSError):
+        while True:
+            say(encode_answer(Alive()))
+            time.sleep(every_s)
 
 
 def join_experts(
@@ -356,6 +394,7 @@ def _load(
         sharing=sharing,
         eplb=options.eplb,
         host=device.host_experts(),
+        with_mtp=options.with_mtp,
     )
 
 

@@ -28,12 +28,20 @@ from mooncake.model.parallel.stages import Stage
 
 
 class Layer:
-    """One decoder layer: attention and a dense or expert layer, each normed first and added."""
+    """One decoder layer: attention and a dense or expert layer, each normed first and added.
 
-    def __init__(self, attention: Mla, output_norm: RmsNorm, mlp: GatedMlp | Moe) -> None:
+    What a layer makes of hidden states is (x, update): where the backend fuses, the sum of the two
+    is left to the next norm, else `update` is None.
+    """
+
+    def __init__(
+        self, attention: Mla, output_norm: RmsNorm, mlp: GatedMlp | Moe, *, fused: bool = False
+    ) -> None:
+        """fused: see `Backends.fuses`."""
         self._attention = attention
         self._output_norm = output_norm
         self._mlp = mlp
+        self._fused = fused
         self.takes = attention.takes
         self.prepare_context = attention.prepare_context
         self.write_kv = attention.write_kv
@@ -75,10 +83,14 @@ class Layer:
         rotation: torch.Tensor,
         queries: Queries,
         kv: KvTensors,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the layer's output for the rows of `queries`; the other arguments are theirs."""
-        x = self._attention.attend(query, rotation, queries, kv, x)
-        return self._mlp.add(self._output_norm(x), x)
+        if self._fused:
+            attended = self._attention.attend(query, rotation, queries, kv)
+            normed, x = self._output_norm.of_sum(x, attended)
+            return x, self._mlp(normed)
+        x = self._attention.attend_and_add(query, rotation, queries, kv, x)
+        return self._mlp.add(self._output_norm(x), x), None
 
 
 class Output:
@@ -163,14 +175,19 @@ class KimiK2:
             self.balancer = ExpertBalancer(self.expert_slots, sharing, eplb)
 
     def forward(
-        self, inputs: StepInputs, kv: KvTensors, after_write: Callable[[int], None] | None = None
+        self,
+        inputs: StepInputs,
+        kv: KvTensors,
+        after_write: Callable[[int], None] | None = None,
+        read: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """Return the final hidden states of the output rows, [rows, hidden], before the last norm;
         of a stage before the last those of all rows, which the next one gets.
 
         Writes the KV of all rows; `after_write(layer)` is called as soon as a layer's is written,
-        by all ranks that have a share of it, and all layers' before it. The last layer attends only
-        for rows whose output is used.
+        by all ranks that have a share of it, and all layers' before it. `read(layer, states)` sees
+        what goes into each layer, [rows, hidden], which is overwritten afterwards, and at last the
+        result. The last layer attends only for rows whose output is used.
         """
         stage = self.stage
         stage.begin()
@@ -179,42 +196,54 @@ class KimiK2:
         if self.exchange is not None:
             self.exchange.agree(len(inputs.tokens), inputs.outputs.num_rows)
         if stage.is_first:
-            assert self._embedding is not None
-            x = self._embedding(inputs.tokens)
+            x = self.embedded(inputs.tokens)
         else:
             x = stage.receive(self._placed.new_empty(len(inputs.tokens), self.spec.hidden_size))
             if after_write is not None:
                 after_write(stage.layers[0] - 1)
+        update: torch.Tensor | None = None
         rotation = self._rope.rotation(inputs.positions)
         last = self.spec.num_hidden_layers - 1
         for number, layer in zip(stage.layers, self._layers, strict=True):
             stage.go_on()
+            if read is not None:
+                read(number, x)
             queries = inputs.queries if number < last else inputs.outputs
             if number == last and self.exchange is not None:
                 self.exchange.in_last_layer()
             written = None if after_write is None else partial(after_write, number)
-            x = self._through(layer, x, rotation, inputs.places, queries, kv, written)
+            x, update = self._through(
+                layer, (x, update), rotation, inputs.places, queries, kv, written
+            )
+        if update is not None:
+            x = x.add_(update)
         if not stage.is_last:
             stage.send(x)
+        elif read is not None:
+            read(last + 1, x)
         return x
 
     def _through(
         self,
         layer: Layer,
-        x: torch.Tensor,
+        hidden: tuple[torch.Tensor, torch.Tensor | None],
         rotation: torch.Tensor,
         places: torch.Tensor,
         queries: Queries,
         kv: KvTensors,
         after_write: Callable[[], None] | None,
-    ) -> torch.Tensor:
-        """Return a layer's output for the rows of `queries`; see `forward`."""
-        if queries.rows is None and layer.takes(queries, kv):
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a layer's output for the rows of `queries`, of what the layer before it made; see
+        `forward` and `Layer`.
+        """
+        x, update = hidden
+        if update is None and queries.rows is None and layer.takes(queries, kv):
             x = layer.in_one(x, rotation, places, queries, kv)
             if after_write is not None:
                 after_write()
-            return x
-        query = layer.write_kv(x, rotation, places, kv)
+            return x, None
+        query, x = layer.write_kv(x, update, rotation, places, kv)
+        update = None
         if after_write is not None and self._context is None:
             after_write()
         if queries.rows is not None:
@@ -222,14 +251,19 @@ class KimiK2:
                 part.index_select(0, queries.rows) for part in (x, query, rotation)
             )
         if queries.num_rows:
-            x = layer.finish(x, query, rotation, queries, kv)
+            x, update = layer.finish(x, query, rotation, queries, kv)
         else:
             layer.serve(x)
             if self._context is not None:
                 self._context.meet()
         if after_write is not None and self._context is not None:
             after_write()  # all ranks wrote theirs before they met in this layer
-        return x
+        return x, update
+
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [rows, hidden] of `tokens` [rows] int64. Only the first stage can."""
+        assert self._embedding is not None
+        return self._embedding(tokens)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the states of `forward`'s result, or some of its rows."""
@@ -243,12 +277,11 @@ class KimiK2:
         states: of the token before each of `inputs.tokens`, by the model or by this layer.
         """
         assert self.mtp is not None
-        assert self._embedding is not None
-        x = self.mtp.join(self._embedding(inputs.tokens), states)
+        x = self.mtp.join(self.embedded(inputs.tokens), states)
         rotation = self._rope.rotation(inputs.positions)
         layer = self.mtp.layer
-        x = self._through(layer, x, rotation, inputs.places, inputs.outputs, kv, None)
-        return self.mtp.norm(x)
+        made = self._through(layer, (x, None), rotation, inputs.places, inputs.outputs, kv, None)
+        return self.mtp.norm.of_sum(*made)[0]
 
     def likeliest(self, states: torch.Tensor) -> torch.Tensor:
         """Return the likeliest token after each of these states, int64 [rows]."""
@@ -276,7 +309,7 @@ class KimiK2:
     @property
     def counters(self) -> dict[str, float]:
         """Counts since the start, by name: of experts, where ranks share them out."""
-        return {} if self.balancer is None else self.balancer.counters
+        return {} if self.balancer is None else dict(self.balancer.counters)
 
     def kinds_of_layers(self) -> list[Layer]:
         """Return a layer of each kind: dense ones come first, then those with experts."""

@@ -25,13 +25,17 @@ _DTYPES = {
 class KvTensors:
     """Latent KV of `num_pages` pages: one `[num_pages, block_tokens, kv_width]` tensor a layer.
 
-    Where ranks share the pages of an engine out, these are one rank's, and `home` says which.
+    Where ranks share the pages of an engine out, these are one rank's, and `home` says which; in a
+    stage's own memory they begin with its first layer.
     """
 
-    def __init__(self, layout: KvLayout, pages: torch.Tensor, home: Home = ALL_PAGES) -> None:
+    def __init__(
+        self, layout: KvLayout, pages: torch.Tensor, home: Home = ALL_PAGES, first_layer: int = 0
+    ) -> None:
         """Use `view` or `allocate`."""
         self.layout = layout
         self.home = home
+        self.first_layer = first_layer
         self.pages = pages
         self.layers = list(pages.unbind(0))
         self._rows = [layer.view(-1, layout.kv_width) for layer in self.layers]
@@ -46,27 +50,33 @@ class KvTensors:
         """
         layout, each = pages.layout, pages.pages_of_home
         dtype = _dtype(layout)
-        shape = (layout.num_layers, each, layout.block_tokens, layout.kv_width)
+        shape = (len(pages.layers), each, layout.block_tokens, layout.kv_width)
         if buffer.nbytes < pages.num_bytes:
             raise ConfigError(
                 f"{pages.num_pages} KV pages need {pages.num_bytes} bytes, have {buffer.nbytes}"
             )
-        before = home * each * layout.block_bytes
+        before = home * pages.home_bytes
         if pages.home is not None:
             home, before = pages.home, 0
-        count = each * layout.block_bytes // DTYPE_BYTES[layout.dtype]
+        count = pages.home_bytes // DTYPE_BYTES[layout.dtype]
         found = torch.frombuffer(buffer, dtype=dtype, count=count, offset=before)
-        return cls(layout, found.view(shape), Home(home, pages.num_homes))
+        return cls(layout, found.view(shape), Home(home, pages.num_homes), pages.first_layer)
 
     @classmethod
     def allocate(
-        cls, layout: KvLayout, num_pages: int, device: torch.device, home: Home = ALL_PAGES
+        cls,
+        layout: KvLayout,
+        num_pages: int,
+        device: torch.device,
+        home: Home = ALL_PAGES,
+        layers: range | None = None,
     ) -> KvTensors:
-        """Return zeroed pages of `home` in `device` memory."""
-        shape = (layout.num_layers, num_pages, layout.block_tokens, layout.kv_width)
+        """Return zeroed pages of `home` and of `layers`, or of all, in `device` memory."""
+        layers = layers or range(layout.num_layers)
+        shape = (len(layers), num_pages, layout.block_tokens, layout.kv_width)
         dtype = _dtype(layout)
         zeros = torch.zeros(*shape[:3], shape[3] * dtype.itemsize, dtype=torch.uint8, device=device)
-        return cls(layout, zeros.view(dtype), home)
+        return cls(layout, zeros.view(dtype), home, layers.start)
 
     @property
     def num_pages(self) -> int:
@@ -77,18 +87,22 @@ class KvTensors:
         """`[num_pages, block_tokens, kv_width]`."""
         return self.layers[0].shape
 
+    def of_layer(self, layer: int) -> torch.Tensor:
+        """Return the pages of a layer of the model, `page_shape`."""
+        return self.layers[layer - self.first_layer]
+
     def write(self, layer: int, places: torch.Tensor, rows: torch.Tensor) -> None:
         """Store `rows` [tokens, kv_width] at `places` [tokens] (page * block_tokens + offset); a
         negative place is passed over.
         """
-        used = places >= 0
+        held, used = self._rows[layer - self.first_layer], places >= 0
         if not bool(used.all()):
             places, rows = places[used], rows[used]
         if self.pages.dtype == torch.float8_e4m3fn:
             written = rows.float().clamp_(-FP8_MAX, FP8_MAX).to(self.pages.dtype)
-            self._rows[layer].view(torch.uint8).index_copy_(0, places, written.view(torch.uint8))
+            held.view(torch.uint8).index_copy_(0, places, written.view(torch.uint8))
         else:
-            self._rows[layer].index_copy_(0, places, rows.to(self.pages.dtype))
+            held.index_copy_(0, places, rows.to(self.pages.dtype))
 
 
 def _dtype(layout: KvLayout) -> torch.dtype:

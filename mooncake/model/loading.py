@@ -228,6 +228,14 @@ class _Loader:
         self._count()
         return kept
 
+    def _router(self, name: str) -> torch.Tensor:
+        """Return a router's weight: half the bytes, and the same logits, where it may stay so."""
+        tensor = self._tensor(name)
+        kept = tensor.dtype == self._dtype and self._backends.keeps_router(tensor.dtype)
+        dtype = tensor.dtype if kept else torch.float32
+        self._count()
+        return tensor.to(device=self._device, dtype=dtype, copy=True)
+
     def _read_into(self, name: str, out: torch.Tensor) -> None:
         self._placer.copy(self._tensor(name), out)
         self._count()
@@ -272,6 +280,7 @@ class _Loader:
             ),
             self._norm(prefix + "post_attention_layernorm.weight", spec.rms_norm_eps),
             self._dense(prefix + "mlp.") if dense else self._moe(prefix + "mlp."),
+            fused=self._backends.fuses,
         )
 
     def _attention(self, prefix: str) -> MlaWeights:
@@ -362,7 +371,7 @@ class _Loader:
         return self._linear(prefix + "gate_proj", prefix + "up_proj")
 
     def _dense(self, prefix: str) -> GatedMlp:
-        gated = self._backends.gated
+        gated = self._backends.op("gated")
         return GatedMlp(self._gate_up(prefix), self._summed(prefix + "down_proj"), gated)
 
     def _shared(self, prefix: str) -> GatedMlp:
@@ -371,11 +380,11 @@ class _Loader:
         fixed = self._backends.adds_slabs
         columns = self._spec.moe_intermediate_size
         product = self._slabbed(down, columns) if fixed else self._linear(down)
-        return GatedMlp(self._gate_up(prefix), product, self._backends.gated)
+        return GatedMlp(self._gate_up(prefix), product, self._backends.op("gated"))
 
     def _moe(self, prefix: str) -> Moe:
         spec = self._spec
-        router = self._read(prefix + "gate.weight", torch.float32)
+        router = self._router(prefix + "gate.weight")
         bias = self._read(prefix + "gate.e_score_correction_bias", torch.float32)
         stored = self._stored(f"{prefix}experts.{self._held[0]}.gate_proj.weight")
         if stored is None:
@@ -384,8 +393,9 @@ class _Loader:
             op, experts = f"experts_{stored.kind}", self._stored_experts(prefix, stored.kind)
         shared = self._shared(prefix + "shared_experts.") if spec.n_shared_experts else None
         weights = MoeWeights(router, bias, op, experts, shared)
-        fixed = self._backends.adds_slabs
-        slabs = self._slabs_of(spec.moe_intermediate_size) if fixed else 0
+        slabs, columns = 0, spec.moe_intermediate_size
+        if self._backends.adds_slabs:
+            slabs = self._slabs_of(columns) if self._sharing is None else slabs_of(columns)
         made = Moe(spec, weights, self._backends, self._group, self._host, slabs, self._sharing)
         if not self._told:
             self._told = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mooncake_kernels.native import build
@@ -55,6 +55,10 @@ class GpuMemory:
     """In use: weights, libraries, other processes."""
     step_bytes: int
     """What the largest step took on top while it ran."""
+
+    def beside(self, num_bytes: int) -> GpuMemory:
+        """Return the same with so much more in use."""
+        return replace(self, resident_bytes=self.resident_bytes + num_bytes)
 
 
 def room_for_pages(memory: GpuMemory, utilization: float, block_bytes: int) -> int:

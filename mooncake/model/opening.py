@@ -22,10 +22,14 @@ from mooncake.crypto.keys import KeyRing
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.rank_moves import Opened
 from mooncake.engine.step_log import Measure, UsePages
+from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
-from mooncake.model.copies import Copies
+from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.device.pages import PageMemory
+from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows
+from mooncake.model.drafts.model_drafts import DraftLayer
+from mooncake.model.drafts.mtp import MtpRows
 from mooncake.model.follower import join_experts
 from mooncake.model.grammar import Grammars
 from mooncake.model.grammar_tokens import load_grammar_tokens
@@ -89,6 +93,7 @@ class ModelSource:
         self.lead = lead
         self._peers = peers
         self._model: KimiK2 | None = None
+        self._head: Eagle3Head | None = None
         self.memories: list[Opened] = []
         """The memories of ranks from 1 on, where they have some."""
 
@@ -126,6 +131,9 @@ class ModelSource:
                 )
                 if self.lead is not None:
                     self.lead.wait_until_loaded()
+                if self._options.draft_model is not None:
+                    files = Eagle3Files.open(Path(self._options.draft_model), model.spec)
+                    self._head = Eagle3Head(files, model, self._device.backends)
                 self._model = model
 
     def warm_up(
@@ -187,6 +195,9 @@ class ModelSource:
         else:
             model, group = self._model, self.lead.group
             ranks = self.lead.measure(asked, lambda: measure_memory(model, meter, asked, group))
+        if self._head is not None:
+            windows = self._head.spec.window_bytes(config.max_num_seqs, self._dtype.itemsize)
+            ranks = [rank.beside(windows) for rank in ranks]
         each = pages_that_fit(
             ranks,
             utilization=self._options.gpu_memory_utilization,
@@ -252,10 +263,19 @@ class ModelSource:
             copies=copies,
             lead=self.lead,
             peers=self._peers,
+            draft_layer=self._draft_layer(model, kv, config, copies or HostCopies()),
         )
         if self._peers is not None:
             self._peers.wait_until_ready()
         return runner
+
+    def _draft_layer(
+        self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies
+    ) -> DraftLayer | None:
+        """Return what makes drafts over these pages, if anything does."""
+        if self._head is not None and config.speculation is not None:
+            return Eagle3Rows(self._head, config.max_num_seqs, copies)
+        return None if model.mtp is None else MtpRows(model, kv, copies)
 
     def _join_peers(self) -> ExpertRanks | None:
         """Join the ranks of all instances that share experts with this one, if any do."""
@@ -286,7 +306,7 @@ class ModelSource:
 
     def _captured(self, config: EngineConfig) -> tuple[int, int]:
         """Return the sequences of the largest captured decode step, and pages of each: 0 where the
-        device or the backends do not allow any, an MTP layer reads the states of each step, or the
+        device or the backends do not allow any, what drafts reads the states of each step, or the
         host takes part: it computes experts, stages tell each other what they timed, ranks that
         share experts how many rows they have.
         """
@@ -294,7 +314,8 @@ class ModelSource:
         assert model is not None
         kernels = (self._device.backends.attention, self._device.backends.moe)
         can = self._device.is_gpu and kernels == (TRITON, TRITON)
-        can = can and self._device.expert_backends is None and model.mtp is None
+        drafts = model.mtp is not None or self._head is not None
+        can = can and self._device.expert_backends is None and not drafts
         can = can and shape.pp == shape.ep == 1 and model.spec.rope_interleave
         if not (can and self._options.graphs):
             return 0, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from mooncake.base.kv_layout import PageArray
-from mooncake.base.parallel import Shape
+from mooncake.base.parallel import Shape, stage_layers
 from mooncake.crypto.keys import KeySource
 from mooncake.engine.expert_placement import EplbConfig
 
@@ -27,6 +27,8 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The same of all, and of no others on their machine."""
     number: int
     size: int
+    workers: tuple[str, ...] = ()
+    """What each is called."""
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +62,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Of torch and compiled code in an engine's process; None: as many as there are cores."""
     with_mtp: bool = False
     """Whether the model's first MTP layer is loaded, which makes drafts."""
+    draft_model: str | None = None
+    """The directory of an EAGLE-3 head, which makes drafts; None: no head does."""
     graphs: bool = True
     """On a GPU: decode steps are captured once and replayed."""
 
@@ -72,11 +76,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def own_memories(self) -> bool:
-        """Whether each rank keeps KV pages in a memory of its own, instead of all in one. Ranks of
-        several stages do not yet.
-        """
-        own = self.group_kind in ("gloo", "nccl")
-        return own and self.shape.tp > 1 and self.shape.pp == 1
+        """Whether each rank keeps KV pages in a memory of its own, instead of all in one."""
+        return self.group_kind in ("gloo", "nccl") and self.shape.num_ranks > 1
 
     def device_of(self, rank: int) -> str:
         """Return the device on which a rank computes: of the GPUs that its process sees, which are
@@ -86,8 +87,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.device if shared else f"cuda:{rank}"
 
     def held_by(self, rank: int, pages: PageArray) -> PageArray:
-        """Return what the memory of `rank` holds of an engine's `pages`."""
-        return pages.of_rank(rank) if self.own_memories else pages
+        """Return what the memory of `rank` holds of an engine's `pages`: of the layers of its
+        stage the pages of its home.
+        """
+        if not self.own_memories:
+            return pages
+        stages = stage_layers(pages.layout.num_layers, self.shape.pp)
+        return pages.of_rank(rank, stages[self.shape.stage_of(rank)])
 
     @property
     def experts_apart(self) -> bool:

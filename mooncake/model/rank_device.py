@@ -88,7 +88,7 @@ class RankDevice:
         """Return zeroed pages on the device."""
         home = ALL_PAGES if pages.home is None else Home(pages.home, pages.num_homes)
         held = pages.num_homes_here * pages.pages_of_home
-        return KvTensors.allocate(pages.layout, held, self.device, home)
+        return KvTensors.allocate(pages.layout, held, self.device, home, pages.layers)
 
     def pages(self, pages: PageArray) -> PageMemory:
         """Return pages in the device's own memory, for a transfer engine and for a rank. They are

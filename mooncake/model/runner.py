@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +20,7 @@ import torch
 
 from mooncake.base import Failure, Grammar, InternalError, TokenLogprobs
 from mooncake.engine.plan import (
+    Counted,
     LayerDone,
     RunnerEvent,
     Sample,
@@ -33,7 +34,7 @@ from mooncake.engine.step_log import Way
 from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.device.layer_reports import LayerReports
-from mooncake.model.drafts import MtpDrafts
+from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts
 from mooncake.model.inputs import (
     PageTables,
     SlotRows,
@@ -46,6 +47,9 @@ from mooncake.model.layers.sampler import Drawn
 from mooncake.model.output_logits import prompt_pieces, sampled_rows
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
+
+_COUNTED_EVERY = 16
+"""Steps of others, in which this runner takes part, for one report of its counts."""
 
 
 class TokenSampler(Protocol):
@@ -99,6 +103,7 @@ class ModelRunner:
         copies: Copies | None = None,
         lead: Lead | None = None,
         peers: Peers | None = None,
+        draft_layer: DraftLayer | None = None,
     ) -> None:
         """Start the thread. `num_threads`: torch's CPU threads, of the whole process; None = as is.
 
@@ -106,6 +111,7 @@ class ModelRunner:
         copies: to the model's device; None = it is the host.
         lead: the followers that compute each step with this rank; None = there are none.
         peers: the instances that share experts with this one, and step with it; None = none do.
+        draft_layer: makes the drafts that a plan leaves to the model; None = it leaves none.
         The queue is as long as the engine lets it be (two steps in flight; one more than there
         are stages).
         """
@@ -116,8 +122,14 @@ class ModelRunner:
         self._decoder = decoder
         self._copies = copies or HostCopies()
         self._lead = lead
-        self._drafts = MtpDrafts(model, kv, self._copies) if model.mtp is not None else None
+        self._drafts: ModelDrafts | None = None
+        if draft_layer is not None:
+            self._drafts = ModelDrafts(
+                draft_layer, model.spec.num_hidden_layers, self._copies, model.stage.ranks
+            )
         self._peers = peers
+        self._num_windows = 0
+        """Of rows of experts, that were reported."""
         self._asked = 0
         """The last step that another instance has begun."""
         self._starts: dict[int, SequenceStart] = {}
@@ -134,7 +146,11 @@ class ModelRunner:
         if lead is not None:
             lead.watch(self._wake, self._emit)
         if peers is not None:
-            peers.watch(self._plans.put, self._wake)
+            peers.watch(
+                self._plans.put,
+                self._wake,
+                lambda: self._emit(Counted(counters=dict(peers.counters))),
+            )
         self._threads = [threading.Thread(target=self._run, name="model-runner", daemon=True)]
         if not model.stage.is_first:  # it is the last one, and the others are to be ahead of it
             self._untold = queue.SimpleQueue()
@@ -173,9 +189,11 @@ class ModelRunner:
         return events
 
     def check_integrity(self) -> None:
-        """Raise where a rank holds pages of a sequence that has ended (see `Lead.check_integrity`).
-        No step may be running.
+        """Raise where a rank holds pages of a sequence that has ended (see `Lead.check_integrity`),
+        or what makes drafts holds memory of one. No step may be running.
         """
+        if self._drafts is not None:
+            self._drafts.check_integrity(self._starts)
         if self._lead is not None:
             self._lead.check_integrity(self._starts)
 
@@ -191,7 +209,7 @@ class ModelRunner:
         if self._lead is not None:
             self._lead.watch(lambda: None, lambda _: None)
         if self._peers is not None:
-            self._peers.watch(lambda _: None, lambda: None)
+            self._peers.watch(lambda _: None, lambda: None, lambda: None)
         (self._untold or self._plans).put(None)
         for thread in self._threads:
             thread.join()
@@ -229,6 +247,7 @@ class ModelRunner:
                     self._emit(self._step(plan))
                 if self._peers is not None and self._plans.empty():
                     self._serve(self._peers)
+                self._tell_rows()
 
     def _serve(self, peers: Peers) -> None:
         """Take part in the step that others have begun, if they have, without rows."""
@@ -244,6 +263,20 @@ class ModelRunner:
                 self._model.stage.ranks.meet()
         except Exception as error:  # whatever it was, no rank can go on
             self._fail(f"a step of others: {error}")
+            return
+        if self._model.exchange.num_steps % _COUNTED_EVERY == 0:
+            self._emit(Counted(counters=self._counters()))
+
+    def _tell_rows(self) -> None:
+        """Report the rows of experts, where a window has ended."""
+        balancer = self._model.balancer
+        if balancer is not None and balancer.num_windows > self._num_windows:
+            self._num_windows = balancer.num_windows
+            self._emit(Counted(counters=self._counters(), expert_rows=balancer.rows))
+
+    def _counters(self) -> dict[str, float]:
+        others = {} if self._peers is None else self._peers.counters
+        return self._model.counters | others
 
     def _fail(self, why: str) -> None:
         """End the ranks that wait for this one in a step's middle."""
@@ -282,7 +315,7 @@ class ModelRunner:
             self._lead.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
             if plan.slots:
                 counts = {s.sequence_id: len(self._following(s)) for s in self._whole(plan)}
-                self._lead.step(plan.slots, counts, way)
+                self._lead.step(plan.slots, counts, way, handed_on=plan.report_layers)
         return way
 
     def _way(self, plan: StepPlan) -> Way:
@@ -320,7 +353,7 @@ class ModelRunner:
             else self._model.stage.slowest_s,
             prompt_logprobs=outcome.prompt_logprobs,
             failures=outcome.failures,
-            counters=self._model.counters,
+            counters=self._counters(),
         )
 
     def _execute(self, plan: StepPlan) -> _Outcome:
@@ -344,12 +377,14 @@ class ModelRunner:
             if way is not Way.AS_IT_COMES:
                 return self._decode(self._decoder, slots)
             self._decoder.interrupt()
-        read = whole = frozenset(slot.sequence_id for slot in self._whole(plan))
+        wanted = whole = frozenset(slot.sequence_id for slot in self._whole(plan))
+        read = None
         if self._drafts is not None:
-            slots = self._drafts.make(slots)
-            read = frozenset(slot.sequence_id for slot in slots)  # every state is kept
+            slots, read = self._drafts.make(slots), self._drafts.read_states()
+            if self._drafts.reads_all_outputs:
+                wanted = frozenset(slot.sequence_id for slot in slots)
         kv, rule = self._kv, self._model.prefers_absorbed
-        inputs = build_inputs(slots, read, kv.page_shape, rule, self._tables, kv.home)
+        inputs = build_inputs(slots, wanted, kv.page_shape, rule, self._tables, kv.home)
         inputs = inputs.to(self._model.device)
 
         def after_write(layer: int) -> None:
@@ -357,7 +392,8 @@ class ModelRunner:
                 lead.reached(layer + 1)
             self._layers.add(LayerDone(step_id=plan.step_id, layer=layer), self._copies.mark())
 
-        hidden = self._model.forward(inputs, kv, after_write if plan.report_layers else None)
+        reports = after_write if plan.report_layers else None
+        hidden = self._model.forward(inputs, kv, reports, read)
         logprobs = {
             rows.slot.sequence_id: self._prompt_logprobs(rows, hidden)
             for rows in inputs.output_rows
@@ -365,22 +401,24 @@ class ModelRunner:
         }
         asked = [rows.slot for rows in inputs.output_rows if rows.slot.sample]
         logits = self._sampled_logits(inputs, hidden) if asked else None
-        if lead is not None:  # pages may be used for something else from here on
-            self._model.stage.ranks.meet()
-            lead.reached(ALL_LAYERS)
+        if read is None:
+            self._leave_pages()
         failures = self._sampler.broken([slot.sequence_id for slot in asked])
         samples = [] if logits is None else self._sample(logits, asked, failures)
         written = False
-        if self._drafts is not None:
-            written = self._drafts.keep(
-                inputs.output_rows,
-                hidden,
-                Counter(sample.sequence_id for sample in samples),
-                handed_on=plan.report_layers,
-            )
+        if self._drafts is not None and read is not None:
+            rows = inputs.input_rows
+            written = self._drafts.keep(rows, read, samples, handed_on=plan.report_layers)
+            self._leave_pages()
         if written or not samples:  # samples would have come behind all else
             self._wait()
         return _Outcome(samples, logprobs, failures)
+
+    def _leave_pages(self) -> None:
+        """Return when no rank writes to pages of this step any more."""
+        if self._lead is not None:
+            self._model.stage.ranks.meet()
+            self._lead.reached(ALL_LAYERS)
 
     def _sampled_logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of the rows that may be sampled from."""

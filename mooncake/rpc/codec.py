@@ -1,5 +1,6 @@
-"""Encoding of messages: one byte of magic, one of version, the sender's certificate behind its
-length, then msgpack of the tagged union.
+"""Encoding of messages: one byte of magic, one of the frame's version, the sender's certificate
+behind its length, then msgpack of the tagged union. What messages mean has versions of its own, on
+which processes agree when they join (`messages.Release`).
 
 Stateless. No pickle; only the structs of `base.messages` can be decoded.
 """
@@ -8,18 +9,46 @@ from __future__ import annotations
 
 import msgspec
 
+from mooncake import __version__
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import ProtocolError
-from mooncake.base.messages import PROTOCOL_VERSION
+from mooncake.base.messages import WorkerRef
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Longest encoded message a channel carries; a 128k-token prompt takes 0.5 MiB."""
 
 _MAGIC = 0x4D
-_PREFIX = bytes((_MAGIC, PROTOCOL_VERSION))
+FRAME_VERSION = 6
+"""How bytes are read; a process that reads them otherwise understands no message at all."""
+_PREFIX = bytes((_MAGIC, FRAME_VERSION))
 _HEAD_BYTES = 4
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
+_KINDS = frozenset(kind.__struct_config__.tag for kind in AnyMessage.__args__)
+
+
+class _Unknown(msgspec.Struct):
+    """What is read of a message that a later release has added."""
+
+    type: str
+    asker: WorkerRef | None = None
+    reader: WorkerRef | None = None
+    writer: WorkerRef | None = None
+    ticket: int = 0
+
+
+_UNKNOWN = msgspec.msgpack.Decoder(_Unknown)
+
+
+class UnknownMessage(ProtocolError):
+    """A well-formed message of a kind that this release does not have."""
+
+    def __init__(self, kind: str, asker: WorkerRef | None, ticket: int) -> None:
+        """`asker` waits for an answer to `ticket`; None: nobody does."""
+        super().__init__(f"release {__version__} has no message of the kind {kind:.40}")
+        self.kind = kind
+        self.asker = asker
+        self.ticket = ticket
 
 
 def head_of(certificate: bytes) -> bytes:
@@ -45,16 +74,17 @@ def certificate_of(data: bytes | memoryview) -> bytes:
     """
     if len(data) < _HEAD_BYTES or data[0] != _MAGIC:
         raise ProtocolError(f"not a message of this protocol: {data[:8].hex() or 'empty'}")
-    if data[1] != PROTOCOL_VERSION:
+    if data[1] != FRAME_VERSION:
         raise ProtocolError(
-            f"the peer speaks protocol version {data[1]}, this side {PROTOCOL_VERSION}: "
-            "run the same release on all workers"
+            f"the peer frames messages in version {data[1]}, release {__version__} on this side in "
+            f"{FRAME_VERSION}: run the same release on all workers"
         )
     return bytes(data[_HEAD_BYTES : _HEAD_BYTES + int.from_bytes(data[2:_HEAD_BYTES], "little")])
 
 
 def decode(data: bytes | memoryview, num_head_bytes: int | None = None) -> AnyMessage:
-    """Return the message in `data`. Raises ProtocolError on malformed data or another version.
+    """Return the message in `data`. Raises ProtocolError on malformed data or another version, of
+    these UnknownMessage for a message that only another release knows.
 
     num_head_bytes: of its head, which the caller has compared with one that it knows.
     """
@@ -62,5 +92,17 @@ def decode(data: bytes | memoryview, num_head_bytes: int | None = None) -> AnyMe
     try:
         message: AnyMessage = _DECODER.decode(memoryview(data)[start:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _check_kind(memoryview(data)[start:])
         raise ProtocolError(f"malformed message of {len(data)} bytes: {error!s:.200}") from error
     return message
+
+
+def _check_kind(body: memoryview) -> None:
+    """Raise UnknownMessage when `body` is well formed and of an unknown kind."""
+    try:
+        found = _UNKNOWN.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    if found.type not in _KINDS:
+        asker = found.asker or found.reader or found.writer
+        raise UnknownMessage(found.type, asker, found.ticket)

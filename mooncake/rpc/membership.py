@@ -6,15 +6,20 @@ Pure: messages and `now` in, messages out through the channel. All worker roles 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mooncake.base.blocks import BlockKey
 from mooncake.base.messages import (
+    OWN_RELEASE,
     BlockEvents,
     CostSample,
     DoubtPeers,
     LoadReport,
+    Refused,
     Tier,
     Welcome,
     WhoAreYou,
@@ -23,6 +28,8 @@ from mooncake.base.messages import (
     WorkerRef,
 )
 from mooncake.rpc.channel import Channel
+
+_log = logging.getLogger(__name__)
 
 HELLO_RETRY_S = 0.5
 MAX_SAMPLES = 64
@@ -69,7 +76,7 @@ class Membership:
         inventory: Callable[[], list[BlockKey]],
         report_interval_s: float,
     ) -> None:
-        self._hello = hello
+        self._hello = msgspec.structs.replace(hello, release=OWN_RELEASE)
         self._channel = channel
         self._gateways = {"": _Gateway(gateway_address)}
         """By id; the first one has the id "" until it has sent its own."""
@@ -78,6 +85,8 @@ class Membership:
         self._report_interval_s = report_interval_s
         self._withdrawn = False
         self._lost: list[WorkerRef] = []
+        self._refused: set[str] = set()
+        """Why gateways do not take this worker, as far as it has been logged."""
 
     def add_tier(self, tier: Tier, inventory: Callable[[], list[BlockKey]]) -> None:
         """Report another tier too; its block events are numbered separately."""
@@ -127,6 +136,12 @@ class Membership:
             known = self._gateways.get(other.worker_id)
             if known is None or (known.suspected and known.ref != other):
                 self._gateway(other)
+
+    def on_refused(self, refused: Refused) -> None:
+        """Log, once, why a gateway does not take this worker."""
+        if refused.message == WorkerHello.__name__ and refused.reason not in self._refused:
+            self._refused = {*self._refused, refused.reason} if len(self._refused) < 64 else set()
+            _log.error("a gateway does not use this worker: %s", refused.reason)
 
     def withdraw(self) -> None:
         """Report all blocks as removed, although they may still be held, and report none again."""

@@ -2,15 +2,16 @@
 to send.
 
 Owns its ZeroMQ context and sockets. Traffic is encrypted and authenticated with CURVE. The bound
-end has the cluster's key, which only the cluster secret gives, or that of its own credential: then
-its address ends in it ("tcp://10.0.0.7:43123#KEY"). Each message carries the sender's certificate;
-what arrives on a connection that did not prove the certificate's key, or is not for its role to
-send, is refused here.
+end has the key of its own credential, and its address ends in it ("tcp://10.0.0.7:43123#KEY"); one
+whose address people type has the cluster's key, which only the cluster secret gives. Each message
+carries the sender's certificate; what arrives on a connection that did not prove the certificate's
+key, or is not for its role to send, is refused here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -26,10 +27,17 @@ from zmq.utils import z85
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
-from mooncake.base.messages import Refused
+from mooncake.base.messages import Refused, WorkerRef
 from mooncake.base.rights import Sender, refusal, speaker_of
 from mooncake.identity import Certificate, Credential, check_certificate
-from mooncake.rpc.codec import MAX_MESSAGE_BYTES, certificate_of, decode, encode, head_of
+from mooncake.rpc.codec import (
+    MAX_MESSAGE_BYTES,
+    UnknownMessage,
+    certificate_of,
+    decode,
+    encode,
+    head_of,
+)
 
 _LOG = logging.getLogger(__name__)
 _MAX_PER_RECEIVE = 4096
@@ -82,14 +90,17 @@ class ZmqChannel:
         bind_host: str = "127.0.0.1",
         *,
         credential: Credential,
-        port: int = 0,
+        ports: tuple[int, int] | None = None,
+        is_typed: bool = False,
         advertise_host: str | None = None,
         limits: ZmqLimits | None = None,
         clock: Clock | None = None,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
-        """Bind. Port 0 takes a free one; `advertise_host` is what peers connect to (needed when
-        `bind_host` is a wildcard). Certificates expire by `unix_time`.
+        """Bind the first that is free of `ports`, given as first and last; None: any free one.
+        `advertise_host` is what peers connect to (needed when `bind_host` is a wildcard).
+        `is_typed`: people write the address somewhere, without a key. Certificates expire by
+        `unix_time`.
 
         Raises ConfigError when the address cannot be bound.
         """
@@ -97,7 +108,7 @@ class ZmqChannel:
         self._clock = clock or MonotonicClock()
         self._credential = credential
         self._gate = _Gate(credential, unix_time)
-        self._head = head_of(credential.signed)
+        self._signed, self._head = credential.signed, head_of(credential.signed)
         self._own_secret = z85.encode(credential.channel_seed)
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
@@ -109,12 +120,14 @@ class ZmqChannel:
         self._inbox = self._context.socket(zmq.PULL)
         try:
             self._doorbell.bind(_ZAP)
-            bound_port = self._bind(bind_host, port)
+            seed = (credential.listening_seed if is_typed else None) or credential.channel_seed
+            bound_port = self._bind(bind_host, *(ports or (0, 0)), seed)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ConfigError(f"cannot listen on {bind_host}:{port}: {error}") from error
+            among = "-".join(str(port) for port in dict.fromkeys(ports or (0,)))
+            raise ConfigError(f"cannot listen on {bind_host}:{among}: {error}") from error
         self._address = f"tcp://{_bracketed(advertise_host or bind_host)}:{bound_port}"
-        if credential.listening_seed is None:
+        if seed == credential.channel_seed:
             self._address += f"#{credential.certificate.channel_key.hex()}"
         # The socket's own descriptor only fires on changes; this one also stays readable while
         # `receive` has left something behind.
@@ -126,8 +139,7 @@ class ZmqChannel:
         # What came between binding and now may have fired already: look once.
         os.eventfd_write(self._again_fd, 1)
 
-    def _bind(self, host: str, port: int) -> int:
-        seed = self._credential.listening_seed or self._credential.channel_seed
+    def _bind(self, host: str, first: int, last: int, seed: bytes) -> int:
         inbox = self._inbox
         inbox.setsockopt(zmq.LINGER, 0)
         inbox.setsockopt(zmq.RCVHWM, self._limits.queue_messages)
@@ -137,7 +149,13 @@ class ZmqChannel:
         inbox.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(seed))
         inbox.setsockopt(zmq.ZAP_DOMAIN, b"mooncake")
         _detect_dead_peers(inbox)
-        inbox.bind(f"tcp://{_bracketed(host)}:{port or '*'}")
+        for port in range(first, last + 1):
+            try:
+                inbox.bind(f"tcp://{_bracketed(host)}:{port or '*'}")
+                break
+            except zmq.ZMQError as error:
+                if error.errno != errno.EADDRINUSE or port == last:
+                    raise
         endpoint = inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         return int(endpoint.rsplit(":", 1)[1])
 
@@ -157,6 +175,9 @@ class ZmqChannel:
         """Queue `message` for `address`; one that cannot be queued is dropped and counted. Raises
         ProtocolError when it cannot be encoded.
         """
+        if self._signed is not self._credential.signed:
+            self._signed = self._credential.signed
+            self._head = head_of(self._signed)
         data = encode(message, self._head)
         if len(data) > self._limits.message_bytes:
             self._drop(f"{type(message).__name__} of {len(data)} bytes is too long", address)
@@ -278,7 +299,12 @@ class ZmqChannel:
         except Forbidden as error:
             self._refuse(key, error.message)
             return None
-        message = decode(data, len(holder.head))
+        try:
+            message = decode(data, len(holder.head))
+        except UnknownMessage as error:
+            if error.asker is not None:
+                self._answer(holder.sender, error.asker, error.ticket, error.kind, error.message)
+            raise
         reason = self._gate.expiry(holder.certificate) or refusal(holder.sender, message)
         if reason is None:
             return message
@@ -291,14 +317,19 @@ class ZmqChannel:
         self._gate.complain(key, reason)
 
     def _send_refusal(self, sender: Sender, message: AnyMessage, reason: str) -> None:
-        """Answer a client at the address that is its own; others are sent nothing."""
+        """Tell a client that it may not send this; others are sent nothing."""
         speaker = speaker_of(message)
         if speaker is not None and sender.is_own(speaker):
             ticket = getattr(message, "ticket", 0)
-            answer = Refused(
-                asker=speaker, ticket=ticket, message=type(message).__name__, reason=reason
-            )
-            self.send(speaker.address, answer)
+            self._answer(sender, speaker, ticket, type(message).__name__, reason)
+
+    def _answer(
+        self, sender: Sender, speaker: WorkerRef, ticket: int, message: str, reason: str
+    ) -> None:
+        """Answer `message` with a refusal; a client only at the address that is its own."""
+        if not sender.speaks_for_itself or sender.is_own(speaker):
+            refused = Refused(asker=speaker, ticket=ticket, message=message, reason=reason)
+            self.send(speaker.address, refused)
 
     def close(self) -> None:
         """Stop receiving, wait up to `linger_ms` for queued messages, free the sockets."""
@@ -332,7 +363,8 @@ class _Gate:
     """
 
     def __init__(self, credential: Credential, unix_time: Callable[[], float]) -> None:
-        self._cluster = credential.cluster
+        self._credential = credential
+        self._clusters = credential.clusters
         self._unix_time = unix_time
         self._known: dict[str, _Holder] = {}
         self._complained: set[str] = set()
@@ -344,6 +376,9 @@ class _Gate:
             Forbidden: the certificate is of another cluster or key.
             ProtocolError: it is no message.
         """
+        if self._clusters is not self._credential.clusters:
+            self._clusters = self._credential.clusters
+            self._known.clear()
         known = self._known.get(channel_key)
         if known is not None and data.startswith(known.head):
             return known
@@ -365,7 +400,7 @@ class _Gate:
 
     def _check(self, signed: bytes, channel_key: str) -> _Holder:
         try:
-            certificate = check_certificate(signed, self._cluster)
+            certificate = check_certificate(signed, self._credential)
         except ProtocolError as error:
             raise Forbidden(error.message) from error
         if certificate.channel_key.hex() != channel_key:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from mooncake.base import AnyMessage, PeerLost, Role, Welcome, WorkerHello, WorkerRef
-from mooncake.base.messages import WhoAreYou
+from mooncake.base.messages import OWN_RELEASE, Refused, WhoAreYou
 from mooncake.rpc.channel import Channel
 
 MAX_FENCED = 4096
@@ -123,8 +123,24 @@ class MembershipTable:
         while len(self._fenced) > MAX_FENCED:
             self._fenced.popitem(last=False)
 
+    def foreign(self, hello: WorkerHello) -> str | None:
+        """Return with whom a worker cannot work together, because they understand no common version
+        of the protocol; None: it can with all.
+        """
+        present = {"this gateway": OWN_RELEASE}
+        present |= {name: member.hello.release for name, member in self._members.items()}
+        for name, release in present.items():
+            if not hello.release.speaks_with(release):
+                return (
+                    f"it is of {hello.release}, {name} of {release}: update a cluster by one "
+                    "release at a time"
+                )
+        return None
+
     def refuse(self, worker: WorkerRef, reason: str) -> None:
-        """Log why a worker cannot be used, once for each epoch and reason."""
+        """Tell a worker why it cannot be used, and log it once for each epoch and reason."""
+        refused = Refused(asker=worker, ticket=0, message=WorkerHello.__name__, reason=reason)
+        self._channel.send(worker.address, refused)
         name = (worker.worker_id, worker.epoch)
         if self._refused.get(name) != reason:
             logger.error("worker %s is not used: %s", worker.worker_id, reason)

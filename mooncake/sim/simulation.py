@@ -39,9 +39,6 @@ LAYER_GROUPS = 4
 EXCHANGE_S = 30.0
 """Of the ranks of an instance, as in life (`launch.worker.rank_processes`)."""
 REPORT_INTERVAL_S = 1.0
-MAX_NUM_SEQS = 512
-"""Seats in a decode batch."""
-
 COUPLED = ("coupled", "coupled-prefix", "coupled-chunked")
 """Baselines: every node one engine that computes prompts and decodes (Mooncake, FAST'25, 5.1): as
 it is, with a prefix cache in its own HBM, with prompts in chunks between decode steps."""
@@ -56,6 +53,7 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     shape: Shape | None = None
     """Of every instance; None: all GPUs of as few nodes as hold the weights, KV shared out."""
     num_prefill: int
+    """Engines: of those whose experts are shared each is as many instances as share them."""
     num_decode: int
     engine: str = "mooncake"
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -82,6 +80,8 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     prefill_chunk_tokens: int = 8192
     coupled_chunk_tokens: int = 512
+    max_num_seqs: int = 512
+    """Seats in a decode batch."""
     link_bytes_per_s: float | None = None
     """Instead of the hardware's."""
     seed: int = 0
@@ -110,6 +110,7 @@ class Simulation:
         """Build the world. `after_event` is called with each machine after its events, `on_output`
         with every event that clients receive. `with_ranks`: an instance of a given shape is as many
         processes, which may fail one by one; else only the duration of its steps is of that shape.
+        Instances with experts in common are as many workers either way.
         """
         self._with_ranks = with_ranks and config.shape is not None
         self._on_output = on_output
@@ -131,7 +132,8 @@ class Simulation:
     @property
     def num_nodes(self) -> int:
         """Number of nodes in this cluster."""
-        instances = self.config.num_prefill + self.config.num_decode
+        engines = self.config.num_prefill + self.config.num_decode
+        instances = engines * self.cost.shape.dp
         return math.ceil(instances * self.cost.node_share)
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -188,10 +190,10 @@ class Simulation:
         pages: Region,
         deliver: Callable[[msgspec.Struct], None],
     ) -> SimRunner:
-        del spec
         shape, layout = self.cost.shape, self.layout
         send_s = self.cost.send_s(self.config.prefill_chunk_tokens)
-        if not self._with_ranks or shape.num_ranks == 1:
+        num_ranks = shape.num_ranks if self._with_ranks else 1
+        if num_ranks == 1 and not spec.experts:
             return SimRunner(
                 heap,
                 self.cost,
@@ -204,19 +206,23 @@ class Simulation:
         return RankedRunner(
             heap, self.cost, deliver, num_layers=LAYER_GROUPS, oracle=self._oracle,
             num_stages=shape.pp, send_s=send_s,
-            num_ranks=shape.num_ranks, exchange_s=EXCHANGE_S,
+            num_ranks=num_ranks, exchange_s=EXCHANGE_S, together_s=self.cost.seconds_together,
             pages=UsePages(PageArray(layout, pages.num_bytes // layout.block_bytes), None),
         )  # fmt: skip
 
     def _specs(self) -> list[WorkerSpec]:
         config = self.config
         workers: list[WorkerSpec] = []
+        shared = self.cost.shape.dp
         pools = {Role.PREFILL: config.engine == "mooncake", Role.DECODE: config.decode_pools}
         for role, count in ((Role.PREFILL, config.num_prefill), (Role.DECODE, config.num_decode)):
-            for index in range(count):
+            for index in range(count * shared):
                 node = f"{role.value}-node-{index}"
+                experts = f"{role.value}-engine-{index // shared}" if shared > 1 else ""
                 workers.append(
-                    WorkerSpec(worker_id=f"{role.value}-{index}", role=role, node_id=node)
+                    WorkerSpec(
+                        worker_id=f"{role.value}-{index}", role=role, node_id=node, experts=experts
+                    )
                 )
                 if pools[role] and config.pool_tokens:
                     name = f"kvstore-{role.value}-{index}"
@@ -228,10 +234,11 @@ class Simulation:
         engines = self._engines()
         link = config.link_bytes_per_s or self.cost.link_bytes_per_s
         dram = self.cost.node_share * hardware.dram_bytes_per_s
+        copies = self.cost.page_copies
         scheduler = msgspec.structs.replace(
             config.scheduler,
-            local_bytes_per_s=dram,
-            remote_bytes_per_s=min(link, dram),
+            local_bytes_per_s=dram / copies,
+            remote_bytes_per_s=min(link, dram) / copies,
             max_inflight=max(config.scheduler.max_inflight, 1 << 16),
         )
         chunk = engines[Role.DECODE].max_chunk_tokens
@@ -264,6 +271,7 @@ class Simulation:
                 Role.DECODE: self.cost.profile(Role.DECODE, 1, 256)
                 + (self.cost.profile(Role.PREFILL, chunk, 1) if not config.num_prefill else []),
             },
+            page_copies=copies,
             seed=config.seed,
         )
 
@@ -289,8 +297,8 @@ class Simulation:
         if config.engine == "coupled-chunked":
             whole = config.coupled_chunk_tokens
         decode = make(
-            max_num_seqs=MAX_NUM_SEQS,
-            max_batched_tokens=max(whole, MAX_NUM_SEQS),
+            max_num_seqs=config.max_num_seqs,
+            max_batched_tokens=max(whole, config.max_num_seqs),
             max_chunk_tokens=whole,
             enable_prefix_caching=config.engine in ("mooncake", "coupled-prefix"),
         )

@@ -13,44 +13,13 @@ from mooncake.tasks.sample import Message, Sample, assistant, user
 from mooncake.tasks.words import COLORS, DAYS, FRUITS, THINGS, city, name, number, word
 
 _VERBS = [
-    "get",
-    "find",
-    "check",
-    "book",
-    "order",
-    "send",
-    "create",
-    "open",
-    "close",
-    "start",
-    "stop",
-    "show",
-    "read",
-    "delete",
-    "update",
-]
+    "get", "find", "check", "book", "order", "send", "create", "open", "close", "start", "stop",
+    "show", "read", "delete", "update",
+]  # fmt: skip
 _NOUNS = [
-    "weather",
-    "hotel",
-    "flight",
-    "ticket",
-    "table",
-    "message",
-    "file",
-    "song",
-    "lamp",
-    "report",
-    "meeting",
-    "door",
-    "train",
-    "room",
-    "news",
-    "price",
-    "map",
-    "note",
-    "task",
-    "photo",
-]
+    "weather", "hotel", "flight", "ticket", "table", "message", "file", "song", "lamp", "report",
+    "meeting", "door", "train", "room", "news", "price", "map", "note", "task", "photo",
+]  # fmt: skip
 _NO_TOOL = "I have no tool for that."
 _SIZES = ("small", "medium", "large")
 

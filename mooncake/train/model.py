@@ -66,12 +66,10 @@ class PredictionLayer(Layer):
 
 @dataclass(frozen=True)
 class Losses:
-    """Sums over the tokens that count, and how many those are."""
+    """Sums over the tokens that count."""
 
     main: torch.Tensor
     mtp: torch.Tensor
-    num_main: int
-    num_mtp: int
 
 
 class TrainedK2(nn.Module):
@@ -142,19 +140,16 @@ class TrainedK2(nn.Module):
     def losses(self, batch: Batch, with_mtp: bool) -> Losses:
         """Return the cross entropy of the tokens that count."""
         hidden = self.hidden(batch)
-        main, num_main = self._loss(hidden, batch, 1)
-        mtp, num_mtp = torch.zeros(()), 0
+        main, mtp = self._loss(hidden, batch, 1), torch.zeros(())
         if with_mtp and self.mtp is not None:
-            mtp, num_mtp = self._loss(self.mtp_hidden(hidden, batch), batch, 2)
-        return Losses(main, mtp, num_main, num_mtp)
+            mtp = self._loss(self.mtp_hidden(hidden, batch), batch, 2)
+        return Losses(main, mtp)
 
-    def _loss(self, hidden: torch.Tensor, batch: Batch, ahead: int) -> tuple[torch.Tensor, int]:
-        """Return the loss of states that predict the tokens `ahead` of them, and how many."""
+    def _loss(self, hidden: torch.Tensor, batch: Batch, ahead: int) -> torch.Tensor:
+        """Return the loss of states that predict the tokens `ahead` of them."""
         targets = (batch.counts & (batch.positions >= ahead)).nonzero()[:, 0]
         logits = self.logits(hidden[targets - ahead])
-        return functional.cross_entropy(logits, batch.tokens[targets], reduction="sum"), len(
-            targets
-        )
+        return functional.cross_entropy(logits, batch.tokens[targets], reduction="sum")
 
     def _rotation(self, batch: Batch) -> torch.Tensor:
         angles = batch.positions.float()[:, None, None] * self._frequencies

@@ -9,7 +9,7 @@ from mooncake.base.clock import Clock
 from mooncake.base.errors import ConfigError
 from mooncake.base.ids import IdSource, SystemIds
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity import Credential, own_credential
 from mooncake.transfer.local.backend import InprocBackend, InprocFabric
 from mooncake.transfer.local.copying import CopyPool
 from mooncake.transfer.net.handshake import Credentials
@@ -100,12 +100,14 @@ def open_transfer(
     engine_id: str,
     clock: Clock,
     *,
+    credential: Credential | None = None,
     ids: IdSource | None = None,
     fabric: InprocFabric | None = None,
 ) -> RoutedTransfer:
     """Return a transfer engine ready for peers, listening where its protocols ask for it.
 
-    `engine_id` must be fresh at every start. Engines of one process see each other's memory when
+    `engine_id` must be fresh at every start. `credential`: of the process, which may be renewed;
+    without it one is made of the secret. Engines of one process see each other's memory when
     they share `fabric`. Raises ConfigError for unknown protocols and unusable addresses.
     """
     _check(config)
@@ -117,7 +119,7 @@ def open_transfer(
     usual = Protection.NONE if listen.is_loopback else Protection.MAC
     credentials = Credentials(
         engine_id=engine_id,
-        credential=own_credential(config.secret, *config.roles, ids=ids),
+        credential=credential or own_credential(config.secret, *config.roles, ids=ids),
         ids=ids,
         protection=config.protection or usual,
         least=config.protection or Protection.NONE,

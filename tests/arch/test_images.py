@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 import json
 import re
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mooncake import __version__
 from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig
 from tests.support.api.server import ScriptedBackend, says, tiny_model
@@ -57,6 +59,8 @@ def test_images_have_no_root_no_build_tools_of_python_and_a_health_check(image: 
     assert users == ["1000:1000"]
     assert not [words for words in of(image, "RUN") if "pip " in words]
     assert list(of(image, "COPY")) == [f"--from=build-{image} /opt/mooncake /opt/mooncake"]
+    last = [instruction for instruction, _ in steps()[image]]
+    assert not {"RUN", "COPY"} & set(last[last.index("USER") :]), "what is in an image is root's"
     [check] = of(image, "HEALTHCHECK")
     code = json.loads(check[check.index("CMD ") + 4 :])[-1]
     compile(code, "HEALTHCHECK", "exec")
@@ -89,3 +93,24 @@ def test_the_context_has_what_the_build_reads_and_nothing_else() -> None:
     needed = {"README.md", "LICENSE", "constraints.txt", "setup.py", "mooncake", "kernels"}
     assert taken >= needed | {"pyproject.toml", "configs"}
     assert not [name for name in taken if fnmatch.fnmatch(name, "test*")]
+
+
+def test_images_name_what_they_consist_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    for image in IMAGES:
+        [writes] = [words for words in of(image, "RUN") if "bill_of_materials.py" in words]
+        assert writes.endswith("> /opt/mooncake/bill-of-materials.json")
+    spec = importlib.util.spec_from_file_location("bill", FILE.parent / "bill_of_materials.py")
+    bill = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bill)
+    installed = dict(bill.python_packages())
+    assert "typing-extensions" in installed
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) for name in installed)
+    own = [("mooncake-serve", __version__), ("torch", "2.13.0+cpu")]
+    monkeypatch.setattr(bill, "python_packages", lambda: own)
+    monkeypatch.setattr(bill, "debian_packages", lambda: [("g++", "4:12.2.0-3", "amd64")])
+    found = bill.document()
+    assert (found["bomFormat"], found["specVersion"]) == ("CycloneDX", "1.5")
+    assert found["metadata"]["component"]["version"] == __version__
+    assert [each["purl"] for each in found["components"]] == [
+        "pkg:pypi/torch@2.13.0%2Bcpu", "pkg:deb/debian/g++@4:12.2.0-3?arch=amd64",
+    ]  # fmt: skip

@@ -127,6 +127,35 @@ def test_the_cluster_page_follows_the_load(server: ServerProcess, visit: Visits)
     expect(dram).to_contain_text("32 MiB")
 
 
+def test_experts_that_workers_share_are_shown_by_their_rows(
+    server: ServerProcess, visit: Visits
+) -> None:
+    page = visit(server.url)
+    with httpx.stream("GET", f"{server.url}/v1/cluster/events", timeout=WAIT_S) as feed:
+        line = next(line for line in feed.iter_lines() if line.startswith("data: "))
+    news = json.loads(line.removeprefix("data: "))
+    page.page.get_by_role("link", name="Cluster").click()
+    expect(page.page.locator("#live")).to_have_text("live")
+    expect(page.page.locator("#experts")).to_be_hidden()
+    engine = next(each for each in news["status"]["workers"] if each["role"] == "decode")
+    engine["load"]["expert_rows"] = [1200, 0, 600]
+    page.page.route(
+        "**/v1/cluster/events",
+        lambda route: route.fulfill(
+            content_type="text/event-stream", body=f"data: {json.dumps(news)}\n\n"
+        ),
+    )
+    page.page.get_by_role("link", name="Chat").click()
+    page.page.get_by_role("link", name="Cluster").click()
+    heat = page.page.get_by_role("img", name="decode-0: 1,800 rows")
+    expect(heat).to_be_visible()
+    fields = heat.locator("span")
+    expect(fields).to_have_count(3)
+    expect(fields.first).to_have_attribute("title", "expert 0: 1,200 rows")
+    shown = [float(each.evaluate("it => it.style.opacity")) for each in fields.all()]
+    assert shown[0] == 1 > shown[2] > shown[1]
+
+
 def test_the_page_leaves_the_feed_when_it_is_hidden(
     api_server: Callable[..., ApiServerThread], visit: Visits
 ) -> None:

@@ -11,7 +11,8 @@ from tests.support.kernels.gates import DEVICE
 
 
 def check(experts: torch.Tensor, num_experts: int, tile_rows: int) -> None:
-    found = expert_tiles(experts.to(DEVICE), num_experts, tile_rows)
+    found = expert_tiles(experts.to(DEVICE), num_experts, tile_rows, blocks=3)
+    assert found.arrived.tolist() == [0] * 3 * found.max_tiles
     flat = experts.flatten().tolist()
     known = [pair for pair, expert in enumerate(flat) if 0 <= expert < num_experts]
     wanted = sorted(known, key=lambda pair: (flat[pair], pair))

@@ -10,6 +10,7 @@ import torch
 from mooncake_kernels.dispatch import kernel
 from mooncake_kernels.reference.experts_quantized import widen_int4
 from mooncake_kernels.reference.fp8 import widen_blocks
+from mooncake_kernels.triton import experts as experts_module
 from mooncake_kernels.triton.experts import pack_int4
 from mooncake_kernels.tuning import ExpertsConfig, ProductTile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,16 +70,48 @@ def test_plain(config: ExpertsConfig, dtype: torch.dtype) -> None:
 
 
 @BOTH
-def test_fp8_blocks(config: ExpertsConfig) -> None:
-    inner, hidden = 136, 160
+@pytest.mark.parametrize("inner", [136, 144], ids=["by pointers", "by boxes"])
+def test_fp8_blocks(config: ExpertsConfig, inner: int) -> None:
+    """Boxes of many rows, where columns are whole 16 bytes; tiles that end inside a box."""
+    hidden = 160
     gate_up, down = plain(3, inner, hidden, seed=5)
     weights_fp8 = (*fp8(gate_up.view(3, 2, inner, hidden), 6), *fp8(down, 7))
     x = random(4, hidden, seed=8).to(torch.bfloat16)
     experts, weights = routing(4, 2, 3, seed=9)
     fast = kernel("experts_fp8", "triton")(*weights_fp8)
     fast.config = config
+    assert fast._by_boxes(config) == (inner == 144 and not config.swap)
     wanted = kernel("experts_fp8")(*weights_fp8)(x, experts, weights)
     assert_product(fast(x, experts, weights), wanted, gate=1e-4)
+
+
+@pytest.mark.parametrize("programs", [1, 5, 7, 60])
+def test_products_shared_out_by_steps(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges of steps that end inside products, on their borders, and before any work is left."""
+    monkeypatch.setattr(experts_module, "num_programs", lambda device: programs)
+    monkeypatch.setattr(experts_module, "_FEW_PRODUCTS", 1000)
+    launched = []
+    ranges = experts_module.grouped.gate_up_ranges_kernel
+
+    class Seen:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launched.append(grid)
+            return ranges[grid]
+
+    monkeypatch.setattr(experts_module.grouped, "gate_up_ranges_kernel", Seen())
+    gate_up, down = plain(4, 40, 200, seed=41)
+    x = random(6, 200, seed=42)
+    experts, weights = routing(6, 2, 4, seed=43)
+    wanted = kernel("experts")(gate_up, down)(x, experts, weights)
+    fast = kernel("experts", "triton")(gate_up, down)
+    fast.config = SWAPPED
+    got = fast(x, experts, weights)
+    assert launched == [(programs,)]
+    assert_product(got, wanted, 1e-10)
+    assert torch.equal(got, fast(x, experts, weights)), "parts are added in one order"
+    fast.fix_tiles(1)
+    assert_product(fast(x, experts, weights), wanted, 1e-10)
+    assert len(launched) == 2, "where bits may not depend on the batch no product is cut"
 
 
 def test_fp8_is_near_the_widened_weights() -> None:

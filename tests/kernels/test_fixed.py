@@ -119,12 +119,13 @@ def test_experts(dtype: torch.dtype) -> None:
     assert found.dtype == dtype
     wanted = kernel("experts")(gate_up.float(), down.float())(x.float(), experts, weights)
     torch.testing.assert_close(found.float(), wanted, atol=gate(dtype), rtol=gate(dtype))
-    parts = layer.parts(x, experts, weights, slabs=16)
-    torch.testing.assert_close(fixed.added(parts), wanted, atol=gate(dtype), rtol=gate(dtype))
+    choices = layer.choices(x, experts, weights, slabs=16)
+    torch.testing.assert_close(choices.sum(1), wanted, atol=gate(dtype), rtol=gate(dtype))
     row = slice(7, 8)
-    assert torch.equal(layer.parts(x[row], experts[row], weights[row], slabs=16), parts[:, row])
+    alone = layer.choices(x[row], experts[row], weights[row], slabs=16)
+    assert torch.equal(alone, choices[row])
     halves = [
-        layer_of_half.parts(x, experts, weights, slabs=8)
+        layer_of_half.choices(x, experts, weights, slabs=8)
         for layer_of_half in (
             kernel("experts", FIXED)(
                 gate_up.view(num, 2, inner, hidden)[:, :, half]
@@ -135,7 +136,16 @@ def test_experts(dtype: torch.dtype) -> None:
             for half in (slice(0, inner // 2), slice(inner // 2, inner))
         )
     ]
-    assert torch.equal(torch.cat(halves), parts)
+    assert torch.equal(halves[0] + halves[1], choices)
+    # Some experts in one place, the others in another: adding what both make changes no bit.
+    places = [
+        kernel("experts", FIXED)(gate_up[mine], down[mine]).choices(
+            x, torch.where((mine[0] <= experts) & (experts <= mine[-1]), experts - mine[0], -1),
+            weights, slabs=16,
+        )
+        for mine in (list(range(4)), list(range(4, num)))
+    ]  # fmt: skip
+    assert torch.equal((places[0] + places[1]).view(torch.int32), choices.view(torch.int32))
 
 
 @pytest.mark.parametrize("pages", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from mooncake_kernels.dispatch import kernel
-from mooncake_kernels.reference.fp8 import quantize_rows, widen_rows
 
 from tests.support.kernels.gates import DEVICE, assert_attention, assert_log_sums, assert_product
 
@@ -49,16 +48,6 @@ def test_norm_of_a_sum(dtype: torch.dtype) -> None:
     close(got, wanted)
 
 
-def test_norm_quantized() -> None:
-    x, weight = random(3, 300, seed=8).to(torch.bfloat16), random(300, seed=9).to(torch.bfloat16)
-    values, factors = kernel("rms_norm_fp8", "triton")(x, weight, 1e-6)
-    wanted, wanted_factors = kernel("rms_norm_fp8")(x, weight, 1e-6)
-    torch.testing.assert_close(factors, wanted_factors, rtol=2**-7, atol=0)
-    got = values.float() * factors.repeat_interleave(128, dim=1)[:, :300]
-    wide = wanted.float() * wanted_factors.repeat_interleave(128, dim=1)[:, :300]
-    assert_product(got, wide, gate=1e-4, element=0.07)
-
-
 @DTYPES
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rotation(dtype: torch.dtype, interleaved: bool) -> None:
@@ -88,6 +77,62 @@ def test_cache_write(dtype: torch.dtype) -> None:
     torch.testing.assert_close(caches[1], caches[0], rtol=step, atol=1e-6)
 
 
+@DTYPES
+@pytest.mark.parametrize(("heads", "half"), [(3, 8), (64, 6), (1, 32)])
+def test_queries_of_absorbed_attention(dtype: torch.dtype, heads: int, half: int) -> None:
+    """Strided queries, written by parts into one tensor; `fixed` by the product of one order."""
+    rows, nope, rank = 5, 20, 24
+    q = random(rows, heads * (nope + 2 * half) + 7, seed=30).to(dtype)
+    q = q[:, 7:].unflatten(1, (heads, nope + 2 * half))
+    key_up = (random(heads, rank, nope, seed=31) * nope**-0.5).to(dtype)
+    turn = rotation(rows, half, seed=32)
+    wanted = kernel("absorb_queries")(q.float(), turn, key_up.float(), 0.13)
+    for given in ({}, {"fixed": True}):
+        got = kernel("absorb_queries", "triton")(q, turn, key_up, 0.13, **given)
+        assert got.is_contiguous()
+        assert got.dtype == dtype
+        step = 2**-7 if dtype == torch.bfloat16 else 4e-6
+        torch.testing.assert_close(got.float(), wanted, rtol=step, atol=step / 16)
+
+
+def test_no_queries() -> None:
+    none = random(0, 2, 12, seed=33)
+    got = kernel("absorb_queries", "triton")(
+        none, rotation(0, 2, 34), random(2, 5, 8, seed=35), 1.0
+    )
+    assert tuple(got.shape) == (0, 2, 9)
+
+
+@DTYPES
+@pytest.mark.parametrize("query_width", [40, 100])
+def test_norm_of_the_query_beside_the_cache_write(dtype: torch.dtype, query_width: int) -> None:
+    rank, rope, rows = 48, 16, 6
+    joined = random(rows, query_width + rank + rope, seed=36).to(dtype)
+    query, latent, key = joined.split((query_width, rank, rope), dim=1)
+    norms = (random(query_width, seed=37).to(dtype), 1e-5), (random(rank, seed=38).to(dtype), 1e-6)
+    places = torch.tensor([17, 3, -1, 40, 0, 63], device=DEVICE)
+    turn = rotation(rows, rope // 2, seed=39)
+    found = []
+    for backend in ("reference", "triton"):
+        kv = torch.full((4, 16, rank + rope), 7.0, device=DEVICE, dtype=dtype)
+        op = kernel("query_and_kv", backend)
+        found.append((op(query, norms[0], latent, key, turn, places, norms[1], kv), kv))
+    assert found[1][0].is_contiguous()
+    close(found[1][0], found[0][0])
+    close(found[1][1], found[0][1])
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(3, 40), (1, 5000), (0, 8)])
+def test_gate(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    gate_up = (random(shape[0], 2 * shape[1], seed=40) * 3).to(dtype)
+    got = kernel("gated", "triton")(gate_up)
+    assert got.dtype == dtype
+    step = 2**-7 if dtype == torch.bfloat16 else 4e-6
+    wanted = kernel("gated")(gate_up)
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=step, atol=1e-6)
+
+
 def test_merge_of_disjoint_keys() -> None:
     outs, lses = random(4, 5, 2, 24, seed=15), random(4, 5, 2, seed=16) * 8
     lses[1, 0] = float("-inf")
@@ -110,20 +155,36 @@ def test_merge_is_attention_over_all_keys() -> None:
     assert_log_sums(lse[:, 0], scores.logsumexp(-1))
 
 
-@pytest.mark.parametrize(("rows", "columns", "width"), [(3, 70, 300), (70, 130, 128), (1, 16, 40)])
-def test_fp8_linear(rows: int, columns: int, width: int) -> None:
-    x, x_factors = quantize_rows(random(rows, width, seed=20))
+@DTYPES
+@pytest.mark.parametrize(
+    ("rows", "columns", "width"),
+    [(3, 70, 300), (40, 70, 128), (70, 130, 128), (1, 16, 40), (0, 8, 128)],
+)
+def test_fp8_linear(rows: int, columns: int, width: int, dtype: torch.dtype) -> None:
+    """Few rows are quantized by the product, many (or all, by fixed tiles) before it."""
+    x = random(rows, width, seed=20).to(dtype)
     weight = (random(columns, width, seed=21) * 50).to(torch.float8_e4m3fn)
     grid = -(-columns // 128), -(-width // 128)
     factors = random(*grid, seed=22).abs() * 1e-3 + 1e-4
-    got = kernel("linear_fp8", "triton")(x, x_factors, weight, factors)
-    assert_product(got, kernel("linear_fp8")(x, x_factors, weight, factors), gate=1e-5)
+    wanted, gate = kernel("linear_fp8")(x, weight, factors), 1e-5
+    found = kernel("linear_fp8", "triton")(x, weight, factors)
+    assert found.dtype == dtype
+    if not rows:
+        return
+    assert_product(found, wanted, gate=gate)
+    fixed = kernel("linear_fp8", "triton")(x, weight, factors, fixed_tiles=True)
+    assert_product(fixed, wanted, gate=gate)
+    to = random(rows, columns, seed=23).to(dtype)
+    total = kernel("linear_fp8")(x, weight, factors, to)
+    added = kernel("linear_fp8", "triton")(x, weight, factors, to)
+    assert added.data_ptr() == to.data_ptr()
+    assert_product(added, total, gate=gate)
 
 
 def test_fp8_linear_refuses_factors_of_another_shape() -> None:
-    x, x_factors = quantize_rows(random(2, 256, seed=23))
+    x, weight = random(2, 256, seed=23), torch.zeros(8, 256, dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="factors"):
-        kernel("linear_fp8", "triton")(x[:, :128], x_factors, x[:, :128], x_factors)
+        kernel("linear_fp8", "triton")(x, weight, torch.ones(1, 1))
 
 
 def test_cache_write_touches_nothing_else() -> None:
@@ -137,16 +198,3 @@ def test_cache_write_touches_nothing_else() -> None:
     turn = rotation(3, rope // 2, seed=26)
     kernel("kv_write", "triton")(joined[:, :rank], joined[:, rank:], turn, places, norm, kv)
     assert torch.equal(kv, before)
-
-
-@pytest.mark.parametrize(("rows", "width"), [(0, 256), (1, 7), (3, 300), (2, 7168)])
-def test_norm_quantized_at_odd_widths(rows: int, width: int) -> None:
-    x, weight = random(rows, width, seed=27).to(torch.bfloat16), random(width, seed=28)
-    weight = weight.to(torch.bfloat16)
-    got, wanted = (
-        kernel("rms_norm_fp8", name)(x, weight, 1e-6) for name in ("triton", "reference")
-    )
-    assert [part.shape for part in got] == [part.shape for part in wanted]
-    torch.testing.assert_close(got[1], wanted[1], rtol=2e-2, atol=0)
-    if rows:
-        assert_product(widen_rows(*got), widen_rows(*wanted), gate=1e-3, element=0.2)

@@ -31,7 +31,13 @@ def test_rows(rows: int, width: int, columns: int, dtype: torch.dtype) -> None:
 def test_heads_of_a_strided_view() -> None:
     q = normal(9, 3, 40, seed=1)[..., :24]
     weight = normal(3, 17, 24, seed=2)
-    found = kernel("linear_heads", "triton")(q, weight)
     wanted = torch.einsum("rhi,hoi->rho", q, weight)
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    for fixed in (True, False):
+        found = kernel("linear_heads", "triton")(q, weight, fixed=fixed)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        place = torch.full((9, 3, 21), float("nan"), device=DEVICE)
+        kernel("linear_heads", "triton")(q, weight, place[..., 2:19], 0.5, fixed=fixed)
+        torch.testing.assert_close(place[..., 2:19], wanted / 2, atol=1e-4, rtol=1e-4)
+        assert int(place.isnan().sum()) == 9 * 3 * 4
     torch.testing.assert_close(kernel("linear_heads")(q, weight), wanted, atol=1e-4, rtol=1e-4)

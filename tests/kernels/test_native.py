@@ -154,10 +154,9 @@ def test_each_code_is_its_number(isa: build.Isa) -> None:
     assert torch.equal(found, widen_int4(numbers, scales))
 
 
-@needs_avx512
 @pytest.mark.parametrize("block_tokens", [16, 64])
 @pytest.mark.parametrize("layout", [[(1, 1)], [(1, 70), (3, 131), (1, 64)], [(2, 2), (1, 257)]])
-def test_mla_decode(block_tokens: int, layout: list[tuple[int, int]]) -> None:
+def test_mla_decode(isa: build.Isa, block_tokens: int, layout: list[tuple[int, int]]) -> None:
     heads, rank, rope = 16, 96, 32
     kv = random(80, block_tokens, rank + rope, seed=4).bfloat16()
     kv[0] = float("nan")  # what nobody's table names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from mooncake_kernels.dispatch import kernel
+from mooncake_kernels.triton.quantize import quantize_pairs
 
 from tests.support.kernels.gates import DEVICE
 
@@ -46,3 +47,15 @@ def test_rows_with_a_stride() -> None:
     assert float((values.float() - wanted.float()).abs().max()) == 0
     with pytest.raises(ValueError, match="contiguous"):
         kernel("quantize_rows", "triton")(x.t())
+
+
+def test_rows_of_pairs_in_their_order_and_factors_by_columns() -> None:
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    order = torch.tensor([7, 0, 13, 14, 3, 2], dtype=torch.int32, device=DEVICE)
+    values, factors = quantize_pairs(x, order, 3)
+    wanted, wanted_factors = kernel("quantize_rows", "triton")(x[(order // 3).long()])
+    assert torch.equal(steps(values), steps(wanted))
+    assert torch.equal(factors, wanted_factors.t())
+    assert factors.is_contiguous()
+    same, _ = quantize_pairs(x, None, 1)
+    assert torch.equal(steps(same), steps(kernel("quantize_rows", "triton")(x)[0]))

@@ -32,10 +32,11 @@ def test_same_experts_and_weights(num_experts: int, routing: Routing) -> None:
     assert float(off.abs().max()) <= 4e-7 * routing.scale
 
 
-def test_route_takes_the_router_itself() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_route_takes_the_router_itself(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, 16, generator=generator).to(DEVICE, torch.bfloat16)
-    weight = torch.randn(9, 16, generator=generator).to(DEVICE)
+    weight = torch.randn(9, 16, generator=generator).to(DEVICE, dtype)
     bias = torch.zeros(9, device=DEVICE)
     routing = Routing(2, 1, 1, True, 1.0)
     experts, weights = kernel("route", "triton")(x, weight, bias, routing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mooncake.base import ConfigError, FinishReason, SamplingParams, Shape
+from mooncake.base import ConfigError, FinishReason, KvLayout, SamplingParams, Shape
 from mooncake.base.messages import Role
 from mooncake.kvstore.storage.disk import DiskBlock
 from mooncake.sim.faults.injector import Injector
@@ -131,9 +131,13 @@ class DiskClock:
         self.heap = EventHeap()
         self.medium = SimMedium()
         self.ended_s: list[float] = []
+        layout = KvLayout(
+            num_layers=5, block_tokens=10, kv_width=10, dtype="bfloat16", fingerprint="f"
+        )
+        assert layout.block_bytes == 1000
         config = SimDiskConfig(bytes_per_s=1e6, latency_s=0.01)
         self._disks = SimDisks(
-            self.heap, config, [self.medium], [8], 1000,
+            self.heap, config, [self.medium], [8], layout,
             lambda _: self.ended_s.append(self.heap.now()),
         )  # fmt: skip
 

@@ -13,9 +13,18 @@ from mooncake.engine.ranks import LeadRanks
 from mooncake.engine.step_log import StepWriter
 from mooncake.sim.faults.plan import Fault
 from mooncake.sim.faults.random_faults import Trial, has_ranks
+from mooncake.sim.world.expert_group import ExpertGroup
 from mooncake.sim.world.ranks import RankedRunner
+from mooncake.sim.world.world import Worker
 
-SEEDS = [seed for seed in range(40) if has_ranks(seed)][:8]
+
+def shares_experts(seed: int) -> bool:
+    return any(worker.spec.experts for worker in Trial(seed).world.workers.values())
+
+
+RANKED = [seed for seed in range(60) if has_ranks(seed)]
+SEEDS = [seed for seed in RANKED if not shares_experts(seed)][:6]
+SHARING = [seed for seed in RANKED if shares_experts(seed)][:3]
 
 
 def first_rank(seed: int) -> str:
@@ -24,14 +33,14 @@ def first_rank(seed: int) -> str:
     return next(
         f"{worker_id}/{worker.runner.num_ranks - 1}"
         for worker_id, worker in workers
-        if isinstance(worker.runner, RankedRunner)
+        if isinstance(worker.runner, RankedRunner) and worker.runner.num_ranks > 1
     )
 
 
 def test_clusters_have_stages_and_single_ones() -> None:
     stages = {
         (runner.num_ranks, len(runner._groups))
-        for seed in SEEDS
+        for seed in SEEDS + SHARING
         for worker in Trial(seed).world.workers.values()
         if isinstance(runner := worker.runner, RankedRunner)
     }
@@ -117,3 +126,55 @@ def test_a_lead_that_stands_still_for_too_long_is_left_by_its_followers() -> Non
             faults = [Fault(at_s=0.1, kind="hang", target=worker_id, seconds=8.0)]
             found += played(seed, faults).world.workers[worker_id].num_starts > 1
     assert found
+
+
+def instance_that_shares(seed: int) -> Worker:
+    """Return the last instance of a group, which has several ranks where one of this seed's has."""
+    workers = [worker for worker in Trial(seed).world.workers.values() if worker.spec.experts]
+    return max(workers, key=lambda worker: getattr(worker.runner, "num_ranks", 0))
+
+
+@pytest.mark.parametrize("seed", SHARING)
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [("kill", 0.0), ("kill_rank", 0.0), ("hang", 8.0), ("hang_rank", 60.0), ("hang_step", 0.0)],
+)
+def test_one_lost_of_those_that_share_experts_is_all_of_them_once(
+    seed: int, kind: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons: list[str] = []
+    fail = LeadRanks.fail
+
+    def noted(lead: LeadRanks, why: str) -> None:
+        if lead.lost is None:
+            reasons.append(why)
+        fail(lead, why)
+
+    monkeypatch.setattr(LeadRanks, "fail", noted)
+    lost = instance_that_shares(seed).spec
+    target = lost.worker_id
+    if kind.endswith("_rank"):
+        ranked = Trial(seed).world.ranked(target)
+        assert ranked is not None
+        if ranked.num_ranks == 1:
+            pytest.skip("each instance of this seed is one rank")
+        target += "/1"
+    trial = played(seed, [Fault(at_s=0.1, kind=kind, target=target, seconds=seconds)])
+    starts = {worker.num_starts for worker in trial.world.sharing_experts(lost)}
+    assert len(starts) == 1, "all come back together"
+    if kind.startswith("kill"):
+        assert starts == {2}
+        others = [why for why in reasons if why.startswith("instance ")]
+        assert len(others) == len(trial.world.sharing_experts(lost)) - 1
+        assert len(set(others)) == 1, "they name the one that was lost first"
+
+
+def test_an_instance_that_outlives_those_of_its_experts_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ExpertGroup, "leave", lambda *_: None)
+    seed = SHARING[0]
+    kill = Fault(at_s=30.0, kind="kill", target=instance_that_shares(seed).spec.worker_id)
+    report = Trial(seed, [kill]).run()  # all is idle
+    assert report.failure is not None
+    assert "without those of its experts" in report.failure

@@ -74,7 +74,13 @@ class Checks:
             check_machine(machine)
 
 
-def cluster(seed: int = 0, network: NetworkConfig | None = None, **scheduler: object) -> World:
+def cluster(
+    seed: int = 0,
+    network: NetworkConfig | None = None,
+    *,
+    with_pools: bool = True,
+    **scheduler: object,
+) -> World:
     """Return two prefill and two decode workers with limits to keep."""
 
     def make_runner(
@@ -116,7 +122,7 @@ def cluster(seed: int = 0, network: NetworkConfig | None = None, **scheduler: ob
             supervisor=SupervisorConfig(change_s=1.0),
             seed=seed,
         ),
-        [*workers, *pools],
+        [*workers, *(pools if with_pools else ())],
         make_runner,
         Recorders(),
         Checks(),

@@ -2,7 +2,7 @@
 it, so that a change with which the release before could not work together is noticed.
 
 `python -m tests.support.wire_schema --write` records it anew; it refuses such a change unless
-`PROTOCOL_VERSION` has changed, too.
+`OLDEST_PROTOCOL_VERSION` has changed, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import inspect
 
 from mooncake.base.any_message import AnyMessage
-from mooncake.base.messages import PROTOCOL_VERSION
+from mooncake.base.messages import OLDEST_PROTOCOL_VERSION
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
 
 RECORD = Path(__file__).parents[1] / "arch" / "wire_messages.txt"
@@ -22,8 +22,8 @@ Schema = dict[str, list[str]]
 
 
 def present() -> Schema:
-    """Return what the code sends, with the version it says."""
-    found: Schema = {"protocol": [str(PROTOCOL_VERSION)]}
+    """Return what the code sends, with the oldest version that understands it."""
+    found: Schema = {"protocol": [str(OLDEST_PROTOCOL_VERSION)]}
 
     def name_of(kind: inspect.Type) -> str:
         match kind:
@@ -105,7 +105,8 @@ def main() -> int:
     new = present()
     old = recorded() if RECORD.exists() else {}
     if old.get("protocol") == new["protocol"] and (problems := breaks(old, new)):
-        print(*problems, "give what is new a default, or change PROTOCOL_VERSION", sep="\n")
+        cure = "give what is new a default, or raise OLDEST_PROTOCOL_VERSION"
+        print(*problems, cure, sep="\n")
         return 1
     if "--write" in sys.argv:
         RECORD.write_text(text_of(new))

@@ -95,9 +95,9 @@ app.kubernetes.io/component: {{ .role }}
 {{/* What the pods of a role carry besides: `checksum/secrets` changes with what is read only at a start. */}}
 {{- define "mooncake.annotations" -}}
 {{- $found := dict }}
-{{- range compact (list .root.Values.gateway.tlsSecret .root.Values.tls.authority .root.Values.secret.existing) }}
+{{- range compact (list .root.Values.tls.authority .root.Values.secret.existing) }}
 {{- $data := (lookup "v1" "Secret" $.root.Release.Namespace .).data | default dict }}
-{{- $_ := set $found . (omit $data "keys.yaml") }}
+{{- $_ := set $found . (omit $data "keys.yaml" "cluster-secret") }}
 {{- end }}
 {{- toYaml (merge (deepCopy .values.podAnnotations) (dict "checksum/secrets" (toJson $found | sha256sum))) }}
 {{- end -}}
@@ -117,6 +117,10 @@ app.kubernetes.io/component: {{ .role }}
 {{- end }}
 - name: tmp
   emptyDir: {}
+- name: cluster-secret
+  secret:
+    secretName: {{ include "mooncake.secret" .root }}
+    items: [{key: cluster-secret, path: cluster-secret}]
 {{- if and (eq .role "gateway") .root.Values.secret.apiKeys }}
 - name: keys
   secret:
@@ -144,6 +148,7 @@ app.kubernetes.io/component: {{ .role }}
 - {name: shm, mountPath: /dev/shm}
 {{- end }}
 - {name: tmp, mountPath: /tmp}
+- {name: cluster-secret, mountPath: /etc/mooncake-secret, readOnly: true}
 {{- if and (eq .role "gateway") .root.Values.secret.apiKeys }}
 - {name: keys, mountPath: /etc/mooncake, readOnly: true}
 {{- end }}
@@ -282,8 +287,7 @@ env:
     valueFrom: {fieldRef: {fieldPath: status.podIP}}
   - name: NODE_NAME
     valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
-  - name: MOONCAKE_CLUSTER_SECRET
-    valueFrom: {secretKeyRef: {name: {{ include "mooncake.secret" .root }}, key: cluster-secret}}
+  - {name: MOONCAKE_CLUSTER_SECRET_FILE, value: /etc/mooncake-secret/cluster-secret}
 {{- if .root.Values.tls.authority }}
   - {name: RAY_USE_TLS, value: "1"}
   - {name: RAY_TLS_SERVER_CERT, value: {{ include "mooncake.podTls" . }}/cert.pem}
@@ -339,21 +343,41 @@ ports: {{- include "mooncake.ports" . | nindent 2 }}
 volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
 {{- end -}}
 
-{{/* The ports that others know, of a role's containers. */}}
+{{/* The ports on which a role's pods listen, beside those of "mooncake.ranges". */}}
 {{- define "mooncake.ports" -}}
-{{- $ports := dict "head" (dict "ray" 6379 "health" 8200) "gateway" (dict "http" 8000)
-    "kvstore" (dict "health" 8200 "admin" 8100) }}
-{{- range $name, $port := get $ports .role | default (dict "health" 8200) }}
+{{- $ray := dict "ray-node" 6380 "ray-objects" 6381 "ray-env" 6382 }}
+{{- $ports := dict "http" 8000 }}
+{{- if ne .role "gateway" }}
+{{- $ports = merge (dict "health" 8200) $ray (get (dict "head" (dict "ray" 6379) "kvstore" (dict "admin" 8100)) .role | default dict) }}
+{{- end }}
+{{- range $name, $port := $ports }}
 - {name: {{ $name }}, containerPort: {{ $port }}}
 {{- end }}
 {{- end -}}
 
+{{/* First and last port of those of which a role's pods take some: Ray's workers, and what Mooncake's own
+     processes open for each other. A container's `ports` cannot name a range. */}}
+{{- define "mooncake.ranges" -}}
+- {first: 7000, last: 7099}
+{{- if ne .role "gateway" }}
+- {first: 6400, last: 6499}
+{{- end }}
+{{- end -}}
+
+{{/* Flags of `ray start`. The agent and the metrics of `ray[default]` would take the ports up to 6385; nobody
+     asks for them. */}}
+{{- define "mooncake.ray" -}}
+--node-ip-address="$POD_IP" --num-cpus=0 --disable-usage-stats --object-store-memory=104857600 \
+  --node-manager-port=6380 --object-manager-port=6381 --runtime-env-agent-port=6382 \
+  --dashboard-agent-listen-port=6383 --dashboard-agent-grpc-port=6384 --metrics-export-port=6385 \
+  --min-worker-port=6400 --max-worker-port=6499
+{{- end -}}
+
 {{- define "mooncake.head" -}}
-ray start --head --port=6379 --node-ip-address="$POD_IP" --num-cpus=0 \
-  --include-dashboard=false --disable-usage-stats --object-store-memory=104857600
+ray start --head --port=6379 --include-dashboard=false --no-monitor {{ include "mooncake.ray" . }}
 exec mooncake serve {{ .root.Values.model.path | squote }} --headless \
   --prefill 0 --decode 0 --kvstore 0 --ray-address "$POD_IP:6379" \
-  --bind-host "$POD_IP" --health-host "$POD_IP" --health-port 8200
+  --bind-host "$POD_IP" --bind-ports 7000-7099 --health-host "$POD_IP" --health-port 8200
 {{- include "mooncake.portTls" (dict "root" .root "port" "health") }}
 {{- range $role := list "prefill" "decode" }}
 {{- $shape := (index $.root.Values $role).shape | default dict }}
@@ -367,7 +391,7 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --headless \
 
 {{- define "mooncake.gateway" -}}
 exec mooncake serve {{ .root.Values.model.path | squote }} --role gateway \
-  --join {{ .head }}:6379 --join-timeout 1800 --bind-host "$POD_IP" --node-id "$NODE_NAME" \
+  --join {{ .head }}:6379 --join-timeout 1800 --bind-host "$POD_IP" --bind-ports 7000-7099 --node-id "$NODE_NAME" \
   --host 0.0.0.0 --port 8000 --shutdown-timeout {{ .values.drainSeconds }}
 {{- if .root.Values.secret.apiKeys }} \
   --api-keys-file /etc/mooncake/keys.yaml
@@ -380,11 +404,10 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --role gateway \
 {{/* Engines write through to the pool of their node, which they know by its name. */}}
 {{- define "mooncake.worker" -}}
 head={{ .head }}:6379
-ray start --address="$head" --node-ip-address="$POD_IP" --num-cpus=0 \
-  --disable-usage-stats --object-store-memory=104857600
+ray start --address="$head" {{ include "mooncake.ray" . }}
 exec mooncake serve {{ .root.Values.model.path | squote }} --role {{ .role }} --join "$head" --join-timeout 1800 \
   --node-id "$NODE_NAME" --shutdown-timeout {{ .values.drainSeconds }} \
-  --bind-host "$POD_IP" --health-host "$POD_IP" --health-port 8200
+  --bind-host "$POD_IP" --bind-ports 7000-7099 --health-host "$POD_IP" --health-port 8200
 {{- include "mooncake.portTls" (dict "root" .root "port" "health") }}
 {{- if eq .role "kvstore" }} \
   --admin-host "$POD_IP" --admin-port 8100 --dram {{ .values.dram | squote }}

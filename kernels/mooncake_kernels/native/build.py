@@ -18,6 +18,7 @@ from pathlib import Path
 
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _HEADERS = ("lanes.h", "rows.h", "tiles.h")
+_SOURCES = ("experts.cpp", "linear.cpp", "glue.cpp", "fixed.cpp", "mla_decode.cpp")
 _COMPILE_S = 120.0
 
 
@@ -29,20 +30,17 @@ class Isa:
     needed: frozenset[str]
     """As /proc/cpuinfo calls them."""
     flags: tuple[str, ...]
-    sources: tuple[str, ...]
 
 
 AVX512 = Isa(
     "AVX512_BF16",
     frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512vbmi")),
     ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vbmi"),
-    ("experts.cpp", "linear.cpp", "glue.cpp", "fixed.cpp", "mla_decode.cpp"),
 )
 AVX2 = Isa(
     "AVX2",
     frozenset(("avx2", "fma", "f16c")),
     ("-mavx2", "-mfma", "-mf16c"),
-    ("experts.cpp", "linear.cpp", "glue.cpp", "fixed.cpp"),
 )
 _LIMITS = {
     **dict.fromkeys(("SSE41", "AVX"), frozenset[str]()),
@@ -166,7 +164,7 @@ def _kept(folder: Path, wanted: Isa) -> Path:
 def digest(wanted: Isa | None = None) -> str:
     """Return what code of these sources and flags is known by; None: for this CPU."""
     wanted = wanted or isa()
-    text = b"".join(_path(name).read_bytes() for name in (*_HEADERS, *wanted.sources))
+    text = b"".join(_path(name).read_bytes() for name in (*_HEADERS, *_SOURCES))
     return hashlib.sha256(text + " ".join((*_FLAGS, *wanted.flags)).encode()).hexdigest()[:16]
 
 
@@ -194,6 +192,11 @@ def _cpu(field: str) -> str:
         return ""
     parts = (line.partition(":") for line in lines)
     return next((value.strip() for name, _, value in parts if name.strip() == field), "")
+
+
+def has_bf16() -> bool:
+    """Return whether this CPU multiplies bfloat16: a library emulates that where it does not."""
+    return bool({"avx512_bf16", "amx_bf16"} & _usable_flags())
 
 
 def has_amx() -> bool:
@@ -224,7 +227,7 @@ def _compile(target: Path, wanted: Isa) -> None:
     descriptor, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(descriptor)
     try:
-        sources = [str(_path(source)) for source in wanted.sources]
+        sources = [str(_path(source)) for source in _SOURCES]
         done = subprocess.run(
             [compiler, *_FLAGS, *wanted.flags, *sources, "-o", name],
             capture_output=True, text=True, timeout=_COMPILE_S, check=False,

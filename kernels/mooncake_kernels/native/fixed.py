@@ -13,7 +13,6 @@ import torch
 
 from mooncake_kernels.native.packed import at, function
 from mooncake_kernels.reference import router
-from mooncake_kernels.reference.experts import order_by_expert
 from mooncake_kernels.reference.paged import PagedSpan
 from mooncake_kernels.reference.paged_batch import batch_of_spans
 from mooncake_kernels.reference.router import Routing
@@ -113,33 +112,38 @@ class StackedExperts:
         self._gate_up = gate_up
         self._down = down
 
+    def slot(self, number: int) -> list[torch.Tensor]:
+        """As the reference."""
+        return [self._gate_up[number], self._down[number]]
+
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """As the reference; rounded once."""
-        made = [self.parts(*of_rows, slabs=1)[0] for of_rows in pieces(x, experts, weights)]
+        made = [
+            added(self.choices(*of_rows, slabs=1).unbind(1))
+            for of_rows in pieces(x, experts, weights)
+        ]
         return torch.cat(made).to(x.dtype)
 
-    def parts(
+    def choices(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *, slabs: int
     ) -> torch.Tensor:
-        """Return the weighted sum of each slab of the experts' inner columns, [slabs, tokens,
-        hidden] float32. A token's experts are added in the order of their numbers.
+        """Return what each expert of a token adds to it, [tokens, k, hidden] float32: its output
+        times its weight, summed by slabs of its inner columns. Where another rank has the expert
+        that is -0.0, which changes no bit of what it is added to.
         """
-        order = order_by_expert(experts)
-        chosen, counts = torch.unique_consecutive(order.sorted_experts, return_counts=True)
-        share = weights.flatten().new_empty(order.tokens.numel())
-        share[order.places.flatten()] = weights.flatten()
-        parts = torch.zeros(slabs, *x.shape, dtype=torch.float32)
-        begin = 0
-        for expert, count in zip(chosen.tolist(), counts.tolist(), strict=True):
-            rows = slice(begin, begin + count)
-            tokens = order.tokens[rows]
-            inner = gated(product(x.index_select(0, tokens), self._gate_up[expert])[0])
-            made = product(inner, self._down[expert], slabs)
-            parts.index_add_(1, tokens, made.mul_(share[rows, None]))
-            begin += count
-        return parts
+        sorted_experts, pairs = experts.flatten().sort(stable=True)
+        chosen, counts = torch.unique_consecutive(sorted_experts, return_counts=True)
+        made = torch.full((pairs.numel(), x.shape[1]), -0.0)
+        share = weights.flatten()
+        of_experts = zip(chosen.tolist(), torch.split(pairs, counts.tolist()), strict=True)
+        for expert, own in of_experts:
+            if expert >= 0:
+                tokens = own // experts.shape[1]
+                inner = gated(product(x.index_select(0, tokens), self._gate_up[expert])[0])
+                made[own] = added(product(inner, self._down[expert], slabs).mul_(share[own, None]))
+        return made.view(*experts.shape, x.shape[1])
 
 
 def _sigmoid(x: torch.Tensor, by: torch.Tensor | None = None) -> torch.Tensor:

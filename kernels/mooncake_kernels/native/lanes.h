@@ -20,7 +20,7 @@ inline int32_t both_of(const bf16* x) {
 
 #ifdef __AVX512BF16__
 
-constexpr int LANES = 16, PARTS = 4, ROWS = 6;
+constexpr int LANES = 16, PARTS = 4, ROWS = 6, HEADS_AT_ONCE = 8;
 using Floats = __m512;
 using Pairs = __m512bh;
 
@@ -43,6 +43,14 @@ inline Floats whole(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEA
 inline Floats times_power(Floats x, Floats exponent) { return _mm512_scalef_ps(x, exponent); }
 inline Floats plus(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
 
+// Pairs of a[i] and b[i], 2 * LANES of them, as unpacking leaves them: the i-th is the `place_of(i)`-th.
+inline void beside(const bf16* a, const bf16* b, Pairs& low, Pairs& high) {
+    const __m512i first = _mm512_loadu_si512(a), second = _mm512_loadu_si512(b);
+    low = (Pairs)_mm512_unpacklo_epi16(first, second);
+    high = (Pairs)_mm512_unpackhi_epi16(first, second);
+}
+inline int place_of(int i) { return i % 8 / 4 * LANES + i / 8 * 4 + i % 4; }
+
 // The sums of LANES vectors, in their order; all are added alike.
 inline Floats sums_of(const Floats* a) {
     Floats b[8], c[4], d[2];
@@ -59,7 +67,7 @@ inline Floats sums_of(const Floats* a) {
 
 #else
 
-constexpr int LANES = 8, PARTS = 2, ROWS = 4;
+constexpr int LANES = 8, PARTS = 2, ROWS = 4, HEADS_AT_ONCE = 4;
 using Floats = __m256;
 struct Pairs {
     Floats first, second;
@@ -101,6 +109,12 @@ inline Floats times_power(Floats x, Floats exponent) {
     return x * _mm256_castsi256_ps(power);
 }
 inline Floats plus(Floats sum, Floats a, Floats b) { return _mm256_fmadd_ps(a, b, sum); }
+
+inline void beside(const bf16* a, const bf16* b, Pairs& low, Pairs& high) {
+    low = {wide(a), wide(b)};
+    high = {wide(a + LANES), wide(b + LANES)};
+}
+inline int place_of(int i) { return i; }
 
 inline Floats sums_of(const Floats* a) {
     Floats b[2];

@@ -9,61 +9,60 @@
 
 namespace {
 
-constexpr int HEADS = 8, MOST_TOKENS = 256, MOST_RANK = 1024, WORD = 32;
+constexpr int HEADS = 8, MOST_TOKENS = 256, MOST_RANK = 1024, WORD = 2 * LANES;
 
 // Products of R rows with each of `num` rows [num, width] that lie one after another: to[r][i], `step`
-// numbers from row to row. width: a multiple of 32.
+// numbers from row to row. width: a multiple of WORD.
 template <int R>
 void dots(const bf16* const* x, int width, const bf16* rows, int num, float* to, int64_t step) {
-    constexpr int N = 16 / R, WORD = 2 * LANES;
+    constexpr int N = LANES / R;
     for (int first = 0; first < num; first += N) {
         const bf16* row[N];
         for (int n = 0; n < N; ++n) row[n] = rows + (int64_t)(first + n < num ? first + n : num - 1) * width;
-        __m512 sums[16];
-        for (auto& sum : sums) sum = _mm512_setzero_ps();
+        Floats sums[LANES];
+        for (auto& sum : sums) sum = all(0.0f);
         for (int at = 0; at < width; at += WORD) {
-            __m512bh part[N];
-            for (int n = 0; n < N; ++n) part[n] = (__m512bh)_mm512_loadu_si512(row[n] + at);
+            Pairs part[N];
+            for (int n = 0; n < N; ++n) part[n] = pairs(row[n] + at);
             for (int r = 0; r < R; ++r) {
-                const __m512bh value = (__m512bh)_mm512_loadu_si512(x[r] + at);
-                for (int n = 0; n < N; ++n) sums[n * R + r] = _mm512_dpbf16_ps(sums[n * R + r], value, part[n]);
+                const Pairs value = pairs(x[r] + at);
+                for (int n = 0; n < N; ++n) sums[n * R + r] = dot(sums[n * R + r], value, part[n]);
             }
         }
-        alignas(64) float made[16];
-        _mm512_store_ps(made, sums_of(sums));
+        alignas(64) float made[LANES];
+        store(made, sums_of(sums));
         for (int n = 0; n < N && first + n < num; ++n)
             for (int r = 0; r < R; ++r) to[r * step + first + n] = made[n * R + r];
     }
 }
 
 // made[head] = made[head] * kept[head] + the latents by their shares (bfloat16, an even number, the
-// last 0 where tokens are odd). A vector of `made` holds 16 of 32 latents as unpacking leaves them.
+// last 0 where tokens are odd). WORD latents lie in `made` as `beside` leaves them.
 void gather(const bf16 (*shares)[MOST_TOKENS], const bf16* latents, int width, int tokens, int rank,
             const float* kept, float (*made)[MOST_RANK]) {
-    for (int at = 0; at < rank; at += WORD) {
-        __m512 low[HEADS], high[HEADS];
-        for (int head = 0; head < HEADS; ++head) {
-            const __m512 factor = _mm512_set1_ps(kept[head]);
-            low[head] = _mm512_mul_ps(_mm512_loadu_ps(made[head] + at), factor);
-            high[head] = _mm512_mul_ps(_mm512_loadu_ps(made[head] + at + LANES), factor);
-        }
-        for (int token = 0; token < tokens; token += 2) {
-            const bf16* row = latents + (int64_t)token * width + at;
-            const __m512i v0 = _mm512_loadu_si512(row);
-            const __m512i v1 = token + 1 < tokens ? _mm512_loadu_si512(row + width) : _mm512_setzero_si512();
-            const __m512bh below = (__m512bh)_mm512_unpacklo_epi16(v0, v1);
-            const __m512bh above = (__m512bh)_mm512_unpackhi_epi16(v0, v1);
-            for (int head = 0; head < HEADS; ++head) {
-                const __m512bh share = pair_of(shares[head] + token);
-                low[head] = _mm512_dpbf16_ps(low[head], below, share);
-                high[head] = _mm512_dpbf16_ps(high[head], above, share);
+    for (int begin = 0; begin < HEADS; begin += HEADS_AT_ONCE)
+        for (int at = 0; at < rank; at += WORD) {
+            Floats low[HEADS_AT_ONCE], high[HEADS_AT_ONCE];
+            for (int head = 0; head < HEADS_AT_ONCE; ++head) {
+                const Floats factor = all(kept[begin + head]);
+                low[head] = load(made[begin + head] + at) * factor;
+                high[head] = load(made[begin + head] + at + LANES) * factor;
+            }
+            for (int token = 0; token < tokens; token += 2) {
+                const bf16* row = latents + (int64_t)token * width + at;
+                Pairs below, above;
+                beside(row, token + 1 < tokens ? row + width : row, below, above);
+                for (int head = 0; head < HEADS_AT_ONCE; ++head) {
+                    const Pairs share = pair_of(shares[begin + head] + token);
+                    low[head] = dot(low[head], below, share);
+                    high[head] = dot(high[head], above, share);
+                }
+            }
+            for (int head = 0; head < HEADS_AT_ONCE; ++head) {
+                store(made[begin + head] + at, low[head]);
+                store(made[begin + head] + at + LANES, high[head]);
             }
         }
-        for (int head = 0; head < HEADS; ++head) {
-            _mm512_storeu_ps(made[head] + at, low[head]);
-            _mm512_storeu_ps(made[head] + at + LANES, high[head]);
-        }
-    }
 }
 
 // Scores to shares of `tokens`, against the new maximum; returns what earlier results count for.
@@ -72,16 +71,17 @@ float share(float* scores, int tokens, float& maximum, float& sum, bf16* to) {
     for (int token = 0; token < tokens; ++token) most = scores[token] > most ? scores[token] : most;
     const float kept = maximum == -INFINITY ? 0.0f : std::exp(maximum - most);
     const int padded = (tokens + LANES - 1) / LANES * LANES;
-    for (int token = tokens; token < padded; ++token) scores[token] = -INFINITY;
-    __m512 total = _mm512_setzero_ps();
+    for (int token = tokens; token < padded; ++token) scores[token] = most;
+    for (int token = 0; token < padded; token += LANES)
+        store(scores + token, exponential(load(scores + token) - all(most)));
+    for (int token = tokens; token < padded; ++token) scores[token] = 0;
+    Floats total = all(0.0f);
     for (int token = 0; token < padded; token += LANES) {
-        const __m512 x = _mm512_sub_ps(_mm512_loadu_ps(scores + token), _mm512_set1_ps(most));
-        const __mmask16 there = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
-        const __m512 part = _mm512_maskz_mov_ps(there, exponential(x));
-        total = _mm512_add_ps(total, part);
+        const Floats part = load(scores + token);
+        total = total + part;
         store(to + token, part);
     }
-    sum = sum * kept + _mm512_reduce_add_ps(total);
+    sum = sum * kept + sum_of(total);
     maximum = most;
     return kept;
 }
@@ -122,11 +122,10 @@ void attend(const Paged& of, int row, const bf16* q, Out* out, float* lse) {
         const float factor = sum[head] > 0 ? 1 / sum[head] : 0;
         if (lse) lse[head] = sum[head] > 0 ? maximum[head] + std::log(sum[head]) : -INFINITY;
         for (int at = 0; at < of.rank; at += WORD) {
-            alignas(64) float ordered[WORD];  // four of the low vector, four of the high, ...
-            for (int i = 0; i < WORD; ++i)
-                ordered[i] = made[head][at + i % 8 / 4 * LANES + i / 8 * 4 + i % 4] * factor;
+            float ordered[WORD];
+            for (int i = 0; i < WORD; ++i) ordered[i] = made[head][at + place_of(i)] * factor;
             for (int i = 0; i < WORD; i += LANES)
-                store(out + (int64_t)head * of.rank + at + i, _mm512_load_ps(ordered + i));
+                store(out + (int64_t)head * of.rank + at + i, load(ordered + i));
         }
     }
 }
@@ -145,7 +144,7 @@ void product_of_head(const bf16* weight, int outs, int ins, const bf16* x, int64
         else dots<8>(row, ins, weight, outs, room, outs);
         for (int r = 0; r < num; ++r)
             for (int at = 0; at < outs; at += LANES)
-                store(to + (begin + r) * step + at, _mm512_loadu_ps(room + r * outs + at));
+                store(to + (begin + r) * step + at, load(room + r * outs + at));
     }
 }
 

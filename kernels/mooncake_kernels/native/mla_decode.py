@@ -17,8 +17,7 @@ def fits(heads: int, width: int, rank: int, block_tokens: int, dtype: torch.dtyp
     """Return whether compiled code takes pages [.., block_tokens, width] of `dtype`."""
     whole = not (heads % _HEADS or width % _WORD or rank % _WORD)
     small = block_tokens <= _MOST_TOKENS and rank <= _MOST_RANK
-    here = build.why_not() is None and build.isa() is build.AVX512
-    return dtype == torch.bfloat16 and whole and small and here
+    return dtype == torch.bfloat16 and whole and small and build.why_not() is None
 
 
 def mla_decode(

@@ -67,8 +67,6 @@ class MlaLayer:
 
     def __init__(self, weights: LayerWeights) -> None:
         """Raises CannotBuild: compiled code cannot run here, or not on these widths."""
-        if build.isa() is not build.AVX512:
-            raise build.CannotBuild(f"attention is compiled for {build.AVX512.name} only")
         w = weights
         heads, rank, nope = w.key_up.shape
         value, width = w.value_up.shape[1], rank + w.rope

@@ -38,12 +38,16 @@ def widen_blocks(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def linear_fp8(
-    x: torch.Tensor, x_factors: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    factors: torch.Tensor,
+    to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `x @ weight.T`, [rows, out] bfloat16, of quantized rows and a quantized weight.
+    """Return `x @ weight.T`, [rows, out] in x's dtype, of rows that are quantized on the way;
+    or `to + x @ weight.T`, where `to` [rows, out] may be overwritten.
 
-    x: [rows, in] e4m3 with x_factors [rows, ceil(in / 128)]; weight: [out, in] e4m3 with factors
-    [ceil(out / 128), ceil(in / 128)]. Products are summed in float32.
+    x: [rows, in]; weight: [out, in] e4m3 with factors [ceil(out / 128), ceil(in / 128)]. Products
+    are summed in float32.
     """
-    product = widen_rows(x, x_factors) @ widen_blocks(weight, factors).t()
-    return product.to(torch.bfloat16)
+    product = widen_rows(*quantize_rows(x)) @ widen_blocks(weight, factors).t()
+    return (product if to is None else product + to).to(x.dtype)

@@ -36,3 +36,21 @@ def kv_write(
     if not bool(used.all()):
         places, written = places[used], written[used]
     flat.index_copy_(0, places, written)
+
+
+def query_and_kv(
+    query: torch.Tensor,
+    query_norm: tuple[torch.Tensor, float],
+    latent: torch.Tensor,
+    key: torch.Tensor,
+    rotation: torch.Tensor,
+    places: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    kv: torch.Tensor,
+    kv_scale: float = 1.0,
+) -> torch.Tensor:
+    """Return `rms_norm(query)`, [rows, width], contiguous, and do what `kv_write` does: both are of
+    one product, so one launch can have both.
+    """
+    kv_write(latent, key, rotation, places, norm, kv, kv_scale)
+    return rms_norm(query, *query_norm)

@@ -27,12 +27,13 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (experts [tokens, k] int64, weights [tokens, k] float32) of each token, unordered.
 
-    x: [tokens, hidden] of any float dtype; weight: [experts, hidden] and bias: [experts], float32.
-    Scores are `sigmoid(weight x)`. Experts are chosen by score + bias: with several groups only
-    within the `top_groups` groups whose two best experts sum highest. Weights are the plain scores
-    of the chosen, normalized to sum 1 where `normalize`, times `scale`.
+    x: [tokens, hidden] of any float dtype; weight: [experts, hidden], float32 or of x's dtype;
+    bias: [experts] float32. Scores are `sigmoid(weight x)`, products summed in float32 (those of
+    bfloat16 numbers are exact). Experts are chosen by score + bias: with several groups only within
+    the `top_groups` groups whose two best experts sum highest. Weights are the plain scores of the
+    chosen, normalized to sum 1 where `normalize`, times `scale`.
     """
-    return choose(functional.linear(x.float(), weight), bias, routing)
+    return choose(functional.linear(x.float(), weight.float()), bias, routing)
 
 
 def choose(

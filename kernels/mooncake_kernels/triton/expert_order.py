@@ -26,7 +26,8 @@ class ExpertTiles:
 
     order: [pairs] int32, the pairs in sorted order; those without an expert here come last.
     tile_expert, tile_begin, tile_end: [max_tiles] int32, of which `num_tiles` [1] int32 are set: a
-    tile's expert and its rows of the sorted order.
+    tile's expert and its rows of the sorted order. arrived: [max_tiles * blocks] int32, zeros, for
+    the product of each tile with each block of weight rows.
     """
 
     order: torch.Tensor
@@ -34,19 +35,23 @@ class ExpertTiles:
     tile_begin: torch.Tensor
     tile_end: torch.Tensor
     num_tiles: torch.Tensor
+    arrived: torch.Tensor
 
     @property
     def max_tiles(self) -> int:
         return self.tile_expert.shape[0]
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "num_products"])
 def _sort_and_tile(
-    experts, order, tile_expert, tile_begin, tile_end, num_tiles, pairs, num_experts,
+    experts, order, tile_expert, tile_begin, tile_end, num_tiles, arrived,
+    pairs, num_experts, num_products,
     TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """All in one program; a tile's number follows from its expert, so none waits for another."""
     i = tl.arange(0, BLOCK)
+    for begin in range(0, num_products, BLOCK):
+        tl.store(arrived + begin + i, 0, mask=begin + i < num_products)
     expert = tl.load(experts + i, mask=i < pairs, other=-1).to(tl.int32)
     known = (expert >= 0) & (expert < num_experts)
     key = tl.where(known, expert, tl.where(i < pairs, num_experts, num_experts + 1)) * BLOCK + i
@@ -94,31 +99,44 @@ def _tile(
         tl.store(num_tiles, first + mine)
 
 
-def expert_tiles(experts: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertTiles:
-    """Return the tiles of `experts` [tokens, k] int64; ids outside 0..num_experts - 1 have none."""
+def most_tiles(pairs: int, num_experts: int, tile_rows: int) -> int:
+    """Return how many tiles `pairs` pairs may have."""
+    return min(pairs, num_experts) + pairs // tile_rows
+
+
+def expert_tiles(
+    experts: torch.Tensor, num_experts: int, tile_rows: int, blocks: int = 0
+) -> ExpertTiles:
+    """Return the tiles of `experts` [tokens, k] int64; ids outside 0..num_experts - 1 have none.
+
+    blocks: of weight rows, for each of which a tile has a place in `arrived`.
+    """
     pairs, device = experts.numel(), experts.device
-    most = min(pairs, num_experts) + pairs // tile_rows
+    most = most_tiles(pairs, num_experts, tile_rows)
     # Tensors of their own: Triton compiles a kernel anew where one begins at an odd place.
     tile_expert, tile_begin, tile_end = (
         torch.empty(most, dtype=torch.int32, device=device) for _ in range(3)
     )
     if not pairs:
         none = torch.zeros(1, dtype=torch.int32, device=device)
-        return ExpertTiles(tile_expert, tile_expert, tile_begin, tile_end, none)
+        return ExpertTiles(tile_expert, tile_expert, tile_begin, tile_end, none, tile_expert)
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
     flat = experts.contiguous().view(-1)
     if pairs <= _SORTED_BY_ONE[-1]:
         order = torch.empty(pairs, dtype=torch.int32, device=device)
+        arrived = torch.empty(most * blocks, dtype=torch.int32, device=device)
         _sort_and_tile[(1,)](
-            flat, order, tile_expert, tile_begin, tile_end, num_tiles, pairs, num_experts,
+            flat, order, tile_expert, tile_begin, tile_end, num_tiles, arrived,
+            pairs, num_experts, most * blocks,
             TILE=tile_rows, BLOCK=next(size for size in _SORTED_BY_ONE if pairs <= size),
             BLOCK_E=pow2(num_experts + 1), num_warps=8,
         )  # fmt: skip
-        return ExpertTiles(order, tile_expert, tile_begin, tile_end, num_tiles)
+        return ExpertTiles(order, tile_expert, tile_begin, tile_end, num_tiles, arrived)
     known = (flat >= 0) & (flat < num_experts)
     order = flat.where(known, num_experts).sort(stable=True).indices.to(torch.int32)
     _tile[(num_experts,)](
         flat, tile_expert, tile_begin, tile_end, num_tiles, pairs, num_experts,
         TILE=tile_rows, CHUNK=_COUNT_CHUNK, BLOCK_E=pow2(num_experts + 1), num_warps=4,
     )  # fmt: skip
-    return ExpertTiles(order, tile_expert, tile_begin, tile_end, num_tiles)
+    arrived = torch.zeros(most * blocks, dtype=torch.int32, device=device)
+    return ExpertTiles(order, tile_expert, tile_begin, tile_end, num_tiles, arrived)

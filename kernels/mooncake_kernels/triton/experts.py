@@ -14,10 +14,10 @@ import triton
 from torch.nn import functional
 
 from mooncake_kernels.reference.experts_quantized import int4_codes
-from mooncake_kernels.triton import grouped
+from mooncake_kernels.triton import grouped, grouped_fp8
 from mooncake_kernels.triton.device import num_programs, pow2, target
-from mooncake_kernels.triton.expert_order import ExpertTiles, expert_tiles
-from mooncake_kernels.triton.quantize import quantize_rows
+from mooncake_kernels.triton.expert_order import ExpertTiles, expert_tiles, most_tiles
+from mooncake_kernels.triton.quantize import quantize_pairs, quantize_rows
 from mooncake_kernels.tuning import (
     ExpertsConfig,
     ExpertsShape,
@@ -31,6 +31,9 @@ INT4_COLUMNS = 128
 _SUM_COLUMNS = 1024
 _GROUPS_A_STEP = 4
 _ZERO_CODE = 8
+_FEW_PRODUCTS = 4
+"""Of a tile and a block of weight rows, a program: fewer are shared out by steps, else one program
+has twice the work of another."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,14 @@ class _GroupedExperts:
         names = ("plain", "fp8", "int4")
         self.shape = ExpertsShape(names[kind], num_experts, gate_up.rows, gate_up.columns)
         self.config: ExpertsConfig | None = None
+        self._whole_products = False
 
     def fix_tiles(self, rows: int) -> None:
-        """Take for every batch the tiles of `rows` rows an expert: bits then depend on no batch."""
+        """Take for every batch the tiles of `rows` rows an expert, and no product in parts: bits
+        then depend on no batch.
+        """
         self.config = default_experts_config(self.shape, rows * self._num_experts)
+        self._whole_products = True
 
     def _config(self, pairs: int, x: torch.Tensor) -> ExpertsConfig:
         """Return the tiles for a batch; tables are of bfloat16."""
@@ -77,11 +84,13 @@ class _GroupedExperts:
         if not tokens:
             return out
         config = self._config(pairs, x)
-        tiles = expert_tiles(experts, self._num_experts, config.block_t)
+        tiles = self._tiles(experts, config)
         inner = torch.empty(pairs, self._gate_up.rows, dtype=x.dtype, device=x.device)
         parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-        self._multiply(self._gate_up, self._ready(x), inner, tiles, config, choices)
-        self._multiply(self._down, self._ready(inner), parts, tiles, config, weights.contiguous())
+        rows = self._ready(x, config, tiles.order, choices)
+        self._multiply(self._gate_up, rows, inner, tiles, config, choices)
+        rows = self._ready(inner, config)
+        self._multiply(self._down, rows, parts, tiles, config, weights.contiguous())
         columns = min(_SUM_COLUMNS, pow2(hidden))
         grouped.sum_kernel[(tokens, triton.cdiv(hidden, columns))](
             parts, experts.contiguous(), out, self._num_experts, hidden,
@@ -95,12 +104,13 @@ class _GroupedExperts:
         """Return the two grouped products of a batch, each ready to be launched: for measuring."""
         pairs = experts.numel()
         config = self._config(pairs, x)
-        tiles = expert_tiles(experts, self._num_experts, config.block_t)
+        tiles = self._tiles(experts, config)
         inner = torch.empty(pairs, self._gate_up.rows, dtype=x.dtype, device=x.device)
         parts = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
-        rows, choices = self._ready(x), experts.shape[1]
+        choices = experts.shape[1]
+        rows = self._ready(x, config, tiles.order, choices)
         self._multiply(self._gate_up, rows, inner, tiles, config, choices)
-        inner_rows = self._ready(inner)
+        inner_rows = self._ready(inner, config)
 
         def gate_up() -> None:
             self._multiply(self._gate_up, rows, inner, tiles, config, choices)
@@ -110,9 +120,33 @@ class _GroupedExperts:
 
         return gate_up, down
 
-    def _ready(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (rows as they are multiplied, their factors)."""
+    def _tiles(self, experts: torch.Tensor, config: ExpertsConfig) -> ExpertTiles:
+        """Return the tiles of a batch, with `arrived` where `_multiply` shares gate-up's products
+        out by steps: that is where a program has few of them.
+        """
+        pairs, tile = experts.numel(), config.gate_up
+        most = most_tiles(pairs, self._num_experts, config.block_t)
+        blocks = triton.cdiv(self._gate_up.rows, tile.block_w)
+        few = most * blocks < _FEW_PRODUCTS * num_programs(experts.device) * tile.programs
+        shared = few and config.swap and not self._whole_products
+        return expert_tiles(experts, self._num_experts, config.block_t, blocks if shared else 0)
+
+    def _by_boxes(self, config: ExpertsConfig) -> bool:
+        """Whether products are those of `grouped_fp8`: of many rows, in whole 16 bytes."""
+        widths = self._gate_up.columns | self._down.columns
+        return self._kind == grouped.FP8.value and not config.swap and not widths % 16
+
+    def _ready(
+        self,
+        x: torch.Tensor,
+        config: ExpertsConfig,
+        order: torch.Tensor | None = None,
+        choices: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (rows as they are multiplied, their factors); order: None if they have it."""
         x = x.contiguous()
+        if self._by_boxes(config):
+            return quantize_pairs(x, order, choices)
         return quantize_rows(x) if self._kind == grouped.FP8.value else (x, x)
 
     def _multiply(
@@ -124,8 +158,10 @@ class _GroupedExperts:
         config: ExpertsConfig,
         extra: Any,
     ) -> None:
+        if self._by_boxes(config):
+            self._multiply_boxes(w, rows, out, tiles, config, extra)
+            return
         first = w is self._gate_up
-        kernel = grouped.gate_up_kernel if first else grouped.down_kernel
         tile: ProductTile = config.gate_up if first else config.down
         # Both quantized formats have a step fixed by their groups.
         step = tile.block_k if self._kind == grouped.PLAIN.value else INT4_COLUMNS
@@ -133,14 +169,47 @@ class _GroupedExperts:
         # Tiles of float32 are twice as long: more of them in flight than two do not fit.
         stages = min(tile.stages, 2) if x.dtype == torch.float32 else tile.stages
         most = tiles.max_tiles * triton.cdiv(w.rows, tile.block_w)
-        programs = min(num_programs(x.device) * tile.programs, most)
+        programs = num_programs(x.device) * tile.programs
+        more: tuple[torch.Tensor, ...] = ()
+        if first and len(tiles.arrived):
+            kernel = grouped.gate_up_ranges_kernel
+            # Two slots a program, each for two sums.
+            size = 4 * programs * tile.block_w * config.block_t
+            more = torch.empty(size, dtype=torch.float32, device=x.device), tiles.arrived
+        else:
+            kernel = grouped.gate_up_kernel if first else grouped.down_kernel
+            programs = min(programs, most)
         kernel[(programs,)](
             x, x_factors, w.values, w.factors, out,
             tiles.order, tiles.tile_expert, tiles.tile_begin, tiles.tile_end, tiles.num_tiles,
             w.rows, w.columns, w.values.numel() // w.matrices, w.factors.numel() // w.matrices,
-            extra,
+            extra, *more,
             FORMAT=self._kind, SWAP=config.swap, BLOCK_W=tile.block_w, BLOCK_T=config.block_t,
             BLOCK_K=step, GROUP_T=tile.group_t, STAGES=stages, num_warps=tile.warps,
+        )  # fmt: skip
+
+    def _multiply_boxes(
+        self,
+        w: _Weights,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        tiles: ExpertTiles,
+        config: ExpertsConfig,
+        extra: Any,
+    ) -> None:
+        first = w is self._gate_up
+        tile = config.gate_up if first else config.down
+        most = tiles.max_tiles * triton.cdiv(w.rows, tile.block_w)
+        given: tuple[torch.Tensor, ...] = (*rows, w.values, w.factors, out)
+        of_tiles = tiles.tile_expert, tiles.tile_begin, tiles.tile_end, tiles.num_tiles
+        kernel = grouped_fp8.gate_up_fp8_kernel
+        if not first:
+            kernel, given = grouped_fp8.down_fp8_kernel, (*given, tiles.order, extra)
+        triton.set_allocator(grouped_fp8.allocate)
+        kernel[(min(num_programs(out.device) * tile.programs, most),)](
+            *given, *of_tiles, rows[0].shape[0], w.matrices, w.rows, w.columns,
+            BLOCK_W=tile.block_w, BLOCK_T=config.block_t, GROUP_T=tile.group_t, STAGES=tile.stages,
+            num_warps=tile.warps,
         )  # fmt: skip
 
 

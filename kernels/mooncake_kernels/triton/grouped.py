@@ -118,13 +118,65 @@ def _tokens(
 
 
 @triton.jit
-def _place(index, num_tiles, blocks, GROUP_T: tl.constexpr):
+def place(index, num_tiles, blocks, GROUP_T: tl.constexpr):
     """Return (tile, block of weight rows): GROUP_T tiles share a block's read before the next."""
     group = index // (GROUP_T * blocks)
     first = group * GROUP_T
     size = tl.minimum(num_tiles - first, GROUP_T)
     inside = index % (GROUP_T * blocks)
     return first + inside % size, inside // size
+
+
+@triton.jit
+def _gate_up(
+    x, x_factors, w, factors, order, tile_expert, tile_begin, tile_end, tile, block, first, last,
+    N, K, matrix, matrix_factors, choices,
+    FORMAT: tl.constexpr, SWAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return (gate x, up x) of a tile's rows and a block of weight rows, over columns `first` to
+    `last`.
+    """
+    expert = tl.load(tile_expert + tile).to(tl.int64)
+    row = tl.load(tile_begin + tile) + tl.arange(0, BLOCK_T)
+    live = row < tl.load(tile_end + tile)
+    token = tl.load(order + row, mask=live, other=0) // choices
+    gate_w = w + expert * 2 * matrix
+    gate_factors = factors + expert * 2 * matrix_factors
+    if SWAP:
+        gate = tl.zeros([BLOCK_W, BLOCK_T], tl.float32)
+    else:
+        gate = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
+    up = gate
+    for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        part, later, factor = _tokens(x, x_factors, token, live, k, K, FORMAT, BLOCK_T, BLOCK_K)
+        gate = _add(
+            gate, part, later, factor, gate_w, gate_factors, block * BLOCK_W, k, N, K,
+            FORMAT, SWAP, BLOCK_W, BLOCK_K,
+        )  # fmt: skip
+        up = _add(
+            up, part, later, factor, gate_w + matrix, gate_factors + matrix_factors,
+            block * BLOCK_W, k, N, K, FORMAT, SWAP, BLOCK_W, BLOCK_K,
+        )  # fmt: skip
+    return gate, up
+
+
+@triton.jit
+def _store_gated(
+    gate, up, out, tile_begin, tile_end, tile, block, N,
+    SWAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    row = tl.load(tile_begin + tile) + tl.arange(0, BLOCK_T)
+    live = row < tl.load(tile_end + tile)
+    n = block * BLOCK_W + tl.arange(0, BLOCK_W)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    if SWAP:
+        at = row.to(tl.int64)[None, :] * N + n[:, None]
+        mask = live[None, :] & (n < N)[:, None]
+    else:
+        at = row.to(tl.int64)[:, None] * N + n[None, :]
+        mask = live[:, None] & (n < N)[None, :]
+    tl.store(out + at, narrow(result, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -141,37 +193,79 @@ def gate_up_kernel(
     blocks = tl.cdiv(N, BLOCK_W)
     tiles = tl.load(num_tiles)
     for index in range(tl.program_id(0), tiles * blocks, tl.num_programs(0)):
-        tile, block = _place(index, tiles, blocks, GROUP_T)
-        expert = tl.load(tile_expert + tile).to(tl.int64)
-        row = tl.load(tile_begin + tile) + tl.arange(0, BLOCK_T)
-        live = row < tl.load(tile_end + tile)
-        token = tl.load(order + row, mask=live, other=0) // choices
-        n = block * BLOCK_W + tl.arange(0, BLOCK_W)
-        gate_w = w + expert * 2 * matrix
-        gate_factors = factors + expert * 2 * matrix_factors
-        if SWAP:
-            gate = tl.zeros([BLOCK_W, BLOCK_T], tl.float32)
-        else:
-            gate = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
-        up = gate
-        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            part, later, factor = _tokens(x, x_factors, token, live, k, K, FORMAT, BLOCK_T, BLOCK_K)
-            gate = _add(
-                gate, part, later, factor, gate_w, gate_factors, block * BLOCK_W, k, N, K,
-                FORMAT, SWAP, BLOCK_W, BLOCK_K,
-            )  # fmt: skip
-            up = _add(
-                up, part, later, factor, gate_w + matrix, gate_factors + matrix_factors,
-                block * BLOCK_W, k, N, K, FORMAT, SWAP, BLOCK_W, BLOCK_K,
-            )  # fmt: skip
-        result = gate / (1.0 + tl.exp(-gate)) * up
-        if SWAP:
-            at = row.to(tl.int64)[None, :] * N + n[:, None]
-            mask = live[None, :] & (n < N)[:, None]
-        else:
-            at = row.to(tl.int64)[:, None] * N + n[None, :]
-            mask = live[:, None] & (n < N)[None, :]
-        tl.store(out + at, narrow(result, out.dtype.element_ty), mask=mask)
+        tile, block = place(index, tiles, blocks, GROUP_T)
+        gate, up = _gate_up(
+            x, x_factors, w, factors, order, tile_expert, tile_begin, tile_end, tile, block, 0, K,
+            N, K, matrix, matrix_factors, choices,
+            FORMAT, SWAP, BLOCK_W, BLOCK_T, BLOCK_K, STAGES,
+        )  # fmt: skip
+        _store_gated(gate, up, out, tile_begin, tile_end, tile, block, N, SWAP, BLOCK_W, BLOCK_T)
+
+
+@triton.jit
+def gate_up_ranges_kernel(
+    x, x_factors, w, factors, out, order, tile_expert, tile_begin, tile_end, num_tiles,
+    N, K, matrix, matrix_factors, choices, parts, arrived,
+    FORMAT: tl.constexpr, SWAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `gate_up_kernel`, of few tokens: programs take equal ranges of the steps of all products,
+    wherever products begin and end, so that few products keep all multiprocessors busy.
+
+    A range begins and ends inside a product at most once each, so two slots a program hold all
+    partial sums: parts [2 * programs, 2, tile] float32. Who finds in `arrived` [products] int32,
+    zeros at first and in the end, that all steps of a product are there adds its parts, in the
+    programs' order: the same bits every time.
+    """
+    blocks = tl.cdiv(N, BLOCK_W)
+    tiles = tl.load(num_tiles)
+    steps = tl.cdiv(K, BLOCK_K)
+    program = tl.program_id(0)
+    all_steps = tiles * blocks * steps
+    each = tl.maximum(tl.cdiv(all_steps, tl.num_programs(0)), 1)
+    step = program * each
+    end = tl.minimum(step + each, all_steps)
+    SIZE: tl.constexpr = BLOCK_W * BLOCK_T
+    if SWAP:
+        w_axis = tl.arange(0, BLOCK_W)[:, None]
+        inside = w_axis * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+    else:
+        w_axis = tl.arange(0, BLOCK_W)[None, :]
+        inside = tl.arange(0, BLOCK_T)[:, None] * BLOCK_W + w_axis
+    while step < end:
+        index = step // steps
+        begin = index * steps
+        first = step - begin
+        last = tl.minimum(end - begin, steps)
+        tile, block = place(index, tiles, blocks, GROUP_T)
+        gate, up = _gate_up(
+            x, x_factors, w, factors, order, tile_expert, tile_begin, tile_end, tile, block,
+            first * BLOCK_K, tl.minimum(last * BLOCK_K, K), N, K, matrix, matrix_factors, choices,
+            FORMAT, SWAP, BLOCK_W, BLOCK_T, BLOCK_K, STAGES,
+        )  # fmt: skip
+        taken = last - first
+        whole = taken == steps
+        if taken < steps:
+            slot = parts + (2 * program + (first == 0).to(tl.int32)).to(tl.int64) * 2 * SIZE
+            tl.store(slot + inside, gate)
+            tl.store(slot + SIZE + inside, up)
+            tl.debug_barrier()  # all threads' stores come before what one thread says of them
+            whole = tl.atomic_add(arrived + index, taken, sem="acq_rel") + taken == steps
+            tl.debug_barrier()
+            if whole:
+                tl.store(arrived + index, 0)
+                gate = tl.zeros(gate.shape, tl.float32)
+                up = gate
+                for other in range(begin // each, (begin + steps - 1) // each + 1):
+                    head = (other * each <= begin).to(tl.int32)
+                    slot = parts + (2 * other + head).to(tl.int64) * 2 * SIZE
+                    gate += tl.load(slot + inside, cache_modifier=".cg")
+                    up += tl.load(slot + SIZE + inside, cache_modifier=".cg")
+        if whole:
+            _store_gated(
+                gate, up, out, tile_begin, tile_end, tile, block, N, SWAP, BLOCK_W, BLOCK_T
+            )
+        step += taken
 
 
 @triton.jit
@@ -185,7 +279,7 @@ def down_kernel(
     blocks = tl.cdiv(N, BLOCK_W)
     tiles = tl.load(num_tiles)
     for index in range(tl.program_id(0), tiles * blocks, tl.num_programs(0)):
-        tile, block = _place(index, tiles, blocks, GROUP_T)
+        tile, block = place(index, tiles, blocks, GROUP_T)
         expert = tl.load(tile_expert + tile).to(tl.int64)
         row = tl.load(tile_begin + tile) + tl.arange(0, BLOCK_T)
         live = row < tl.load(tile_end + tile)

@@ -1,4 +1,5 @@
-"""Dense products whose bits do not depend on the batch (contracts: `reference.linear`).
+"""Dense products whose bits do not depend on the batch, and products of heads written into place
+(contracts: `reference.linear`).
 
 Libraries choose another kernel, and with it another order of summation, for another number of rows.
 Here tiles and steps are the same for every shape, and no row is cut along the inner axis: a row's
@@ -20,7 +21,7 @@ _BLOCK_K = 64
 
 @triton.jit
 def _fixed_linear(
-    x, w, bias, out, M, N, K, x_row, x_head, out_row, out_head,
+    x, w, bias, out, M, N, K, x_row, x_head, out_row, out_head, scale,
     BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -37,6 +38,7 @@ def _fixed_linear(
         a = tl.load(x_rows + column[None, :], mask=(m < M)[:, None] & inside, other=0.0)
         b = tl.load(w_rows + column[None, :], mask=(n < N)[:, None] & inside, other=0.0)
         acc = dot(a, tl.trans(b), acc)
+    acc *= scale
     if BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     at = out + head * out_head + m.to(tl.int64)[:, None] * out_row + n[None, :]
@@ -46,19 +48,39 @@ def _fixed_linear(
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return [rows, out]; see the reference. Rows of x may be strided, their numbers not."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    _launch(x[:, None], weight[None], bias, out[:, None])
+    _launch(x[:, None], weight[None], bias, out[:, None], 1.0)
     return out
 
 
-def linear_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return [rows, heads, out]; see the reference."""
-    out = torch.empty(x.shape[0], *weight.shape[:2], dtype=x.dtype, device=x.device)
-    _launch(x, weight, None, out)
+def linear_heads(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None = None,
+    scale: float = 1.0,
+    *,
+    fixed: bool = False,
+) -> torch.Tensor:
+    """Return [rows, heads, out], times `scale`; see the reference. Contiguous, or in `out`, a view
+    of any strides but the last, which is 1. One launch.
+
+    fixed: by the product whose bits do not depend on the batch, else by the library's.
+    """
+    if out is None:
+        out = torch.empty(x.shape[0], *weight.shape[:2], dtype=x.dtype, device=x.device)
+    if fixed:
+        _launch(x, weight, None, out, scale)
+    else:  # what lies in `out` is not read where beta is 0
+        by_head = out.transpose(0, 1)
+        by_head.baddbmm_(x.transpose(0, 1), weight.transpose(1, 2), beta=0, alpha=scale)
     return out
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    scale: float,
 ) -> None:
     rows, heads, width = x.shape
     if x.stride(2) != 1 and width > 1:
@@ -69,7 +91,7 @@ def _launch(
     grid = triton.cdiv(columns, _BLOCK_N), triton.cdiv(rows, _BLOCK_M), heads
     _fixed_linear[grid](
         x, weight.contiguous(), out if bias is None else bias, out, rows, columns, width,
-        x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+        x.stride(0), x.stride(1), out.stride(0), out.stride(1), scale,
         BIAS=bias is not None, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K,
         STAGES=3, num_warps=4,
     )  # fmt: skip

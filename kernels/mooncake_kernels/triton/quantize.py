@@ -23,15 +23,23 @@ def group_factors(x):
 
 
 @triton.jit
-def _quantize(x, values, factors, stride, width, groups, GROUPS: tl.constexpr):
+def _quantize(
+    x, order, values, factors, stride, width, groups, row_stride, group_stride, choices,
+    GROUPS: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """Row i of values is that of pair order[i] where ORDERED, else row i."""
     row = tl.program_id(0).to(tl.int64)
+    source = row
+    if ORDERED:
+        source = (tl.load(order + row) // choices).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     there = column < width
-    wide = tl.load(x + row * stride + column, mask=there, other=0.0).to(tl.float32)
+    wide = tl.load(x + source * stride + column, mask=there, other=0.0).to(tl.float32)
     scaled, factor = group_factors(wide)
     tl.store(values + row * width + column, narrow(scaled, tl.float8e4nv), mask=there)
-    tl.store(factors + row * groups + group, factor, mask=group < groups)
+    at = factors + row * row_stride + group.to(tl.int64) * group_stride
+    tl.store(at, factor, mask=group < groups)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,11 +48,40 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = triton.cdiv(width, GROUP)
     values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     factors = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    _launch(x, None, 1, values, factors)
+    return values, factors
+
+
+def quantize_pairs(
+    x: torch.Tensor, order: torch.Tensor | None, choices: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (e4m3 [pairs, width], factors float32 [groups, pairs]) of the rows that `order`
+    [pairs] int32 names, a pair being token * choices + choice; of all rows where it is None.
+    """
+    pairs, width = x.shape[0] if order is None else order.shape[0], x.shape[1]
+    values = torch.empty(pairs, width, dtype=torch.float8_e4m3fn, device=x.device)
+    groups = triton.cdiv(width, GROUP)
+    factors = torch.empty(groups, pairs, dtype=torch.float32, device=x.device)
+    _launch(x, order, choices, values, factors.t())
+    return values, factors
+
+
+def _launch(
+    x: torch.Tensor,
+    order: torch.Tensor | None,
+    choices: int,
+    values: torch.Tensor,
+    factors: torch.Tensor,
+) -> None:
+    """factors: [rows, groups], of any strides."""
+    rows, width = values.shape
     if x.stride(1) != 1:
         raise ValueError("the columns of x must be contiguous")
+    groups = factors.shape[1]
     each = min(_GROUPS_A_PROGRAM, pow2(groups))
     if rows:
         _quantize[(rows, triton.cdiv(groups, each))](
-            x, values, factors, x.stride(0), width, groups, GROUPS=each, num_warps=4
-        )
-    return values, factors
+            x, values if order is None else order, values, factors, x.stride(0), width, groups,
+            factors.stride(0), factors.stride(1), choices,
+            GROUPS=each, ORDERED=order is not None, num_warps=4,
+        )  # fmt: skip

@@ -99,5 +99,7 @@ def choose(
 def route(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's experts and weights; see the reference. The product is torch's."""
-    return choose(functional.linear(x.float(), weight), bias, routing)
+    """Return each token's experts and weights; see the reference. The product is the library's."""
+    if weight.dtype == torch.float32 or x.device.type == "cpu":
+        return choose(functional.linear(x.float(), weight.float()), bias, routing)
+    return choose(torch.mm(x, weight.t(), out_dtype=torch.float32), bias, routing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ LISTEN_BACKLOG = 2048
 START_POLL_S = 0.01
 GRACE_S = 2.0
 """Seconds after the drain time in which the last events may still be sent."""
+RENEWAL_S = 2.0
+"""How often the files of a certificate are looked at."""
 
 
 class _Server(uvicorn.Server):
@@ -86,6 +89,35 @@ def _tls_settings(tls: TlsConfig | None) -> dict[str, Any]:
     }
 
 
+async def _renew(tls: TlsConfig, context: ssl.SSLContext) -> None:
+    """Show connections that come from then on a certificate that takes the place of the old one;
+    one that cannot be used is logged once. Until cancelled.
+    """
+    seen = _looks(tls)
+    while True:
+        await asyncio.sleep(RENEWAL_S)
+        if (looks := _looks(tls)) == seen:
+            continue
+        seen = looks
+        try:
+            check_tls(tls)
+            context.load_cert_chain(tls.certfile, tls.keyfile, password="")
+        except (ConfigError, OSError) as error:
+            _log.error("the certificate stays as it was: %s", error)
+        else:
+            _log.info("ssl-certfile: read again from %s", tls.certfile)
+
+
+def _looks(tls: TlsConfig) -> list[tuple[int, ...]]:
+    """Return what changes with the files, or with the links that lead to them."""
+    found: list[tuple[int, ...]] = []
+    for path in (tls.certfile, tls.keyfile or tls.certfile):
+        with contextlib.suppress(OSError):
+            stat = os.stat(path)
+            found.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return found
+
+
 async def serve(
     app: FastAPI,
     config: ApiConfig,
@@ -102,21 +134,24 @@ async def serve(
     """
     api_server: ApiServer = app.state.api_server
     listener = listener or bind(config)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="warning",
-            access_log=False,  # `AccessLog` does it, in our own format
-            lifespan="off",
-            ws="none",
-            timeout_keep_alive=config.keep_alive_s,
-            timeout_graceful_shutdown=int(config.drain_s + GRACE_S) + 1,
-            server_header=False,
-            http=limited_protocol(config),
-            **_tls_settings(config.tls),
-        )
+    settings = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,  # `AccessLog` does it, in our own format
+        lifespan="off",
+        ws="none",
+        timeout_keep_alive=config.keep_alive_s,
+        timeout_graceful_shutdown=int(config.drain_s + GRACE_S) + 1,
+        server_header=False,
+        http=limited_protocol(config),
+        **_tls_settings(config.tls),
     )
+    settings.load()
+    server = _Server(settings)
+    renewing: asyncio.Task[None] | None = None
+    if config.tls is not None and settings.ssl is not None:
+        renewing = asyncio.create_task(_renew(config.tls, settings.ssl))
     running = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -140,6 +175,8 @@ async def serve(
         await running
     finally:
         stopping.cancel()
+        if renewing is not None:
+            renewing.cancel()
         if not running.done():
             running.cancel()
         listener.close()

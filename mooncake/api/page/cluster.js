@@ -138,6 +138,25 @@ function empty(columns, text) {
   return el("tr", {}, el("td", { colSpan: columns, className: "hint" }, text));
 }
 
+/** Draw a row a worker, a field an expert: the more rows it computed of it, the stronger. */
+function drawExperts(workers) {
+  const sharing = workers.filter(({ load }) => load.expert_rows?.length);
+  byId("experts").hidden = !sharing.length;
+  const most = Math.max(1, ...sharing.flatMap(({ load }) => load.expert_rows));
+  byId("experts").querySelector("tbody").replaceChildren(...sharing.map(({ id, load }) => {
+    const whole = load.expert_rows.reduce((rows, its) => rows + its, 0);
+    const fields = load.expert_rows.map((rows, expert) => {
+      const field = el("span", { title: `expert ${expert}: ${number(rows)} rows` });
+      field.style.opacity = rows ? 0.15 + (0.85 * rows) / most : 0.04;
+      return field;
+    });
+    const heat = el("div", { className: "heat" }, ...fields);
+    heat.setAttribute("role", "img");
+    heat.setAttribute("aria-label", `${id}: ${number(whole)} rows`);
+    return row(el("th", { scope: "row" }, id), el("td", {}, heat));
+  }));
+}
+
 function ago(value) {
   if (value < 60) return `${Math.round(value)} s ago`;
   return value < 3600 ? `${Math.round(value / 60)} min ago` : `${Math.round(value / 3600)} h ago`;
@@ -155,6 +174,7 @@ function draw({ status, recent }) {
   drawPools(status.workers);
   drawTiers(status);
   drawWorkers(status.workers);
+  drawExperts(status.workers);
   drawRefusals(recent.refusals);
   const serving = status.ready ? "live" : "live, not ready";
   tell(status.draining ? "live, shutting down" : serving, "live");

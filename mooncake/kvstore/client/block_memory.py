@@ -10,20 +10,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-import xxhash
-
 from mooncake.base import BlockPlaces, KvLayout
+from mooncake.kvstore.block_checksum import added, checksum_of
 from mooncake.transfer.engine import Op, Region, Transfer, TransferBatch, TransferOp
 
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Registered memory that holds blocks: slice `n` of the block at `offset` begins `offset` bytes
-    after the n-th of `layers`, which are (region, byte offset).
+    """Registered memory that holds blocks, or some layers of them: slice `n` that lies here of the
+    block at `offset` begins `offset` bytes after the n-th of `layers`, which are (region, byte
+    offset).
     """
 
     layers: tuple[tuple[Region, int], ...]
-    slice_bytes: int
+    layout: KvLayout
+    first_layer: int = 0
 
     @classmethod
     def packed(cls, region: Region, layout: KvLayout) -> BlockMemory:
@@ -31,24 +32,31 @@ class BlockMemory:
         return cls.strided(region, layout, layout.slice_bytes)
 
     @classmethod
-    def strided(cls, region: Region, layout: KvLayout, layer_stride: int) -> BlockMemory:
+    def strided(
+        cls, region: Region, layout: KvLayout, layer_stride: int, held: range | None = None
+    ) -> BlockMemory:
         """Return memory where the slices of a block lie `layer_stride` bytes apart, such as an
-        engine's pages `[layers, pages, block_tokens, width]`. Raises ValueError when that is less
-        than a slice.
+        engine's pages `[layers, pages, block_tokens, width]`: those of the layers `held`, or of
+        all. Raises ValueError when that is less than a slice.
         """
         if layer_stride < layout.slice_bytes:
             raise ValueError(
                 f"layers {layer_stride} bytes apart overlap: a slice has {layout.slice_bytes}"
             )
-        layers = tuple((region, layer * layer_stride) for layer in range(layout.num_layers))
-        return cls(layers, layout.slice_bytes)
+        held = held or range(layout.num_layers)
+        layers = tuple((region, number * layer_stride) for number in range(len(held)))
+        return cls(layers, layout, held.start)
 
     @classmethod
     def layered(cls, regions: Sequence[Region], layout: KvLayout) -> BlockMemory:
         """Return memory that is one region a layer. Raises ValueError for another number."""
         if len(regions) != layout.num_layers:
             raise ValueError(f"{len(regions)} regions for {layout.num_layers} layers")
-        return cls(tuple((region, 0) for region in regions), layout.slice_bytes)
+        return cls(tuple((region, 0) for region in regions), layout)
+
+    @property
+    def slice_bytes(self) -> int:
+        return self.layout.slice_bytes
 
     @property
     def regions(self) -> list[Region]:
@@ -79,18 +87,16 @@ class BlockMemory:
         ]
 
     def checksum(self, offset: int) -> int:
-        """Return the xxh3-64 of a block's slices, layer after layer, which is that of the pool's
-        packed block. Reading a device takes some 0.1 ms a MiB. Raises TransferError when it fails.
+        """Return the checksum of a block, or the part of it that the layers here make. Reading a
+        device takes some 0.1 ms a MiB. Raises TransferError when it fails.
         """
-        size, layers = self.slice_bytes, self.layers
-        if self._is_packed:
-            size, layers = size * len(layers), layers[:1]
-        digest = xxhash.xxh3_64()
-        for _, run in groupby(layers, key=lambda layer: layer[0].region_id):
+        size, first, found = self.slice_bytes, self.first_layer, list[int]()
+        for _, run in groupby(self.layers, key=lambda layer: layer[0].region_id):
             slices = list(run)
             for part in slices[0][0].read([(base + offset, size) for _, base in slices]):
-                digest.update(part)
-        return digest.intdigest()
+                found.append(checksum_of(part, self.layout, first))
+                first += len(part) // size
+        return added(found)
 
     @cached_property
     def _last(self) -> int:

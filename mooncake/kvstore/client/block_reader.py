@@ -40,7 +40,7 @@ class ReadResult:
     num_blocks: int
     """Leading blocks of the run that lie in memory, as their checksums say where verified."""
     checksums: list[int]
-    """xxh3-64 that the node promised for each of them; 0: none."""
+    """That the node promised for each of them; 0: none."""
     error: MooncakeError | None
     """Why no more came; None: all came, the node has no more, or a block arrived damaged."""
     num_bytes: int
@@ -64,7 +64,7 @@ class ReadPort(Protocol):
         """Ask a read to stop; its end still comes."""
 
     def checksum(self, places: Any, index: int) -> int:
-        """Return the xxh3-64 of a block that was read. Raises TransferError when that fails."""
+        """Return the checksum of a block that was read. Raises TransferError when that fails."""
 
 
 ReadEnded = Callable[[ReadResult, float], None]

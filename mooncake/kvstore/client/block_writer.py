@@ -106,7 +106,7 @@ class BlockWriter:
         error: MooncakeError | None = None,
         checksums: Sequence[int] = (),
     ) -> None:
-        """End a put: `written` are whole at the node (with the xxh3-64 of each in `checksums`, or
+        """End a put: `written` are whole at the node (with the checksum of each, or
         none), all others that it granted are not. With an error none is.
         """
         write = self._writes.pop(ticket)

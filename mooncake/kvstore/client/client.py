@@ -327,6 +327,7 @@ class PoolClient:
 
     def _on_refused(self, event: Refused, now: float) -> None:
         """End the call whose message was not taken, with the reason that was given."""
+        self._membership.on_refused(event)
         error = Forbidden(event.reason)
         if event.message == "PinBlocks":
             self._reader.on_refused(event.ticket, error, now)

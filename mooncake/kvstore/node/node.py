@@ -27,7 +27,7 @@ from mooncake.base import (
     Welcome,
     WorkerHello,
 )
-from mooncake.base.messages import Answer, Replicate, WhoAreYou
+from mooncake.base.messages import Answer, Refused, Replicate, WhoAreYou
 from mooncake.base.pool_messages import HomesFound, PoolState, RemoveBlocks, TakenOver, TakeOver
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
@@ -161,6 +161,7 @@ class KvNode:
             Unpin: self._pins.on_unpin,
             Welcome: lambda message, _: membership.on_welcome(message),
             WhoAreYou: lambda message, _: membership.on_who_are_you(message),
+            Refused: lambda message, _: membership.on_refused(message),
             PeerLost: self._on_peer_lost,
             Drain: self._on_drain,
             HomesFound: migration.on_homes,

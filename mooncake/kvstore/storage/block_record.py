@@ -24,7 +24,7 @@ MAX_TENANT_BYTES = 1024
 MAX_SEQUENCE_GAP = 2**48
 """No two blocks of a disk have more writes between them: at a million a second nine years."""
 
-_BLOCK_MAGIC = b"MCKVBLK1"
+_BLOCK_MAGIC = b"MCKVBLK2"
 _FILE_MAGICS = {b"MCKVSEG2": False, b"MCKVSEC2": True}
 """Of files of plain and of encrypted slots."""
 _BLOCK = struct.Struct(f"<8s{KEY_BYTES}sQQQI")
@@ -43,7 +43,7 @@ class BlockHeader(msgspec.Struct, frozen=True, array_like=True):
 
     key: BlockKey
     checksum: int
-    """xxh3-64 of the block's bytes."""
+    """Of the block's bytes, see `kvstore.block_checksum`."""
     num_bytes: int
     sequence_no: int
     """Grows with every write of this directory: of two blocks of one key the newer counts."""
@@ -58,11 +58,6 @@ class FileHeader(msgspec.Struct, frozen=True, array_like=True):
     block_bytes: int
     num_slots: int
     is_encrypted: bool = False
-
-
-def checksum_of(data: memoryview | bytes) -> int:
-    """Return the xxh3-64 of a block's bytes."""
-    return xxhash.xxh3_64_intdigest(data)
 
 
 def aligned(num_bytes: int) -> int:

@@ -37,7 +37,7 @@ class DiskBlock(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     tenant: str = ""
     checksum: int | None = None
-    """xxh3-64 of the block where it is known already; stored with it on the disk."""
+    """Of the block where it is known already; stored with it on the disk."""
 
 
 class FoundBlock(msgspec.Struct, frozen=True, array_like=True):

@@ -25,13 +25,13 @@ import numpy as np
 
 from mooncake.base import ConfigError, KvLayout, format_bytes
 from mooncake.crypto.keys import KeyRing
+from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.storage.block_record import (
     BLANK_PAGE,
     PAGE_BYTES,
     BlockHeader,
     aligned,
-    checksum_of,
     num_counted,
     pack_block_header,
     unpack_block_header,
@@ -133,7 +133,8 @@ class FileDisks:
         blocks = [DiskBlock(b"", 0, offset) for offset in offsets]
 
         def hashed(blocks: list[DiskBlock]) -> Ended:
-            digests = [checksum_of(self._arena[b.offset : b.offset + size]) for b in blocks]
+            data = (self._arena[block.offset : block.offset + size] for block in blocks)
+            digests = [checksum_of(each, self._layout) for each in data]
             return [Outcome.OK] * len(blocks), digests
 
         return self._start(self._hasher, blocks, hashed, urgent=False)
@@ -265,6 +266,7 @@ class _FileDisk:
         self._openers = Openers(0)
         one_by_one = cipher is not None and layout.block_bytes < SHARED_BYTES
         self._filling = threading.Lock() if one_by_one else contextlib.nullcontext()
+        self._layout = layout
         self._block_bytes = layout.block_bytes
         self._padded_bytes = aligned(layout.block_bytes)
         self._place_bytes = (
@@ -445,7 +447,7 @@ class _FileDisk:
         for index, block in enumerate(blocks):
             checksum = block.checksum
             if checksum is None:
-                checksum = checksum_of(self._data(block))
+                checksum = checksum_of(self._data(block), self._layout)
             checksums.append(checksum)
             number = last - len(blocks) + 1 + index
             header = BlockHeader(block.key, checksum, self._block_bytes, number, block.tenant)
@@ -535,7 +537,7 @@ class _FileDisk:
         if self._cipher is None:
             if not self._straight:
                 data[:] = place[: self._block_bytes]
-            return checksum if checksum_of(data) == checksum else None
+            return checksum if checksum_of(data, self._layout) == checksum else None
         # The tag says that these are the bytes the checksum was of: no need to hash them again.
         if opener is None or opener.checksum != checksum:
             return None

@@ -16,6 +16,7 @@ from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
+from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.telemetry.health import Vitals
 
@@ -35,10 +36,11 @@ class JoinedCluster:
         assert config.join is not None
         secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
         self._credential = own_credential(secret, CredentialRole.GATEWAY)
-        address, cluster = config.join, self._credential.cluster
+        address, credential = config.join, self._credential
         self._facts = facts = ray_cluster.when_up(
-            lambda: ray_cluster.facts_at(address, cluster), config.join_timeout
+            lambda: ray_cluster.facts_at(address, credential), config.join_timeout
         )
+        self._following = SecretFollower(config.cluster_secret_file, credential.renew)
         worker = facts.worker
         self.config = dataclasses.replace(
             config,
@@ -62,7 +64,9 @@ class JoinedCluster:
 
     def open(self) -> GatewayProcess:
         """Return the gateway, which meets workers and other gateways once it is driven."""
-        channel = ZmqChannel(self.config.bind_host, credential=self._credential)
+        channel = ZmqChannel(
+            self.config.bind_host, credential=self._credential, ports=self.config.bind_ports
+        )
         self._gateway_process = GatewayProcess(
             self.plan, channel, self.config.names[0],
             gateway_id=self.gateway_id, peers=[self._facts.gateway_address],
@@ -75,6 +79,7 @@ class JoinedCluster:
 
     def stop(self) -> None:
         """Announce the end: workers and other gateways then wait for no heartbeat of this one."""
+        self._following.close()
         if self._gateway_process is not None:
             self._gateway_process.gateway.say_goodbye()
 

@@ -51,7 +51,10 @@ class Registry:
         machine_facts.check_port(config.bind_host, config.pool_port, "bind-host", "pool-port")
         ids = SystemIds()
         credential = own_credential(secret, CredentialRole.GATEWAY, name="registry")
-        self._channel = ZmqChannel(config.bind_host, credential=credential, port=config.pool_port)
+        ports = (config.pool_port, config.pool_port) if config.pool_port else config.bind_ports
+        self._channel = ZmqChannel(
+            config.bind_host, credential=credential, ports=ports, is_typed=True
+        )
         ref = WorkerRef(GATEWAY_ID, ids.hex(8), self._channel.address)
         gateway = Gateway(
             plan.scheduler, ref, Conductor(plan.scheduler, ids), self._channel, ids,
@@ -134,7 +137,10 @@ def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> N
         watch = node_lock.JoinWatch(begun.driver, settings.worker_id, gateway_address)
 
     try:
-        process.run(settings, progress=process.no_progress, started=started)
+        process.run(
+            settings, progress=process.no_progress, started=started,
+            secret_file=config.cluster_secret_file,
+        )  # fmt: skip
     finally:
         if watch is not None:
             watch.close()

@@ -33,8 +33,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from mooncake.base import ConfigError, MooncakeError, Role
-from mooncake.base.rights import CredentialRole
-from mooncake.identity import ClusterKeys, own_credential
+from mooncake.identity import Credential, Trust
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import (
     keep_ray_token_private,
@@ -150,9 +149,10 @@ class WorkerActor:
             settings.worker_id, sys.stderr, level=settings.log_level, form=settings.log_format
         )
         try:
-            secret = _secret_here(Path(secret_file))
+            secret, file = _secret_here(Path(secret_file))
             process.run(
                 msgspec.structs.replace(settings, cluster_secret=secret),
+                secret_file=file,
                 progress=self._progress,
                 started=self._started,
                 advertise_host=_own_address(),
@@ -215,17 +215,18 @@ class _Entry:
     retry_at_s: float | None = None
 
 
-def _secret_here(file: Path) -> str:
-    """Return the cluster secret for a worker on this machine.
+def _secret_here(file: Path) -> tuple[str, Path | None]:
+    """Return the cluster secret for a worker on this machine, and the file that has it, if any.
 
     Raises:
         ConfigError: it was not given here.
     """
     given = os.environ.get("MOONCAKE_CLUSTER_SECRET_FILE")
     if file.exists() or given:
-        return read_secret(file if file.exists() else Path(str(given)))
+        file = file if file.exists() else Path(str(given))
+        return read_secret(file), file
     if secret := os.environ.get("MOONCAKE_CLUSTER_SECRET"):
-        return secret
+        return secret, None
     raise ConfigError(
         f"cluster-secret: {machine_facts.host_name()} does not know it; start Ray there with "
         "MOONCAKE_CLUSTER_SECRET or MOONCAKE_CLUSTER_SECRET_FILE in its environment"
@@ -325,23 +326,22 @@ def when_up(
                 raise
 
 
-def write_facts(facts: ClusterFacts, secret: str) -> None:
+def write_facts(facts: ClusterFacts, credential: Credential) -> None:
     """Store what workers and gateways that join must know, signed with the cluster secret."""
     facts = msgspec.structs.replace(facts, worker=_without_secret(facts.worker))
-    credential = own_credential(secret, CredentialRole.GATEWAY)
     kv_put(FACTS_KEY, seal(msgspec.msgpack.encode(facts), credential, SEAL), overwrite=True)
 
 
-def read_facts(cluster: ClusterKeys) -> ClusterFacts:
+def read_facts(trust: Trust) -> ClusterFacts:
     """Return what the cluster's first process stored.
 
     Raises:
         ConfigError: no `mooncake serve` runs in this Ray cluster, or it has another secret.
     """
-    return _decode_facts(kv_get(FACTS_KEY), cluster)
+    return _decode_facts(kv_get(FACTS_KEY), trust)
 
 
-def facts_at(address: str, cluster: ClusterKeys) -> ClusterFacts:
+def facts_at(address: str, trust: Trust) -> ClusterFacts:
     """Return what the first process of the cluster at `address` left, without taking part in Ray.
 
     Raises:
@@ -355,7 +355,7 @@ def facts_at(address: str, cluster: ClusterKeys) -> ClusterFacts:
         found = client.internal_kv_get(FACTS_KEY, None, timeout=CONNECT_S)
     except (OSError, RayError) as error:
         raise NotUp(f"no Ray cluster at {address}: {error}") from error
-    return _decode_facts(found, cluster)
+    return _decode_facts(found, trust)
 
 
 def cluster_secret(address: str, given: str | None) -> str:
@@ -433,11 +433,11 @@ def _greeted(connection: socket.socket) -> int | None:
     return head[3] if len(head) == 9 else None
 
 
-def _decode_facts(found: bytes | None, cluster: ClusterKeys) -> ClusterFacts:
+def _decode_facts(found: bytes | None, trust: Trust) -> ClusterFacts:
     if found is None:
         raise NotUp("no server in this Ray cluster; start `mooncake serve` there first")
     try:
-        data = unseal(found, cluster, SEAL)
+        data = unseal(found, trust, SEAL)
     except MooncakeError as error:
         raise ConfigError(
             "cluster-secret: it is not that of this cluster, or Ray's store was altered"

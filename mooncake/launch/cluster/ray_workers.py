@@ -16,7 +16,7 @@ from rich.console import Console
 
 from mooncake.base import MooncakeError, Role, SystemIds
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity import Credential, own_credential
 from mooncake.launch.cluster import ray_cluster, report
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import (
@@ -32,6 +32,7 @@ from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import secret_file, write_private
+from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import choose_protocols
@@ -40,10 +41,15 @@ from mooncake.transfer.factory import choose_protocols
 class RayWorkers:
     """The workers of a cluster whose gateway is this process (see `serve.Workers`)."""
 
-    def __init__(self, config: ServeConfig, plan: ServePlan, secret: str) -> None:
+    def __init__(
+        self, config: ServeConfig, plan: ServePlan, secret: str, credential: Credential
+    ) -> None:
+        """`credential`: of the gateway, made of `secret`; both follow the file of the secret."""
         self._config = config
         self._plan = plan
         self._secret = secret
+        self._credential = credential
+        self._following: SecretFollower | None = None
         self._started: Future[list[report.WorkerRow]] = Future()
         self._stopping = threading.Event()
         self._supervisor: ray_cluster.Supervisor | None = None
@@ -86,6 +92,8 @@ class RayWorkers:
                 supervisor.watch()
             supervisor.stop()
         finally:
+            if self._following is not None:
+                self._following.close()
             if self._join_address is not None:
                 secret_file(self._join_address).unlink(missing_ok=True)
             ray_cluster.disconnect()
@@ -105,19 +113,23 @@ class RayWorkers:
         own_address = gateway_process.channel.address
         settings = cluster_workers(config, plan, own_address, self._secret, host)
         any_engine = dataclasses.replace(plan, num_decodes=1)
-        ray_cluster.write_facts(
-            ray_cluster.ClusterFacts(
-                gateway_address=own_address,
-                worker=cluster_workers(config, any_engine, own_address, self._secret, host)[-1],
-                scheduler=plan.scheduler,
-                names=list(config.names),
-            ),
-            self._secret,
+        facts = ray_cluster.ClusterFacts(
+            gateway_address=own_address,
+            worker=cluster_workers(config, any_engine, own_address, self._secret, host)[-1],
+            scheduler=plan.scheduler,
+            names=list(config.names),
         )
+        ray_cluster.write_facts(facts, self._credential)
+        own_file = secret_file(self._join_address)
+
+        def renew(secret: str) -> None:
+            self._credential.renew(secret)
+            ray_cluster.write_facts(facts, self._credential)
+            write_private(own_file, secret)
+
+        self._following = SecretFollower(config.cluster_secret_file, renew)
         here_only = environment.is_loopback(config.bind_host)
-        pids = supervisor.start(
-            settings, show, here_only=here_only, secret_file=secret_file(self._join_address)
-        )
+        pids = supervisor.start(settings, show, here_only=here_only, secret_file=own_file)
         return [
             report.WorkerRow(
                 each.worker_id,
@@ -158,6 +170,7 @@ def join(config: ServeConfig) -> int:
     asked_to_stop = threading.Event()
     secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
     credential = own_credential(secret, CredentialRole.WORKER)
+    following: SecretFollower | None = None
     own_file = secret_file(f"{config.join}-{os.getpid()}")
 
     def on_signal(number: int, _: object) -> None:
@@ -177,10 +190,13 @@ def join(config: ServeConfig) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray sets its own
             signal.signal(number, on_signal)
         facts = ray_cluster.when_up(
-            lambda: ray_cluster.read_facts(credential.cluster), config.join_timeout, asked_to_stop
+            lambda: ray_cluster.read_facts(credential), config.join_timeout, asked_to_stop
         )
         settings = _joining(config, facts, secret)
         write_private(own_file, secret)
+        following = SecretFollower(
+            config.cluster_secret_file, lambda given: write_private(own_file, given)
+        )
         with report.StartProgress(console) as show:
             pids = supervisor.start([settings], show, here_only=True, secret_file=own_file)
         console.print(
@@ -192,6 +208,8 @@ def join(config: ServeConfig) -> int:
             raise
     finally:
         supervisor.stop()
+        if following is not None:
+            following.close()
         own_file.unlink(missing_ok=True)
         ray_cluster.disconnect()
     return 0
@@ -217,6 +235,7 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts, secret: str) 
         host=host,
         cluster_secret=secret,
         bind_host=config.bind_host,
+        bind_ports=config.bind_ports,
         transfer_protocols=list(
                 choose_protocols(config.transport, config.transfer_protection)
             ),

@@ -162,8 +162,8 @@ def _make(config: ServeConfig, plan: ServePlan, ids: IdSource) -> tuple[Workers,
 
     secret = config.cluster_secret or ids.hex(16)
     credential = own_credential(secret, CredentialRole.GATEWAY, name=GATEWAY_ID)
-    channel = ZmqChannel(config.bind_host, credential=credential)
-    return RayWorkers(config, plan, secret), GatewayProcess(
+    channel = ZmqChannel(config.bind_host, credential=credential, ports=config.bind_ports)
+    return RayWorkers(config, plan, secret, credential), GatewayProcess(
         plan, channel, config.names[0], ids=ids, has_api=not config.headless
     )
 

@@ -54,6 +54,7 @@ def cluster_workers(
             node_id=node if num_nodes == 1 else f"{node}/{index % num_nodes}",
             host=host,
             bind_host=config.bind_host,
+            bind_ports=config.bind_ports,
             gateway_address=gateway_address,
             cluster_secret=cluster_secret,
             transfer_protocols=list(choose_protocols(config.transport, config.transfer_protection)),
@@ -75,6 +76,9 @@ def cluster_workers(
             options=plan.options
             if role is Role.KVSTORE
             else msgspec.structs.replace(plan.options, shape=plan.ranks[role].shape),
+            stage_hosts=[]
+            if role is Role.KVSTORE or plan.ranks[role].shape.pp == 1
+            else list(plan.stage_hosts),
             expert_group=_expert_group(plan, role, index, gateway_address),
             health=health_settings(config, next(places)),
             admin=admin_settings(config, index) if role is Role.KVSTORE else None,
@@ -90,9 +94,14 @@ def _expert_group(
     """Return the workers with which the `index`-th of a role shares its experts, if any do."""
     if role is Role.KVSTORE or plan.ranks[role].shape.dp == 1:
         return None
-    engine, number = divmod(index, plan.ranks[role].shape.dp)
-    name = f"{role.value}-{engine} of {gateway_address}"
-    return ExpertGroup(name=name, number=number, size=plan.ranks[role].shape.dp)
+    size = plan.ranks[role].shape.dp
+    engine, number = divmod(index, size)
+    return ExpertGroup(
+        name=f"{role.value}-{engine} of {gateway_address}",
+        number=number,
+        size=size,
+        workers=tuple(f"{role.value}-{engine * size + other}" for other in range(size)),
+    )
 
 
 def gpus_of(plan: ServePlan, role: Role) -> float:

@@ -374,12 +374,26 @@ def part(name: str, value: object) -> float:
     return 0.0 if str(value) in ("0", "0.0") else share(name, value)
 
 
+def port_range(name: str, value: object) -> tuple[int, int]:
+    """Read "FIRST-LAST"."""
+    found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", str(value))
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 0 < first <= last < 65536:
+        raise ConfigError(f"{flag(name)}: {value!r} is not FIRST-LAST (e.g. 7000-7099)")
+    return first, last
+
+
 def host_and_port(name: str, value: object) -> str:
     """Read "HOST:PORT"."""
     host, colon, port = str(value).rpartition(":")
     if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(f"{flag(name)}: {value!r} is not HOST:PORT (e.g. 10.0.0.7:6379)")
     return str(value)
+
+
+def hosts_and_ports(name: str, value: object) -> tuple[str, ...]:
+    """Read "HOST:PORT", one text or a list of them."""
+    return tuple(host_and_port(name, each) for each in texts(name, value))
 
 
 def joinable(name: str, value: object) -> str:

@@ -25,6 +25,7 @@ from mooncake.base import (
 from mooncake.base.parallel import DCP_FLAG, DP_FLAG, EP_FLAG, PP_FLAG, TP_FLAG, stage_layers
 from mooncake.crypto.keys import KeySource
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.drafters import EAGLE3, MTP
 from mooncake.engine.expert_placement import EplbConfig, check_slots
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.launch.config.options import values_of
@@ -40,6 +41,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.config.shipped import figures
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.key_source import key_source, read_keys
+from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.checkpoint.files import CheckpointFiles
 from mooncake.model.checkpoint.quant_format import Fp8Block, QuantFormat, parse_quantization
 from mooncake.model.checkpoint.revision import PIECE_BYTES
@@ -89,6 +91,10 @@ class ServePlan:
     """Of an engine of prefill and of decode."""
     gpu_node: GpuNode | None
     """The hardware planned for, where it is not this machine."""
+    stage_hosts: tuple[tuple[str, int], ...] = ()
+    """Machines that compute the stages before the last one, first stage first, with their ports;
+    none: all ranks of an engine are on its worker's machine.
+    """
 
     @property
     def num_engines(self) -> int:
@@ -120,9 +126,15 @@ class ServePlan:
         )
 
     def engine_bytes(self, role: Role) -> int:
-        """Return the memory of all ranks of one engine."""
-        memory = self.ranks[role]
+        """Return the memory of all ranks of one engine that are on its worker's machine."""
+        memory = self._here(role)
         return memory.sum(lambda rank: rank.dram + rank.weights + rank.overhead) + self._kv(memory)
+
+    def _here(self, role: Role) -> InstanceMemory:
+        """Return the memory of an engine's ranks that are on its worker's machine."""
+        memory = self.ranks[role]
+        first = -1 if self.stage_hosts and memory.shape.pp > 1 else 0
+        return dataclasses.replace(memory, stages=memory.stages[first:])
 
     def _kv(self, memory: InstanceMemory) -> int:
         """Return the bytes of an engine's pages, with their copies: ranks on the host map the same
@@ -151,26 +163,26 @@ class ServePlan:
         alike = len({self.ranks[role] for role, _ in self.engines}) == 1
         engines = [(role, self.num_engines) for role, _ in self.engines[:1]]
         for role, number in engines if alike else self.engines:
-            memory, of_whom = self.ranks[role], "" if alike else f", {role.value}"
+            memory, of_whom = self._here(role), "" if alike else f", {role.value}"
             pages = f"{memory.num_pages} pages of {self.engine.block_tokens} tokens"
-            shape = memory.shape
-            ranks = number * shape.num_ranks
+            num_ranks = memory.shape.tp * len(memory.stages)
+            ranks = number * num_ranks
             rows += [
                 (
                     f"weights ({self._weights_as}){of_whom}",
-                    memory.sum(lambda rank: rank.weights) // shape.num_ranks,
+                    memory.sum(lambda rank: rank.weights) // num_ranks,
                     ranks,
                 ),
                 (f"KV cache, {pages}{of_whom}", self._kv(memory), number),
                 (
                     f"activations and libraries{of_whom}",
-                    memory.sum(lambda rank: rank.overhead) // shape.num_ranks,
+                    memory.sum(lambda rank: rank.overhead) // num_ranks,
                     ranks,
                 ),
             ]
             dram = memory.sum(lambda rank: rank.dram)
             if dram:
-                rows.append((f"routed experts in DRAM{of_whom}", dram // shape.num_ranks, ranks))
+                rows.append((f"routed experts in DRAM{of_whom}", dram // num_ranks, ranks))
         rows.append(("kvstore pool", self.kvstore.dram_bytes, self.num_kvstores))
         shown = [
             (what, f"{format_bytes(each)} x {count}", format_bytes(each * count))
@@ -248,8 +260,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         with_mtp=_has_mtp(config),
     )
     shapes, gpu_node = _shapes(config, model), _gpu_node(config)
-    if _has_mtp(config):
-        _check_mtp(model, shapes)
+    draft_bytes = _draft_bytes(config, model, shapes)
     num_prefills, num_decodes, num_kvstores = _counts(config, shapes)
     num_ranks = num_prefills * shapes[Role.PREFILL].num_ranks
     num_ranks += num_decodes * shapes[Role.DECODE].num_ranks
@@ -267,6 +278,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         step_tokens=config.max_num_batched_tokens,
         step_sequences=config.max_num_seqs,
         max_model_len=model.max_model_len,
+        draft_bytes=draft_bytes,
     )
     num_pages = _num_pages(config, model, layout.block_bytes)
     ranks = {}
@@ -315,6 +327,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         needs=needs,
         ranks=ranks,
         gpu_node=gpu_node,
+        stage_hosts=_stage_hosts(config, shapes),
     )
 
 
@@ -341,7 +354,36 @@ def _shapes(config: ServeConfig, model: ModelPlan) -> dict[Role, Shape]:
 
 def _has_mtp(config: ServeConfig) -> bool:
     """Whether the model's MTP layer makes drafts: then blocks hold its KV, too."""
-    return config.speculative_config is not None and config.speculative_config.method == "mtp"
+    return config.speculative_config is not None and config.speculative_config.method == MTP
+
+
+def _draft_bytes(config: ServeConfig, model: ModelPlan, shapes: Mapping[Role, Shape]) -> int:
+    """Return the memory of a head that makes drafts, its KV included, of an engine.
+
+    Raises:
+        CheckpointError: it is none of this model.
+        ConfigError: drafts cannot be made as is asked for.
+    """
+    if _has_mtp(config):
+        _check_mtp(model, shapes)
+    if (head := _draft_model(config)) is None:
+        return 0
+    several = [str(shape) for shape in shapes.values() if shape.num_ranks > 1 or shape.dp > 1]
+    if several:
+        raise ConfigError(
+            f"speculative-config: eagle3 is for engines of one rank, not {several[0]}; the methods "
+            "mtp and ngram work with ranks"
+        )
+    files = Eagle3Files.open(Path(head), model.spec)
+    return files.num_bytes + files.spec.window_bytes(config.max_num_seqs, DTYPE_BYTES[model.dtype])
+
+
+def _draft_model(config: ServeConfig) -> str | None:
+    """Return the directory of the head that makes drafts, if one does."""
+    speculation = config.speculative_config
+    if speculation is None or speculation.method != EAGLE3:
+        return None
+    return str(Path(speculation.model).resolve())
 
 
 def _check_mtp(model: ModelPlan, shapes: Mapping[Role, Shape]) -> None:
@@ -351,11 +393,11 @@ def _check_mtp(model: ModelPlan, shapes: Mapping[Role, Shape]) -> None:
             f"speculative-config: {model.path} has no MTP layer (num_nextn_predict_layers is 0); "
             "the method ngram needs none"
         )
-    several = [str(shape) for shape in shapes.values() if shape != Shape()]
-    if several:
+    others = [str(shape) for shape in shapes.values() if shape.pp > 1 or shape.ep > 1]
+    if others:
         raise ConfigError(
-            f"speculative-config: mtp is for engines of one rank, not {several[0]}; the method "
-            "ngram works with ranks"
+            f"speculative-config: mtp is not for stages or shared experts ({others[0]}); the "
+            "method ngram works with both"
         )
 
 
@@ -422,6 +464,7 @@ def _options(
         cpu_isa=environment.variables().get("ONEDNN_MAX_CPU_ISA"),
         weights_key=_weights_key(config),
         with_mtp=_has_mtp(config),
+        draft_model=_draft_model(config),
         **values,
     )
 
@@ -455,8 +498,11 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
         raise ConfigError(f"{EP_FLAG} with {PP_FLAG}={shape.pp} is not served yet: {can}")
     if shape.dp > 1 and device == "cuda":
         raise ConfigError(f"{DP_FLAG}={shape.dp} is not supported on GPUs yet: {can}")
-    if shape.dp > 1 and _has_mtp(config):
-        raise ConfigError(f"{DP_FLAG}={shape.dp}: drafts by an MTP layer need experts of its own")
+    if device == "cuda" and shape.num_ranks > 1 and _has_mtp(config):
+        raise ConfigError(
+            f"speculative-config: mtp is not served by several ranks on GPUs yet ({shape}); the "
+            "method ngram is"
+        )
     if shape.dp > 1 and config.colocated:
         raise ConfigError(f"{DP_FLAG}={shape.dp}: with --colocated there is one worker")
     if shape.dp > 1 and config.role_switching:
@@ -470,6 +516,47 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
         raise ConfigError(
             f"rank-backend={config.rank_backend}: ranks on GPUs exchange by NCCL; leave it out"
         )
+
+
+def _stage_hosts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[tuple[str, int], ...]:
+    """Return the machines of the stages before the last. ConfigError: they do not go with the rest
+    of the settings.
+    """
+    if not config.stage_hosts:
+        return ()
+    staged = [shape for shape in shapes.values() if shape.pp > 1]
+    for shape in staged:
+        if shape.pp != len(config.stage_hosts) + 1:
+            raise ConfigError(
+                f"stage-hosts: {len(config.stage_hosts)} for the {shape.pp} stages of {shape}; "
+                "give one for each but the last, which is the worker's own, first stage first"
+            )
+    if not staged:
+        raise ConfigError(f"stage-hosts: no engine has stages; add --{PP_FLAG} 2")
+    if config.rank_backend != "gloo":
+        raise ConfigError("stage-hosts: ranks on several machines need --rank-backend gloo")
+    if config.colocated:
+        raise ConfigError("stage-hosts: are for workers; leave out --colocated")
+    if config.cluster_secret is None:
+        raise ConfigError(
+            "stage-hosts: those machines must know the cluster's secret: give it here and there by "
+            "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
+        )
+    found = [(host.strip("[]"), int(port)) for host, _, port in (
+        each.rpartition(":") for each in config.stage_hosts
+    )]  # fmt: skip
+    near = environment.is_loopback(config.bind_host)
+    if near and not all(environment.is_loopback(host) for host, _ in found):
+        raise ConfigError(
+            f"bind-host: other machines cannot reach {config.bind_host}, which ranks of a stage "
+            "have to; give this machine's address"
+        )
+    if config.bind_host in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"bind-host: ranks prove nothing to each other, so with --stage-hosts they do not "
+            f"listen on {config.bind_host}; give one address"
+        )
+    return tuple(found)
 
 
 def _counts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[int, int, int]:

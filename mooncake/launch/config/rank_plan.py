@@ -50,6 +50,8 @@ class RankNeeds:
     step_tokens: int
     step_sequences: int
     max_model_len: int
+    draft_bytes: int = 0
+    """Of a head that makes drafts, beside the model."""
 
     @property
     def on_gpu(self) -> bool:
@@ -140,7 +142,7 @@ def _rank_memory(needs: RankNeeds, shape: Shape, layers: range, num_pages: int) 
     )
     return RankMemory(
         layers=layers,
-        weights=held.on_device,
+        weights=held.on_device + needs.draft_bytes,
         dram=held.in_dram,
         activations=workspace_bytes(
             needs.spec,

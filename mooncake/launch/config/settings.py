@@ -11,8 +11,8 @@ from typing import Any
 
 from mooncake.api.config import ApiConfig
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.drafters import SpeculativeConfig
 from mooncake.engine.expert_placement import EplbConfig
-from mooncake.engine.speculation import SpeculativeConfig
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.config import options
 from mooncake.launch.config.options import (
@@ -22,10 +22,12 @@ from mooncake.launch.config.options import (
     disks,
     flag,
     host_and_port,
+    hosts_and_ports,
     joinable,
     nearby,
     owned,
     part,
+    port_range,
     positive,
     quotas,
     role_settings,
@@ -180,6 +182,9 @@ class ServeConfig:
         "the same for InfiniBand")
     bind_host: str = setting("127.0.0.1", text, CLUSTER, "HOST",
         "address workers listen on for each other")
+    bind_ports: tuple[int, int] | None = setting(None, port_range, CLUSTER, "FIRST-LAST",
+        "ports of it that they take, each socket the first that is free, e.g. 7000-7099 (default: "
+        "any)")
     health_ssl_certfile: str | None = setting(None, text, CLUSTER, "FILE",
         "certificate chain in PEM: --health-port is then HTTPS")
     health_ssl_keyfile: str | None = setting(None, text, CLUSTER, "FILE",
@@ -215,6 +220,9 @@ class ServeConfig:
     pipeline_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
         "stages of an engine, each with a part of the layers; on GPUs only with --dry-run so far",
         short="-pp")
+    stage_hosts: tuple[str, ...] = setting((), hosts_and_ports, CLUSTER, "HOST:PORT",
+        "a machine that computes a stage, where `mooncake ranks` runs; may be repeated, first "
+        "stage first; the last stage is the worker's own (default: all are)", repeat=True)
     data_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
         "workers of each engine: each has sequences and KV of its own, and all share the experts",
         short="-dp")

@@ -30,7 +30,7 @@ TRACE_HELP = (
 
 
 def _shape(_name: str, value: object) -> str:
-    """Read a shape, "tp8" or "tp8-dcp8"."""
+    """Read a shape, as "tp8-dcp8"."""
     return str(Shape.parse(str(value)))
 
 
@@ -45,9 +45,10 @@ class Replay:
     limit: int | None = setting(None, count(0), TRACE, "N", "only the first N requests")
     model: str = setting("llama3-70b", text, CLUSTER, "M", NAMES.format("models"))
     hardware: str = setting("a800x8", text, CLUSTER, "H", NAMES.format("hardware"))
-    shape: str | None = setting(None, _shape, CLUSTER, "tpN[-dcpN]",
-        "ranks of each instance, on one node: tp8 holds the KV on every rank, tp8-dcp8 deals it "
-        "out (default: all GPUs of as few nodes as hold the weights, KV dealt out)")
+    shape: str | None = setting(None, _shape, CLUSTER, "tpN[-ppN][-dcpN][-dpN-epN]",
+        "ranks of each instance, those of a stage (ppN) on one node: tp8 holds the KV on every "
+        "rank, tp8-dcp8 deals it out; tp8-dp2-ep16 is two instances that share the experts "
+        "(default: all GPUs of as few nodes as hold the weights, KV dealt out)")
     slo_ttft_s: float = owned(SimulationConfig, "ttft_slo_s", positive, LIMITS, "S",
         "limit on the time to the first token")
     slo_tbt_ms: float = owned(SimulationConfig, "tbt_slo_s", positive, LIMITS, "MS",

@@ -22,8 +22,8 @@ from pathlib import Path
 from mooncake.base import ConfigError, MooncakeError
 from mooncake.identity import (
     Certificate,
-    ClusterKeys,
     Credential,
+    Trust,
     check_certificate,
     check_cluster_signature,
 )
@@ -49,14 +49,14 @@ def seal(data: bytes, credential: Credential, purpose: str) -> bytes:
     return credential.sign_for_cluster(_for(purpose, data)) + data
 
 
-def unseal(sealed: bytes, cluster: ClusterKeys, purpose: str) -> bytes:
+def unseal(sealed: bytes, trust: Trust, purpose: str) -> bytes:
     """Return what was sealed.
 
     Raises:
         Forbidden: it was sealed with another secret, or was altered.
     """
     signature, data = sealed[:SIGNATURE_BYTES], sealed[SIGNATURE_BYTES:]
-    check_cluster_signature(cluster, signature, _for(purpose, data))
+    check_cluster_signature(trust, signature, _for(purpose, data))
     return data
 
 
@@ -85,14 +85,14 @@ class RequestVerifier:
 
     def __init__(
         self,
-        cluster: ClusterKeys,
+        trust: Trust,
         now: Callable[[], float],
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         """`now` returns seconds of a clock that only goes forward; credentials expire by
         `unix_time`.
         """
-        self._cluster = cluster
+        self._trust = trust
         self._boot = secrets.token_bytes(32)
         self._now = now
         self._unix_time = unix_time
@@ -120,7 +120,7 @@ class RequestVerifier:
             return None
         challenge, nonce, shown, signature = words
         try:
-            signer = check_certificate(base64.urlsafe_b64decode(shown), self._cluster)
+            signer = check_certificate(base64.urlsafe_b64decode(shown), self._trust)
             signer.check_time(self._unix_time())
             signer.check_signature(
                 base64.urlsafe_b64decode(signature), _request(method, path, challenge, nonce)

@@ -57,12 +57,13 @@ def host_name() -> str:
 
 
 def address_towards(address: str) -> str:
-    """Return the address of this machine that a peer at "tcp://HOST:PORT" can answer to. Asks the
-    routing table; nothing is sent.
+    """Return the address of this machine that a peer at "tcp://HOST:PORT#KEY" can answer to. Asks
+    the routing table; nothing is sent.
 
     Raises Unavailable when there is no way to the peer.
     """
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    place = address.removeprefix("tcp://").partition("#")[0]
+    host, _, port = place.rpartition(":")
     try:
         [(family, kind, _, _, peer), *_] = socket.getaddrinfo(
             host.strip("[]"), int(port), type=socket.SOCK_DGRAM

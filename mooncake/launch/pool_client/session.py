@@ -57,6 +57,7 @@ from mooncake.transfer.factory import (
     usable_protocols,
 )
 from mooncake.transfer.link_stats import LinkSnapshot
+from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.rdma.backend import RdmaSettings
 from mooncake.transfer.tcp.backend import TcpSettings
 
@@ -162,7 +163,7 @@ class PoolSession:
                 host=machine_facts.boot_id(),
                 protocols=protocols,
                 protection=choose_protection(config.transfer_protection),
-                tcp=TcpSettings(bind_host=config.bind_host),
+                tcp=TcpSettings(listen=ListenAddress(config.bind_host)),
                 rdma=config.rdma,
             ),
             ids.hex(8),

@@ -18,7 +18,7 @@ import msgspec
 from mooncake.base import Drain
 from mooncake.base.pool_messages import PoolState
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import ClusterKeys
+from mooncake.identity import Trust
 from mooncake.launch.host.credentials import SCHEME, RequestVerifier
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Health, metrics_route, probe_routes
@@ -57,7 +57,7 @@ class PoolAdmin:
     def __init__(
         self,
         settings: AdminSettings,
-        cluster: ClusterKeys,
+        trust: Trust,
         driver: Driver,
         about: dict[str, Any],
         health: Health,
@@ -70,7 +70,7 @@ class PoolAdmin:
             ConfigError: the address cannot be bound.
         """
         self._token_digests = settings.token_digests
-        self._verifier = RequestVerifier(cluster, time.monotonic)
+        self._verifier = RequestVerifier(trust, time.monotonic)
         self._driver = driver
         self._about = about
         routes = {

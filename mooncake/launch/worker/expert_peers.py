@@ -1,17 +1,22 @@
 """How the workers that hold the routed experts together find each other: at a nameless socket of
-their machine, where each proves that it is of the cluster. Nothing listens on a network.
+their machine, where only processes of the same user are heard, and each proves that it is of the
+cluster. Nothing listens on a network.
 
-The first of them makes what they share, a file by which their ranks join one group and a link
-between each two, and hands it out when all have come. Then the socket is gone: one that comes
-later, having been started again, waits for the first to come again too.
+The first of them makes what they share, a file by which their ranks join one group, a link between
+each two and what each process can be ended by, and hands it out when all have come. Then the socket
+is gone: one that comes later, having been started again, waits for the first to come again too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
+import logging
 import os
 import select
 import socket
+import struct
 import time
 
 from mooncake.base import InternalError, SystemIds
@@ -28,6 +33,10 @@ MEET_S = 300.0
 _AGAIN_S = 0.1
 _ANSWER_S = 10.0
 _MOST_BYTES = 1 << 16
+_PEER = struct.Struct("3i")
+"""The process, user and group at the other end of a socket, as the kernel says."""
+
+_log = logging.getLogger(__name__)
 
 
 def meet(group: ExpertGroup, credential: Credential, options: ModelOptions) -> Peers:
@@ -64,12 +73,18 @@ def _gather(group: ExpertGroup, credential: Credential, file: int, deadline_s: f
             _wait(listener, deadline_s, group, found)
             sock, _ = listener.accept()
             opened.enter_context(sock)
+            if not _is_of_this_user(sock):
+                sock.close()
+                continue
             number = _accepted(sock, _credentials(group, credential, 0), group)
             if number is not None:
                 found[number] = sock
             for other, its in list(found.items()):
                 if its is not sock and _gone(its):
                     del found[other]
+        processes = {0: os.pidfd_open(os.getpid())}
+        for number, sock in found.items():
+            processes[number] = os.pidfd_open(_credentials_of(sock)[0])
         ends: dict[int, dict[int, socket.socket]] = {number: {} for number in range(group.size)}
         for one in range(group.size):
             for other in range(one):
@@ -77,10 +92,12 @@ def _gather(group: ExpertGroup, credential: Credential, file: int, deadline_s: f
         for number, sock in found.items():
             theirs = ends[number]
             links = [theirs[other].fileno() for other in sorted(theirs)]
-            socket.send_fds(sock, [b"all"], [file, *links])
+            others = [processes[other] for other in sorted(theirs)]
+            socket.send_fds(sock, [b"all"], [file, *links, *others])
             for link in theirs.values():
                 link.close()
-        return Peers(0, ends[0], file, EXCHANGE_S)
+        os.close(processes.pop(0))
+        return Peers(0, group.workers, ends[0], processes, file, EXCHANGE_S)
 
 
 def _come(group: ExpertGroup, credential: Credential, deadline_s: float) -> Peers:
@@ -98,17 +115,21 @@ def _come(group: ExpertGroup, credential: Credential, deadline_s: float) -> Peer
                     if answer is not None:
                         sock.sendall(answer)
                 sock.settimeout(max(0.1, deadline_s - time.monotonic()))
-                data, descriptors, _, _ = socket.recv_fds(sock, 16, len(others) + 1)
+                data, descriptors, _, _ = socket.recv_fds(sock, 16, 2 * len(others) + 1)
             except (OSError, MooncakeError):
                 time.sleep(_AGAIN_S)  # it has not come yet, or has ended meanwhile
                 continue
-            if data and len(descriptors) == len(others) + 1:
-                file, *links = descriptors
-                made = {
-                    other: socket.socket(fileno=link)
-                    for other, link in zip(others, links, strict=True)
-                }
-                return Peers(group.number, made, file, EXCHANGE_S)
+            if data and len(descriptors) == 2 * len(others) + 1:
+                file, *of_others = descriptors
+                links = map(_socket, of_others[: len(others)])
+                return Peers(
+                    group.number,
+                    group.workers,
+                    dict(zip(others, links, strict=True)),
+                    dict(zip(others, of_others[len(others) :], strict=True)),
+                    file,
+                    EXCHANGE_S,
+                )
             for descriptor in descriptors:
                 os.close(descriptor)
             time.sleep(_AGAIN_S)
@@ -119,7 +140,8 @@ def _come(group: ExpertGroup, credential: Credential, deadline_s: float) -> Peer
 
 
 def _address(name: str) -> str:
-    return f"\0mooncake-experts-{name}"
+    """Return the socket's: names are longer than the 107 bytes that there is room for."""
+    return f"\0mooncake-experts-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 def _bind(listener: socket.socket, name: str, deadline_s: float) -> None:
@@ -128,8 +150,8 @@ def _bind(listener: socket.socket, name: str, deadline_s: float) -> None:
             listener.bind(_address(name))
             listener.listen()
             return
-        except OSError:  # one that is ending still has it
-            if time.monotonic() > deadline_s:
+        except OSError as error:  # one that is ending still has it
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
                 raise
             time.sleep(_AGAIN_S)
 
@@ -144,6 +166,29 @@ def _wait(
             f"{group.name}: workers {', '.join(map(str, missing))} of those that share their "
             f"experts did not come within {MEET_S:.0f} s; they have to be on one machine"
         )
+
+
+def _is_of_this_user(sock: socket.socket) -> bool:
+    """Whether the process that has come runs as this one's user, as the kernel says."""
+    pid, user = _credentials_of(sock)
+    if user == os.geteuid():
+        return True
+    _log.warning(
+        "process %d of user %d came to the socket of workers that share experts, which are user "
+        "%d's: it is not heard", pid, user, os.geteuid()
+    )  # fmt: skip
+    return False
+
+
+def _credentials_of(sock: socket.socket) -> tuple[int, int]:
+    """Return the process and user at the other end."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid, user, _ = _PEER.unpack(found)
+    return pid, user
+
+
+def _socket(descriptor: int) -> socket.socket:
+    return socket.socket(fileno=descriptor)
 
 
 def _accepted(sock: socket.socket, credentials: Credentials, group: ExpertGroup) -> int | None:

@@ -9,16 +9,22 @@ from mooncake.launch.host.key_source import read_keys
 from mooncake.model.options import ModelOptions
 
 if TYPE_CHECKING:
+    from mooncake.launch.worker.far_ranks import FarStages
     from mooncake.model.opening import ModelSource
     from mooncake.model.parallel.peers import Peers
 
 
 def open_model(
-    path: str, dtype: str, options: ModelOptions | None = None, peers: Peers | None = None
+    path: str,
+    dtype: str,
+    options: ModelOptions | None = None,
+    peers: Peers | None = None,
+    far: FarStages | None = None,
 ) -> ModelSource:
     """Return the checkpoint at `path`, weights not loaded yet; of several ranks, the others load
     in processes of their own from now on. `peers`: the instances with which it shares its experts,
-    whose links are the model's from now on. The first call imports torch.
+    whose links are the model's from now on. `far`: where stages are that are not on this machine.
+    The first call imports torch.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -33,7 +39,7 @@ def open_model(
         return ModelSource(Path(path), dtype, options, keys, peers=peers)
     from mooncake.launch.worker.rank_processes import start_ranks
 
-    lead = start_ranks(path, dtype, options, peers)
+    lead = start_ranks(path, dtype, options, peers, far)
     try:
         return ModelSource(Path(path), dtype, options, keys, lead, peers)
     except BaseException:

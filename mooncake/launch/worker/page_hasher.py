@@ -18,13 +18,15 @@ import numpy.typing as npt
 
 from mooncake.base import PageArray, TransferError
 from mooncake.instance.checksums import HashDone
+from mooncake.kvstore.block_checksum import added, checksum_of
 from mooncake.kvstore.client.block_memory import BlockMemory
-from mooncake.kvstore.storage.block_record import checksum_of
 from mooncake.transfer.engine import Region
 from mooncake.transfer.regions import HostRegion
 
 _log = logging.getLogger(__name__)
 NUM_THREADS = 2
+AT_ONCE = 8
+"""Layers of a block that are copied, then hashed while they are in a cache."""
 
 
 class PageHasher:
@@ -33,12 +35,12 @@ class PageHasher:
     def __init__(self, region: Region, pages: PageArray) -> None:
         """Hash pages, which lie in `region`."""
         layout = pages.layout
-        self._blocks = BlockMemory.strided(region, layout, pages.layer_stride)
+        self._blocks = BlockMemory.strided(region, layout, pages.layer_stride, pages.layers)
         self._array = pages
         self._pages: npt.NDArray[np.uint8] | None = None
         if isinstance(region, HostRegion):
             shape = (
-                pages.num_homes_here, layout.num_layers, pages.pages_of_home, layout.slice_bytes
+                pages.num_homes_here, len(pages.layers), pages.pages_of_home, layout.slice_bytes
             )  # fmt: skip
             self._pages = np.frombuffer(region.buffer, np.uint8).reshape(shape)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "page-hash")
@@ -72,14 +74,20 @@ class PageHasher:
                     os.eventfd_write(self._wake_fd, 1)
 
     def checksum(self, page: int) -> int:
-        """Return the xxh3-64 of the block in a page. Raises TransferError when a device fails."""
+        """Return the checksum of the block in a page, or the part of it that the layers here make.
+        Raises TransferError when a device fails.
+        """
         if self._pages is None:
             return self._blocks.checksum(self._array.offset(page))
         home, within = divmod(page, self._array.pages_of_home)
         home = home if self._array.home is None else 0
-        # One copy and one hash, both without the interpreter lock: slice by slice, which is too
-        # short for that, the machine's thread would wait for it for milliseconds.
-        return checksum_of(np.ascontiguousarray(self._pages[home, :, within]).data.cast("B"))
+        # Copies go without the interpreter lock, and so do hashes of long slices: the machine's
+        # thread waits for those of a few short ones at most.
+        layout, layers, found = self._array.layout, self._array.layers, list[int]()
+        for first in range(0, len(layers), AT_ONCE):
+            copied = np.ascontiguousarray(self._pages[home, first : first + AT_ONCE, within])
+            found.append(checksum_of(copied.data.cast("B"), layout, layers.start + first))
+        return added(found)
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when an operation ended."""

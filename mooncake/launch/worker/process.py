@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -52,6 +53,7 @@ from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Facts, Health, HealthSettings
 from mooncake.launch.host.link_metrics import LinkFamilies
+from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from mooncake.launch.pool_node.disks import open_disks
 from mooncake.launch.pool_node.metrics import NodeFamilies
@@ -67,6 +69,7 @@ from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import PolledTransfer, Region
 from mooncake.transfer.factory import AUTO, TransferConfig, choose_protection, open_transfer
+from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.rdma.backend import RdmaSettings
 from mooncake.transfer.tcp.backend import TcpSettings
 
@@ -137,6 +140,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     """As shown to people."""
     bind_host: str
+    bind_ports: tuple[int, int] | None = None
+    """First and last of those that it listens on there; None: any free ones."""
     gateway_address: str
     cluster_secret: str
     """Or the text of a worker's credential."""
@@ -162,6 +167,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     options: ModelOptions
     health: HealthSettings = HealthSettings()
     """Of a worker with a process of its own."""
+    stage_hosts: list[tuple[str, int]] = []
+    """Machines that compute the stages before the last one, first stage first, with their ports;
+    none: this one does.
+    """
     expert_group: ExpertGroup | None = None
     """The workers with which an engine shares its experts."""
     admin: AdminSettings | None = None
@@ -259,9 +268,7 @@ class Worker:
         Raises:
             ConfigError: its address cannot be bound.
         """
-        self._admin = PoolAdmin(
-            settings, credential.cluster, self.driver, about, port.health, port.metrics
-        )
+        self._admin = PoolAdmin(settings, credential, self.driver, about, port.health, port.metrics)
 
     def tell(self, health: Health) -> None:
         """Have `health` ask this worker from now on how it is."""
@@ -395,6 +402,8 @@ def _build_engine(
     rank_transfer: TransferConfig | None,
 ) -> Worker:
     layout, config, options = settings.layout, settings.engine, settings.options
+    if settings.role is Role.PREFILL:  # it samples one token of each sequence
+        config = dataclasses.replace(config, speculation=None)
     if model.revision != settings.weights_revision:
         raise CheckpointError(
             f"{settings.model} holds other weights (revision {model.revision}) than those of the "
@@ -447,6 +456,7 @@ def _build_engine(
             region,
             settings.gateway_address,
             hasher,
+            own_array,
             _followers(settings, model, array) if options.own_memories else (),
         ),
     )
@@ -480,18 +490,22 @@ def _open(
     """Return the worker over sockets of its own; a worker that cannot be built leaves none."""
     with contextlib.ExitStack() as opened:
         channel = ZmqChannel(
-            settings.bind_host, credential=credential, advertise_host=advertise_host
-        )
+            settings.bind_host, credential=credential, ports=settings.bind_ports,
+            advertise_host=advertise_host,
+        )  # fmt: skip
+        listen = ListenAddress(settings.bind_host, advertise_host, settings.bind_ports)
         opened.callback(channel.close)
         config = TransferConfig(
             secret=settings.cluster_secret,
             host=machine_facts.boot_id(),
             protocols=settings.transfer_protocols,
             protection=choose_protection(settings.transfer_protection),
-            tcp=TcpSettings(bind_host=settings.bind_host, advertise_host=advertise_host),
+            tcp=TcpSettings(listen=listen),
             rdma=settings.rdma,
         )
-        transfer = open_transfer(config, SystemIds().hex(8), MonotonicClock())
+        transfer = open_transfer(
+            config, SystemIds().hex(8), MonotonicClock(), credential=credential
+        )
         opened.callback(transfer.close)
         worker = build(
             settings, channel, transfer, model=model, progress=progress, health_url=health_url,
@@ -507,12 +521,14 @@ def run(
     progress: Progress,
     started: Callable[[Worker], None],
     advertise_host: str | None = None,
+    secret_file: Path | str | None = None,
 ) -> None:
     """Be the worker that `settings` describe until its driver is stopped.
 
     A worker that was told to change its role ends, and a new one begins over the same weights.
     `advertise_host` is what peers connect to where `bind_host` is a wildcard; `started` is given
-    each worker before it is driven. When a machine fails, the health port stays open and says so
+    each worker before it is driven. `secret_file`: of the cluster secret, followed as it changes.
+    When a machine fails, the health port stays open and says so
     until the process has ended.
 
     Raises:
@@ -535,6 +551,7 @@ def run(
         progress(what, done, whole)
 
     model: Model | None = None
+    following = SecretFollower(secret_file, credential.renew)
     try:
         if settings.role is not Role.KVSTORE:
             show("importing the tensor library", 0, 0)
@@ -544,13 +561,19 @@ def run(
 
                 show("waiting for those that share its experts", 0, 0)
                 peers = meet(settings.expert_group, credential, settings.options)
-            model = open_model(settings.model, settings.dtype, settings.options, peers)
+            far = None
+            if settings.stage_hosts:
+                from mooncake.launch.worker.far_ranks import FarStages
+
+                far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
+            model = open_model(settings.model, settings.dtype, settings.options, peers, far)
         role: Role | None = settings.role
         while role is not None:
             settings = msgspec.structs.replace(settings, role=role)
             worker = _open(settings, credential, model, show, advertise_host, port.url)
             role = _be(settings, credential, worker, started, port)
     finally:
+        following.close()
         if model is not None:
             model.close()
         if not port.health.failed:

@@ -6,6 +6,7 @@ Owns all of them; the machine (`instance.rank_pages`) decides.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import threading
@@ -14,14 +15,23 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from mooncake.base import MonotonicClock, MooncakeError, PageArray, SystemIds
-from mooncake.engine.rank_moves import Opened, Progress, RankAnswer, RankWord, encode_answer
+from mooncake.engine.rank_moves import (
+    Opened,
+    Progress,
+    RankAnswer,
+    RankWord,
+    StartMove,
+    encode_answer,
+)
 from mooncake.instance.mover import OwnPages
 from mooncake.instance.rank_pages import FollowerMoves, Reached
+from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import Region
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.regions import HostRegion
 from mooncake.transfer.router import RoutedTransfer
 
@@ -94,10 +104,15 @@ class _Memory:
 class RankMoves:
     """Moves the pages of one follower: a `model.follower.PageMoves`."""
 
-    def __init__(self, send: Callable[[bytes], None]) -> None:
-        """`send` brings an answer to the lead."""
+    def __init__(
+        self, send: Callable[[bytes], None], host: str | None = None, clock_ahead_s: float = 0.0
+    ) -> None:
+        """`send` brings an answer to the lead, from any thread. On another machine than its lead's,
+        `host` is where peers reach this rank, and `clock_ahead_s` how far the clock here is ahead.
+        """
+        self._host = host
+        self._clock_ahead_s = clock_ahead_s
         self._send = send
-        self._sending = threading.Lock()
         self._memory: _Memory | None = None
 
     def close(self) -> None:
@@ -117,6 +132,8 @@ class RankMoves:
             return memoryview(bytearray(pages.num_bytes if device is None else 0))
         try:
             config = msgspec.msgpack.decode(transfer, type=TransferConfig)
+            if self._host is not None:
+                config = _on_this_machine(config, self._host)
             self._memory = memory = _Memory(pages, config, self._answer, device)
         except MooncakeError as error:
             self._answer(Opened(None, 0, error.message))
@@ -127,6 +144,9 @@ class RankMoves:
     def tell(self, word: RankWord) -> None:
         """Do what the lead says; from any thread."""
         assert self._memory is not None, "the lead knows where pages lie before it moves any"
+        if isinstance(word, StartMove):
+            deadline_s = word.deadline_s + self._clock_ahead_s
+            word = msgspec.structs.replace(word, deadline_s=deadline_s)
         self._memory.inbox.put(word)
 
     def reached(self, progress: Progress) -> None:
@@ -138,5 +158,11 @@ class RankMoves:
                 self._memory.inbox.put(Reached())
 
     def _answer(self, answer: RankAnswer) -> None:
-        with self._sending:
-            self._send(encode_answer(answer))
+        self._send(encode_answer(answer))
+
+
+def _on_this_machine(config: TransferConfig, host: str) -> TransferConfig:
+    """Return the transfer engine of a lead's config as it is on a rank's own machine."""
+    listen = ListenAddress(host, ports=config.tcp.listen.ports)
+    tcp = dataclasses.replace(config.tcp, listen=listen)
+    return dataclasses.replace(config, host=machine_facts.boot_id(), tcp=tcp)

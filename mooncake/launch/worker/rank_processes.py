@@ -1,7 +1,8 @@
-"""The processes of an instance's followers: started by its lead, on the lead's machine.
+"""The processes of an instance's followers: started by its lead on the lead's machine, and by hosts
+of ranks on others.
 
-A follower inherits two descriptors, a socket pair with its lead and the group's file. It has no
-cluster secret in its environment: one that has a memory of its own hears it from its lead.
+A follower inherits its link, one of a socket pair, and on its lead's machine the group's file. It
+has no cluster secret in its environment: one that has a memory of its own hears it from its lead.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from mooncake.crypto.keys import KeySource
+from mooncake.crypto.keys import KeyRing, KeySource
+from mooncake.engine.ranks import SIGN_S, SILENT_S
 from mooncake.launch.host import environment
 from mooncake.launch.host.key_source import read_keys
+from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.rank_moves import RankMoves
 from mooncake.model.follower import FollowerSettings, run
 from mooncake.model.options import ModelOptions
-from mooncake.model.parallel.joining import join, make_file
-from mooncake.model.parallel.lead import Lead, send
+from mooncake.model.parallel.group import Group
+from mooncake.model.parallel.joining import FarStore, ServedStore, join, make_file
+from mooncake.model.parallel.lead import Lead, RankProcess, send
 from mooncake.model.parallel.peers import Peers
 from mooncake.telemetry.log import configure_logging
 
@@ -37,31 +41,48 @@ main()
 """
 
 
-def start_ranks(path: str, dtype: str, options: ModelOptions, peers: Peers | None = None) -> Lead:
+def start_ranks(
+    path: str,
+    dtype: str,
+    options: ModelOptions,
+    peers: Peers | None = None,
+    far: FarStages | None = None,
+) -> Lead:
     """Start the followers of an instance of several ranks; they begin to load. `peers`: with whom
-    they share experts.
+    they share experts. `far`: where the stages before the last are; None: here.
+
+    Raises:
+        ConfigError: a machine of a stage starts none.
     """
     backend, shape = options.group_kind, options.shape
     memory = make_file(backend, shape.num_ranks)
-    shared = None if peers is None else peers.descriptor
+    files = [memory] if peers is None else [memory, peers.descriptor]
     sockets: list[socket.socket] = []
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[RankProcess] = []
+    store = None
     try:
+        if far is not None:
+            store = ServedStore(far.own_host)
         for rank in range(1, shape.num_ranks):
-            ours, theirs = socket.socketpair()
+            ours, process = _start(rank, options, files, far)
             sockets.append(ours)
-            with theirs:
-                processes.append(_start(theirs.fileno(), memory, shared, options))
+            processes.append(process)
             settings = FollowerSettings(
                 rank=rank,
                 model=path,
                 dtype=dtype,
                 options=options,
                 timeout_s=EXCHANGE_S,
+                sign_s=SIGN_S,
+                store=None if store is None else store.address,
                 number=0 if peers is None else peers.number,
             )
             send(ours, msgspec.msgpack.encode(settings))
-        group = join(backend, shape.num_ranks, 0, memory, EXCHANGE_S)
+        if store is None:
+            group = join(backend, shape.num_ranks, 0, memory, EXCHANGE_S)
+        else:
+            group = store.join(shape.num_ranks, 0, store.address[0], EXCHANGE_S)
+            os.close(memory)
     except BaseException:
         os.close(memory)
         for each in sockets:
@@ -70,19 +91,43 @@ def start_ranks(path: str, dtype: str, options: ModelOptions, peers: Peers | Non
             process.kill()
             process.wait()
         raise
-    return Lead(group, sockets, processes, EXCHANGE_S)
+    return Lead(group, sockets, processes, EXCHANGE_S, SILENT_S)
 
 
 def _start(
-    link: int, memory: int, shared: int | None, options: ModelOptions
+    rank: int, options: ModelOptions, files: Sequence[int], far: FarStages | None
+) -> tuple[socket.socket, RankProcess]:
+    """Start a follower where its stage is; return the socket that is our end of its link."""
+    shape = options.shape
+    stage = shape.stage_of(rank)
+    if far is not None and stage < shape.pp - 1:
+        return far.start(stage)
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            return ours, start_follower(theirs.fileno(), files, options.weights_key)
+    except BaseException:
+        ours.close()
+        raise
+
+
+def start_follower(
+    link: int, files: Sequence[int], weights_key: KeySource, far: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
-    descriptors = (link, memory) if shared is None else (link, memory, shared)
+    """Start a follower, which hears from `link` what it is. It ends with this process.
+
+    files: descriptors of those by which its group and that of all ranks that share experts are
+    joined. far: on another machine than its lead's: the host where it listens, and how many
+    seconds this machine's clock is ahead of its lead's.
+    """
+    descriptors = link, *files
+    words = [",".join(map(str, descriptors)), *far]
     starting = _parent().submit(
         subprocess.Popen,
-        [sys.executable, "-c", _MAIN, *map(str, descriptors)],
+        [sys.executable, "-c", _MAIN, *words],
         stdin=subprocess.DEVNULL,
         pass_fds=descriptors,
-        env=of_follower(environment.variables(), options.weights_key),
+        env=of_follower(environment.variables(), weights_key),
     )
     return starting.result()
 
@@ -109,10 +154,25 @@ def of_follower(environ: Mapping[str, str], weights_key: KeySource) -> dict[str,
 
 
 def main() -> None:
-    """Be a follower; the descriptors of its link, of the group's memory and of that of all ranks
-    that share experts, if others do, are the arguments.
-    """
-    link, memory, *shared = (int(word) for word in sys.argv[1:])
+    """Be a follower; the arguments are those of `start_follower`."""
+    descriptors, *far = sys.argv[1:]
+    link, *files = map(int, descriptors.split(","))
+    memory, shared = (*files, None, None)[:2]
+    host, ahead_s = (far[0], float(far[1])) if far else (None, 0.0)
     configure_logging("rank", sys.stderr)
-    lead, of_all = socket.socket(fileno=link), shared[0] if shared else None
-    run(lead, memory, of_all, lambda options: read_keys(options.weights_key), RankMoves)
+
+    def joined(settings: FollowerSettings) -> Group:
+        size, timeout_s = settings.options.shape.num_ranks, settings.timeout_s
+        if settings.store is not None:
+            there = FarStore(settings.store)
+            return there.join(size, settings.rank, host or settings.store[0], timeout_s)
+        assert memory is not None, "ranks of one machine share a file"
+        return join(settings.options.group_kind, size, settings.rank, memory, timeout_s)
+
+    def open_moves(say: Callable[[bytes], None]) -> RankMoves:
+        return RankMoves(say, host, ahead_s)
+
+    def keys(options: ModelOptions) -> KeyRing | None:
+        return read_keys(options.weights_key)
+
+    run(socket.socket(fileno=link), joined, shared, keys, open_moves)

@@ -164,11 +164,6 @@ def check_slabs(spec: ModelSpec, shape: Shape) -> None:
             f"{DCP_FLAG}={shape.dcp}: deterministic needs 1, since what the ranks find in their "
             "pages is rounded before it is merged, and which pages those are depends on the load"
         )
-    if shape.ep > 1:
-        raise ConfigError(
-            f"{EP_FLAG}: deterministic cuts experts by columns; which experts a rank has must not "
-            "change what is summed first"
-        )
     summed = {name: size[1] for name, size in _kinds(spec).items() if _is_summed(spec, name)}
     name, columns = min(summed.items(), key=lambda entry: slabs_of(entry[1]))
     slabs = slabs_of(columns)

@@ -4,7 +4,7 @@ that says who has what. Where an expert has several slots, rows take them in tur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,8 +12,11 @@ import torch
 from mooncake.engine.expert_placement import Placement, first_placement
 from mooncake.model.parallel.exchange import NOBODY, ExpertRanks, Rows
 
+Computing = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of rows, the slots of their experts and the weights of these."""
 
-class Product(Protocol):
+
+class Experts(Protocol):
     """What computes experts; see `mooncake_kernels.reference.experts`."""
 
     def __call__(
@@ -34,18 +37,25 @@ class ExpertSlots:
     """The experts of a layer, of which this rank computes those in its slots."""
 
     def __init__(
-        self, ranks: ExpertRanks, num_experts: int, num_slots: int, computing: Product
+        self,
+        ranks: ExpertRanks,
+        num_experts: int,
+        num_slots: int,
+        experts: Experts,
+        computing: Computing | None = None,
     ) -> None:
-        """computing: the experts in this rank's slots, in order."""
+        """experts: those in this rank's slots, in order. computing: what of them is wanted, of
+        which ranks' results are added; None: what `experts` returns.
+        """
         self._ranks = ranks
         self._num_experts = num_experts
-        self._computing = computing
+        self._experts = experts
+        self._computing = computing or experts
         self.placement = first_placement(num_experts, num_slots)
         self.counts = torch.zeros(num_experts + 1, dtype=torch.int64)
         """Rows that each expert had on all ranks since they were set to zero; behind them, rows
         that only filled up, times choices.
         """
-        self.by_library = getattr(computing, "by_library", lambda _: None)
         self._read()
 
     def place(self, placement: Placement) -> None:
@@ -55,13 +65,13 @@ class ExpertSlots:
 
     def weights(self, slot: int) -> list[torch.Tensor]:
         """Return where the weights in one of this rank's slots lie, to be read and written."""
-        return self._computing.slot(slot)
+        return self._experts.slot(slot)
 
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return each row's sum of its experts, [rows, hidden]: of all, or where ranks with the
-        same rows share them, of this rank's. All ranks call this alike.
+        """Return for each row what `computing` makes of its experts, [rows, ...]: of all, or where
+        ranks with the same rows share them, of this rank's. All ranks call this alike.
         """
         exchange, rows = self._ranks.exchange, Rows(x, experts, weights)
         if exchange is not None:
@@ -71,8 +81,10 @@ class ExpertSlots:
         known = torch.where(rows.experts < 0, self._num_experts, rows.experts)
         self.counts += torch.bincount(known.flatten(), minlength=self._num_experts + 1)
         turn = torch.arange(len(known))[:, None] % self._num_slots[known]
-        sums = self._computing(rows.x, self._slots[known, turn], rows.weights)
-        return sums if exchange is None else exchange.collect(sums, len(x))
+        made = self._computing(rows.x, self._slots[known, turn], rows.weights)
+        if exchange is None:
+            return made
+        return exchange.collect(made.flatten(1), len(x)).view(len(x), *made.shape[1:])
 
     def _read(self) -> None:
         """Make the tables: [experts + 1, most slots of one] -> slot of this rank, or `NOBODY`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from mooncake_kernels import wide
 from mooncake_kernels.native import build, fixed, packed
 from mooncake_kernels.native.linear import FewRows, FewRowsMlp, takes_all_rows
 from mooncake_kernels.onednn import linear as onednn
@@ -26,7 +27,7 @@ class Product(Protocol):
         """Return [rows, out] in x's dtype."""
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-        """Return `to + self(x)`; to: [rows, out]."""
+        """Return `to + self(x)`; to: [rows, out], may be overwritten."""
 
     def prepare(self, rows: int, *, adding: bool = False) -> None:
         """Have a library that builds code for each shape build that of `rows` rows; adding: of
@@ -64,7 +65,9 @@ class Linear:
         self._shape = weight.shape
         self._weight = onednn.pack(weight) if self._packed else weight
         self._bias = bias
-        self._multiply = multiply or functional.linear
+        slow = wide.is_faster(weight.dtype, weight.device)
+        self._multiply = multiply or (wide.linear if slow else functional.linear)
+        self._adds_in_place = multiply is None and bias is None and not weight.is_cpu
         if compiled and self._packed:
             with contextlib.suppress(build.CannotBuild):
                 self.few = FewRows(weight, self._weight, ALIKE_ROWS if alike else None)
@@ -88,11 +91,15 @@ class Linear:
         return self._multiply(x, self._weight, self._bias)
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-        """Return `to + self(x)`, in one pass where the backend can; to: [rows, out]."""
+        """Return `to + self(x)`, in one pass where the backend can; to: [rows, out], may be
+        overwritten.
+        """
         if self.few is not None and x.shape[0] <= self.few.most:
             return self.few(x, to)
         if self._packed:
             return onednn.linear_add(x, self._weight, self._bias, to)
+        if self._adds_in_place:
+            return to.addmm_(x, self._weight.t())
         return self._multiply(x, self._weight, self._bias).add_(to)
 
     def prepare(self, rows: int, *, adding: bool = False) -> None:
@@ -112,7 +119,7 @@ class Linear:
 class Fp8Linear:
     """A product with a weight that stays FP8; `multiply` is `Backends.fp8_linear`'s."""
 
-    def __init__(self, multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, multiply: Callable[..., torch.Tensor]) -> None:
         self._multiply = multiply
         self.few = multiply if isinstance(multiply, packed.Fp8Linear) else None
 
@@ -125,8 +132,8 @@ class Fp8Linear:
         return self._multiply(x)
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-        """Return `to + self(x)`; to: [rows, out]."""
-        return self(x).add_(to) if self.few is None else self.few(x, to)
+        """Return `to + self(x)`; to: [rows, out], may be overwritten."""
+        return self._multiply(x, to)
 
     def prepare(self, rows: int, *, adding: bool = False) -> None:
         """Nothing: compiled code takes any number of rows."""
@@ -204,8 +211,12 @@ class GatedMlp:
         self._gated = gated
         self._few = _few_rows(gate_up, down)
 
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `mlp(x)`, [rows, hidden]."""
+        return self._down(self._gated(self._gate_up(x)))
+
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-        """Return `to + mlp(x)`; x and to: [rows, hidden]."""
+        """Return `to + mlp(x)`; x and to: [rows, hidden], `to` may be overwritten."""
         if self._few is not None and x.shape[0] <= self._few.most:
             return self._few(x, to)
         return self._down.add(self._gated(self._gate_up(x)), to)

@@ -7,10 +7,11 @@ over a long context, expanded for long chunks. Which form a row takes is decided
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from mooncake_kernels.dispatch import NATIVE, ONEDNN, REFERENCE, kernel
+from mooncake_kernels.dispatch import NATIVE, REFERENCE, kernel
 from mooncake_kernels.native import build
 from mooncake_kernels.native import mla_decode as native
 from mooncake_kernels.native.glue import prepare_queries
@@ -82,12 +83,15 @@ class Mla:
         self._scale = spec.softmax_scale
         self._interleaved = spec.rope_interleave
         self._kv_write = backends.op("kv_write")
+        self._query_and_kv = backends.op("query_and_kv")
+        self._absorb_queries = backends.op("absorb_queries")
+        self._fused = backends.fuses and self._interleaved
         self._mla_absorbed = backends.op("mla_absorbed")
         self._mla_decode = backends.op("mla_decode")
         self._mla_expanded = backends.op("mla_expanded")
         self._reads_pages = backends.attention == NATIVE
-        self._few_shapes = backends.attention in (NATIVE, ONEDNN)
-        self._linear_heads = backends.linear_heads
+        self._few_shapes = backends.few_shapes
+        self._linear_heads: Callable[..., torch.Tensor] = backends.op("linear_heads")
         self._context = context
         self._plain_decode = kernel("mla_decode", REFERENCE)
         self._merge = backends.op("merge_attention")
@@ -142,7 +146,7 @@ class Mla:
         """Whether `in_one` computes these rows, which are all rows of their step."""
         alone = not queries.expanded and queries.batch is None and queries.few_rows
         few = self._few
-        return alone and few is not None and few.takes(queries.num_rows, kv.layers[self._layer])
+        return alone and few is not None and few.takes(queries.num_rows, kv.of_layer(self._layer))
 
     def in_one(
         self,
@@ -154,27 +158,40 @@ class Mla:
     ) -> torch.Tensor:
         """Return what `attend` does after `write_kv`, for rows of which `takes` holds."""
         assert self._few is not None
-        given = (x, rotation, places, kv.layers[self._layer], queries.host_batch)
+        given = (x, rotation, places, kv.of_layer(self._layer), queries.host_batch)
         output = self._w.output
         if isinstance(output, SummedProduct):
             return output.group.sum(self._few(*given, None)).add_(x)
         return self._few(*given, x)
 
     def write_kv(
-        self, x: torch.Tensor, rotation: torch.Tensor, places: torch.Tensor, kv: KvTensors
-    ) -> torch.Tensor:
-        """Store the KV of all rows of `x` [rows, hidden] and return the queries' first stage."""
-        joined = self._w.query_kv_a(self._input_norm(x))
+        self,
+        x: torch.Tensor,
+        update: torch.Tensor | None,
+        rotation: torch.Tensor,
+        places: torch.Tensor,
+        kv: KvTensors,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the KV of all rows of `x + update` [rows, hidden] and return the queries' first
+        stage, normed, and the sum; update: None adds nothing.
+        """
+        normed, x = self._input_norm.of_sum(x, update)
+        joined = self._w.query_kv_a(normed)
         query = joined[:, : -self._kv_width]
         latent = joined[:, -self._kv_width : self._rank - self._kv_width]
         key = joined[:, self._rank - self._kv_width :]
+        query_norm, pages = self._w.query_norm, kv.of_layer(self._layer)
+        norm = self._w.kv_norm.weight, self._w.kv_norm.eps
+        if self._fused and query_norm is not None:
+            of_query = query_norm.weight, query_norm.eps
+            query = self._query_and_kv(query, of_query, latent, key, rotation, places, norm, pages)
+            return query, x
         if self._interleaved:
-            norm = self._w.kv_norm.weight, self._w.kv_norm.eps
-            self._kv_write(latent, key, rotation, places, norm, kv.layers[self._layer])
+            self._kv_write(latent, key, rotation, places, norm, pages)
         else:
             turned = self._rope(key[:, None], rotation)[:, 0]
             kv.write(self._layer, places, torch.cat((self._w.kv_norm(latent), turned), dim=-1))
-        return query
+        return (query if query_norm is None else query_norm(query)), x
 
     def attend(
         self,
@@ -182,43 +199,67 @@ class Mla:
         rotation: torch.Tensor,
         queries: Queries,
         kv: KvTensors,
-        residual: torch.Tensor,
     ) -> torch.Tensor:
-        """Return `residual + attention`, [rows, hidden].
+        """Return the layer's attention, [rows, hidden].
 
         query: `write_kv`'s result for the rows of `queries`, may be overwritten; rotation: theirs.
         """
-        q = self._queries(query, rotation)
-        pages = kv.layers[self._layer]
+        return self._w.output(self._attended(query, rotation, queries, kv))
+
+    def attend_and_add(
+        self,
+        query: torch.Tensor,
+        rotation: torch.Tensor,
+        queries: Queries,
+        kv: KvTensors,
+        to: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return `to + attend(...)`."""
+        return self._w.output.add(self._attended(query, rotation, queries, kv), to)
+
+    def _attended(
+        self, query: torch.Tensor, rotation: torch.Tensor, queries: Queries, kv: KvTensors
+    ) -> torch.Tensor:
+        """Return what all heads found, [rows, heads * value width]."""
+        if self._w.query_b is not None:
+            query = self._w.query_b(query)
+        q = query.view(query.shape[0], self._heads, -1)
+        if not self._fused:
+            q = self._turned(q, rotation)
+        pages = kv.of_layer(self._layer)
         split = queries.split
         parts = []
         if queries.absorbed or queries.batch is not None:
-            parts.append(self._absorbed(q[:split], pages, queries))
+            parts.append(self._absorbed(q[:split], rotation[:split], pages, queries))
         if queries.expanded:
             read = pages if queries.gathered is None else self._gathered(pages, queries.gathered)
+            long = self._turned(q[split:], rotation[split:]) if self._fused else q[split:]
             parts.append(
-                self._mla_expanded(
-                    q[split:], read, queries.expanded, self._w.key_up, self._w.value_up
-                )
+                self._mla_expanded(long, read, queries.expanded, self._w.key_up, self._w.value_up)
             )
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._w.output.add(attended.flatten(1), residual)
+        return attended.flatten(1)
 
-    def _queries(self, query: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """Return scaled, rotated queries [rows, heads, nope + rope]."""
-        if self._w.query_b is not None and self._w.query_norm is not None:
-            query = self._w.query_b(self._w.query_norm(query))
-        if self._reads_pages and self._interleaved and query.is_contiguous():
-            q = query.view(query.shape[0], self._heads, -1)
+    def _turned(self, q: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """Return q [rows, heads, nope + rope] scaled and rotated; q may be overwritten."""
+        if self._reads_pages and self._interleaved and q.is_contiguous():
             prepare_queries(q, rotation, self._scale)
             return q
-        q = query.mul_(self._scale).view(query.shape[0], self._heads, -1)
+        q = q.mul_(self._scale)
         q[..., self._nope :] = self._rope(q[..., self._nope :], rotation)
         return q
 
-    def _absorbed(self, q: torch.Tensor, pages: torch.Tensor, queries: Queries) -> torch.Tensor:
-        latent_q = self._linear_heads(q[..., : self._nope], self._w.key_up)
-        whole = torch.cat((latent_q, q[..., self._nope :]), dim=-1)
+    def _absorbed(
+        self, q: torch.Tensor, rotation: torch.Tensor, pages: torch.Tensor, queries: Queries
+    ) -> torch.Tensor:
+        """Return what all heads found, [rows, heads, value width]; q as `_turned` gives it, or as
+        it was where one kernel does that too.
+        """
+        if self._fused:
+            whole = self._absorb_queries(q, rotation, self._w.key_up, self._scale)
+        else:
+            latent_q = self._linear_heads(q[..., : self._nope], self._w.key_up)
+            whole = torch.cat((latent_q, q[..., self._nope :]), dim=-1)
         if self._context is not None:
             described = queries.batch or queries.host_batch
             latent = self._attend_shared(whole, pages, described, self._context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from mooncake_kernels.native.fixed import added, pieces
@@ -22,7 +23,8 @@ from mooncake.model.parallel.group import Group, Solo
 class MoeWeights:
     """Weights of one layer.
 
-    router: [experts, hidden], router_bias: [experts], float32. experts: what the op
+    router: [experts, hidden], float32 or, where `Backends.keeps_router`, bfloat16; router_bias:
+    [experts], float32. experts: what the op
     `experts_op` ("experts", "experts_fp8", "experts_int4") is made of, see its reference; plain
     ones are in the model's dtype. shared: None when the model has no shared expert.
     """
@@ -60,7 +62,8 @@ class Moe:
         """`group`: the ranks that each have columns of every expert; None: this one has all.
         `sharing`: those that each have some routed experts whole, in place of columns of them.
         `host`: what computes the routed experts; None: `backends`, where all else is. `slabs`: of
-        the inner columns this rank has, where sums are made of slabs; 0: they are not.
+        the inner columns of an expert that this rank has, where sums are made of slabs; 0: they are
+        not.
         """
         self._group = group or Solo()
         self._routing = Routing(
@@ -76,45 +79,50 @@ class Moe:
         self._copies = None if host is None else host.copies
         computing = backends if host is None else host.backends
         self._experts, self.experts_by = computing.experts(weights.experts_op, *weights.experts)
+        self._slabs = slabs
+        self._routed = partial(self._experts.choices, slabs=slabs) if slabs else self._experts
         self.slots: ExpertSlots | None = None
         if sharing is not None:
             num_slots = sharing.all.size * len(weights.experts[0])
-            self.slots = ExpertSlots(sharing, spec.n_routed_experts, num_slots, self._experts)
-            self._experts = self.slots
+            self.slots = self._routed = ExpertSlots(
+                sharing, spec.n_routed_experts, num_slots, self._experts, self._routed
+            )
         self._route = backends.route
-        self._slabs = slabs
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + moe(x)`; x and to: [rows, hidden]."""
+        return self(x).add_(to)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `moe(x)`, [rows, hidden], the same on all ranks."""
         experts, weights = self._route(x, self._router, self._router_bias, self._routing)
         if self._slabs:
-            return self._slabbed(x, experts, weights).add_(to)
+            return self._slabbed(x, self._routed(x, experts, weights))
         if self._copies is not None:
-            return self._apart(self._copies, (x, experts, weights), to)
-        total: torch.Tensor = self._experts(x, experts, weights)
-        if self._group.size == 1:
-            total.add_(to)
+            return self._apart(self._copies, (x, experts, weights))
+        total: torch.Tensor = self._routed(x, experts, weights)
         if self._shared is not None:
             total = self._shared.add(x, total)
-        return total if self._group.size == 1 else self._group.sum(total).add_(to)
+        return self._group.sum(total)
 
     def serve(self, x: torch.Tensor) -> None:
         """Compute the experts of other ranks' rows, this one having none; x: [0, hidden]."""
         if self.slots is not None:
             none = torch.empty(0, self._routing.top_k, dtype=torch.int64, device=x.device)
-            self.slots(x, none, none.float())
+            self._routed(x, none, none.float())
 
-    def _slabbed(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Return `moe(x)`, summed by slabs of the experts' inner columns."""
-        mine = []
-        for of_rows in pieces(x, experts, weights):
-            parts = self._experts.parts(*of_rows, slabs=self._slabs)
+    def _slabbed(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
+        """Return `moe(x)`, where `routed` is what each choice of a row adds, [rows, k, hidden]: the
+        ranks' parts of each are summed first, then those of a row, the shared one last. So no sum
+        depends on which rank has which expert.
+        """
+        sums = []
+        for rows, parts in pieces(x, routed):
+            own = parts
             if self._shared is not None:
-                parts += self._shared.parts(of_rows[0])
-            mine.append(added(parts))
-        return self._group.sum(torch.cat(mine)).to(x.dtype)
+                own = torch.cat((parts, added(self._shared.parts(rows))[:, None]), dim=1)
+            sums.append(added(self._group.sum(own).unbind(1)))
+        return torch.cat(sums).to(x.dtype)
 
     def prepare(self, rows: int, most_rows: int) -> None:
         """Have a library build what `add` needs for `rows` rows of an expert, and of the shared
@@ -127,15 +135,11 @@ class Moe:
             x = torch.zeros(rows, self._router.shape[1], dtype=torch.bfloat16)
             by_library(x, torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1))
 
-    def _apart(
-        self, copies: Copies, of_routed: tuple[torch.Tensor, ...], to: torch.Tensor
-    ) -> torch.Tensor:
-        """Return `to + moe(x)`: the host computes the routed experts of (x, experts, weights) while
-        the device computes the shared one.
+    def _apart(self, copies: Copies, of_routed: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return `moe(x)`: the host computes the routed experts of (x, experts, weights) while the
+        device computes the shared one.
         """
         coming: list[Arriving] = [copies.fetch(part) for part in of_routed]
-        others = torch.zeros_like(to) if self._group.size > 1 else to
-        total = others.clone() if self._shared is None else self._shared.add(of_routed[0], others)
-        routed: torch.Tensor = self._experts(*(part.wait() for part in coming))
-        total.add_(copies.send(routed))
-        return total if self._group.size == 1 else self._group.sum(total).add_(to)
+        shared = None if self._shared is None else self._shared(of_routed[0])
+        routed: torch.Tensor = copies.send(self._routed(*(part.wait() for part in coming)))
+        return self._group.sum(routed if shared is None else shared.add_(routed))

@@ -61,7 +61,7 @@ class Exchange(Protocol):
         """
 
     def collect(self, sums: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the sums of all ranks of this one's rows, [num_rows, hidden]; `sums`: of the rows
+        """Return the sums of all ranks of this one's rows, [num_rows, width]; `sums`: of the rows
         of `spread`.
         """
 
@@ -150,6 +150,12 @@ class ExpertRanks:
 
     all: Group
     exchange: Exchange | None
+    num_instances: int = 1
+
+    @property
+    def own(self) -> range:
+        """The ranks of this instance."""
+        return range(self.all.rank % self.num_instances, self.all.size, self.num_instances)
 
     @classmethod
     def of_instances(cls, ranks: Group, num_instances: int) -> ExpertRanks:
@@ -158,4 +164,4 @@ class ExpertRanks:
         """
         if num_instances == 1:
             return cls(ranks, None)
-        return cls(ranks, GatheredRows(ranks.part(num_instances)))
+        return cls(ranks, GatheredRows(ranks.part(num_instances)), num_instances)

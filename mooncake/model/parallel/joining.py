@@ -1,14 +1,19 @@
 """How ranks find their group: by one nameless file, which the first makes and the others inherit,
-or are given once they have proven themselves.
+or are given once they have proven themselves; on several machines, by a store that the first
+serves.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import socket
 import weakref
+from datetime import timedelta
 
-from mooncake.model.parallel.group import Group
+from torch._C._distributed_c10d import Store, TCPStore
+
+from mooncake.model.parallel.group import Group, GroupError
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 from mooncake.model.parallel.torch_group import GLOO, NCCL, TorchGroup
 
@@ -41,3 +46,47 @@ def join(backend: str, size: int, rank: int, descriptor: int, timeout_s: float) 
     memory = mmap.mmap(descriptor, shared_bytes(size))
     os.close(descriptor)
     return SharedGroup(rank, size, memory, timeout_s)
+
+
+class FarStore:
+    """The store by which ranks of several machines find each other over gloo. It asks for no proof:
+    who reaches its port can keep ranks from meeting.
+    """
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        """`address`: (host, port) of the lead's `ServedStore`."""
+        self.address = address
+
+    def join(self, size: int, rank: int, host: str, timeout_s: float) -> Group:
+        """Return the group of all ranks, seen from `rank`, which listens at `host`.
+
+        timeout_s: how long the others may take to come to an exchange. GroupError: the lead does
+        not answer.
+        """
+        try:
+            store = self._open(timeout_s)
+        except RuntimeError as error:
+            raise GroupError(f"the lead's store at {self.address} does not answer") from error
+        return TorchGroup(GLOO, rank, size, store, timeout_s, host=host)
+
+    def _open(self, timeout_s: float) -> Store:
+        return TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+class ServedStore(FarStore):
+    """The same store in the lead's process, which serves it as long as its group is used."""
+
+    def __init__(self, host: str) -> None:
+        """Listen at a port of `host`, and at no other address."""
+        listener = socket.create_server((host, 0))
+        super().__init__((host, listener.getsockname()[1]))
+        self._store = TCPStore(
+            *self.address,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def _open(self, timeout_s: float) -> Store:
+        del timeout_s  # the group sets it
+        return self._store

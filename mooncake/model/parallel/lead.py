@@ -2,7 +2,8 @@
 them. What the lead says, and when all end, `engine.ranks` decides.
 
 A follower has that socket pair: it hears what to compute and what KV to move, says once that it has
-loaded and how each move ended, and both see at once when the other's process is gone.
+loaded and how each move ended, and both see at once when the other's process is gone. One that is
+there and stands still gives no sign of life any more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -21,8 +23,8 @@ import torch
 
 from mooncake.base import CheckpointError, InternalError
 from mooncake.engine.plan import StepSlot
-from mooncake.engine.rank_moves import OfRank, Opened, Progress, RankWord, decode_answer
-from mooncake.engine.ranks import LeadRanks
+from mooncake.engine.rank_moves import Alive, OfRank, Opened, Progress, RankWord, decode_answer
+from mooncake.engine.ranks import SILENT_S, LeadRanks
 from mooncake.engine.step_log import Measure, RankMessage, UsePages, Way, encode
 from mooncake.model.parallel.group import Group, GroupError
 
@@ -59,10 +61,14 @@ class Lead:
         sockets: Sequence[socket.socket],
         processes: Sequence[RankProcess],
         timeout_s: float,
+        silent_s: float = SILENT_S,
     ) -> None:
-        """`sockets` and `processes` of the ranks from 1 on; `timeout_s`: of an exchange."""
+        """`sockets` and `processes` of the ranks from 1 on; `timeout_s`: of an exchange;
+        `silent_s`: for how long a follower may give no sign of life.
+        """
         self.group = group
         self._timeout_s = timeout_s
+        self._silent_s = silent_s
         self._sockets = list(sockets)
         self._processes = list(processes)
         self._ranks = LeadRanks(self)
@@ -178,12 +184,15 @@ class Lead:
         slots: Sequence[StepSlot],
         logprob_rows: Mapping[int, int],
         way: Way = Way.AS_IT_COMES,
+        *,
+        handed_on: bool = False,
     ) -> None:
         """Have all followers compute the slots that this rank is about to compute.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
+        handed_on: blocks go to other engines as they are after the step.
         """
-        self._ranks.step(slots, logprob_rows, way)
+        self._ranks.step(slots, logprob_rows, way, handed_on=handed_on)
 
     def ahead(self, tokens: torch.Tensor) -> None:
         """Have all followers begin the decode step after the last, on `tokens` [slots] int64, which
@@ -257,14 +266,14 @@ class Lead:
             raise InternalError(f"{self.lost}") from error
 
     def _watch_all(self) -> None:
-        """Hear what followers answer, until the first of them goes."""
+        """Hear what followers answer, until the first of them goes, or falls silent."""
         poll = select.poll()
         poll.register(self._watch, select.POLLIN)
         ranks = {each.fileno(): rank for rank, each in enumerate(self._sockets, 1)}
         for descriptor in ranks:
             poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
-        while True:
-            ready = [descriptor for descriptor, _ in poll.poll()]
+        while self.lost is None:
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * self._silent_s / 10)]
             if self._watch.fileno() in ready:
                 return
             for descriptor in ready:
@@ -273,6 +282,9 @@ class Lead:
                         if not self._closed:
                             self._ranks.gone(ranks[descriptor])
                     return
+            with self._lock:
+                if not self._closed:
+                    self._ranks.check_signs(time.monotonic(), self._silent_s)
 
     def _hear(self, rank: int) -> bool:
         """Take one answer of a follower; return False where it has gone."""
@@ -283,7 +295,9 @@ class Lead:
         if data is None:
             return False
         answer = decode_answer(data)
-        if isinstance(answer, Opened):
+        if isinstance(answer, Alive):
+            self._ranks.alive(rank, time.monotonic())
+        elif isinstance(answer, Opened):
             self._opened.put((rank, answer))
         else:
             self._on_answer(OfRank(rank, answer))

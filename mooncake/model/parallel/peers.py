@@ -2,48 +2,77 @@
 link to each lead, and the thread that watches the links.
 
 All step together. Who has rows says so to the others, which may have none and wait: one message
-wakes them. The first that is lost ends all, once.
+wakes them. Each gives a sign every second; who gives none is named, and in the end lost. The first
+that is lost ends all, once, and what does not end by itself is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import select
+import signal
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from mooncake.base import InternalError
 from mooncake.model.parallel.group import Group, GroupError
 
 _MESSAGE = struct.Struct("<q")
-_LEAVES, _READY = 0, -1
+_LEAVES, _READY, _LIVES = 0, -1, -2
 """Messages; one above zero is the number of a step that the sender begins."""
+_SIGN_S = 1.0
+_SILENT_S = 5.0
+"""Without a sign from a worker after which it is said to be silent."""
+_END_S = 10.0
+"""How long others may take to end once one is lost."""
+SILENT = "expert_silent_s_"
+"""Before the name of a worker: for how long it has been silent so far, as a counter."""
+
+_log = logging.getLogger(__name__)
 
 
 class Peers:
     """All other instances, seen from one of them."""
 
     def __init__(
-        self, number: int, links: Mapping[int, socket.socket], descriptor: int, timeout_s: float
+        self,
+        number: int,
+        workers: Sequence[str],
+        links: Mapping[int, socket.socket],
+        processes: Mapping[int, int],
+        descriptor: int,
+        timeout_s: float,
     ) -> None:
-        """number: of this instance. links: by the number of the other. descriptor: of the file by
-        which ranks of all instances join one group. timeout_s: of an exchange.
+        """number: of this instance. workers: what each is called, this one too. links, processes:
+        by the number of the other; what ends its process (a pidfd). descriptor: of the file by
+        which ranks of all instances join one group. timeout_s: of an exchange, and for how long one
+        may be silent.
         """
         self.timeout_s = timeout_s
         self.number = number
-        self.num_instances = len(links) + 1
+        self.num_instances = len(workers)
         self.descriptor = descriptor
         self.lost: str | None = None
         """Why this instance cannot go on; None: it can."""
+        self.counters = {f"{SILENT}{workers[other]}": 0.0 for other in links}
+        self._workers = workers
         self._links = dict(links)
+        self._processes = dict(processes)
         self._group: Group | None = None
         self._lock = threading.Lock()
-        self._ready = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._waited_for = set(links)
+        self._ended: set[int] = set()
+        """Of the others, those that will say nothing more."""
+        self._heard_s = dict.fromkeys(links, time.monotonic())
         self._on_wake: Callable[[int], None] = lambda _: None
         self._on_lost: Callable[[], None] = lambda: None
+        self._on_silent: Callable[[], None] = lambda: None
         self._closed = False
         self._watch, self._bell = socket.socketpair()
         self._watcher = threading.Thread(target=self._watch_all, name="peer-watch", daemon=True)
@@ -53,11 +82,16 @@ class Peers:
         """Have ranks that wait in `group`, of the ranks of all instances, hear when one is lost."""
         self._group = group
 
-    def watch(self, on_wake: Callable[[int], None], on_lost: Callable[[], None]) -> None:
-        """Have `on_wake(step)` called when another instance begins a step, and `on_lost` when one
-        is lost; both in a thread of their own.
+    def watch(
+        self,
+        on_wake: Callable[[int], None],
+        on_lost: Callable[[], None],
+        on_silent: Callable[[], None],
+    ) -> None:
+        """Have `on_wake(step)` called when another instance begins a step, `on_lost` when one is
+        lost, and `on_silent` while one is silent, as `counters` say; all in a thread of their own.
         """
-        self._on_wake, self._on_lost = on_wake, on_lost
+        self._on_wake, self._on_lost, self._on_silent = on_wake, on_lost, on_silent
 
     def wait_until_ready(self) -> None:
         """Say that this instance can step, and return when all can.
@@ -66,8 +100,8 @@ class Peers:
             InternalError: one was lost.
         """
         self._tell(_READY)
-        with self._ready:
-            self._ready.wait_for(lambda: not self._waited_for or self.lost is not None)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waited_for or self.lost is not None)
         if self.lost is not None:
             raise InternalError(self.lost)
 
@@ -81,15 +115,15 @@ class Peers:
         """End all instances: `why` is what the runner of this one says. Only the first call counts.
         From any thread.
         """
-        with self._ready:
+        with self._changed:
             if self._closed or self.lost is not None:
                 return
             self.lost = why
-            self._ready.notify_all()
+            self._changed.notify_all()
         self._stop_exchanges()
         for link in self._links.values():
             with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
+                link.shutdown(socket.SHUT_WR)  # the others do so too, if they can
         self._on_lost()
 
     def leave(self) -> None:
@@ -98,23 +132,40 @@ class Peers:
             self._tell(_LEAVES)
 
     def close(self) -> None:
-        """Close the links. May be called twice."""
-        with self._lock:
+        """Close the links; where one was lost, first wait for the others to end, and kill those
+        that do not. May be called twice.
+        """
+        with self._changed:
             if self._closed:
                 return
+            if self.lost is not None:
+                self._changed.wait_for(lambda: len(self._ended) == len(self._links), _END_S)
             self._closed = True
+            silent = [] if self.lost is None else sorted(self._links.keys() - self._ended)
+        for other in silent:
+            _log.error(
+                "%s shares experts with this worker and does not end: it is killed",
+                self._workers[other],
+            )
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._processes[other], signal.SIGKILL)
         with contextlib.suppress(OSError):
             self._bell.send(b"\0")
         self._watcher.join()
         for each in (*self._links.values(), self._watch, self._bell):
             each.close()
+        for process in self._processes.values():
+            os.close(process)
 
     def _tell(self, number: int) -> None:
         for other, link in self._links.items():
             try:
                 link.sendall(_MESSAGE.pack(number))
             except OSError as error:
-                raise GroupError(f"instance {other} of this expert group has ended") from error
+                raise GroupError(self._has_ended(other)) from error
+
+    def _has_ended(self, other: int) -> str:
+        return f"{self._workers[other]}, which shares experts with this worker, has ended"
 
     def _stop_exchanges(self) -> None:
         if self._group is not None:
@@ -125,12 +176,44 @@ class Peers:
         numbers = {link.fileno(): number for number, link in self._links.items()}
         for descriptor in (*numbers, self._watch.fileno()):
             poll.register(descriptor, select.POLLIN)
+        looked_s = time.monotonic()
         while True:
-            for descriptor, _ in poll.poll():
+            left_s = max(0.0, looked_s + _SIGN_S - time.monotonic())
+            for descriptor, _ in poll.poll(1e3 * left_s):
                 if descriptor == self._watch.fileno():
                     return
                 if not self._hear(numbers[descriptor]):
                     poll.unregister(descriptor)
+            if (now := time.monotonic()) >= looked_s + _SIGN_S:
+                self._look(now, now - looked_s)
+                looked_s = now
+
+    def _look(self, now: float, since_s: float) -> None:
+        """Give a sign, and see who gives none; `since_s`: of the last look."""
+        for other, link in self._links.items():
+            with contextlib.suppress(OSError):
+                link.send(_MESSAGE.pack(_LIVES), socket.MSG_DONTWAIT)
+            if self.lost is not None or self._waited_for or other in self._ended:
+                continue
+            silent_s = now - self._heard_s[other] - since_s  # this one may have stood still itself
+            if silent_s < _SILENT_S:
+                continue
+            name = self._workers[other]
+            counter = f"{SILENT}{name}"
+            if silent_s < _SILENT_S + since_s:
+                self.counters[counter] += silent_s
+                _log.warning(
+                    "%s, which shares experts with this worker, has said nothing for %.0f s",
+                    name, silent_s,
+                )  # fmt: skip
+            else:
+                self.counters[counter] += since_s
+            self._on_silent()
+            if silent_s > self.timeout_s:
+                self.fail(
+                    f"{name}, which shares experts with this worker, has said nothing for "
+                    f"{silent_s:.0f} s"
+                )
 
     def _hear(self, other: int) -> bool:
         """Act on what instance `other` says; return whether it may say more."""
@@ -139,16 +222,24 @@ class Peers:
         except OSError:
             data = b""
         if len(data) < _MESSAGE.size:
-            self.fail(f"instance {other} of this expert group has ended")
+            self._has_gone(other)
+            self.fail(self._has_ended(other))
             return False
+        self._heard_s[other] = time.monotonic()
         [number] = _MESSAGE.unpack(data)
         if number == _LEAVES:
+            self._has_gone(other)
             self._stop_exchanges()
             return False
         if number == _READY:
-            with self._ready:
+            with self._changed:
                 self._waited_for.discard(other)
-                self._ready.notify_all()
-        else:
+                self._changed.notify_all()
+        elif number > 0:
             self._on_wake(number)
         return True
+
+    def _has_gone(self, other: int) -> None:
+        with self._changed:
+            self._ended.add(other)
+            self._changed.notify_all()

@@ -1,7 +1,8 @@
 """A group over torch's process groups: gloo for tensors of the host, NCCL for those of GPUs.
 
-No default group is made. Ranks find each other through a file that the lead makes and its followers
-inherit, so nothing listens for who wants to join. gloo's own connections go over loopback.
+No default group is made. Ranks of one machine find each other through a file that the lead makes
+and its followers inherit, so nothing listens for who wants to join, and gloo's own connections go
+over loopback; ranks of several, through a store that the lead serves, and each listens at its host.
 """
 
 from __future__ import annotations
@@ -36,11 +37,19 @@ class TorchGroup:
     """
 
     def __init__(
-        self, kind: str, rank: int, size: int, descriptor: int, timeout_s: float, name: str = "all"
+        self,
+        kind: str,
+        rank: int,
+        size: int,
+        meeting: int | Store,
+        timeout_s: float,
+        name: str = "all",
+        host: str = LOOPBACK,
     ) -> None:
-        """kind: "gloo" or "nccl". descriptor: of a file that was empty, the same on all ranks, and
-        stays open until this group has been used. timeout_s: how long the others may take to come
-        to an exchange. name: tells groups apart that use one file.
+        """kind: "gloo" or "nccl". meeting: the descriptor of a file that was empty, the same on all
+        ranks, which stays open until this group has been used; or a store that all reach.
+        timeout_s: how long the others may take to come to an exchange. name: tells groups apart
+        that meet there. host: where gloo listens.
         """
         self.rank = rank
         self.size = size
@@ -48,7 +57,8 @@ class TorchGroup:
         self._kind = kind
         self._timeout_s = timeout_s
         self._name = name
-        self._file = descriptor
+        self._meeting = meeting
+        self._host = host
         self._own_file: int | None = None
         self._ranks: Any = None
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -116,7 +126,9 @@ class TorchGroup:
         if size == 1:
             return Solo()
         name = f"{self._name}-{size}-{self.rank // size}"
-        return TorchGroup(self._kind, self.rank % size, size, self._file, self._timeout_s, name)
+        return TorchGroup(
+            self._kind, self.rank % size, size, self._meeting, self._timeout_s, name, self._host
+        )
 
     def fail(self) -> None:
         """Do nothing: who waits for a rank hears it when the rank's process, and so its connection,
@@ -127,13 +139,16 @@ class TorchGroup:
         """Connect to the other ranks, who do so too, unless done."""
         if self._ranks is not None:
             return self._ranks
-        self._own_file = os.dup(self._file)
-        store = FileStore(f"/proc/self/fd/{self._own_file}", self.size)
+        if isinstance(self._meeting, int):
+            self._own_file = os.dup(self._meeting)
+            store: Store = FileStore(f"/proc/self/fd/{self._own_file}", self.size)
+        else:
+            store = self._meeting
         store.set_timeout(timedelta(seconds=self._timeout_s))
         make = {GLOO: _gloo, NCCL: _nccl}[self._kind]
         with _as_group_error():
             prefixed = PrefixStore(self._name, store)
-            self._ranks = make(prefixed, self.rank, self.size, self._timeout_s)
+            self._ranks = make(prefixed, self.rank, self.size, self._timeout_s, self._host)
         return self._ranks
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,16 +182,15 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _gloo(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+def _gloo(store: Store, rank: int, size: int, timeout_s: float, host: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     # Without a device of its own, gloo would listen on whatever this host's name stands for.
-    loopback = dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
-    options._devices = [loopback]  # noqa: SLF001
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+def _nccl(store: Store, rank: int, size: int, timeout_s: float, _host: str) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
     return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -338,6 +338,9 @@ class Gateway:
         """Return why a worker cannot be used, or None. Clients of the pool are not given to the
         Conductor, because no request is placed on them.
         """
+        foreign = self._membership.foreign(hello)
+        if foreign is not None:
+            return foreign
         if hello.role is not Role.CLIENT:
             return self._conductor.on_hello(hello)
         layout = self._conductor.layout
@@ -365,16 +368,18 @@ class Gateway:
             self._let_go(view, now)
 
     def _let_go(self, leaving: InstanceView, now: float) -> None:
-        """Have others take the place of an engine that wants to leave, once there are any, or once
-        nobody here needs it.
+        """Have others take the place of an engine that wants to leave, once there are any. It may
+        go once no request here runs on it or goes on with its blocks, or where there are no
+        clients.
         """
         others = any(
             view.role is leaving.role and not view.draining for view in self._conductor.views
         )
-        relieved = others or not self._has_clients
+        worker_id = leaving.worker_id
+        relieved = others and not self._request_manager.is_needed(worker_id)
+        relieved = relieved or not self._has_clients
         self._membership.welcome(leaving.worker, now, send_snapshot=False, relieved=relieved)
         if others and leaving.role is Role.DECODE:
-            worker_id = leaving.worker_id
             self._request_manager.move_requests_from(worker_id, now, kept_only=True)
 
     def _check_snapshot(self, worker: WorkerRef, now: float) -> None:

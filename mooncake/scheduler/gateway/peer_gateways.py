@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mooncake.base import AnyMessage, WorkerRef
-from mooncake.base.messages import GatewayNews
+from mooncake.base.messages import OWN_RELEASE, GatewayNews, Release
 from mooncake.rpc.channel import Channel
 from mooncake.scheduler.gateway.status import GatewayStatus
 from mooncake.scheduler.placement.booking_table import BookingTable, BookingUpdate
@@ -58,6 +58,8 @@ class PeerGateways:
         """Addresses from which no gateway has answered yet -> until when they are tried."""
         self._next_heartbeat_s = float("-inf")
         self._lost: list[WorkerRef] = []
+        self._foreign: dict[str, Release] = {}
+        """Gateways that understand no version of the protocol that this one does."""
 
     @property
     def live(self) -> list[WorkerRef]:
@@ -93,6 +95,14 @@ class PeerGateways:
         if ref.worker_id == self._gateway.worker_id:
             if ref != self._gateway:
                 logger.error("%s has the name of this gateway: give each its own", ref.address)
+            return False
+        if not event.release.speaks_with(OWN_RELEASE):
+            if self._foreign.get(ref.worker_id) != event.release:
+                self._foreign[ref.worker_id] = event.release
+                logger.error(
+                    "gateway %s is of %s, this one of %s: update by one release at a time",
+                    ref.worker_id, event.release, OWN_RELEASE,
+                )  # fmt: skip
             return False
         peer = self._peers.get(ref.worker_id)
         if peer is not None and peer.former_epoch == ref.epoch:
@@ -183,6 +193,7 @@ class PeerGateways:
             news=news,
             open=self._bookings.own_ids() if whole else None,
             send_all=ask_bookings,
+            release=OWN_RELEASE,
         )
 
     def _check_silence(self, now: float) -> None:

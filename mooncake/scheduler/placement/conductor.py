@@ -145,8 +145,10 @@ class Conductor:
         """Return all blocks that a worker is known to hold in a tier; slow (for checks)."""
         return self._index.held_by(worker_id, tier)
 
-    def num_in_pools(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading `keys` the pool nodes hold, one or another."""
+    def num_fetchable(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading `keys` can be fetched: pool nodes, or engines that leave, hold
+        them, one or another.
+        """
         return self._index.prefix_match(keys).run_of(0, self._pools.mask)
 
     def view(self, worker_id: str) -> InstanceView | None:
@@ -193,6 +195,8 @@ class Conductor:
         view.observe(report.load, now)
         if report.load.draining and not view.draining:
             view.draining = True
+        if report.load.lends:
+            self._pools.add(view)
         view.cost.observe(report.samples)
 
     def on_blocks(self, events: BlockEvents) -> None:
@@ -216,9 +220,8 @@ class Conductor:
         view = self._views.pop(worker_id, None)
         if view is None:
             return
-        if view.role == Role.KVSTORE:
-            self._pools.remove(worker_id)
-        else:
+        self._pools.remove(worker_id)
+        if view.role != Role.KVSTORE:
             self._fleet(view.role).remove(worker_id)
         self._index.remove_worker(worker_id)
         self._fetch.forget(worker_id)
@@ -321,8 +324,8 @@ class Conductor:
         watched = keys[:HOT_BLOCKS]
         copies: list[int] = []
         for stop, mask in prefix_match.holders(len(watched)):
-            copies += [(mask & self._pools.mask).bit_count()] * (stop - len(copies))
-        return self._replication.on_use(watched, copies, len(self._pools), now)
+            copies += [(mask & self._pools.node_mask).bit_count()] * (stop - len(copies))
+        return self._replication.on_use(watched, copies, self._pools.num_nodes, now)
 
     def _query(
         self,
@@ -337,7 +340,7 @@ class Conductor:
         left = request.sampling.max_tokens - num_output_so_far
         prefix_match = self._index.prefix_match(keys)
         held = PrefixLengths(
-            self._index, prefix_match, ~self._pools.mask, self.bookings.inflight.match(keys)
+            self._index, prefix_match, ~self._pools.node_mask, self.bookings.inflight.match(keys)
         )
         sources = PoolSources(self._pools, prefix_match)
         return PairQuery(

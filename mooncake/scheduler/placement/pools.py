@@ -1,5 +1,5 @@
 """The pools as sources of prefixes: which of them hold the longest runs of a prompt, and the cost
-of fetching these.
+of fetching these. An engine that leaves and lends its blocks is one of them.
 
 Owned by the Conductor. Facts only; `prefill_choice` decides which run is fetched.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mooncake.base import BlockSource
+from mooncake.base import BlockSource, Role
 from mooncake.kvstore.index.directory import slots_of
 from mooncake.kvstore.index.index import PrefixIndex
 from mooncake.kvstore.index.prefix_match import PrefixMatch
@@ -26,7 +26,9 @@ FEW = 8
 
 
 class Pools:
-    """The live kvstore workers, by their bit in the masks of the index."""
+    """The live kvstore workers and the engines that lend their blocks, by their bit in the masks of
+    the index.
+    """
 
     def __init__(self, index: PrefixIndex, fetch: FetchCosts) -> None:
         self._index = index
@@ -39,25 +41,36 @@ class Pools:
         """By slot: the rank of the pool among all pool ids."""
         self._asked_bytes: Floats = np.zeros(0)
         """By slot: bytes that are being fetched from there."""
-        self._mask = 0
+        self._mask = self._node_mask = 0
         self._least_block_bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._views)
+    @property
+    def num_nodes(self) -> int:
+        """How many pool nodes there are."""
+        return sum(view.role is Role.KVSTORE for view in self._views.values())
 
     def add(self, view: InstanceView) -> None:
-        self._views[view.worker_id] = view
-        self._generation = -1
+        """Add a pool; one that is known changes nothing."""
+        if view.worker_id not in self._views:
+            self._views[view.worker_id] = view
+            self._generation = -1
 
     def remove(self, worker_id: str) -> None:
-        del self._views[worker_id]
-        self._generation = -1
+        """Remove a pool; an unknown one changes nothing."""
+        if self._views.pop(worker_id, None) is not None:
+            self._generation = -1
 
     @property
     def mask(self) -> int:
         """The bits of all pools."""
         self._refresh()
         return self._mask
+
+    @property
+    def node_mask(self) -> int:
+        """The bits of the pool nodes, without engines."""
+        self._refresh()
+        return self._node_mask
 
     def view(self, slot: int) -> InstanceView:
         """Return the pool of a bit."""
@@ -110,7 +123,8 @@ class Pools:
     def _rebuild(self) -> None:
         self._generation = self._index.generation
         size = self._index.num_slots + 8
-        self._by_slot, self._by_node, self._mask = {}, {}, 0
+        self._by_slot, self._by_node = {}, {}
+        self._mask = self._node_mask = 0
         self._order, self._asked_bytes = np.zeros(size, np.int64), np.zeros(size)
         sizes = (view.hello.block_bytes for view in self._views.values())
         self._least_block_bytes = min(sizes, default=0)
@@ -122,6 +136,8 @@ class Pools:
             self._by_node.setdefault(view.hello.node_id, []).append(slot)
             self._order[slot] = place
             self._mask |= 1 << slot
+            if view.role is Role.KVSTORE:
+                self._node_mask |= 1 << slot
             self._fetch.changed[worker_id] = None
 
 

@@ -90,6 +90,16 @@ class RequestRecord:
         is_decode = self.placement.decode.worker_id == worker_id
         return is_decode or not self.decode_joined or self.order.has_gap
 
+    def goes_on_from(self, worker_id: str) -> bool:
+        """Whether a request that was placed before may still fetch its blocks from this worker."""
+        if self.placement is None or self.decode_joined or self.num_attempts == 1:
+            return False
+        return any(
+            store.worker_id == worker_id
+            for source in self.placement.sources
+            for store in (source.store, *source.others)
+        )
+
     @property
     def num_failed(self) -> int:
         """Placements that failed, the current one included."""

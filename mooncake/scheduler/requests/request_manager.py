@@ -168,8 +168,8 @@ class RequestManager:
 
     def move_requests_from(self, worker_id: str, now: float, *, kept_only: bool = False) -> None:
         """Place elsewhere the requests that need this live worker, which drains. `kept_only`: those
-        that it decodes, as far as pools hold their KV and others have room, so that a move is a
-        short pause.
+        that it decodes, as far as their KV can be fetched (from pools, or this worker) and others
+        have room, so that a move is a short pause.
         """
         for request_id in self._attempts.requests_on(worker_id):
             record = self._requests.get(request_id)
@@ -181,12 +181,19 @@ class RequestManager:
             if kept_only and (record.placement is None or record.placement.must_wait):
                 return
 
+    def is_needed(self, worker_id: str) -> bool:
+        """Whether a request cannot continue without this worker, or goes on with blocks from it."""
+        return any(
+            record.needs(worker_id) or record.goes_on_from(worker_id)
+            for record in self._requests.values()
+        )
+
     def _is_kept(self, record: RequestRecord) -> bool:
         """Whether another worker could go on with a request, and compute again no more than its
         last block, which is not full.
         """
         keys = record.block_keys(self._conductor.layout)
-        return record.decode_joined and self._conductor.num_in_pools(keys) == len(keys)
+        return record.decode_joined and self._conductor.num_fetchable(keys) == len(keys)
 
     def worker_joined(self, now: float) -> None:
         """Try the pending requests, because the new worker may have room for them."""

@@ -82,7 +82,9 @@ def check_quiet(world: World) -> None:
     assert not busy, "; ".join(busy)
     for _, machine in world.machines():
         machine.check_integrity()
-    for worker_id in world.workers:
+    for worker_id, worker in world.workers.items():
+        together = {each.process is None for each in world.sharing_experts(worker.spec)}
+        assert len(together) == 1, f"{worker_id} lives, or is dead, without those of its experts"
         ranked = world.ranked(worker_id)
         living = ranked.num_living if ranked is not None else 0
         assert ranked is None or living == ranked.num_ranks, f"{worker_id} has {living} ranks"

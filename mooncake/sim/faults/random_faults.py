@@ -60,7 +60,9 @@ KEPT_EVENTS = 60
 TWO_GATEWAYS = 0.3
 """Share of clusters that have two gateways."""
 SEVERAL_RANKS = 0.5
-"""Share of clusters some of whose instances have several ranks."""
+"""Share of clusters some of whose instances have several ranks: of stages, or all of a role with
+experts in common, where that has several instances.
+"""
 START_S = 1.5
 SETTLE_S = 240.0
 """Long enough for every time-out to run out after the last fault."""
@@ -135,6 +137,8 @@ class Trial:
         self._exchange_s = self._rank_random.choice([0.5, 2.0])
         self._num_stages = self._rank_random.choice([1, 2]) if self._has_ranks else 1
         """Of each instance whose ranks divide among so many."""
+        self._experts = self._has_ranks and self._num_stages == 1
+        """Whether instances of a role share them."""
         self._num_ranks: dict[str, int] = {}
         self._calm = NetworkConfig(
             message_jitter_s=self._random.choice([0.0, 0.001, 0.02]),
@@ -287,9 +291,12 @@ class Trial:
             (Role.PREFILL, random.randrange(0, 4)),
             (Role.DECODE, random.randrange(1, 4)),
         ):
+            shared = role.value if self._experts and count > 1 else ""
             for index in range(count):
                 name = f"{role.value}-{index}"
-                workers.append(WorkerSpec(worker_id=name, role=role, node_id=f"node-{name}"))
+                workers.append(
+                    WorkerSpec(worker_id=name, role=role, node_id=f"node-{name}", experts=shared)
+                )
                 if pools:
                     workers.append(
                         WorkerSpec(
@@ -353,11 +360,11 @@ class Trial:
         deliver: Callable[[msgspec.Struct], None],
     ) -> SimRunner:
         settings: Any = {"num_layers": NUM_LAYERS, "num_layer_reports": NUM_LAYERS}
-        num_ranks = self._ranks_of(spec.worker_id)
+        num_ranks = self._ranks_of(spec.experts or spec.worker_id)
         stages = self._num_stages
         if num_ranks % stages == 0:
             settings |= {"num_stages": stages, "send_s": 1e-4}
-        if num_ranks == 1:
+        if num_ranks == 1 and not spec.experts:
             return SimRunner(heap, self._cost, deliver, **settings)
         return RankedRunner(
             heap, self._cost, deliver, **settings, num_ranks=num_ranks,
@@ -365,14 +372,16 @@ class Trial:
             exchange_s=self._exchange_s,
         )  # fmt: skip
 
-    def _ranks_of(self, worker_id: str) -> int:
-        """Return how many ranks an instance has, at each of its starts."""
+    def _ranks_of(self, name: str) -> int:
+        """Return how many ranks an instance, or each of some with experts in common, has at each of
+        its starts.
+        """
         if not self._has_ranks:
             return 1
-        if worker_id not in self._num_ranks:
+        if name not in self._num_ranks:
             counts = [1, 2, 4] if self._num_ranks else [2, 4]
-            self._num_ranks[worker_id] = self._rank_random.choice(counts)
-        return self._num_ranks[worker_id]
+            self._num_ranks[name] = self._rank_random.choice(counts)
+        return self._num_ranks[name]
 
 
 def _disks_of(num_bytes: int) -> list[SsdConfig]:

@@ -111,6 +111,7 @@ def result_of(simulation: Simulation) -> SimulationResult:
     slow = [r.slow_gap_s for r in requests if r.gaps_s]
     effective = _num_effective(simulation, config.tbt_slo_s)
     duration_s = max(simulation.world.heap.now() - START_S, 1e-9)
+    num_instances = simulation.cost.shape.dp  # of each engine
     busy = {role: _busy_s(simulation, role) for role in (Role.PREFILL, Role.DECODE)}
     wasted = [r for r in requests if r.shed or (not r.completed and r.first_s is not None)]
     return SimulationResult(
@@ -143,8 +144,12 @@ def result_of(simulation: Simulation) -> SimulationResult:
         cache=_cache(simulation),
         prefill_busy_s=round(busy[Role.PREFILL], 3),
         decode_busy_s=round(busy[Role.DECODE], 3),
-        prefill_utilisation=_share(busy[Role.PREFILL], duration_s * config.num_prefill),
-        decode_utilisation=_share(busy[Role.DECODE], duration_s * config.num_decode),
+        prefill_utilisation=_share(
+            busy[Role.PREFILL], duration_s * num_instances * config.num_prefill
+        ),
+        decode_utilisation=_share(
+            busy[Role.DECODE], duration_s * num_instances * config.num_decode
+        ),
         prefill_s_per_request=_share(busy[Role.PREFILL], len(ttfts)),
         wasted_prefill_tokens=sum(
             r.arrival.line.input_length - r.num_cached_tokens for r in wasted

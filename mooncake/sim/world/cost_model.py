@@ -1,8 +1,9 @@
 """Step durations on hardware that is not at hand: a roofline over published figures.
 
 Pure; the figures come from `configs/`, each with its source. An instance is one model replica: the
-ranks of a `Shape` on one node; without one, all GPUs of as many nodes as its weights need. Several
-nodes share out the experts; each has the rest of the model and sequences of its own.
+ranks of a `Shape`, those of a stage on one node; without one, all GPUs of as many nodes as its
+weights need. Such nodes share out the experts; each has the rest of the model and sequences of its
+own. So do the instances of a shape with experts in common, which step together.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_experts: int
     num_per_token: int
     bytes_total: float
+    flops_per_token: float
+    """The part of the model's that are products with these."""
 
     def bytes_read(self, num_tokens: int) -> float:
         """Return the bytes of the experts that `num_tokens` tokens touch, routed evenly."""
@@ -101,6 +104,8 @@ class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     link_bytes_per_s: float
     """Between nodes, all cards together, as reached."""
     transfer_latency_s: float
+    exchange_latency_s: float = 3e-5
+    """Of a small exchange of ranks on several nodes."""
     dram_bytes: float | None = None
     """Of a node, where experts may lie; None: not said."""
     sources: dict[str, str] = {}
@@ -139,7 +144,9 @@ class InstanceCost:
             return self._stage_gpus * peak
 
         self._gpu_hbm = hardware.hbm_bytes_per_s * hardware.hbm_efficiency
-        self._token_s = model.flops_per_token / reached(model.precision)
+        experts = model.experts.flops_per_token if model.experts is not None else 0.0
+        self._token_s = (model.flops_per_token - experts) / reached(model.precision)
+        self._expert_token_s = experts / reached(model.precision) / self.shape.dp
         # Attention runs in bf16 whatever the weights are.
         self._pair_s = model.flops_per_pair / reached("bf16")
         holders = self.num_nodes * _kv_shares(model, self.shape)
@@ -150,6 +157,11 @@ class InstanceCost:
     def kv_tokens(self) -> int:
         """Number of tokens whose KV fits into HBM beside the weights."""
         return _kv_tokens(self.model, self.hardware, self.num_nodes, self.shape)
+
+    @property
+    def page_copies(self) -> int:
+        """Ranks of a stage that each hold every page."""
+        return self.shape.tp // _kv_shares(self.model, self.shape)
 
     @property
     def node_share(self) -> float:
@@ -179,7 +191,16 @@ class InstanceCost:
         return hardware.transfer_latency_s + num_bytes / link
 
     def seconds(self, plan: StepPlan) -> float:
-        """Return the duration of a step in seconds, in each of its stages."""
+        """Return the duration of a step in seconds, in each of its stages; those with which it
+        shares its experts have as many tokens in theirs.
+        """
+        return self._seconds(plan, None)
+
+    def seconds_together(self, plan: StepPlan, others: Sequence[int]) -> float:
+        """Return the same where each of those has so many."""
+        return self._seconds(plan, others)
+
+    def _seconds(self, plan: StepPlan, others: Sequence[int] | None) -> float:
         num_tokens = num_pairs = num_context = 0
         exchanged = 0.0
         for slot in plan.slots:
@@ -188,7 +209,7 @@ class InstanceCost:
             num_pairs += new * start + new * (new + 1) // 2
             num_context += start + new
             exchanged += self._exchanged(new, start + new)
-        return self.step_s(num_tokens, num_pairs, num_context, exchanged)
+        return self.step_s(num_tokens, num_pairs, num_context, exchanged, others)
 
     def _exchanged(self, new: float, context: float) -> float:
         """Return the bytes a layer that ranks exchange for one sequence where KV is dealt out: its
@@ -201,19 +222,30 @@ class InstanceCost:
         return min(new * model.context_exchange_bytes, latents)
 
     def step_s(
-        self, num_tokens: int, num_pairs: int, num_context: int, exchanged: float = 0.0
+        self,
+        num_tokens: int,
+        num_pairs: int,
+        num_context: int,
+        exchanged: float = 0.0,
+        others: Sequence[int] | None = None,
     ) -> float:
         """Return the seconds of a step in each of its stages, which are taken to be equal:
         `num_pairs` (token, attended token) pairs, `num_context` tokens whose KV is read,
-        `exchanged` bytes a layer for them.
+        `exchanged` bytes a layer for them; `others`: tokens of each instance that shares its
+        experts, None: as many.
         """
-        weights_s = self._weights_s.get(num_tokens)
+        if others is None:
+            others = (num_tokens,) * (self.shape.dp - 1)
+        all_tokens = num_tokens + sum(others)
+        weights_s = self._weights_s.get(all_tokens)
         if weights_s is None:
-            weights_s = self._rank_bytes_read(num_tokens) / self._gpu_hbm
-            self._weights_s[num_tokens] = weights_s
-        products_s = max(num_tokens * self._token_s, weights_s)
+            weights_s = self._rank_bytes_read(all_tokens) / self._gpu_hbm
+            self._weights_s[all_tokens] = weights_s
+        flops_s = num_tokens * self._token_s + all_tokens * self._expert_token_s
+        products_s = max(flops_s, weights_s)
         attention_s = max(num_pairs * self._pair_s, num_context * self._context_s)
         sync_s = self._sync_s(num_tokens / self.num_nodes, exchanged / self.num_nodes)
+        sync_s += self._spread_s(max(num_tokens, *others) if others else 0)
         layers_s = sync_s + products_s + attention_s
         return self.hardware.step_overhead_s + layers_s / self.shape.pp
 
@@ -223,7 +255,7 @@ class InstanceCost:
         """
         model, tp = self.model, self.shape.tp
         cut = model.dense_bytes - model.whole_bytes
-        experts = model.expert_bytes_read(num_tokens) / self._stage_gpus
+        experts = model.expert_bytes_read(num_tokens) / (self._stage_gpus * self.shape.dp)
         return model.whole_bytes + cut / tp + experts
 
     def _sync_s(self, num_tokens: float, exchanged: float) -> float:
@@ -237,6 +269,22 @@ class InstanceCost:
         if self.shape.dcp > 1:
             layer_s += self._all_reduce_s(exchanged) / 2
         return model.num_layers * layer_s
+
+    def _spread_s(self, num_rows: int) -> float:
+        """Return the seconds in which the instances that share experts bring each rank the rows of
+        all, filled up to `num_rows` of each, and the sums back, over all layers
+        (`model.parallel.exchange`).
+        """
+        model, hardware, shape = self.model, self.hardware, self.shape
+        if shape.dp == 1:
+            return 0.0
+        row_bytes = model.hidden_size * ACTIVATION_BYTES
+        away = shape.dp - min(shape.dp, hardware.num_gpus // shape.tp)  # on other nodes
+        if not away:
+            return model.num_layers * self._all_reduce_s(shape.dp * num_rows * row_bytes)
+        card = hardware.link_bytes_per_s / hardware.num_gpus
+        each_s = hardware.exchange_latency_s + away * num_rows * row_bytes / card
+        return model.num_layers * 2 * each_s
 
     def _all_reduce_s(self, num_bytes: float) -> float:
         return min(way.latency_s + num_bytes / way.bytes_per_s for way in self.hardware.all_reduce)
@@ -329,7 +377,8 @@ def _all_of_a_node(model: ModelFigures, hardware: HardwareFigures) -> Shape:
 def _kv_tokens(model: ModelFigures, hardware: HardwareFigures, num_nodes: int, shape: Shape) -> int:
     each = hardware.hbm_bytes * HBM_USABLE - RUNTIME_BYTES_PER_GPU
     cut = (model.dense_bytes - model.whole_bytes) / shape.tp
-    experts = model.experts.bytes_total / (num_nodes * shape.tp) if model.experts else 0.0
+    experts = model.experts.bytes_total if model.experts else 0.0
+    experts /= num_nodes * shape.tp * shape.dp
     left = each - (model.whole_bytes + cut + experts) / shape.pp
     per_token = model.kv_bytes_per_token / shape.pp
     return int(left * num_nodes * _kv_shares(model, shape) / per_token)
@@ -342,10 +391,9 @@ def _check(model: ModelFigures, hardware: HardwareFigures, shape: Shape) -> None
             f"shape: {shape.tp} ranks of a stage lie on one node, and {hardware.name} has "
             f"{hardware.num_gpus} GPUs"
         )
-    if shape.ep > 1:
+    if shape.dp > 1 and shape.pp > 1:
         raise ConfigError(
-            f"shape: {shape}: the simulator knows tpN and tpN-dcpN; leave --shape out for nodes "
-            "that share out the experts"
+            f"shape: {shape}: instances of several stages share no experts; leave out -pp{shape.pp}"
         )
     if _kv_shares(model, shape) > shape.tp:
         raise ConfigError(

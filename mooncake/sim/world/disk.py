@@ -13,6 +13,8 @@ import msgspec
 import xxhash
 
 from mooncake.base.blocks import BlockKey
+from mooncake.base.kv_layout import KvLayout
+from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, DiskScanned, FoundBlock, Outcome
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.network import SimRegion
@@ -70,14 +72,15 @@ class SimDisks:
         config: SimDiskConfig,
         media: list[SimMedium],
         num_slots: list[int],
-        block_bytes: int,
+        layout: KvLayout,
         deliver: Callable[[msgspec.Struct], None],
     ) -> None:
         self._heap = heap
         self._config = config
         self._media = media
         self.num_slots = num_slots
-        self._block_bytes = block_bytes
+        self._layout = layout
+        self._block_bytes = layout.block_bytes
         self._deliver = deliver
         self._arena: SimRegion | None = None
         self._free_s = [0.0] * len(media)
@@ -106,7 +109,9 @@ class SimDisks:
         kept = []
         for block in blocks:
             data = self._bytes(block)
-            checksum = block.checksum if block.checksum is not None else _checksum(block.key, data)
+            checksum = block.checksum
+            if checksum is None:
+                checksum = self._checksum(block.key, data)
             kept.append(Kept(block, checksum, data))
         room = medium.num_slots_with_room
         is_full = room is not None and any(block.slot >= room for block in blocks)
@@ -169,7 +174,7 @@ class SimDisks:
         blocks = [DiskBlock(b"", 0, offset) for offset in offsets]
 
         def end() -> None:
-            checksums = [_checksum(b"", self._bytes(block)) for block in blocks]
+            checksums = [self._checksum(b"", self._bytes(block)) for block in blocks]
             outcomes = [Outcome.OK] * len(blocks)
             self._finish(DiskDone(op_id=op_id, outcomes=outcomes, checksums=checksums))
 
@@ -185,7 +190,8 @@ class SimDisks:
         if kept.data is None:
             return Outcome.OK if kept.whole else Outcome.CORRUPT
         self._fill(block, kept.data)
-        return Outcome.OK if _checksum(block.key, kept.data) == kept.checksum else Outcome.CORRUPT
+        is_right = self._checksum(block.key, kept.data) == kept.checksum
+        return Outcome.OK if is_right else Outcome.CORRUPT
 
     def _start(
         self,
@@ -239,7 +245,6 @@ class SimDisks:
         if self._arena is not None:
             self._arena.buffer[block.offset : block.offset + self._block_bytes] = data
 
-
-def _checksum(key: BlockKey, data: bytes | None) -> int:
-    """Return a stand-in checksum made from the key, for worlds without bytes."""
-    return xxhash.xxh3_64_intdigest(key if data is None else data)
+    def _checksum(self, key: BlockKey, data: bytes | None) -> int:
+        """Return the checksum of a block; in worlds without bytes a stand-in made from the key."""
+        return xxhash.xxh3_64_intdigest(key) if data is None else checksum_of(data, self._layout)

@@ -1,8 +1,8 @@
 """The simulated network: control messages with a delay, bulk bytes over links that queue.
 
 Messages of one pair stay in order. A transfer occupies the sender's and the receiver's link for
-its bytes; both directions are apart. Dead ends swallow messages and fail transfers after
-`failure_s`, as a broken connection does.
+its bytes, once for each copy that the receiver keeps; both directions are apart. Dead ends swallow
+messages and fail transfers after `failure_s`, as a broken connection does.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class SimRegion:
     def __init__(self, region_id: int, num_bytes: int, buffer: memoryview | None) -> None:
         self.region_id = region_id
         self.num_bytes = num_bytes
+        self.num_copies = 1
+        """Ranks that each hold all of it: what is written here, or read into it, comes to each."""
         self._buffer = buffer
 
     @property
@@ -222,7 +224,7 @@ class SimTransfer:
     def segment(self) -> SegmentRef:
         return SegmentRef(self._endpoint.address, {"sim": ""}, self._endpoint.node)
 
-    def allocate(self, num_bytes: int, label: str) -> Region:
+    def allocate(self, num_bytes: int, label: str) -> SimRegion:
         """Return simulated memory; `label` is for people and not kept."""
         del label
         self._last_region += 1
@@ -265,14 +267,23 @@ class SimTransfer:
             heap.at(fails_s, lambda: self._finish(batch_id, "the peer does not answer", 0))
             return batch_id
         num_bytes = sum(op.num_bytes for op in batch.ops)
+        carried = sum(op.num_bytes * self._num_copies(batch.op, op, peer) for op in batch.ops)
         here, there = self._endpoint.node, peer.node
         source, target = (here, there) if batch.op is Op.WRITE else (there, here)
-        done_s = network.reserve(source, target, num_bytes)
+        done_s = network.reserve(source, target, carried)
         if deadline_s is not None and done_s > deadline_s:
             heap.at(deadline_s, lambda: self._finish(batch_id, "deadline", 0))
         else:
             heap.at(done_s, lambda: self._apply(batch_id, batch, peer, num_bytes))
         return batch_id
+
+    def _num_copies(self, kind: Op, op: TransferOp, peer: Endpoint) -> int:
+        """Return to how many ranks' memories a piece goes."""
+        if kind is Op.WRITE:
+            region = peer.regions.get(op.remote_region)
+        else:
+            region = self._endpoint.regions.get(op.local_region)
+        return region.num_copies if region is not None else 1
 
     def cancel(self, batch_id: int) -> None:
         """Have a batch end soon, and copy nothing."""

@@ -4,12 +4,13 @@ A rank's process may die, stand still, be slow, or miss a word of its lead. The 
 compute a step in parts and wait for each other after each, as real ones do after each layer; one
 that waits for too long fails. A stage begins a step when the one before has passed it on. The
 lead's own process is the worker's; it is in the last stage, and hears of every step at once.
+Instances that hold the experts together wait for each other's ranks as well (`expert_group`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,11 +30,17 @@ from mooncake.engine.step_log import (
     encode,
 )
 from mooncake.sim.world.clock import EventHeap
+from mooncake.sim.world.expert_group import LINK_S, ExpertGroup
 from mooncake.sim.world.runner import SimRunner, StepCost
 
-LINK_S = 1e-4
-"""From a lead to a follower."""
 LEAD = 0
+NO_ROWS = StepPlan(step_id=-1, starts=[], slots=[], ended=[])
+"""What an instance computes in a step of others with which it holds the experts."""
+AGREEMENT = -1
+"""The part of their step before the first: they say how many rows each has."""
+
+TogetherCost = Callable[[StepPlan, Sequence[int]], float]
+"""(step, tokens of each other instance in it) -> its seconds."""
 
 
 class RanksLost(msgspec.Struct, frozen=True):
@@ -72,6 +79,7 @@ class _Stage:
 
     def __init__(self, number: int, ranks: range) -> None:
         self.number = number
+        """From that with the first layers."""
         self.ranks = ranks
         self.waiting: deque[_Step] = deque()
         """Steps whose activations are here."""
@@ -95,21 +103,60 @@ class RankedRunner(SimRunner):
         num_ranks: int,
         pages: UsePages,
         exchange_s: float,
+        together_s: TogetherCost | None = None,
         **settings: Any,
     ) -> None:
-        """Start `num_ranks` ranks over `pages`. An exchange fails after `exchange_s`. `settings`
-        are those of `SimRunner`.
+        """Start `num_ranks` ranks over `pages`. An exchange fails after `exchange_s`. With
+        `together_s` a step's seconds depend on the rows of those with which it shares its experts.
+        `settings` are those of `SimRunner`.
         """
         super().__init__(heap, cost, deliver, **settings)
         self._exchange_s = exchange_s
+        self._together_s = together_s
         self._ranks = [_Rank() for _ in range(num_ranks)]
         shape = Shape(tp=num_ranks // len(self._stages), pp=len(self._stages))
         self._groups = [_Stage(stage, shape.ranks_of(stage)) for stage in range(shape.pp)]
         self._group_of = [self._groups[shape.stage_of(rank)] for rank in range(num_ranks)]
+        self._experts: ExpertGroup | None = None
+        """The instances that it shares its experts with."""
+        self._instance = 0
+        """Its number there."""
         self._untold: deque[_Step] = deque()
+        self._num_told = 0
+        """Steps that its ranks have heard of."""
         self._num_flying = 0
         self._lead = LeadRanks(self)
         self._lead.use_pages(pages)
+
+    # ------------------------------------------------------------ shared experts
+
+    def share_experts(self, group: ExpertGroup) -> None:
+        """Compute each step together with the other instances of `group`, from the first on."""
+        assert len(self._groups) == 1, "instances of several stages share no experts"
+        self._experts, self._instance = group, group.join(self)
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens of the present step."""
+        step = self._groups[0].step
+        assert step is not None, "a step that all have begun"
+        return step.plan.num_tokens
+
+    def serve(self, step: int) -> None:
+        """Another instance begins `step`: take part, without rows where none are in line."""
+        if self._later(LEAD, partial(self.serve, step)) or self.hung:
+            return
+        if self._num_told + len(self._untold) < step:
+            self._queue(_Step(NO_ROWS, self._cost.seconds(NO_ROWS)))
+
+    def go_on(self) -> None:
+        """All ranks of all instances have met."""
+        self._go_on(self._groups[0])
+
+    def lose_instance(self, number: int) -> None:
+        """The link to another instance has closed."""
+        if not self._later(LEAD, partial(self.lose_instance, number)):
+            self._lead.fail(f"instance {number} of this expert group has ended")
 
     # ------------------------------------------------------------ faults
 
@@ -149,7 +196,10 @@ class RankedRunner(SimRunner):
 
     def _start(self, plan: StepPlan, seconds: float) -> None:
         assert plan.slots, "an engine plans no step without slots"
-        self._untold.append(_Step(plan, seconds))
+        self._queue(_Step(plan, seconds))
+
+    def _queue(self, step: _Step) -> None:
+        self._untold.append(step)
         self._tell_next(frozenset(self._known))  # as of this step: the log is checked against it
 
     def _tell_next(self, known: frozenset[int]) -> None:
@@ -161,8 +211,11 @@ class RankedRunner(SimRunner):
         self._lead.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
         self._lead.step(plan.slots, {})
         self._lead.check_integrity(known)
+        self._num_told += 1
+        if self._experts is not None:
+            self._experts.wake(self._instance, self._num_told)
         self._num_flying += 1
-        if self._num_flying == 1:
+        if self._num_flying == 1 and len(self._groups) > 1:
             self._look_after(self._signs)
         self._arrive(self._groups[0], step)
 
@@ -170,6 +223,8 @@ class RankedRunner(SimRunner):
         if self.hung or not self._ranks[LEAD].alive:
             return
         self._num_flying -= 1
+        if step.plan is NO_ROWS:
+            return
         seconds = self._heap.now() - stage.begun_s
         self.busy_s += seconds
         self._finish(step.plan, seconds)
@@ -211,6 +266,8 @@ class RankedRunner(SimRunner):
         """The worker's process has ended, and all followers with it."""
         for rank in self._ranks:
             rank.alive = False
+        if self._experts is not None:
+            self._experts.leave(self._instance)
 
     def _notice(self, number: int) -> None:
         if not self._later(LEAD, partial(self._notice, number)):
@@ -270,7 +327,8 @@ class RankedRunner(SimRunner):
         if not stage.waiting:
             return
         step = stage.step = stage.waiting.popleft()
-        stage.part, stage.begun_s = 0, self._heap.now()
+        stage.part = AGREEMENT if self._experts is not None else 0
+        stage.begun_s = self._heap.now()
         if stage.number and stage is self._groups[-1]:
             self._report(step, self._stages[stage.number][0] - 1)
         for number in stage.ranks:
@@ -294,7 +352,8 @@ class RankedRunner(SimRunner):
 
     def _compute_part(self, number: int, step: _Step) -> None:
         """Compute a rank's share of a part of the step, then go to the exchange."""
-        seconds = step.seconds / self._num_parts * self._ranks[number].slowdown
+        whole_s = 0.0 if self._group_of[number].part == AGREEMENT else step.seconds
+        seconds = whole_s / self._num_parts * self._ranks[number].slowdown
         self._heap.after(seconds, partial(self._come, number))
 
     @property
@@ -307,11 +366,14 @@ class RankedRunner(SimRunner):
             return
         stage = self._group_of[number]
         stage.here.add(number)
+        exchange = stage.num_exchanges
         if len(stage.here) == len(stage.ranks):
-            self._go_on(stage)
-            return
-        wait = partial(self._give_up, number, stage.num_exchanges)
-        self._heap.after(self._exchange_s, wait)
+            if self._experts is None:
+                self._go_on(stage)
+            else:
+                self._experts.meet(self._instance)
+        if stage.num_exchanges == exchange:
+            self._heap.after(self._exchange_s, partial(self._give_up, number, exchange))
 
     def _give_up(self, number: int, exchange: int) -> None:
         """Have a rank that waited for so long fail, unless the others came meanwhile."""
@@ -326,10 +388,13 @@ class RankedRunner(SimRunner):
         self._say_silent(stage)
 
     def _say_silent(self, stage: _Stage) -> None:
-        """Have the lead fail: a rank of this stage does not come."""
-        missing = min(set(stage.ranks) - stage.here)
+        """Have the lead fail: a rank of this stage does not come, or another instance."""
         waited = f"did not answer for {self._exchange_s:g} s"
-        self._lead.fail(f"rank {missing} of this model {waited}")
+        if missing := set(stage.ranks) - stage.here:
+            self._lead.fail(f"rank {min(missing)} of this model {waited}")
+        else:
+            assert self._experts is not None, "all ranks of a stage have come"
+            self._lead.fail(f"instance {self._experts.missing} of this expert group {waited}")
 
     def _go_on(self, stage: _Stage) -> None:
         """All ranks of a stage have met: begin the next part, or pass the step on."""
@@ -337,10 +402,13 @@ class RankedRunner(SimRunner):
         assert step is not None
         stage.here.clear()
         stage.num_exchanges += 1
+        if self._experts is not None and stage.part == AGREEMENT and self._together_s is not None:
+            others = self._experts.rows_of_others(self._instance)
+            step.seconds = self._together_s(step.plan, others)
         stage.part += 1
         layers = self._stages[stage.number]
         if stage.part < self._num_parts:
-            if stage is self._groups[-1]:
+            if stage.part and stage is self._groups[-1]:
                 done = stage.part * len(layers) // self._num_parts
                 self._report(step, layers[0] + done - 1)
             for number in stage.ranks:

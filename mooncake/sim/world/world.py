@@ -33,7 +33,15 @@ from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
-from mooncake.sim.world.network import Endpoint, Network, NetworkConfig, SimChannel, SimTransfer
+from mooncake.sim.world.expert_group import ExpertGroup
+from mooncake.sim.world.network import (
+    Endpoint,
+    Network,
+    NetworkConfig,
+    SimChannel,
+    SimRegion,
+    SimTransfer,
+)
 from mooncake.sim.world.process import AfterEvent, SimProcess
 from mooncake.sim.world.ranks import LEAD, RankedRunner, RanksLost
 from mooncake.sim.world.runner import SimRunner
@@ -50,6 +58,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     role: Role
     node_id: str
+    experts: str = ""
+    """The name of the group of engines that it shares its experts with; empty: of none."""
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +83,8 @@ class WorldConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk: SimDiskConfig = SimDiskConfig()
     network: NetworkConfig = NetworkConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    page_copies: int = 1
+    """Ranks of an engine that each hold every page."""
     profile: dict[Role, list[CostSample]] = {}
     """What the workers of each role say of their speed when they start."""
     max_skew_s: float = 0.0
@@ -109,7 +121,7 @@ class Worker:
         self.runner: Runner | None = None
         self.former: list[tuple[Role, Runner]] = []
         """What it ran on in other roles."""
-        self.pages: Region | None = None
+        self.pages: SimRegion | None = None
         self.media: list[SimMedium] = []
         """Its disks, which outlive it."""
         self.disks: SimDisks | None = None
@@ -147,6 +159,8 @@ class World:
         self.gateway_hosts: dict[str, GatewayHost] = {}
         """The gateways that live, by id."""
         self._num_gateways = 0
+        self._come: dict[str, set[str]] = {}
+        """Expert group -> workers of it that wait for the others, having been started."""
         self.start_gateway()
         self.workers = {spec.worker_id: Worker(spec) for spec in workers}
         for worker in self.workers.values():
@@ -230,7 +244,32 @@ class World:
         self.network.detach(gateway_id)
 
     def start(self, worker_id: str) -> None:
-        """Start a worker that is not running, with a fresh epoch and empty memory."""
+        """Start a worker that is not running, with a fresh epoch and empty memory; one that shares
+        its experts once all others have come.
+        """
+        spec = self.workers[worker_id].spec
+        members = self.sharing_experts(spec)
+        if members == [self.workers[worker_id]]:
+            self._start(worker_id)
+            return
+        come = self._come.setdefault(spec.experts, set())
+        come.add(worker_id)
+        if len(come) < len(members):
+            return
+        come.clear()
+        group = ExpertGroup(self.heap)
+        for worker in members:
+            self._start(worker.spec.worker_id)
+            assert isinstance(worker.runner, RankedRunner), "only ranks share experts"
+            worker.runner.share_experts(group)
+
+    def sharing_experts(self, spec: WorkerSpec) -> list[Worker]:
+        """Return the workers that share experts with one, and itself."""
+        if not spec.experts:
+            return [self.workers[spec.worker_id]]
+        return [worker for worker in self.workers.values() if worker.spec.experts == spec.experts]
+
+    def _start(self, worker_id: str) -> None:
         worker = self.workers[worker_id]
         worker.num_starts += 1
         epoch = f"e{worker.num_starts}"
@@ -356,7 +395,11 @@ class World:
         return SimProcess(name, self.heap, after_event, skew_s, failed)
 
     def change_role(self, worker_id: str) -> None:
-        """Have an engine serve in the other role, unless it is the last in its own."""
+        """Have an engine serve in the other role, unless it is the last in its own, or shares its
+        experts: such keep their role (`launch.config.plan`).
+        """
+        if self.workers[worker_id].spec.experts:
+            return
         gateway_host = self.gateway_hosts[GATEWAY_ADDRESS]
         view = gateway_host.conductor.view(worker_id)
         if view is None or all(
@@ -427,11 +470,11 @@ class World:
             self.start(worker_id)
 
     def _disks(self, worker: Worker, process: SimProcess) -> SimDisks:
-        ssd, block_bytes = self.config.kvstore.ssd, self.config.layout.block_bytes
+        ssd, layout = self.config.kvstore.ssd, self.config.layout
         worker.media = worker.media or [SimMedium() for _ in ssd]
-        num_slots = [one.num_bytes // block_bytes for one in ssd]
+        num_slots = [one.num_bytes // layout.block_bytes for one in ssd]
         return SimDisks(
-            self.heap, self.config.disk, worker.media, num_slots, block_bytes, process.deliver
+            self.heap, self.config.disk, worker.media, num_slots, layout, process.deliver
         )
 
     def _make_instance(
@@ -445,6 +488,7 @@ class World:
         layout, engine_config = self.config.layout, self.config.engine[worker.spec.role]
         num_bytes = engine_config.num_blocks * layout.block_bytes
         worker.pages = transfer.allocate(num_bytes, "pages")
+        worker.pages.num_copies = self.config.page_copies
 
         def deliver(event: msgspec.Struct) -> None:
             if isinstance(event, RanksLost):

@@ -23,6 +23,8 @@ class ListenAddress:
     bind_host: str = "127.0.0.1"
     advertise_host: str | None = None
     """What peers connect to when it is not `bind_host`; a numeric address."""
+    ports: tuple[int, int] | None = None
+    """First and last of those to take, each time the first that is free; None: any free one."""
 
     @property
     def is_loopback(self) -> bool:

@@ -103,7 +103,7 @@ def _peer(
 ) -> Certificate:
     """Return the other side's certificate. Raises HandshakeRefused: it has none of the roles."""
     try:
-        certificate = check_certificate(signed, credential.cluster)
+        certificate = check_certificate(signed, credential)
         certificate.check_time(unix_s)
     except ProtocolError as error:
         raise HandshakeRefused("wrong cluster secret") from error

@@ -5,6 +5,7 @@ One listener serves each protocol's owner side, whatever its connections carry.
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from mooncake.base.errors import ConfigError
+from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import PeerIdentity
 from mooncake.transfer.net.io_loop import READABLE, IoLoop
 
@@ -26,20 +28,38 @@ takes the place of no peer, for a peer proves itself within a few ms.
 """
 
 
-def tcp_listener(host: str) -> socket.socket:
-    """Return a socket that listens on a free port of `host`.
+def tcp_listener(listen: ListenAddress) -> socket.socket:
+    """Return a socket that listens on a free port of `listen`.
 
     Raises:
-        ConfigError: it cannot be bound.
+        ConfigError: it cannot be bound, or none of the ports is free.
     """
+    first, last = listen.ports or (0, 0)
+    problem: OSError | None = None
+    for port in range(first, last + 1):
+        try:
+            return _listening(listen.bind_host, port)
+        except OSError as error:
+            problem = error
+            if error.errno != errno.EADDRINUSE:
+                break
+    among = f":{first}-{last}" if first else ""
+    raise ConfigError(
+        f"cannot listen on {listen.bind_host}{among} for transfers: {problem}"
+    ) from problem
+
+
+def _listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.bind((host, 0))
+        if port:  # connections of who had it before may still rest
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
         sock.listen(_BACKLOG)
-    except OSError as error:
+    except OSError:
         sock.close()
-        raise ConfigError(f"cannot listen on {host} for transfers: {error}") from error
+        raise
     return sock
 
 

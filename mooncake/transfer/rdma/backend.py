@@ -110,9 +110,7 @@ class RdmaBackend:
         self._looked_after: set[str] = set()
         """Those of the NICs that are down for which a timer is set."""
         self._closed = False
-        self._owner = RdmaOwner(
-            listen.bind_host, credentials, memory, self.nics, loop, settings.owner
-        )
+        self._owner = RdmaOwner(listen, credentials, memory, self.nics, loop, settings.owner)
         for nic in nics:
             loop.post(functools.partial(self._watch, nic))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mooncake.base.errors import TransferError
+from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import AcceptingSide, Credentials, PeerIdentity
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.net.listener import Listener, tcp_listener
@@ -39,20 +40,20 @@ class RdmaOwner:
 
     def __init__(
         self,
-        bind_host: str,
+        listen: ListenAddress,
         credentials: Credentials,
         memory: RdmaMemory,
         nics: Mapping[str, Nic],
         loop: IoLoop,
         limits: OwnerLimits,
     ) -> None:
-        """Listen on a free port. Raises ConfigError when the host cannot be bound."""
+        """Raises ConfigError when no port of `listen` can be bound."""
         self.memory = memory
         self.nics = nics
         self.loop = loop
         self.limits = limits
         self.num_pairs = 0
-        sock = tcp_listener(bind_host)
+        sock = tcp_listener(listen)
         self.port: int = sock.getsockname()[1]
         self.listener: Listener[RdmaSession] = Listener(
             sock,

@@ -108,7 +108,7 @@ class StagingEngine:
         with self._lock:
             if self._owner is None:
                 self._owner = StagingOwner(
-                    self._listen.bind_host, self._credentials, self._table, self._arena, loop
+                    self._listen, self._credentials, self._table, self._arena, loop
                 )
 
     def takes(self, job: Job) -> bool:

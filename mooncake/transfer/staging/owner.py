@@ -14,6 +14,7 @@ from enum import Enum
 
 from mooncake.base.errors import ProtocolError, TransferError
 from mooncake.transfer.device import HOST
+from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import AcceptingSide, Credentials, PeerIdentity
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.net.listener import Listener, tcp_listener
@@ -57,13 +58,13 @@ class StagingOwner:
 
     def __init__(
         self,
-        bind_host: str,
+        listen: ListenAddress,
         credentials: Credentials,
         table: RegionTable,
         arena: Arena,
         loop: IoLoop,
     ) -> None:
-        """Listen on a free port. Raises ConfigError when the host cannot be bound."""
+        """Raises ConfigError when no port of `listen` can be bound."""
         self.table = table
         self.arena = arena
         self.loop = loop
@@ -71,7 +72,7 @@ class StagingOwner:
         """Whether what passes through windows is compared: protocols may not protect it."""
         self.windows = FairSlots(arena.limits.num_windows)
         self.num_copying = 0
-        sock = tcp_listener(bind_host)
+        sock = tcp_listener(listen)
         self.port: int = sock.getsockname()[1]
         self.listener: Listener[StagingSession] = Listener(
             sock,

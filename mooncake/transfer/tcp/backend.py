@@ -25,16 +25,10 @@ from mooncake.transfer.tcp.server import ServerLimits, TcpServer
 class TcpSettings:
     """How one engine uses TCP."""
 
-    bind_host: str = "127.0.0.1"
-    advertise_host: str | None = None
-    """What peers connect to when it is not `bind_host`; a numeric address."""
+    listen: ListenAddress = field(default_factory=ListenAddress)
+    """Where to listen; the control sessions of other protocols use the same hosts and ports."""
     peer: PeerLimits = field(default_factory=PeerLimits)
     server: ServerLimits = field(default_factory=ServerLimits)
-
-    @property
-    def listen(self) -> ListenAddress:
-        """Where to listen; the control sessions of other protocols use the same hosts."""
-        return ListenAddress(self.bind_host, self.advertise_host)
 
 
 class TcpBackend:
@@ -50,7 +44,7 @@ class TcpBackend:
         router: Router,
         settings: TcpSettings,
     ) -> None:
-        """Listen on a free port. Raises ConfigError when the host cannot be bound."""
+        """Raises ConfigError when no port can be bound."""
         self._router = router
         self._listen = settings.listen
         self.stats = LinkStats(self.protocol)
@@ -60,7 +54,7 @@ class TcpBackend:
             lambda key: TcpPeer(key, self._peers, table, loops, settings.peer, self.stats),
             lambda peer: peer.is_unused,
         )
-        self._server = TcpServer(settings.bind_host, credentials, table, loops, settings.server)
+        self._server = TcpServer(settings.listen, credentials, table, loops, settings.server)
         self.link_stats = (self.stats, self._server.stats)
 
     @property

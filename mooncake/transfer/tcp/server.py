@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from mooncake.base.errors import ProtocolError
 from mooncake.transfer.link_stats import LinkStats
+from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import (
     MAX_HANDSHAKE_BYTES,
     WORKERS_AND_CLIENTS,
@@ -57,7 +58,7 @@ class TcpServer:
 
     def __init__(
         self,
-        bind_host: str,
+        listen: ListenAddress,
         credentials: Credentials,
         table: RegionTable,
         loops: Sequence[IoLoop],
@@ -70,7 +71,7 @@ class TcpServer:
         self._next_loop = itertools.cycle(loops)
         self.stats = LinkStats("tcp_served")
         """What clients moved to and from our memory."""
-        sock = tcp_listener(bind_host)
+        sock = tcp_listener(listen)
         self.port: int = sock.getsockname()[1]
         self.listener = Listener(sock, loops[0], "TCP", limits.num_connections, self._take)
 

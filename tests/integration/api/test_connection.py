@@ -18,11 +18,12 @@ import httpx
 import pytest
 
 from mooncake.api.config import ApiConfig, TlsConfig
+from mooncake.api.http import server
 from mooncake.api.http.connection import UVICORN, check_uvicorn
 from mooncake.api.http.server import bind
 from mooncake.base import ConfigError
 from tests.support.api.server import ScriptedBackend, live_api_server, says
-from tests.support.certificates import Host
+from tests.support.certificates import Host, make_host
 
 LIMIT_S = 60.0
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
@@ -304,6 +305,47 @@ def test_https_serves_and_streams(certificate: TlsConfig, tls_host: Host) -> Non
             assert reply.text.endswith("data: [DONE]\n\n")
             with pytest.raises(httpx.HTTPError):
                 await client.get(f"{url}/health")
+
+    asyncio.run(main())
+
+
+def test_a_certificate_put_in_the_place_of_the_old_one_is_shown_to_who_comes_next(
+    tls_host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "RENEWAL_S", 0.05)
+    other = make_host(tmp_path)
+    own = TlsConfig(certfile=str(tmp_path / "cert.pem"), keyfile=str(tmp_path / "key.pem"))
+
+    def place(certificate: bytes, key: bytes) -> None:
+        for path, content in ((own.certfile, certificate), (own.keyfile, key)):
+            draft = tmp_path / "draft"
+            draft.write_bytes(content)
+            draft.replace(str(path))
+
+    def files(host: Host) -> tuple[bytes, bytes]:
+        return Path(host.cert).read_bytes(), Path(host.key).read_bytes()
+
+    place(*files(tls_host))
+
+    async def main() -> None:
+        async with live_api_server(ScriptedBackend(says("x")), config=config(tls=own)) as plain:
+            url = plain.replace("http:", "https:")
+            old = httpx.AsyncClient(verify=tls_host.trusting(), timeout=LIMIT_S)
+            async with old, asyncio.timeout(LIMIT_S):
+                assert (await old.get(url + "/ping")).status_code == 200
+                place(b"no certificate", files(other)[1])
+                await asyncio.sleep(0.2)
+                async with httpx.AsyncClient(verify=tls_host.trusting()) as client:
+                    assert (await client.get(url + "/ping")).status_code == 200
+                place(*files(other))
+                while True:
+                    try:
+                        async with httpx.AsyncClient(verify=other.trusting()) as client:
+                            assert (await client.get(url + "/ping")).status_code == 200
+                            break
+                    except httpx.ConnectError:
+                        await asyncio.sleep(0.05)
+                assert (await old.get(url + "/ping")).status_code == 200, "its connection goes on"
 
     asyncio.run(main())
 

@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.k2vv import measure
+from benchmarks.k2vv import NO_ANSWER, measure
 from mooncake.api import load_tokenizer
 from mooncake.model.checkpoint.presets import init_checkpoint
 from tests.support.api.json_schemas import SchemaMaker
@@ -337,9 +336,9 @@ def test_k2vvs_measure_on_a_random_model(server: Server, bias: dict[str, float])
         url = f"{server.url}/v1/"
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             tally, _ = await measure(requests, client, 8)
-        assert tally.num_failed == 0
-        print(asdict(tally))
-        assert tally.finish_tool_calls >= NUM_REQUESTS // 2
+        assert NO_ANSWER not in tally.finished
+        print(tally)
+        assert tally.finished["tool_calls"] >= NUM_REQUESTS // 2
         assert tally.faults == {}
         assert tally.schema_accuracy == 1.0
 

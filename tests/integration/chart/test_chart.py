@@ -96,18 +96,6 @@ def test_wrong_values_are_refused(path: str, value: object) -> None:
         jsonschema.validate(changed, schema())
 
 
-def test_templates_use_flags_that_exist() -> None:
-    known = {f"--{options.flag(name)}" for name in options.options_of(ServeConfig)} | {"--dram"}
-    of_ray = {
-        "--head", "--address", "--node-ip-address", "--num-cpus", "--include-dashboard",
-        "--disable-usage-stats", "--object-store-memory",
-    }  # fmt: skip
-    of_drain = {"--url", "--wait", "--ssl-ca-certs"}
-    for template in (CHART / "templates").glob("*.yaml"):
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", template.read_text()):
-            assert flag in known | of_ray | of_drain, f"{template.name}: {flag}"
-
-
 def rendered(*settings: str, release: str = "one") -> list[dict[str, Any]]:
     """Return the documents that helm makes of the chart."""
     words = [word for setting in settings for word in ("--set", setting)]
@@ -140,6 +128,9 @@ def served(container: dict[str, Any]) -> ServeConfig:
     arguments = vars(make_parser().parse_args(shlex.split(command)))
     known = options.options_of(ServeConfig)
     environ = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    mounted = environ.pop("MOONCAKE_CLUSTER_SECRET_FILE")  # is read at once, and is not here
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounted == f"{mounts['cluster-secret']}/cluster-secret"
     given = {name: value for name, value in arguments.items() if name in known}
     return resolve(given, None, environ)
 
@@ -167,6 +158,27 @@ def test_every_pod_runs_a_command_that_the_program_takes() -> None:
     claims = found["kvstore"][0]["spec"]["volumeClaimTemplates"]
     assert [claim["spec"]["resources"]["requests"]["storage"] for claim in claims] == ["1Ti", "6Gi"]
     assert {d["spec"].get("replicas") for d, _ in found.values()} == {1, 3, 4}
+
+
+@needs_helm
+def test_ray_is_started_by_flags_that_it_has_and_takes_no_port_that_is_not_named() -> None:
+    from ray.scripts.scripts import start
+
+    for role, (_, container) in pods(rendered(*SETTINGS)).items():
+        script = container["args"][0].replace("\\\n", " ")
+        commands = [line for line in script.splitlines() if line.startswith("ray start ")]
+        assert len(commands) == (role != "gateway"), "a gateway takes no part in Ray"
+        for command in commands:
+            given = start.make_context("ray", shlex.split(command)[2:]).params
+            assert {name for name in given if name.endswith("_port") and not given[name]} <= {
+                "ray_client_server_port",  # without ray[client] there is no such server
+                "port" if role != "head" else "",
+            }
+            ports = {p["name"]: p["containerPort"] for p in container["ports"]}
+            named = ("node_manager", "object_manager", "runtime_env_agent")
+            assert [given[f"{name}_port"] for name in named] == [
+                ports["ray-node"], ports["ray-objects"], ports["ray-env"]
+            ]  # fmt: skip
 
 
 @needs_helm

@@ -87,6 +87,10 @@ def test_values_for_ci_are_what_kubernetes_takes(file: Path, tmp_path: Path) -> 
     documents = from_file(file, tmp_path)
     assert {"Deployment", "StatefulSet"} <= {each["kind"] for each in documents}
     schemas = custom_resources()
+    documents += [
+        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": role}, "template": each}
+        for role, each in templates_of_kuberay(documents).items()
+    ]
     for document in documents:
         if document["kind"] in schemas:
             jsonschema.validate(document, schemas[document["kind"]])
@@ -95,20 +99,63 @@ def test_values_for_ci_are_what_kubernetes_takes(file: Path, tmp_path: Path) -> 
             kubernetes_validate.validate(document, version, strict=True)
 
 
+def templates_of_kuberay(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the pods that a RayCluster starts, by their roles."""
+    return {
+        group.get("groupName", "head"): group["template"]
+        for each in documents
+        if each["kind"] == "RayCluster"
+        for group in (each["spec"]["headGroupSpec"], *each["spec"]["workerGroupSpecs"])
+    }
+
+
+def test_kuberay_starts_the_same_pods(tmp_path: Path) -> None:
+    [file] = [each for each in CI if each.stem == "kuberay-values"]
+    with_it = yaml.safe_load(file.read_text())
+    own = workloads(from_file({**with_it, "kubeRay": {}}, tmp_path))
+    documents = from_file(with_it, tmp_path)
+    templates = templates_of_kuberay(documents)
+    assert set(templates) == {"head", "prefill", "decode"}
+    for role, template in templates.items():
+        assert template == own[role]["spec"]["template"]
+    assert set(workloads(documents)) == {"gateway", "kvstore"}
+    [cluster] = [each for each in documents if each["kind"] == "RayCluster"]
+    counts = {g["groupName"]: g["replicas"] for g in cluster["spec"]["workerGroupSpecs"]}
+    assert counts == {"prefill": 2, "decode": 3}
+    budgets = {
+        each["metadata"]["name"].rpartition("-")[2]: each["spec"].get("minAvailable")
+        for each in documents
+        if each["kind"] == "PodDisruptionBudget"
+    }
+    assert budgets == {"prefill": 1, "decode": 2, "gateway": None, "kvstore": None}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["decode.autoscaling.maxReplicas=3", "prefill.updateStrategy.type=Recreate"],
+)
+def test_what_kuberay_has_not_is_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match="leave them out with kubeRay"):
+        rendered(*SETTINGS, "kubeRay.enabled=true", setting)
+
+
 def test_all_values_of_ci_together_use_every_kind() -> None:
     kinds = {d["kind"] for file in CI for d in from_file(file, file.parent)}
     assert kinds >= {
         "HorizontalPodAutoscaler", "ScaledObject", "NetworkPolicy", "Ingress", "HTTPRoute",
-        "InferencePool", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Secret",
+        "InferencePool", "RayCluster", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Secret",
     }  # fmt: skip
 
 
-def test_the_chart_is_of_the_package_and_lint_has_no_complaint() -> None:
+def test_the_chart_is_of_the_package() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == __version__
-    done = subprocess.run(
-        ["helm", "lint", os.fspath(CHART)], capture_output=True, text=True, check=False
-    )
+
+
+@pytest.mark.parametrize("file", [CHART / "values.yaml", *CI], ids=lambda file: file.stem)
+def test_lint_has_no_complaint(file: Path) -> None:
+    words = ["helm", "lint", "--strict", os.fspath(CHART), "--values", os.fspath(file)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert not {"ERROR", "WARNING"} & set(done.stdout.replace("[", " ").replace("]", " ").split())
 
@@ -257,7 +304,9 @@ def test_a_network_policy_lets_clients_to_the_api_and_pods_to_one_another() -> N
         own, *others = spec["ingress"]
         [peer] = own["from"]
         assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "one"
-        assert "ports" not in own
+        declared = {(p["containerPort"], None) for p in found[role][1]["ports"]}
+        ranges = {(7000, 7099)} | (set() if role == "gateway" else {(6400, 6499)})
+        assert {(p["port"], p.get("endPort")) for p in own["ports"]} == declared | ranges
         opened = {each["ports"][0]["port"]: each.get("from") for each in others}
         ports = {p["name"]: p["containerPort"] for p in found[role][1]["ports"]}
         block = [{"ipBlock": {"cidr": "10.0.0.0/8"}}]

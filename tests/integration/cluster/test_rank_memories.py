@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from mooncake.base import Shape, block_keys
-from mooncake.base.parallel import DCP_FLAG, TP_FLAG
+from mooncake.base.parallel import DCP_FLAG, PP_FLAG, TP_FLAG
 from mooncake.launch.config.plan import ServePlan
 from mooncake.model.checkpoint.presets import init_checkpoint
 from mooncake.scheduler.config import SchedulerConfig
@@ -100,14 +100,21 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [("tp2", "tp1"), ("tp1", "tp2-dcp2"), ("tp2-dcp2", "tp2")],
+    [
+        ("tp2", "tp1"),
+        ("tp1", "tp2-dcp2"),
+        ("tp2-dcp2", "tp2"),
+        ("tp1-pp2", "tp1"),
+        ("tp1", "tp1-pp2"),
+        ("tp1-pp2", "tp2-dcp2"),
+    ],
 )
 def test_blocks_of_one_shape_are_those_of_another(
     model: Path, truth: list[list[int]], prefill: str, decode: str
 ) -> None:
     shapes = {"prefill": Shape.parse(prefill), "decode": Shape.parse(decode)}
     flags = {
-        f"{role}_set": ((TP_FLAG, shape.tp), (DCP_FLAG, shape.dcp))
+        f"{role}_set": ((TP_FLAG, shape.tp), (PP_FLAG, shape.pp), (DCP_FLAG, shape.dcp))
         for role, shape in shapes.items()
     }
     with model_cluster(
@@ -125,7 +132,7 @@ def test_blocks_of_one_shape_are_those_of_another(
         assert 0 not in here, "copies of a block are the same in all memories"
 
         others = followers()
-        assert len(others) == sum(shape.tp - 1 for shape in shapes.values())
+        assert len(others) == sum(shape.num_ranks - 1 for shape in shapes.values())
         memories = [page_memories(each.pid) for each in others]
         assert all(len(memory) == 1 for memory in memories)
         own = page_memories(os.getpid())

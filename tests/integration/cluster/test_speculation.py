@@ -9,18 +9,18 @@ import pytest
 
 from mooncake.api.constrained.grammar import json_rule
 from mooncake.api.text.tokenizer import load_tokenizer
-from mooncake.base import Grammar
-from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, SpeculativeConfig
+from mooncake.base import Grammar, SamplingParams
+from mooncake.engine.drafters import SpeculativeConfig
+from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS
+from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.checkpoint.presets import init_checkpoint
+from tests.support.model.eagle3_heads import knowing_head
 from tests.support.serve.model_cluster import ModelCluster, model_cluster, request
 
 NUM_TOKENS = 60
 SETTINGS: dict[str, Any] = {"max_model_len": 512, "block_size": 32}
-NGRAM = SpeculativeConfig(
-    method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3
-)
-MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
-METHODS = {"ngram": NGRAM, "mtp": MTP}
+METHODS = ("ngram", "mtp", "eagle3")
+CROWD = [[number, *range(2, 41)] for number in range(6)]
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10] * 30, list(range(11, 50)), [400, 3]]
 
 
@@ -30,6 +30,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return init_checkpoint(
         "k2-nano", seed=3, out=out, dtype="float32", overrides={"num_nextn_predict_layers": 1}
     )
+
+
+@pytest.fixture(scope="module")
+def methods(model: Path) -> dict[str, SpeculativeConfig]:
+    ngram, mtp, eagle3 = METHODS
+    return {
+        ngram: SpeculativeConfig(
+            method=ngram, num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3
+        ),
+        mtp: SpeculativeConfig(method=mtp, num_speculative_tokens=3),
+        eagle3: SpeculativeConfig(
+            method=eagle3, num_speculative_tokens=3, model=str(model.parent / "head")
+        ),
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def head(model: Path) -> None:
+    """An EAGLE-3 head that knows the greedy answers."""
+    prompts = [*PROMPTS, *CROWD]
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with DirectEngine.open(str(model), device="cpu", max_model_len=512, num_threads=1) as engine:
+        found = engine.generate(prompts, [greedy] * len(prompts))
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, found, strict=True)]
+    knowing_head(model, model.parent / "head", texts)
 
 
 def samplings(model: Path) -> list[dict[str, Any]]:
@@ -66,10 +91,14 @@ def truth(model: Path) -> list[list[int]]:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", [(0, 1, 0), (1, 1, 1)])
 def test_any_layout(
-    model: Path, truth: list[list[int]], layout: tuple[int, int, int], method: str
+    model: Path,
+    truth: list[list[int]],
+    layout: tuple[int, int, int],
+    methods: dict[str, SpeculativeConfig],
+    method: str,
 ) -> None:
     prefill, decode, kvstore = layout
-    speculation = METHODS[method]
+    speculation = methods[method]
     with model_cluster(
         model, prefill, decode, kvstore=kvstore, speculative_config=speculation, **SETTINGS
     ) as cluster:
@@ -78,30 +107,30 @@ def test_any_layout(
         assert cluster.counter(DRAFT_TOKENS) >= cluster.counter(ACCEPTED_TOKENS) > 0
 
 
-def test_preemption(model: Path) -> None:
+def test_preemption(model: Path, methods: dict[str, SpeculativeConfig]) -> None:
     found = []
-    for num_pages, speculation in ((64, None), (10, NGRAM), (10, MTP)):
+    for num_pages, speculation in ((64, None), *((10, each) for each in methods.values())):
         settings = {**SETTINGS, "max_model_len": 256, "num_gpu_blocks_override": num_pages}
         with model_cluster(
             model, 0, 1, kvstore=0, speculative_config=speculation, **settings
         ) as cluster:
             asked = [
-                cluster.submit(request(f"r{number}", [number, *range(2, 41)], 150))
-                for number in range(6)
+                cluster.submit(request(f"r{number}", tokens, 150))
+                for number, tokens in enumerate(CROWD)
             ]
             for answer in asked:
                 answer.final()
             found.append([answer.tokens for answer in asked])
             assert (cluster.counter("preemptions") > 0) == (num_pages == 10)
             assert (cluster.counter(ACCEPTED_TOKENS) > 0) == (speculation is not None)
-    assert found[0] == found[1] == found[2]
+    assert found == found[:1] * 4
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_another_worker_goes_on_with_an_answer(
-    model: Path, truth: list[list[int]], method: str
+    model: Path, truth: list[list[int]], methods: dict[str, SpeculativeConfig], method: str
 ) -> None:
-    speculation = METHODS[method]
+    speculation = methods[method]
     with model_cluster(model, 1, 2, speculative_config=speculation, **SETTINGS) as cluster:
         for number, expected in enumerate(truth[: len(PROMPTS)]):
             answer = cluster.submit(request(f"r{number}", PROMPTS[number], NUM_TOKENS))
@@ -112,14 +141,16 @@ def test_another_worker_goes_on_with_an_answer(
             assert answer.tokens == expected
 
 
-def test_deterministic_answers_are_equal_in_bfloat16_too(model: Path) -> None:
+def test_deterministic_answers_are_equal_in_bfloat16_too(
+    model: Path, methods: dict[str, SpeculativeConfig]
+) -> None:
     """With rows of drafts in its steps a sequence's bits are those without them."""
     found = []
-    for speculation in (None, *METHODS.values()):
+    for speculation in (None, *methods.values()):
         settings = {**SETTINGS, "deterministic": True, "dtype": "bfloat16"}
         with model_cluster(
             model, 0, 1, kvstore=0, speculative_config=speculation, **settings
         ) as cluster:
             found.append(answers(cluster, model))
             assert (cluster.counter(ACCEPTED_TOKENS) > 0) == (speculation is not None)
-    assert found[0] == found[1] == found[2]
+    assert found == found[:1] * 4

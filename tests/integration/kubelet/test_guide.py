@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mooncake.base.messages import PROTOCOL_VERSION
+from mooncake.base.messages import OWN_RELEASE, Release
 from tests.support.kubelet import network
 from tests.support.kubelet.cluster import Cluster
 from tests.support.kubelet.served import (
@@ -180,15 +180,17 @@ class Operator:
 
 def former_release(folder: Path) -> Path:
     """Return where the package and the chart of the commit before this one are; of this one, where
-    the two speak other versions of the protocol: then no update is a rolling one.
+    the two speak no common version of the protocol: then no update is a rolling one.
     """
     folder.mkdir()
     words = ["git", "-C", str(TOP), "archive", "HEAD~1", "mooncake", "kernels", "charts"]
     archive = subprocess.run(words, check=True, capture_output=True)
     subprocess.run(["tar", "-x"], check=True, cwd=folder, input=archive.stdout)
     source = (folder / "mooncake" / "base" / "messages.py").read_text()
-    same = re.search(rf"^PROTOCOL_VERSION = {PROTOCOL_VERSION}$", source, re.MULTILINE)
-    return folder if same else TOP
+    said = dict(re.findall(r"^(\w*PROTOCOL_VERSION) = (\d+)$", source, re.MULTILINE))
+    version = int(said["PROTOCOL_VERSION"])
+    oldest = int(said.get("OLDEST_PROTOCOL_VERSION", version))
+    return folder if OWN_RELEASE.speaks_with(Release("former", version, oldest)) else TOP
 
 
 def test_the_operators_guide_holds_under_load(tmp_path: Path) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import queue
+import re
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -17,9 +21,10 @@ from mooncake.launch.worker import expert_peers
 from mooncake.launch.worker.expert_peers import meet
 from mooncake.model.options import ExpertGroup, ModelOptions
 from mooncake.model.parallel.group import GroupError
-from mooncake.model.parallel.peers import Peers
+from mooncake.model.parallel.peers import SILENT, Peers
 
 SECRET = SystemIds().hex(16)
+WORKERS = ("decode-0", "decode-1", "decode-2")
 OPTIONS = ModelOptions(shape=Shape(dp=3, ep=3))
 
 
@@ -31,12 +36,12 @@ class Meetings:
     """Workers of one group that come in threads."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self.name = f"decode-0 of a test {SystemIds().hex(8)}"
+        self.name = f"decode-0 of a test at {'an address that is long ' * 5}{SystemIds().hex(8)}"
         self._pool = pool
         self.made: list[Peers] = []
 
     def come(self, number: int, secret: str = SECRET) -> Future[Peers]:
-        group = ExpertGroup(name=self.name, number=number, size=3)
+        group = ExpertGroup(name=self.name, number=number, size=3, workers=WORKERS)
 
         def one() -> Peers:
             peers = meet(group, credential(secret), OPTIONS)
@@ -67,7 +72,7 @@ def test_all_wake_each_other_and_one_that_ends_ends_all(meetings: Meetings) -> N
         return lambda: of.put(None)
 
     for each, its in zip(peers, heard, strict=True):
-        each.watch(its.put, lost(its))
+        each.watch(its.put, lost(its), lambda: None)
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda each: each.wait_until_ready(), peers))
     peers[1].wake(7)
@@ -77,7 +82,8 @@ def test_all_wake_each_other_and_one_that_ends_ends_all(meetings: Meetings) -> N
         assert its.get(timeout=30) is None
         assert its.empty(), "told once"
     assert peers[2].lost == "step 8: out of memory"
-    assert "has ended" in str(peers[0].lost)
+    said = [f"decode-{n}, which shares experts with this worker, has ended" for n in (1, 2)]
+    assert peers[0].lost in said, "the other one may have ended before it was heard"
     with pytest.raises(GroupError, match="has ended"):
         peers[0].wake(9)
     with pytest.raises((InternalError, GroupError)):
@@ -114,17 +120,36 @@ def test_who_does_not_know_the_secret_gets_nothing(
         second.result(60)
 
 
+def test_processes_of_other_users_are_not_heard(
+    meetings: Meetings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    user = os.geteuid()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: user + 1)
+        first = meetings.come(0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            connect(sock, meetings.name)
+            assert sock.recv(1 << 16) == b"", "closed before a word"
+    assert f"of user {user} came to the socket of workers that share experts" in caplog.text
+    found = [future.result(60) for future in (first, meetings.come(1), meetings.come(2))]
+    assert sorted(each.number for each in found) == [0, 1, 2]
+
+
+def connect(sock: socket.socket, name: str) -> None:
+    while True:
+        try:
+            sock.connect(expert_peers._address(name))
+            return
+        except ConnectionRefusedError:
+            continue
+
+
 def test_one_that_came_and_ended_is_waited_for_again(meetings: Meetings) -> None:
     """Also one that says nothing right costs the others nothing."""
     first = meetings.come(0)
-    group = ExpertGroup(name=meetings.name, number=1, size=3)
+    group = ExpertGroup(name=meetings.name, number=1, size=3, workers=WORKERS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        while True:
-            try:
-                sock.connect(expert_peers._address(group.name))
-                break
-            except ConnectionRefusedError:
-                continue
+        connect(sock, group.name)
         side = expert_peers._credentials(group, credential(), 1).connect(f"{group.name}/0")
         sock.sendall(side.first_message)
         while not side.done:
@@ -137,3 +162,58 @@ def test_one_that_came_and_ended_is_waited_for_again(meetings: Meetings) -> None
         assert b"refus" in sock.recv(1 << 16)
     found = [future.result(60) for future in (first, meetings.come(2), meetings.come(1))]
     assert sorted(each.number for each in found) == [0, 1, 2]
+
+
+STANDING = """
+import sys, time
+from mooncake.base import Shape
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
+from mooncake.launch.worker.expert_peers import meet
+from mooncake.model.options import ExpertGroup, ModelOptions
+name, secret = sys.argv[1:]
+group = ExpertGroup(name=name, number=1, size=2, workers=("decode-0", "decode-1"))
+own = own_credential(secret, CredentialRole.WORKER)
+peers = meet(group, own, ModelOptions(shape=Shape(dp=2, ep=2)))
+peers.wait_until_ready()
+time.sleep(600)
+"""
+
+
+def test_one_that_stands_still_is_named_and_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also while nobody has anything to do; what is left of it cannot keep the others from
+    beginning anew.
+    """
+    for name, seconds in (("_SIGN_S", 0.05), ("_SILENT_S", 2.5), ("_END_S", 0.5)):
+        monkeypatch.setattr(f"mooncake.model.parallel.peers.{name}", seconds)
+    monkeypatch.setattr(expert_peers, "EXCHANGE_S", 4.0)
+    group = ExpertGroup(
+        name=f"decode-0 of a test {SystemIds().hex(8)}", number=0, size=2, workers=WORKERS[:2]
+    )
+    other = subprocess.Popen([sys.executable, "-c", STANDING, group.name, SECRET])
+    peers = meet(group, credential(), ModelOptions(shape=Shape(dp=2, ep=2)))
+    try:
+        told: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+        peers.watch(
+            lambda _: None,
+            lambda: told.put(None),
+            lambda: told.put(peers.counters[f"{SILENT}decode-1"]),
+        )
+        peers.wait_until_ready()
+        other.send_signal(signal.SIGSTOP)
+        silent = list(iter(lambda: told.get(timeout=60), None))
+        assert silent
+        assert silent == sorted(set(silent)), "it grows"
+        assert "decode-1, which shares experts with this worker, has said nothing" in caplog.text
+        assert re.search("decode-1, .*, has said nothing for [4-9] s", str(peers.lost))
+        assert other.poll() is None
+        peers.close()
+        assert other.wait(30) == -signal.SIGKILL
+        assert "decode-1 shares experts with this worker and does not end" in caplog.text
+    finally:
+        peers.close()
+        os.close(peers.descriptor)
+        other.kill()
+        other.wait()

@@ -258,7 +258,8 @@ def test_it_speaks_https_alone_where_it_has_a_certificate(
 def test_a_taken_port_is_an_error_that_names_it(model: str) -> None:
     world = World(model, prefill=0, decode=1, kvstore=1)
     settings = world.settings_of(Role.KVSTORE)
-    port = int(world.gateway_process.channel.address.rpartition(":")[2])
+    address, _, _ = world.gateway_process.channel.address.partition("#")
+    port = int(address.rpartition(":")[2])
     health = msgspec.structs.replace(settings.health, port=port)
     with pytest.raises(ConfigError, match=f"health-port: cannot listen on 127.0.0.1:{port}"):
         process.run(

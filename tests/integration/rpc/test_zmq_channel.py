@@ -18,9 +18,10 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from mooncake import __version__
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import ConfigError
-from mooncake.base.messages import AbortTask, Drain, PutStart, WorkerRef
+from mooncake.base.messages import AbortTask, Drain, Message, PutStart, Refused, WorkerRef
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
 from mooncake.rpc.codec import encode, head_of
@@ -123,6 +124,39 @@ def test_another_secret_gets_nothing_through_either_way(open_channel: Open) -> N
     assert ours.counters.num_received == 1
 
 
+def test_a_secret_is_replaced_while_messages_go_both_ways(open_channel: Open) -> None:
+    left, right = own("old"), own("old")
+    a, b = open_channel(credential=left), open_channel(credential=right)
+
+    def talk() -> None:
+        for one, other in ((a, b), (b, a)):
+            one.send(other.address, Drain())
+            assert receive(other, 1) == [Drain()]
+
+    talk()
+    for phase in ("old\nnew", "new\nold", "new"):
+        for credential in (left, right):
+            credential.renew(phase)
+            talk()
+    late, former = open_channel(secret="new"), open_channel(secret="old")
+    late.send(a.address, Drain())
+    assert receive(a, 1) == [Drain()], "it need not know what the secret was when that was opened"
+    former.send(a.address, Drain())
+    deadline_s = time.monotonic() + WAIT_S
+    while not a.counters.num_refused:
+        assert time.monotonic() < deadline_s
+        select.select([a], [], [], 0.1)
+        assert a.receive() == []
+
+
+def test_a_typed_address_needs_no_key_and_the_first_of_two_secrets(open_channel: Open) -> None:
+    registry = open_channel(is_typed=True)
+    assert "#" not in registry.address
+    for secret in (SECRET, f"{SECRET}\nanother"):
+        open_channel(secret=secret).send(registry.address, Drain())
+        assert receive(registry, 1) == [Drain()]
+
+
 @pytest.mark.parametrize("with_curve", [False, True], ids=["plain", "own server key"])
 def test_a_raw_socket_without_the_secret_gets_nothing_through(
     open_channel: Open, with_curve: bool
@@ -135,7 +169,7 @@ def test_a_raw_socket_without_the_secret_gets_nothing_through(
         raw.curve_publickey, raw.curve_secretkey = public, secret
         raw.curve_serverkey = zmq.curve_keypair()[0]
     events = raw.get_monitor_socket()
-    raw.connect(ours.address)
+    raw.connect(ours.address.partition("#")[0])
     with contextlib.suppress(zmq.Again):  # the connection may be refused before there is a pipe
         raw.send(encode(Drain()), zmq.NOBLOCK)
     failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -151,20 +185,42 @@ def test_a_raw_socket_without_the_secret_gets_nothing_through(
 
 
 def test_garbage_from_a_holder_of_the_secret_is_counted_and_dropped(open_channel: Open) -> None:
-    ours = open_channel()
+    ours = open_channel(is_typed=True)
     context = zmq.Context()
     raw = context.socket(zmq.PUSH)
     held = own_credential(SECRET, CredentialRole.OPERATOR)
     raw.curve_publickey = z85.encode(held.certificate.channel_key)
     raw.curve_secretkey = z85.encode(held.channel_seed)
     raw.curve_serverkey = z85.encode(held.cluster.channel_key)
-    raw.connect(ours.address)
+    raw.connect(ours.address.partition("#")[0])
     raw.send(b"garbage")
     raw.send(b"")
     raw.send(encode(Drain(), head_of(held.signed)))
     assert receive(ours, 1) == [Drain()]
     assert ours.counters.num_malformed == 2
     context.destroy(linger=0)
+
+
+def test_a_message_of_a_later_release_is_answered_and_what_follows_arrives(
+    open_channel: Open,
+) -> None:
+    old, new = open_channel(), open_channel()
+    asker = WorkerRef("decode-0", "e", new.address)
+
+    class Later(Message, frozen=True, tag="later"):
+        """What the release of `old` does not have."""
+
+        asker: WorkerRef
+        ticket: int
+
+    new.send(old.address, Later(asker=asker, ticket=7))  # type: ignore[arg-type]  # the point
+    new.send(old.address, Drain())
+    assert receive(old, 1) == [Drain()]
+    assert old.counters.num_malformed == 1
+    [refused] = receive(new, 1)
+    assert isinstance(refused, Refused)
+    assert (refused.asker, refused.ticket, refused.message) == (asker, 7, "later")
+    assert refused.reason == f"release {__version__} has no message of the kind later"
 
 
 def test_a_message_over_the_bound_is_dropped_by_the_sender(
@@ -282,9 +338,14 @@ def test_addresses_and_bad_settings() -> None:
         "127.0.0.1", credential=own(SECRET), advertise_host="node-7", limits=ZmqLimits(linger_ms=0)
     )
     assert channel.address.startswith("tcp://node-7:")
-    port = int(channel.address.rsplit(":", 1)[1])
+    port = int(channel.address.partition("#")[0].rsplit(":", 1)[1])
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-        ZmqChannel(credential=own(SECRET), port=port)
+        ZmqChannel(credential=own(SECRET), ports=(port, port))
+    taken = [ZmqChannel(credential=own(SECRET), ports=(port, port + 9)) for _ in range(2)]
+    found = [int(each.address.rsplit(":", 1)[1].partition("#")[0]) for each in taken]
+    assert port < found[0] < found[1] <= port + 9, "each takes the first that is free"
+    for each in taken:
+        each.close()
     with pytest.raises(ConfigError, match="cannot listen"):
         ZmqChannel("203.0.113.1", credential=own(SECRET))
     with pytest.raises(ConfigError, match="secret is empty"):

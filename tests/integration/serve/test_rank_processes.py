@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,8 +19,9 @@ import pytest
 
 import mooncake
 from mooncake.base import SamplingParams, Shape
+from mooncake.engine.ranks import SILENT_S
+from mooncake.engine.speculation import ACCEPTED_TOKENS
 from mooncake.launch.worker.direct import DirectEngine
-from mooncake.launch.worker.rank_processes import EXCHANGE_S
 from mooncake.model.checkpoint.presets import init_checkpoint
 from tests.integration.serve.test_real_processes import prompt, stream, wait_until
 from tests.support.serve.server import Server, serving
@@ -28,6 +30,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = ("--kv-cache-memory-bytes", "16MiB", "--kvstore-dram-bytes", "16MiB", "--device", "cpu",
          "--max-model-len", "1024")  # fmt: skip
+NGRAM, MTP = (
+    ("--speculative-config", json.dumps({"num_speculative_tokens": 3, **method}))
+    for method in ({"method": "ngram", "prompt_lookup_min": 1}, {"method": "mtp"})
+)
 WORKERS = {"kvstore-0", "prefill-0", "decode-0", "decode-1"}
 LONG, SHORT = 400, 40
 PROMPTS = [prompt(30 + 90 * index, seed=index) for index in range(4)]
@@ -40,7 +46,8 @@ FLIGHTS = {  # of each harm: what streams, and what waits in prefill meanwhile
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("model")
-    return init_checkpoint("k2-nano", seed=5, out=home / "nano", dtype="float32")
+    mtp = {"num_nextn_predict_layers": 1}
+    return init_checkpoint("k2-nano", seed=5, out=home / "nano", dtype="float32", overrides=mtp)
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +67,35 @@ def alone(model: Path) -> dict[tuple[int, ...], list[int]]:
 
 
 @pytest.fixture(scope="module")
+def fixed(model: Path) -> list[list[float]]:
+    """The log-probabilities that one process gives to its tokens, added in a fixed order."""
+    wanted = mooncake.SamplingParams(max_tokens=SHORT, temperature=0, ignore_eos=True, logprobs=0)
+    with mooncake.LLM(
+        str(model), device="cpu", deterministic=True, dtype="float32", max_model_len=1024,
+        kv_cache_memory_bytes="16MiB",
+    ) as llm:  # fmt: skip
+        answers = [each.outputs[0] for each in llm.generate(PROMPTS, wanted)]
+    return [
+        [each[token].logprob for token, each in zip(answer.token_ids, answer.logprobs, strict=True)]
+        for answer in answers
+    ]
+
+
+def logprobs_of(server: Server, tokens: list[int]) -> list[float]:
+    """Return the log-probabilities of the tokens that continue these."""
+    greedy = {"max_tokens": SHORT, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    found: list[float] = server.complete(tokens, **greedy)["choices"][0]["logprobs"][
+        "token_logprobs"
+    ]
+    return found
+
+
+@pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("ranks")
     counts = ["--prefill", "1", "--decode", "2", "-tp", "2", "-dcp", "2"]
     own = ["--rank-backend", "gloo", "--push-checksums", "on"]  # memories of their own
-    with serving(str(model), *counts, *own, *SMALL, log=home / "log") as running:
+    with serving(str(model), *counts, *own, *NGRAM, *SMALL, log=home / "log") as running:
         yield running
     assert ranks_of(None) == []
 
@@ -147,6 +178,7 @@ def test_tokens_are_those_of_one_process(
     server: Server, alone: dict[tuple[int, ...], list[int]]
 ) -> None:
     check_tokens(server, alone)
+    check_drafts(server)
     for worker in WORKERS - {"kvstore-0"}:
         assert len(ranks_of(server.pid_of(worker))) == 1
 
@@ -155,6 +187,11 @@ def check_tokens(server: Server, alone: dict[tuple[int, ...], list[int]]) -> Non
     for _ in range(2):  # the second time from the pool and the prefix cache
         for tokens in PROMPTS:
             assert stream(server, tokens, SHORT)["ids"] == alone[tuple(tokens)]
+
+
+def check_drafts(server: Server) -> None:
+    counters = [worker["load"]["counters"] for worker in server.status()["workers"]]
+    assert sum(each.get(ACCEPTED_TOKENS, 0) for each in counters) > 0
 
 
 def test_kill_9_of_followers_in_mid_stream(
@@ -177,23 +214,23 @@ def test_kill_9_of_leads_in_mid_stream(
 def test_ranks_that_stand_still_are_found_out(
     server: Server, alone: dict[tuple[int, ...], list[int]]
 ) -> None:
-    """Within the time that an exchange may take; their requests go on elsewhere."""
+    """By their silence, before an exchange is given up; their requests go on elsewhere."""
     with flight(server, "stop followers", alone) as (prefill, decode):
         decode.follower.send_signal(signal.SIGSTOP)
-        found_out = f"no rank waits longer than {EXCHANGE_S:.0f} s"
-        wait_until(lambda: not (prefill.left() or decode.left()), EXCHANGE_S + 15, found_out)
+        found_out = f"no rank is silent for longer than {SILENT_S:.0f} s"
+        wait_until(lambda: not (prefill.left() or decode.left()), SILENT_S + 15, found_out)
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
+    ("prefill", "decode", "drafts"),
     [
-        ("tp2", "tp1"),
-        ("tp1", "tp2-dcp2"),
-        ("tp2-dcp2", "tp1"),
-        ("tp1-pp2", "tp1"),
-        ("tp1-pp2", "tp2-dcp2"),
-        ("tp1-dp2-ep2", "tp1"),
-        ("tp2-ep2", "tp2-dp2-ep4"),
+        ("tp2", "tp1", ()),
+        ("tp1", "tp2-dcp2", MTP),
+        ("tp2-dcp2", "tp2", MTP),
+        ("tp1-pp2", "tp1", ()),
+        ("tp1-pp2", "tp2-dcp2", NGRAM),
+        ("tp1-dp2-ep2", "tp1", ()),
+        ("tp2-ep2", "tp2-dp2-ep4", ()),
     ],
 )
 def test_prefill_and_decode_of_different_shape(
@@ -202,13 +239,16 @@ def test_prefill_and_decode_of_different_shape(
     tmp_path: Path,
     prefill: str,
     decode: str,
+    drafts: tuple[str, ...],
 ) -> None:
     """Blocks written by one shape are read by the other: pushed, and the second time from the pool
-    or the prefix cache. Chunks are shorter than prompts.
+    or the prefix cache. Chunks are shorter than prompts. With drafts or without.
     """
     shapes = {"prefill": Shape.parse(prefill), "decode": Shape.parse(decode)}
-    with serving(str(model), *flags_of(shapes), *SMALL, log=tmp_path / "log") as server:
+    with serving(str(model), *flags_of(shapes), *drafts, *SMALL, log=tmp_path / "log") as server:
         check_tokens(server, alone)
+        if drafts:
+            check_drafts(server)
         for role, shape in shapes.items():
             assert len(ranks_of(server.pid_of(f"{role}-0"))) == shape.num_ranks - 1
 
@@ -225,11 +265,21 @@ def flags_of(shapes: dict[str, Shape]) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_workers_that_share_experts(
-    model: Path, alone: dict[tuple[int, ...], list[int]], tmp_path: Path, backend: str
+    model: Path,
+    alone: dict[tuple[int, ...], list[int]],
+    fixed: list[list[float]],
+    tmp_path: Path,
+    backend: str,
 ) -> None:
-    """One alone has requests, then both; one that is killed ends both, once, and both come back."""
+    """One alone has requests, then both; one that is killed, or stands still and is named, ends
+    both, once, and both come back.
+    With fixed sums and experts that move meanwhile, log-probabilities have the bits of one process.
+    """
     shapes = {"prefill": Shape(), "decode": Shape(dp=2, ep=2)}
     flags = [*flags_of(shapes), "--rank-backend", backend]
+    if backend == "gloo":
+        eplb = {"window_size": 4, "step_interval": 8, "num_redundant_experts": 4}
+        flags += ["--deterministic", "--enable-eplb", "--eplb-config", json.dumps(eplb)]
     both = ["decode-0", "decode-1"]
     with serving(str(model), *flags, *SMALL, log=tmp_path / "log") as server:
 
@@ -240,8 +290,17 @@ def test_workers_that_share_experts(
             )
 
         check_tokens(server, alone)
-        kills = both if backend == "shm" else []
-        for harm, (streaming, _) in zip(kills, FLIGHTS.values(), strict=False):
+        if backend == "gloo":
+            for _ in range(3):
+                with ThreadPoolExecutor(len(PROMPTS)) as pool:
+                    assert list(pool.map(partial(logprobs_of, server), PROMPTS)) == fixed
+            for worker in server.status()["workers"]:
+                if worker["role"] == "decode":
+                    assert worker["load"]["counters"]["expert_moves"]
+        harms = [(both[0], signal.SIGKILL), (both[1], signal.SIGKILL), (both[1], signal.SIGSTOP)]
+        for (victim, harm), (streaming, _) in zip(
+            harms if backend == "shm" else [], FLIGHTS.values(), strict=False
+        ):
             wait_until(all_up, 120, "all workers up and idle")
             workers = [psutil.Process(server.pid_of(worker)) for worker in both]
             begun = threading.Semaphore(0)
@@ -251,19 +310,26 @@ def test_workers_that_share_experts(
                 ]
                 for _ in streaming:
                     assert begun.acquire(timeout=60)
-                psutil.Process(server.pid_of(harm)).kill()
+                psutil.Process(server.pid_of(victim)).send_signal(harm)
                 found = [answer.result(200) for answer in answers]
             assert [answer["ends"] for answer in found] == [["length"]] * len(streaming)
             assert [answer["ids"] for answer in found] == [alone[tuple(each)] for each in streaming]
             assert not any(worker.is_running() for worker in workers), "both end"
+        if backend == "shm":
+            assert "decode-1, which shares experts with this worker, has said nothing" in (
+                server.output
+            )
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_kill_9_of_stages_in_mid_stream(
-    model: Path, alone: dict[tuple[int, ...], list[int]], tmp_path: Path
+    model: Path, alone: dict[tuple[int, ...], list[int]], tmp_path: Path, backend: str
 ) -> None:
-    """Of the last stage, which leads, then of the first one: streams go on in the other worker."""
+    """Of the last stage, which leads, then of the first one: streams go on in the other worker.
+    With gloo each stage keeps its layers in a memory of its own.
+    """
     shapes = {"prefill": Shape(pp=2), "decode": Shape(pp=2)}
-    flags = [*flags_of(shapes), "--decode", "2"]
+    flags = [*flags_of(shapes), "--decode", "2", "--rank-backend", backend]
     with serving(str(model), *flags, *SMALL, log=tmp_path / "log") as server:
         for which, (streaming, _) in zip((0, 1), FLIGHTS.values(), strict=False):
             wait_until(lambda: whole(server), 120, "all workers up and idle")

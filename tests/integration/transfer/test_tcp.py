@@ -536,8 +536,18 @@ def test_endpoints_and_bad_settings(open_tcp: Open) -> None:
     for bad in ["", "10.0.0.7", ":80", "host:port", "host:-1"]:
         with pytest.raises(ConfigError, match="not a TCP endpoint"):
             parse_endpoint(bad)
-    named = open_tcp("named", TcpSettings(advertise_host="192.0.2.7"))
+    named = open_tcp("named", TcpSettings(listen=ListenAddress(advertise_host="192.0.2.7")))
     assert named.segment.endpoints["tcp"].startswith("192.0.2.7:")
+
+
+def test_engines_take_ports_of_a_range_one_after_another(open_tcp: Open) -> None:
+    first = parse_endpoint(open_tcp("any").segment.endpoints["tcp"])[1]
+    among = TcpSettings(listen=ListenAddress(ports=(first, first + 9)))
+    found = [parse_endpoint(open_tcp(n, among).segment.endpoints["tcp"])[1] for n in "ab"]
+    assert first < found[0] < found[1] <= first + 9
+    full = TcpSettings(listen=ListenAddress(ports=(first, first)))
+    with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{first}-{first}"):
+        open_tcp("c", full)
 
 
 def test_a_failed_start_leaves_no_thread_and_no_descriptor_behind(open_tcp: Open) -> None:
@@ -550,5 +560,5 @@ def test_a_failed_start_leaves_no_thread_and_no_descriptor_behind(open_tcp: Open
 
     before = ours()
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
-        open_tcp("nowhere", TcpSettings(bind_host="203.0.113.1"))
+        open_tcp("nowhere", TcpSettings(listen=ListenAddress("203.0.113.1")))
     assert ours() == before

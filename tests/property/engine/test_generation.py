@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.base.request import FinishReason, GenerateRequest, Priority
+from mooncake.engine.drafters import SpeculativeConfig
 from mooncake.engine.sequence import Sequence, SequenceState
-from mooncake.engine.speculation import SpeculativeConfig
 from tests.support.engine.engines import Bench, request
 from tests.support.engine.fake_runner import (
     VOCAB_SIZE,

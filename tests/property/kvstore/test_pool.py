@@ -163,7 +163,7 @@ class Pool(RuleBasedStateMachine):
         self.num_boots += 1
         node = Node(self, WorkerRef(name, f"e{self.num_boots}", name))
         node.disks = SimDisks(
-            self.heap, SimDiskConfig(), [self.media[name]], [SSD_BLOCKS], BLOCK,
+            self.heap, SimDiskConfig(), [self.media[name]], [SSD_BLOCKS], LAYOUT,
             partial(self.bring, node),
         )  # fmt: skip
         hello = WorkerHello(

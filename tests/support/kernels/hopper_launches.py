@@ -1,7 +1,8 @@
 """Launches every kernel with Kimi-K2's shapes for the compiler alone; prints what came out as JSON.
 
 Run as a program, in a process where Triton is not interpreting: nothing is computed, tensors are
-small stand-ins wherever the kernel's code depends on widths only.
+small stand-ins wherever the kernel's code depends on widths only. Names of launches, as arguments,
+compile these alone; `--write` keeps what came out in `sm90.json`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from tests.support.kernels import hopper_table
 from tests.support.kernels.hopper_compiler import Compiled, compiling
 
 HIDDEN, INNER, EXPERTS, TOP_K = 7168, 256, 384, 8
+FEW_TOKENS = 16
+"""Of which the products of so many experts are few, and shared out by steps."""
 STACKED = 2
 """Experts that are really made: how many there are is no part of the code."""
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -80,6 +83,7 @@ def experts(name: str, tokens: int, dtype: torch.dtype = BF16) -> None:
     fast = kernel(name, "triton")(*made)
     shape = type(fast.shape)(fast.shape.format, EXPERTS, INNER, HIDDEN)
     fast.config = default_experts_config(shape, tokens * TOP_K)
+    fast._whole_products = tokens > FEW_TOKENS
     chosen = torch.zeros(tokens, TOP_K, dtype=torch.int64)
     fast(zeros(tokens, HIDDEN, dtype=dtype), chosen, chosen.float())
 
@@ -88,7 +92,6 @@ def layer_ops() -> None:
     x, weight = zeros(4, HIDDEN), zeros(HIDDEN)
     kernel("rms_norm", "triton")(x, weight, 1e-6)
     kernel("add_rms_norm", "triton")(x, x, weight, 1e-6)
-    kernel("rms_norm_fp8", "triton")(x, weight, 1e-6)
     turn = torch.zeros(4, 32, dtype=torch.complex64)
     kernel("rotate", "triton")(zeros(4, 64, 192)[..., 128:], turn, True)
     joined = zeros(4, 2112)
@@ -97,13 +100,15 @@ def layer_ops() -> None:
         places, norm = torch.zeros(4, dtype=torch.int64), (zeros(512), 1e-6)
         args = joined[:, 1536:2048], joined[:, 2048:], turn, places, norm, cache, 0.5
         kernel("kv_write", "triton")(*args)
+        kernel("query_and_kv", "triton")(joined[:, :1536], (zeros(1536), 1e-6), *args)
+    kernel("absorb_queries", "triton")(zeros(4, 64, 192), turn, zeros(64, 512, 128), 0.1)
+    kernel("gated", "triton")(zeros(4, 512))
     kernel("merge_attention", "triton")(zeros(8, 2, 64, 512), torch.zeros(8, 2, 64))
 
 
 def linear_fp8(rows: int) -> None:
-    quantized = zeros(rows, HIDDEN, dtype=FP8), torch.zeros(rows, 56)
     factors = torch.zeros(17, 56)  # as the loader gives them
-    kernel("linear_fp8", "triton")(*quantized, zeros(2112, HIDDEN, dtype=FP8), factors)
+    kernel("linear_fp8", "triton")(zeros(rows, HIDDEN), zeros(2112, HIDDEN, dtype=FP8), factors)
 
 
 def fixed_products() -> None:
@@ -111,7 +116,8 @@ def fixed_products() -> None:
         kernel("linear", "triton")(
             zeros(4, HIDDEN, dtype=dtype), zeros(EXPERTS, HIDDEN, dtype=dtype)
         )
-    kernel("linear_heads", "triton")(zeros(4, 64, 192)[..., :128], zeros(64, 512, 128))
+    q, key_up = zeros(4, 64, 192)[..., :128], zeros(64, 512, 128)
+    kernel("linear_heads", "triton")(q, key_up, fixed=True)
 
 
 def router() -> None:
@@ -145,6 +151,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         for name in ("experts", "experts_fp8", "experts_int4")
         for tokens in (16, 512, 4096)
     },
+    "experts_int4, 64 tokens": lambda: experts("experts_int4", 64),
     **{
         f"{name}, {tokens} tokens, float32": lambda name=name, tokens=tokens: experts(  # type: ignore[misc]
             name, tokens, torch.float32
@@ -224,13 +231,18 @@ def described(launch: str, made: Compiled) -> dict[str, object]:
 def main() -> None:
     # The grid is no part of the code; the number of programs need only be one an H200 would have.
     experts_module.num_programs = lambda device: 132  # type: ignore[assignment]
+    wanted = [name for name in sys.argv[1:] if name != "--write"] or list(LAUNCHES)
     found = []
-    for name, launch in LAUNCHES.items():
+    for name in wanted:
         with compiling() as compiled:
-            launch()
+            LAUNCHES[name]()
         found += [described(name, made) for made in compiled]
     if "--write" in sys.argv[1:]:
-        hopper_table.write(found, triton.__version__)
+        kept = hopper_table.kept()["kernels"]
+        rows = found + [row for row in kept if row["launch"] not in wanted]
+        order = [name for name in LAUNCHES if any(row["launch"] == name for row in rows)]
+        rows.sort(key=lambda row: order.index(row["launch"]))
+        hopper_table.write(rows, triton.__version__)
     json.dump({"triton": triton.__version__, "kernels": found}, sys.stdout)
 
 

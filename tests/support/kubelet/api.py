@@ -6,12 +6,13 @@ Owns the objects; whoever changes one holds `lock`. Nothing here starts a pod: `
 
 from __future__ import annotations
 
+import base64
 import copy
 import itertools
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -75,6 +76,10 @@ class KubeApi(ThreadingHTTPServer):
         """Merge `change` into an object as `kubectl patch` does by default."""
         with self.lock:
             return self.put(kind, merged(self.objects[kind, name], change))
+
+    def put_secret(self, name: str, files: Mapping[str, bytes]) -> Object:
+        data = {key: base64.b64encode(content).decode() for key, content in files.items()}
+        return self.put("secrets", {"kind": "Secret", "metadata": {"name": name}, "data": data})
 
     def get(self, kind: str, name: str) -> Object | None:
         with self.lock:

@@ -27,7 +27,7 @@ from tests.support.kubelet.sandbox import Image, remove
 from tests.support.relay import Relay
 
 STEP_S = 0.1
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 
 class Cluster:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -62,8 +63,10 @@ class Answer:
     times_s: list[float] = field(default_factory=list)
 
 
-def streamed(url: str, prompt: str, num_tokens: int) -> Answer:
-    """Return a greedy streamed answer.
+def streamed(
+    url: str, prompt: str, num_tokens: int, trusted: ssl.SSLContext | None = None, name: str = ""
+) -> Answer:
+    """Return a greedy streamed answer. Over HTTPS: of who is called `name` by those `trusted`.
 
     Raises:
         Refused: nobody could serve it now.
@@ -76,7 +79,9 @@ def streamed(url: str, prompt: str, num_tokens: int) -> Answer:
     answer = Answer()
     ended = False
     with ExitStack() as opened:
-        stream = httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120.0)
+        client = opened.enter_context(httpx.Client(verify=trusted or True, timeout=120.0))
+        named = {"sni_hostname": name} if name else None
+        stream = client.stream("POST", f"{url}/v1/completions", json=body, extensions=named)
         try:
             reply = opened.enter_context(stream)
         except (httpx.ConnectError, httpx.RemoteProtocolError) as error:

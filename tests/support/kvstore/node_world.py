@@ -28,8 +28,8 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.kvstore import KvNode, KvStoreConfig
+from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.config import SsdConfig
-from mooncake.kvstore.storage.block_record import checksum_of
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.world.network import SimRegion
@@ -169,7 +169,7 @@ class NodeWorld:
         self._last_events = {Tier.DRAM: 0, Tier.SSD: 0}
         self.disks = SimDisks(
             self.heap, SimDiskConfig(), self.media,
-            [ssd.num_bytes // BLOCK for ssd in self.config.ssd], BLOCK, self._on_disk,
+            [ssd.num_bytes // BLOCK for ssd in self.config.ssd], LAYOUT, self._on_disk,
         )  # fmt: skip
         self.node = KvNode(
             self.config, hello, LAYOUT, self.channel, self.transfer, GATEWAY.address, self.disks
@@ -296,7 +296,8 @@ class NodeWorld:
 
     def checksum(self, block: bytes) -> int:
         """Return the checksum of `block` when it is right."""
-        return checksum_of(b"".join(content(block, n) for n in range(LAYOUT.num_layers)))
+        whole = b"".join(content(block, n) for n in range(LAYOUT.num_layers))
+        return checksum_of(whole, LAYOUT)
 
     def _slice(self, places: BlockPlaces, offset: int, layer: int) -> memoryview:
         assert places.segment == self.transfer.segment

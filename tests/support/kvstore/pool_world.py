@@ -77,7 +77,7 @@ class PoolWorld:
         )  # fmt: skip
         transfer = SimTransfer(self.network, endpoint, with_bytes=True)
         media, slots = ([SimMedium()], [ssd_blocks]) if ssd_blocks else ([], [])
-        disks = SimDisks(self.heap, SimDiskConfig(), media, slots, BLOCK, process.deliver)
+        disks = SimDisks(self.heap, SimDiskConfig(), media, slots, LAYOUT, process.deliver)
         node = self.nodes[name] = KvNode(
             config, hello, LAYOUT, SimChannel(self.network, endpoint), transfer, "gateway", disks
         )

@@ -98,7 +98,8 @@ class DictSource:
         self.tensors = tensors
 
     def check_names(self, expected: Iterable[str]) -> None:
-        wrong = set(expected) ^ set(self.tensors)
+        behind = f"model.layers.{self.spec.num_hidden_layers}."  # its MTP layer, if it has one
+        wrong = set(expected) ^ {name for name in self.tensors if not name.startswith(behind)}
         if wrong:
             raise CheckpointError(f"missing or unknown: {', '.join(sorted(wrong))}")
 
@@ -130,14 +131,16 @@ def source_of(model: DeepseekV3ForCausalLM) -> DictSource:
     return DictSource(spec, tensors)
 
 
-def random_source(spec: ModelSpec, seed: int = 0, std: float = 0.1) -> DictSource:
+def random_source(
+    spec: ModelSpec, seed: int = 0, std: float = 0.1, with_mtp: bool = False
+) -> DictSource:
     """Return seeded random weights of any shape of model."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.ones(shape)
         if name.endswith("norm.weight")
         else torch.randn(shape, generator=generator) * std
-        for name, shape in tensor_shapes(spec).items()
+        for name, shape in tensor_shapes(spec, with_mtp=with_mtp).items()
     }
     return DictSource(spec, tensors)
 
@@ -155,10 +158,10 @@ def kv_for(
     return KvTensors(pages.layout, pages.pages, home)
 
 
-def layout_for(spec: ModelSpec, block_tokens: int = 16) -> KvLayout:
+def layout_for(spec: ModelSpec, block_tokens: int = 16, with_mtp: bool = False) -> KvLayout:
     """Return a float32 layout."""
     return KvLayout.for_model(
-        spec, block_tokens=block_tokens, dtype="float32", weights_revision="test"
+        spec, block_tokens=block_tokens, dtype="float32", weights_revision="test", with_mtp=with_mtp
     )
 
 

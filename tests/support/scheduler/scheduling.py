@@ -35,7 +35,7 @@ from mooncake.base import (
     block_keys,
     pack_tokens,
 )
-from mooncake.base.messages import FinishInfo
+from mooncake.base.messages import OWN_RELEASE, FinishInfo
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
@@ -72,6 +72,7 @@ def hello(worker_id: str, role: Role, **changes: Any) -> WorkerHello:
         "num_blocks": 1000,
         "block_bytes": 1000,
         "profile": PROFILE if role is not Role.KVSTORE else [],
+        "release": OWN_RELEASE,
     }
     return WorkerHello(**(fields | changes))
 

@@ -8,10 +8,11 @@ from typing import cast
 
 import pytest
 
-from mooncake.bench.drafts import DraftCounts, draft_counts, parse_counts
+from mooncake.bench.drafts import DraftCounts, parse_counts
 from mooncake.bench.http_client import Answer, HttpClient, RequestFailed
 from mooncake.bench.metrics import metrics_of
 from mooncake.bench.report import document, table
+from mooncake.bench.serve import server_metrics
 
 OURS = """\
 # HELP mooncake:spec_decode_num_drafts_total Steps
@@ -51,7 +52,7 @@ def test_a_server_that_says_nothing_has_no_drafts() -> None:
     assert parse_counts("") == DraftCounts()
     assert DraftCounts().acceptance_rate == 0.0
     assert DraftCounts().acceptance_length == 1.0
-    assert asyncio.run(draft_counts(cast(HttpClient, Absent()), {})) == DraftCounts()
+    assert asyncio.run(server_metrics(cast(HttpClient, Absent()), {})) == ""
 
 
 def test_table_and_json_show_the_drafts_of_the_run_alone() -> None:

@@ -36,11 +36,15 @@ def test_workers_that_share_experts_say_how_even_their_load_is() -> None:
     counters = {
         "expert_rows": 1000.0, "expert_rows_hottest": 250.0, "expert_rank_rows_mean": 500.0,
         "expert_rank_rows_most": 625.0, "expert_moves": 3.0, "expert_waited_for_s": 1.25,
+        "expert_silent_s_decode-1": 12.4, "expert_silent_s_decode-2": 0.0,
     }  # fmt: skip
     workers = [
         {"id": "decode-0", "role": "decode", "load": {"counters": counters}},
         {"id": "decode-1", "role": "decode", "load": {"counters": {"expert_rows": 0.0}}},
     ]
     table = shown(workers)
-    assert "balance 0.80, hottest 25%, 3 moves, waited for 1.2 s" in table
+    assert (
+        "balance 0.80, hottest 25%, 3 moves, waited for 1.2 s, decode-1 was silent for 12 s"
+        in table
+    )
     assert "experts" not in shown(workers[1:])

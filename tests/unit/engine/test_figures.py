@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mooncake.base.messages import CostSample
+from mooncake.engine.plan import Counted
 from tests.support.engine.engines import Bench
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -39,3 +40,12 @@ def test_figures_tell_what_waits_and_what_runs() -> None:
     assert load.counters["sequences_ended"] == 2
     assert load.counters["tokens_computed"] == 9 + 1 + 6 + 3
     assert load.counters["wait_s"] == 4.0
+
+
+def test_what_the_runner_counted_is_in_the_load() -> None:
+    bench = Bench()
+    assert bench.engine.load().expert_rows == []
+    bench.engine.on_counted(Counted(counters={"expert_rows": 7.0}, expert_rows=[4, 0, 3]))
+    bench.engine.on_counted(Counted(counters={"expert_rows": 9.0}))
+    load = bench.engine.load()
+    assert (load.counters["expert_rows"], load.expert_rows) == (9.0, [4, 0, 3])

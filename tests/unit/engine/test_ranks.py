@@ -55,6 +55,22 @@ def test_the_first_loss_is_the_reason_and_ends_all_once() -> None:
     assert heard.num_ends == 1
 
 
+def test_a_follower_that_falls_silent_is_named() -> None:
+    heard = Heard()
+    lead = LeadRanks(heard)
+    lead.check_signs(1000.0, 10.0)
+    assert lead.lost is None, "none has given its first sign"
+    for now in (1000.0, 1004.0):
+        lead.alive(1, now)
+    lead.alive(2, 1001.0)
+    lead.check_signs(1011.0, 10.0)
+    assert lead.lost is None
+    lead.check_signs(1011.5, 10.0)
+    assert lead.lost == "rank 2 of this model gave no sign of life for 10 s"
+    lead.check_signs(1099.0, 10.0)
+    assert heard.num_ends == 1
+
+
 def test_a_follower_that_holds_something_else_is_found() -> None:
     heard = Heard()
     lead = LeadRanks(heard)

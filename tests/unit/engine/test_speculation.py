@@ -11,17 +11,15 @@ import pytest
 from mooncake.base.errors import ConfigError
 from mooncake.base.messages import CostSample
 from mooncake.base.request import FinishReason
+from mooncake.engine.drafters import LOOKUP_WINDOW, NgramDrafter, SpeculativeConfig
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.speculation import (
     ACCEPTED_AT,
     ACCEPTED_TOKENS,
     DRAFT_TOKENS,
     DRAFTS,
-    LOOKUP_WINDOW,
-    NgramDrafter,
     RowCost,
     Speculation,
-    SpeculativeConfig,
 )
 from tests.support.engine.engines import Bench, request
 from tests.support.engine.fake_runner import VOCAB_SIZE, expected_output, small_layout
@@ -67,6 +65,11 @@ def wrong(sequence: Sequence, at: int) -> int:
     [
         ({"method": "magic"}, "method: 'magic' is not one of ngram"),
         ({"method": "mtp"}, "prompt_lookup_max: the method mtp looks up nothing"),
+        ({"model": "head"}, "model: 'head': the method ngram takes none"),
+        (
+            {"method": "eagle3", "prompt_lookup_min": 0, "prompt_lookup_max": 0},
+            "model: the method eagle3 needs the directory of a head",
+        ),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: 0 is not a whole number of 1 to"),
         ({"num_speculative_tokens": 33}, "num_speculative_tokens: 33 is not"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens: True is not"),

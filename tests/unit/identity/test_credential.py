@@ -59,6 +59,47 @@ def test_only_those_that_serve_listen_with_the_clusters_key() -> None:
     assert given.listening_seed is None, "it does not know the cluster's key"
 
 
+def test_while_a_secret_is_replaced_both_count_and_the_first_is_proven() -> None:
+    old, new = own_credential("old", WORKER), own_credential("new", WORKER)
+    first = own_credential("old\nnew\n", WORKER)
+    then = own_credential("  new\n\nold", WORKER)
+    for made in (old, new, first, then):
+        for both in (first, then):
+            assert check_certificate(made.signed, both) == made.certificate
+    assert check_certificate(first.signed, old)
+    assert check_certificate(then.signed, new)
+    for made, by in ((new, old), (then, old), (first, new)):
+        with pytest.raises(ProtocolError, match="of another cluster"):
+            check_certificate(made.signed, by)
+    check_cluster_signature(first, new.sign_for_cluster(b"facts"), b"facts")
+    with pytest.raises(Forbidden, match="another secret"):
+        check_cluster_signature(old, new.sign_for_cluster(b"facts"), b"facts")
+
+
+def test_a_credential_is_renewed_with_the_keys_that_it_has() -> None:
+    credential, before = own_credential("old", WORKER), own_credential("old", WORKER)
+    certificate, key = credential.certificate, credential.channel_seed
+    credential.renew("new\nold")
+    assert (credential.certificate, credential.channel_seed) == (certificate, key)
+    assert check_certificate(credential.signed, cluster_keys("new")) == certificate
+    assert check_certificate(before.signed, credential)
+    credential.renew("new")
+    with pytest.raises(ProtocolError, match="of another cluster"):
+        check_certificate(before.signed, credential)
+    for wrong, problem in (("", "is empty"), ("a\nb\nc", "3 lines"), (before.text, "restart")):
+        with pytest.raises(ConfigError, match=problem):
+            credential.renew(wrong)
+    assert check_certificate(credential.signed, cluster_keys("new")), "it stays as it was"
+    with pytest.raises(ConfigError, match="restart"):
+        own_credential(before.text, WORKER).renew("new")
+
+
+def test_a_credential_made_of_two_secrets_trusts_both() -> None:
+    read = own_credential(issue("new\nold", "etl", [CLIENT]).text, CLIENT)
+    assert check_certificate(read.signed, cluster_keys("new"))
+    assert check_certificate(own_credential("old", WORKER).signed, read)
+
+
 def test_keys_are_those_that_zeromq_makes_of_the_seeds() -> None:
     made = own_credential(SECRET, WORKER)
     for seed, public in (

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import xxhash
-
 from mooncake.base import BlockSource, PinBlocks, PinGranted, Unpin, WorkerRef
 from mooncake.instance.fetch import Fetcher, PageReads
 from mooncake.instance.reuse import PrefixReuse
+from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.client.block_reader import BlockReader
 from mooncake.transfer.engine import TransferDone
-from tests.support.engine.engine_pair import EnginePair
+from tests.support.engine.engine_pair import LAYOUT, EnginePair
 
 HERE = WorkerRef("prefill-0", "e1", "here")
 STORE = WorkerRef("kvstore-0", "e2", "there")
@@ -137,7 +136,7 @@ class Verifying(Scene):
 
     @property
     def promises(self) -> list[int]:
-        return [xxhash.xxh3_64_intdigest(block) for block in self.blocks]
+        return [checksum_of(block, LAYOUT) for block in self.blocks]
 
 
 def test_what_arrives_as_promised_counts() -> None:
@@ -293,7 +292,7 @@ class TestAnotherReplica:
         reuse = self.reuse(scene, OTHER)
         right = scene.engine_pair.fill_pool(0, 7)
         places = scene.engine_pair.places([0, 0, 0])
-        promises = [xxhash.xxh3_64_intdigest(right)] * 3
+        promises = [checksum_of(right, LAYOUT)] * 3
         for store, ticket, given in ((STORE, 1, [promises[0], 1, 1]), (OTHER, 2, promises[:2])):
             message = PinGranted(
                 asker=HERE, ticket=ticket, store=store, num_blocks=len(given), places=places,

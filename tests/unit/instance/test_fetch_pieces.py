@@ -5,9 +5,10 @@ a fetch may take; what has arrived counts whatever comes after.
 from __future__ import annotations
 
 import pytest
-import xxhash
 
 from mooncake.base import PinBlocks, PinGranted
+from mooncake.kvstore.block_checksum import checksum_of
+from tests.support.engine.engine_pair import LAYOUT
 from tests.unit.instance.test_fetch import HERE, KEYS, STORE, Scene
 
 
@@ -20,7 +21,7 @@ class Pieces(Scene):
         self.pages = self.start(4)
 
     def give(self, ticket: int, blocks: list[int], *, more: bool, damaged: bool = False) -> None:
-        checksums = [xxhash.xxh3_64_intdigest(self.blocks[block]) + damaged for block in blocks]
+        checksums = [checksum_of(self.blocks[block], LAYOUT) + damaged for block in blocks]
         message = PinGranted(
             asker=HERE, ticket=ticket, store=STORE, num_blocks=len(blocks),
             places=self.engine_pair.places(blocks),

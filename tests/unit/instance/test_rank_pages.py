@@ -137,6 +137,26 @@ class TestLead:
             checksums.on_done(HashDone(0, sums), 0.0, rank)
         assert found == [[10, 14, 0]]
 
+    def test_stages_move_and_hash_their_layers_and_a_block_has_the_sum(self) -> None:
+        array, cut = PageArray(LAYOUT, 8), LAYOUT.num_layers - 1
+        last = Memory(array.of_rank(0, LAYERS[cut:]))
+        first = Memory(array.of_rank(1, LAYERS[:cut]))
+        mover, sums = SliceMover([last, first]), list[list[int]]()
+        mover.write([part(0)], {0: 5}, LAYERS, 9.0, lambda *_: None)
+        for memory, layers in ((last, LAYERS[cut:]), (first, LAYERS[:cut])):
+            [move] = memory.moves
+            assert (move.pages, move.layers) == ([5], layers)
+            assert move.there.offsets == [layers.start * LAYOUT.slice_bytes]
+        checksums = BlockChecksums([last, first])
+        checksums.start([5, 2], lambda found, _: sums.append(found))
+        checksums.on_done(HashDone(0, [10, 2**64 - 1]), 0.0)
+        checksums.on_done(HashDone(0, [5, 3]), 0.0, 1)
+        assert sums == [[15, 2]]
+        reads = PageReads(mover, last, lambda *_: None)  # type: ignore[arg-type]
+        reads.read([3], THERE, 9.0)
+        mover.on_done(TransferDone(batch_id=1), 0.0, 1, [100])
+        assert reads.checksum([3], 0) == 107
+
     def test_a_follower_is_told_how_far_the_lead_has_computed(self) -> None:
         told: list[tuple[int, RankWord]] = []
 

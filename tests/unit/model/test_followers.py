@@ -7,15 +7,23 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from mooncake.base import CheckpointError, InternalError, PageArray, SamplingParams, Shape
+from mooncake.base import (
+    CheckpointError,
+    InternalError,
+    ModelSpec,
+    PageArray,
+    SamplingParams,
+    Shape,
+)
 from mooncake.engine.plan import (
+    BY_MODEL,
     LayerDone,
     RunnerEvent,
     SequenceStart,
@@ -23,8 +31,11 @@ from mooncake.engine.plan import (
     StepResult,
     StepSlot,
 )
+from mooncake.engine.rank_moves import Alive, encode_answer
 from mooncake.engine.step_log import Measure, UsePages
+from mooncake.model.copies import HostCopies
 from mooncake.model.device.graphs import DecodeGraphs
+from mooncake.model.drafts.mtp import MtpRows
 from mooncake.model.follower import Follower, heard
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
@@ -40,6 +51,7 @@ from tests.support.model.tiny_models import (
     CPU,
     DictSource,
     layout_for,
+    random_source,
     random_tokens,
     slot,
     source_of,
@@ -79,12 +91,16 @@ class Meter:
 class Instance:
     """A runner with followers in threads."""
 
-    def __init__(self, source: DictSource, shape: Shape, captured: bool) -> None:
+    def __init__(
+        self, source: DictSource, shape: Shape, captured: bool, with_mtp: bool = False
+    ) -> None:
         num_ranks, num_homes = shape.num_ranks, shape.dcp
         memory = mmap.mmap(-1, shared_bytes(num_ranks))
         groups = [SharedGroup(rank, num_ranks, memory, 30.0) for rank in range(num_ranks)]
         models = [
-            load_model(source, dtype=torch.float32, device=CPU, group=group, shape=shape)
+            load_model(
+                source, dtype=torch.float32, device=CPU, group=group, shape=shape, with_mtp=with_mtp
+            )
             for group in groups
         ]
         pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
@@ -109,7 +125,7 @@ class Instance:
         for thread in self.threads:
             thread.start()
         self.lead.wait_until_loaded()
-        array = PageArray(layout_for(source.spec), NUM_PAGES, num_homes)
+        array = PageArray(layout_for(source.spec, with_mtp=with_mtp), NUM_PAGES, num_homes)
         pages, descriptor = allocate_shared(array.num_bytes, "pages")
         rows, width = (4, 8) if captured else (0, 0)
         self.lead.use_pages(UsePages(array, None, rows, width), descriptor)
@@ -122,7 +138,10 @@ class Instance:
                     models[0], kv, self.graphs[0], most_rows=rows, most_pages=width
                 )
         sampler = Sampler(source.spec.vocab_size)
-        self.runner = ModelRunner(models[0], kv, sampler, decoder=decoder, lead=self.lead)
+        self.runner = ModelRunner(
+            models[0], kv, sampler, decoder=decoder, lead=self.lead,
+            draft_layer=MtpRows(models[0], kv, HostCopies()) if with_mtp else None,
+        )  # fmt: skip
 
     @staticmethod
     def _run(link: socket.socket, follower: Follower, group: SharedGroup) -> None:
@@ -243,6 +262,71 @@ def test_followers_compute_with_the_lead(instance: Open, source: DictSource, wor
     assert scenario(made.run) == expected
     made.runner.check_integrity()
     assert made.lead.lost is None
+
+
+def drafted(go: Callable[[StepPlan], StepResult]) -> list[list[tuple[int, int]]]:
+    """Prompts, one in chunks that are handed on, then steps whose drafts the model makes, one of
+    the sequences begun anew in between; return what is sampled.
+    """
+    prompts = {1: random_tokens(40, seed=1), 2: random_tokens(21, seed=2)}
+    pages = {1: [3, 1, 7, 9, 10], 2: [5, 6, 4]}
+    known = {key: list(tokens) for key, tokens in prompts.items()}
+    found: list[list[tuple[int, int]]] = []
+
+    def step(
+        slots: list[StepSlot], starts: Sequence[int] = (), ended: Sequence[int] = (),
+        handed_on: bool = False,
+    ) -> None:  # fmt: skip
+        made = plan(len(found), slots, [start(key, prompts[key]) for key in starts], list(ended))
+        result = go(msgspec.structs.replace(made, report_layers=handed_on))
+        assert result.error is None
+        found.append([(each.sequence_id, each.token) for each in result.samples])
+        for each in result.samples:
+            known[each.sequence_id].append(each.token)
+
+    def more(key: int, num_drafts: int) -> StepSlot:
+        at = len(known[key]) - 1
+        return slot(key, at, known[key][at:], pages[key], drafts=[BY_MODEL] * num_drafts)
+
+    step([slot(1, 0, prompts[1][:30], pages[1], sample=False)], [1])
+    step([slot(1, 30, prompts[1][30:], pages[1]), slot(2, 0, prompts[2], pages[2])], [2], (), True)
+    for number in range(8):
+        step([more(1, number % 4), more(2, 2 - number % 3)])
+    known[2] = list(prompts[2])
+    pages[2] = [12, 13, 14]
+    step([slot(2, 0, prompts[2], pages[2]), more(1, 1)], [2], [2])
+    for _ in range(3):
+        step([more(1, 3), more(2, 3)])
+    return found
+
+
+@pytest.mark.parametrize("words", ["tp2", "tp4", "tp2-dcp2"])
+def test_drafts_are_made_by_all_ranks(words: str) -> None:
+    """What is sampled is that of one rank, as many drafts are accepted, and the layer's KV is what
+    it was. The MTP layer hands tokens on, as `model init` makes it: so some drafts are right.
+    """
+    spec = ModelSpec.from_config(truth("plain", vocab_size=212).config.to_dict())
+    source = random_source(spec, seed=6, with_mtp=True)
+    prefix = f"model.layers.{spec.num_hidden_layers}."
+    embedding = source.tensors["model.embed_tokens.weight"].mul_(6)
+    source.tensors["lm_head.weight"] = embedding.roll(1, 0)  # one token follows the other
+    source.tensors[prefix + "eh_proj.weight"][:, : spec.hidden_size] += 3 * torch.eye(64)
+    model = load_model(source, dtype=torch.float32, device=CPU, with_mtp=True)
+    kv = KvTensors.allocate(layout_for(spec, with_mtp=True), NUM_PAGES, CPU)
+    layer = MtpRows(model, kv, HostCopies())
+    alone = ModelRunner(model, kv, Sampler(spec.vocab_size), draft_layer=layer)
+    expected = drafted(lambda each: run(alone, each))
+    alone.close()
+    assert max(map(len, expected)) > 4, "no draft was accepted"
+    made = Instance(source, Shape.parse(words), captured=False, with_mtp=True)
+    try:
+        assert drafted(made.run) == expected
+        made.runner.check_integrity()
+        assert made.lead.lost is None
+        if made.runner._kv.home.num_homes == 1:
+            torch.testing.assert_close(made.runner._kv.pages, kv.pages, rtol=1e-4, atol=1e-4)
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize("words", ["tp2", "tp4-dcp2", "tp2-pp2"])
@@ -412,6 +496,23 @@ def test_a_follower_that_cannot_load(
             theirs.shutdown(socket.SHUT_RDWR)
         with pytest.raises(error, match=message):
             lead.wait_until_loaded()
+    lead.close()
+
+
+def test_a_follower_that_falls_silent_ends_all() -> None:
+    """From its first sign of life on; answers of other kinds are none."""
+    group = SharedGroup(0, 2, mmap.mmap(-1, shared_bytes(2)), 1.0)
+    ours, theirs = socket.socketpair()
+    lost = threading.Event()
+    lead = Lead(group, [ours], [Process()], 1.0, silent_s=0.2)
+    lead.watch(lost.set, lambda _: None)
+    with theirs:
+        send(theirs, msgspec.msgpack.encode(Loaded()))
+        lead.wait_until_loaded()
+        assert not lost.wait(0.5)
+        send(theirs, encode_answer(Alive()))
+        assert lost.wait(30)
+        assert lead.lost == "rank 1 of this model gave no sign of life for 0.2 s"
     lead.close()
 
 

@@ -88,10 +88,13 @@ def test_the_same_numbers_while_the_device_is_busy(
         source, dtype=torch.float32, device=CPU, backends=Backends("reference"), host=host
     )
     wanted = logits(plain)
-    add = GatedMlp.add
-    monkeypatch.setattr(
-        GatedMlp, "add", lambda *given: copies.events.append("shared") or add(*given)
-    )
+    for method in ("add", "__call__"):
+        made = getattr(GatedMlp, method)
+        monkeypatch.setattr(
+            GatedMlp,
+            method,
+            lambda *given, made=made: copies.events.append("shared") or made(*given),
+        )
     torch.testing.assert_close(logits(apart), wanted, atol=1e-5, rtol=1e-5)
     one = ["fetch"] * 3 + ["shared"] + ["wait"] * 3 + ["send"]
     dense = source.spec.first_k_dense_replace

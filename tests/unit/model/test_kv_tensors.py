@@ -28,6 +28,22 @@ def test_writes_land_in_the_regions_bytes_where_the_layout_says() -> None:
     )
 
 
+def test_a_stages_own_pages_begin_with_its_first_layer() -> None:
+    array = PageArray(LAYOUT, 6, 2).of_rank(1, range(1, 3))
+    region = bytearray(array.num_bytes)
+    assert array.num_bytes == 3 * 2 * LAYOUT.slice_bytes
+    kv = KvTensors.view(array, memoryview(region))
+    row = torch.arange(LAYOUT.kv_width, dtype=torch.float32)
+    kv.write(2, torch.tensor([4 + 1]), row[None])
+    assert torch.equal(kv.of_layer(2)[1, 1], row)
+    begin = array.offset(4) + array.layer_stride + LAYOUT.kv_width * 4
+    found = torch.frombuffer(region, dtype=torch.float32, count=LAYOUT.kv_width, offset=begin)
+    assert torch.equal(found, row), "page 4 is the second of the second home"
+    far = KvTensors.allocate(LAYOUT, 3, CPU, kv.home, array.layers)
+    assert far.of_layer(1).data_ptr() == far.pages.data_ptr()
+    assert far.pages.shape == kv.pages.shape
+
+
 def test_bytes_that_arrive_in_the_region_are_seen() -> None:
     region = bytearray(2 * LAYOUT.block_bytes)
     kv = KvTensors.view(PageArray(LAYOUT, 2), memoryview(region))

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from mooncake.base import KvLayout, ModelSpec
-from mooncake.engine.plan import BY_MODEL
+from mooncake.engine.plan import BY_MODEL, Sample, StepSlot
 from mooncake.model.copies import HostCopies
-from mooncake.model.drafts import MtpDrafts
+from mooncake.model.drafts.model_drafts import ModelDrafts
+from mooncake.model.drafts.mtp import MtpRows
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -40,13 +41,7 @@ def trained() -> TrainedK2:
 
 @pytest.fixture(scope="module")
 def model(trained: TrainedK2) -> KimiK2:
-    tensors = dict(named_tensors(trained))
-    prefix = f"model.layers.{trained.spec.num_hidden_layers}."
-    own = {name for name in tensors if not name.startswith(prefix)}
-    source = DictSource(trained.spec, {name: tensors[name] for name in own})
-    source.check_names(own)
-    source.tensors = tensors
-    source.check_names = lambda expected: None  # type: ignore[method-assign]
+    source = DictSource(trained.spec, dict(named_tensors(trained)))
     return load_model(source, dtype=torch.float32, device=CPU, with_mtp=True)
 
 
@@ -56,6 +51,11 @@ def pages_of(spec: ModelSpec) -> KvTensors:
     )
     assert layout.num_layers == spec.num_hidden_layers + 1
     return KvTensors.allocate(layout, 16, CPU)
+
+
+def drafts_over(model: KimiK2, kv: KvTensors) -> ModelDrafts:
+    copies = HostCopies()
+    return ModelDrafts(MtpRows(model, kv, copies), model.spec.num_hidden_layers, copies)
 
 
 def batch_of(tokens: list[int]) -> Batch:
@@ -90,7 +90,7 @@ def test_drafts_and_full_blocks_are_those_of_the_whole_text(
     (the test says which text goes on).
     """
     kv = pages_of(model.spec)
-    drafting = MtpDrafts(model, kv, HostCopies())
+    drafting = drafts_over(model, kv)
     texts = {key: random_tokens(LENGTH + 4, seed=key) for key in PAGES}
     computed = dict.fromkeys(PAGES, 0)
     num_prompt, step, num_compared = 21, 0, 0
@@ -119,9 +119,14 @@ def test_drafts_and_full_blocks_are_those_of_the_whole_text(
                 given.append(slot(key, at, asked.tokens[: -num or None], PAGES[key], drafts=drafts))
             every = frozenset(num_right)
             inputs = build_inputs(given, every, kv.page_shape, model.prefers_absorbed)
-            hidden = model.forward(inputs, kv)
-            samples = {key: 1 + num for key, num in num_right.items()}
-            drafting.keep(inputs.output_rows, hidden, samples, handed_on=False)
+            read = drafting.read_states()
+            model.forward(inputs, kv, read=read)
+            samples = [
+                Sample(sequence_id=key, token=0)
+                for key, num in num_right.items()
+                for _ in range(1 + num)
+            ]
+            drafting.keep(inputs.input_rows, read, samples, handed_on=False)
             for each in given:
                 num_new = len(each.tokens) - each.num_drafts + num_right[each.sequence_id]
                 computed[each.sequence_id] += num_new
@@ -139,14 +144,50 @@ def test_drafts_and_full_blocks_are_those_of_the_whole_text(
                 )
 
 
-def test_behind_kv_from_elsewhere_rows_begin_without_a_state(model: KimiK2) -> None:
-    """A sequence that begins at place 16 gets drafts, and so does one that was forgotten."""
-    kv = pages_of(model.spec)
-    drafting = MtpDrafts(model, kv, HostCopies())
+def step(
+    model: KimiK2, kv: KvTensors, drafting: ModelDrafts, asked: StepSlot, sampled: int,
+    handed_on: bool = False,
+) -> None:  # fmt: skip
+    inputs = build_inputs([asked], frozenset([1]), kv.page_shape, model.prefers_absorbed)
+    read = drafting.read_states()
+    model.forward(inputs, kv, read=read)
+    samples = [Sample(sequence_id=1, token=sampled)]
+    drafting.keep(inputs.input_rows, read, samples, handed_on=handed_on)
+
+
+@pytest.mark.parametrize("num_prompt", [21, 31, 32])
+def test_what_goes_on_behind_a_hand_over_has_the_rows_of_the_whole_text(
+    trained: TrainedK2, model: KimiK2, num_prompt: int
+) -> None:
+    """One engine computes a prompt and samples, another takes the pages and goes on: also the row
+    of the first token that it computes is that of the text, if its block came.
+    """
+    text, pages = random_tokens(48, seed=4), [2, 5, 9]
+    kv, own = pages_of(model.spec), pages_of(model.spec)
     with torch.inference_mode():
-        asked = slot(1, 16, [5], PAGES[1], drafts=[BY_MODEL, BY_MODEL])
-        first = drafting.make([asked])[0].tokens
-        drafting.forget([1])
-        assert drafting.make([asked])[0].tokens == first
-    assert first[0] == 5
-    assert all(0 <= token < 211 for token in first)
+        prompt = slot(1, 0, text[:num_prompt], pages[: -(-num_prompt // BLOCK)])
+        step(model, kv, drafts_over(model, kv), prompt, text[num_prompt], handed_on=True)
+        own.pages[:, prompt.pages] = kv.pages[:, prompt.pages]
+        drafting = drafts_over(model, own)
+        for at in range(num_prompt, 48):
+            step(model, own, drafting, slot(1, at, text[at : at + 1], pages), 0)
+            if at == num_prompt + 1:
+                asked = slot(1, at + 1, text[at + 1 : at + 2], pages, drafts=[BY_MODEL] * 2)
+                drafts = drafting.make([asked])[0].drafts
+        states = states_before(trained, text)
+        if num_prompt % BLOCK == 0:  # no block came with a place for that row
+            states[num_prompt] = 0
+        else:
+            assert drafts == guesses(trained, text[: num_prompt + 3], 2)
+        whole = pages_of(model.spec)
+        inputs = build_inputs(
+            [slot(1, 0, text, range(3), sample=False)],
+            frozenset(),
+            whole.page_shape,
+            lambda *_: True,
+        )
+        model.guess(inputs, states, whole)
+        for at, page in enumerate(pages):
+            torch.testing.assert_close(
+                own.layers[-1][page], whole.layers[-1][at], rtol=1e-4, atol=1e-4
+            )

@@ -127,7 +127,7 @@ def test_a_decode_step_reads_nothing(launches: list[str]) -> None:
             graphs.confirm([sample.token for sample in sampler.finish(drawn)])
     assert watch.ops > 500
     assert copies.num_fetched == 10
-    assert {"_schedule", "_attend", "_draw", "gate_up_kernel"} <= set(launches)
+    assert {"_schedule", "_attend", "_draw", "down_kernel"} <= set(launches)
     assert launches.count("_draw") == 10
     assert launches.count("_attend") == 2 * 11, "ten steps, and one begun for a plan not made"
 

@@ -9,6 +9,7 @@ import torch
 
 from mooncake.base import ConfigError, KvLayout, PageArray, Shape
 from mooncake.base.kv_layout import Home
+from mooncake.base.parallel import stage_layers
 from mooncake.model import rank_device
 from mooncake.model.device import cuda
 from mooncake.model.options import ModelOptions
@@ -59,6 +60,14 @@ def test_one_rank_on_a_gpu_and_ranks_on_cpus_are_as_they_were(gpus: list[torch.d
     assert not found.owns_pages
     assert (options.group_kind, options.own_memories) == ("auto", False)
     assert ModelOptions(shape=Shape(tp=2), rank_backend="gloo").own_memories
+    stages = ModelOptions(shape=Shape(tp=2, pp=2, dcp=2), rank_backend="gloo")
+    whole = PageArray(LAYOUT, 6, 2)
+    held = [stages.held_by(rank, whole) for rank in range(4)]
+    first, last = stage_layers(LAYOUT.num_layers, 2)
+    assert [(each.home, each.layers) for each in held] == [
+        (0, last), (1, last), (0, first), (1, first),
+    ]  # fmt: skip
+    assert sum(each.num_bytes for each in held) == whole.num_bytes
     assert gpus == []
 
 

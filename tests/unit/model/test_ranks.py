@@ -254,9 +254,10 @@ def test_deterministic_bits_are_those_of_one_rank(name: str, dtype: torch.dtype)
     truth_of_it = alone(None, torch.float32)[0]
     if dtype == torch.float32:
         torch.testing.assert_close(wanted, truth_of_it, atol=2e-4, rtol=0)
-    else:  # rounding moves what experts are chosen, by one library as by the other
+    else:  # in some rows rounding moves what experts are chosen, by one library as by the other
         by_library = alone(None, dtype)[0]
-        assert (wanted - truth_of_it).norm() <= 2 * (by_library - truth_of_it).norm()
+        own, its = ((each - truth_of_it).norm(dim=1).median() for each in (wanted, by_library))
+        assert own <= 2 * its
     for num_ranks in (1, 2, 4):
         for cuts, neighbours in (([47, 58, 59], False), ([11, 40], True)):
             ranks = ThreadRanks(lambda _: source, num_ranks, dtype, backends=fixed)

@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from mooncake_kernels.native import build
 
 from mooncake.base import Shape
 from mooncake.engine.expert_placement import EplbConfig
 from mooncake.engine.plan import StepSlot
+from mooncake.model.backends import Backends, settle
 from mooncake.model.loading import WeightSource, load_model
 from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.threads import ThreadGroup
@@ -36,7 +38,13 @@ class ThreadInstances:
     """`dp` instances of `tp` ranks each, all threads of this process, that share the experts."""
 
     def __init__(
-        self, source: WeightSource, dp: int, tp: int = 1, eplb: EplbConfig | None = None
+        self,
+        source: WeightSource,
+        dp: int,
+        tp: int = 1,
+        eplb: EplbConfig | None = None,
+        dtype: torch.dtype = torch.float32,
+        backends: Backends | None = None,
     ) -> None:
         shape = Shape(tp=tp, dp=dp, ep=tp * dp)
         self.tp = tp
@@ -45,8 +53,8 @@ class ThreadInstances:
         self.models = [
             [
                 load_model(
-                    source, dtype=torch.float32, device=CPU, group=inside[instance][rank],
-                    shape=shape, eplb=eplb,
+                    source, dtype=dtype, device=CPU, group=inside[instance][rank],
+                    shape=shape, eplb=eplb, backends=backends,
                     sharing=ExpertRanks.of_instances(self.all[rank * dp + instance], dp),
                 )
                 for rank in range(tp)
@@ -159,8 +167,14 @@ def test_experts_move_while_they_are_used(dp: int, tp: int, redundant: int) -> N
             for rank in instance:
                 assert [layer.placement for layer in rank] == now, "alike on all ranks"
     assert now != before
+    spec, size = source.spec, dp * tp
+    balancers = [instance[0].balancer for instance in together.models]
+    rows = [balancer.rows for balancer in balancers if balancer is not None]
+    assert abs(sum(map(sum, rows)) - 4 * dp * spec.num_experts_per_tok * len(now)) <= sum(
+        map(len, rows)
+    ), "of the last window, each on one instance"
+    assert all(min(each) >= 0 < max(each) for each in rows)
     # The same bits as of ranks that were given these experts when they were loaded.
-    size = dp * tp
     for number, instance in enumerate(layers):
         for rank, mine in enumerate(instance):
             place = rank * dp + number
@@ -171,6 +185,38 @@ def test_experts_move_while_they_are_used(dp: int, tp: int, redundant: int) -> N
                     whole = expert_of(source, layer, expert)
                     for part, stored in zip(slots_of_layer.weights(index), whole, strict=True):
                         assert torch.equal(part, stored.t())
+
+
+@pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dp", "tp", "redundant"), [(2, 1, 4), (2, 2, 4), (1, 2, 0)])
+def test_deterministic_bits_are_those_of_one_rank_while_experts_move(
+    dp: int, tp: int, redundant: int, dtype: torch.dtype
+) -> None:
+    """Whatever rows other instances have meanwhile, or none."""
+    source = source_of(truth("plain", vocab_size=212))
+    for name, bias in source.tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            bias[:2] += 0.4
+    fixed = settle("auto", "auto", CPU, deterministic=True, dtype=dtype)
+    eplb = EplbConfig(window_size=2, step_interval=3, num_redundant_experts=redundant)
+    one = load_model(source, dtype=dtype, device=CPU, backends=fixed)
+    together = ThreadInstances(source, dp, tp, eplb, dtype, fixed)
+    alone = [kv_for(source.spec) for _ in range(dp)]
+    tokens = [random_tokens(60, seed=number) for number in range(dp)]
+    placements = set()
+    for step, (begin, end) in enumerate(itertools.pairwise([0, 9, *range(10, 34), 50])):
+        slots = [
+            [slot(1, begin, tokens[number][begin:end], range(4))] if number <= step % 4 else []
+            for number in range(dp)
+        ]
+        for number, found in enumerate(together.step(slots, whole=True)):
+            if slots[number]:
+                expected = forward(one, alone[number], slots[number], whole=True)
+                assert torch.equal(found[1].view(torch.int32), expected[1].view(torch.int32))
+        layers = together.models[0][0].expert_slots
+        placements.add(tuple(layer.placement for layer in layers))
+    assert len(placements) > 2, "experts have moved"
 
 
 def _num_changed(old: tuple[int, ...], new: tuple[int, ...]) -> int:

@@ -17,7 +17,15 @@ from mooncake.base.kv_parts import KvPart
 from mooncake.base.large_settings import LargeSettings, SettingName
 from mooncake.base.request import FinishReason, GenerateRequest, TokenLogprobs
 from mooncake.base.sampling import SamplingParams
-from mooncake.rpc.codec import NO_CERTIFICATE, certificate_of, decode, encode, head_of
+from mooncake.rpc.codec import (
+    FRAME_VERSION,
+    NO_CERTIFICATE,
+    UnknownMessage,
+    certificate_of,
+    decode,
+    encode,
+    head_of,
+)
 
 WORKER = m.WorkerRef("decode-0", "e1", "tcp://127.0.0.1:1")
 PLACES = BlockPlaces(SegmentRef("eng", {"tcp": "127.0.0.1:2"}, "h"), 3, 4096, [0, 8192])
@@ -149,9 +157,32 @@ def test_what_cannot_travel_is_refused_by_the_sender() -> None:
 
 def test_another_version_is_named() -> None:
     data = bytearray(encode(EXAMPLES[0]))
-    data[1] = m.PROTOCOL_VERSION + 1
-    with pytest.raises(ProtocolError, match=f"version {m.PROTOCOL_VERSION + 1}, this side"):
+    data[1] = FRAME_VERSION + 1
+    with pytest.raises(
+        ProtocolError, match=f"version {FRAME_VERSION + 1}, release .* on this side"
+    ):
         decode(bytes(data))
+
+
+def test_a_field_that_a_later_release_has_added_is_ignored() -> None:
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(m.Drain(next_role=m.Role.DECODE)))
+    later = encode(m.Drain())[:HEAD] + msgspec.msgpack.encode({**plain, "since": [1, 2]})
+    assert decode(later) == m.Drain(next_role=m.Role.DECODE)
+
+
+@pytest.mark.parametrize("named", ["asker", "reader", "writer"])
+def test_a_message_that_a_later_release_has_added_says_who_waits_for_an_answer(named: str) -> None:
+    later = {"type": "later", named: WORKER, "ticket": 7, "more": {"deep": [1]}}
+    with pytest.raises(UnknownMessage, match="has no message of the kind later") as unknown:
+        decode(encode(m.Drain())[:HEAD] + msgspec.msgpack.encode(later))
+    found = unknown.value
+    assert (found.kind, found.asker, found.ticket) == ("later", WORKER, 7)
+
+
+def test_a_known_message_that_is_malformed_is_no_unknown_one() -> None:
+    with pytest.raises(ProtocolError) as wrong:
+        decode(encode(m.Drain())[:HEAD] + msgspec.msgpack.encode({"type": "unpin", "ticket": 1}))
+    assert not isinstance(wrong.value, UnknownMessage)
 
 
 @pytest.mark.parametrize(
@@ -198,5 +229,5 @@ def test_each_truncation_is_a_protocol_error() -> None:
 def test_a_refusal_repeats_little_of_what_was_sent() -> None:
     tagged = msgspec.msgpack.encode({"type": "x" * 9000})
     with pytest.raises(ProtocolError, match="malformed message of 9") as refused:
-        decode(b"M" + bytes((m.PROTOCOL_VERSION,)) + tagged)
+        decode(b"M" + bytes((FRAME_VERSION,)) + tagged)
     assert len(refused.value.message) < 500

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mooncake.base import (
     BlockEvents,
     CostSample,
@@ -13,7 +15,7 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.messages import DoubtPeers, WhoAreYou
+from mooncake.base.messages import OWN_RELEASE, DoubtPeers, Refused, WhoAreYou
 from mooncake.rpc import membership
 from mooncake.rpc.membership import ANSWER_S, HELLO_RETRY_S, MAX_GATEWAYS, Membership
 from tests.support.scheduler.scheduling import Inbox, hello, ref
@@ -77,6 +79,24 @@ def test_hello_is_repeated_until_it_is_answered() -> None:
     member.tick(2 * HELLO_RETRY_S)
     assert member.count(WorkerHello, FIRST) == 2
     assert member.count(LoadReport, FIRST) == 1
+
+
+def test_a_hello_names_the_release_and_its_refusal_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    member = Member()
+    member.tick(0.0)
+    [said] = member.inbox.of(WorkerHello, FIRST.address)
+    assert said.release == OWN_RELEASE
+    reason = "it is of another release"
+    for message in ("WorkerHello", "WorkerHello", "PinBlocks"):
+        member.membership.on_refused(
+            Refused(asker=said.worker, ticket=0, message=message, reason=reason)
+        )
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a gateway does not use this worker: {reason}"
+    ]
+    assert member.tick(HELLO_RETRY_S), "it asks on: the others may be updated"
 
 
 def test_a_gateway_that_another_names_is_greeted_too() -> None:

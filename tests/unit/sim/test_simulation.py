@@ -9,10 +9,11 @@ import json
 import msgspec
 import pytest
 
-from mooncake.base import ConfigError, FinishReason
+from mooncake.base import ConfigError, FinishReason, Shape
 from mooncake.sim.results.report import page
 from mooncake.sim.results.result import SimulationResult, result_of
-from mooncake.sim.simulation import COUPLED, SimulationConfig
+from mooncake.sim.simulation import COUPLED, Simulation, SimulationConfig
+from mooncake.sim.workload import Workload
 from tests.support.sim.traces import hardware, model, sessions, simulation
 
 TRACE = sessions(60)
@@ -155,3 +156,16 @@ def test_impossible_clusters_are_refused(fields: dict[str, object], said: str) -
     settings = {"num_prefill": 1, "num_decode": 1, **fields}
     with pytest.raises(ConfigError, match=said):
         SimulationConfig(model=model(), hardware=hardware(), **settings)  # type: ignore[arg-type]
+
+
+def test_bytes_come_to_each_rank_that_holds_a_page() -> None:
+    moved = []
+    for shape in ("tp8", "tp8-dcp8"):
+        config = SimulationConfig(
+            model=model("kimi-k2-thinking"), hardware=hardware("h200x8"), shape=Shape.parse(shape),
+            num_prefill=1, num_decode=1, pool_tokens=0,
+        )  # fmt: skip
+        played = Simulation(config, Workload.replay(sessions(6)))
+        played.run()
+        moved.append(played.world.network.num_bytes_moved)
+    assert moved[0] == 8 * moved[1] > 0

@@ -51,7 +51,7 @@ class SsdRecords(Target):
     name = "ssd-records"
     modules = ("mooncake.kvstore.storage.block_record",)
     max_bytes = 1 + PAGE_BYTES
-    tokens = (b"MCKVBLK1", b"MCKVSEG2", b"\xff" * 8, b"\x80", b"\0" * 8)
+    tokens = (b"MCKVBLK2", b"MCKVSEG2", b"\xff" * 8, b"\x80", b"\0" * 8)
 
     def run(self, data: bytes) -> str:
         page = data[1:].ljust(PAGE_BYTES, b"\0")[:PAGE_BYTES]
@@ -86,7 +86,7 @@ class SealedRecords(Target):
         "mooncake.crypto.aead",
     )  # fmt: skip
     max_bytes = 1 + 2 * PAGE_BYTES
-    tokens = (b"MCKVENC1", b"MCKVBLK1", b"\xff" * 8, b"\x80")
+    tokens = (b"MCKVENC1", b"MCKVBLK2", b"\xff" * 8, b"\x80")
 
     def __init__(self) -> None:
         self._cipher = record_cipher()

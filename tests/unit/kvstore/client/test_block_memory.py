@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from mooncake.base import BlockPlaces, KvLayout, SegmentRef, TransferError
+from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.client.block_memory import BlockMemory
-from mooncake.kvstore.storage.block_record import checksum_of
 from mooncake.transfer.engine import Region
 from mooncake.transfer.regions import Gates, RegionTable
 from tests.support.transfer.fake_device import FakeDeviceMemory
@@ -62,7 +62,7 @@ def test_copies_bring_every_slice_to_its_place(shape: str, there_packed: bool) -
 @pytest.mark.parametrize("shape", shapes())
 def test_the_checksum_is_that_of_the_pools_block(shape: str) -> None:
     memory = shapes()[shape]
-    assert memory.checksum(SLICE) == checksum_of(b"".join(slices(memory, SLICE)))
+    assert memory.checksum(SLICE) == checksum_of(b"".join(slices(memory, SLICE)), LAYOUT)
 
 
 def test_a_device_is_read_or_says_why_not() -> None:
@@ -72,7 +72,7 @@ def test_a_device_is_read_or_says_why_not() -> None:
     memory = BlockMemory.strided(region, LAYOUT, PAGES * SLICE)
     pages = device._read(0, device.num_bytes)
     block = b"".join(pages[n * PAGES * SLICE :][SLICE : 2 * SLICE] for n in range(3))
-    assert memory.checksum(SLICE) == checksum_of(block)
+    assert memory.checksum(SLICE) == checksum_of(block, LAYOUT)
     device.fails = lambda _kind: "broken"
     with pytest.raises(TransferError, match="broken"):
         memory.checksum(0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-import xxhash
 
 from mooncake.base import PinBlocks, PinGranted, TransferError, Unpin, WorkerRef
+from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.client.block_memory import BlockMemory, MemoryReads
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from tests.support.engine.engine_pair import LAYOUT, EnginePair
@@ -37,7 +37,7 @@ class Scene:
         )  # fmt: skip
 
     def grant(self, ticket: int, blocks: Sequence[int], *, more: bool = False) -> None:
-        checksums = [xxhash.xxh3_64_intdigest(self.blocks[block]) for block in blocks]
+        checksums = [checksum_of(self.blocks[block], LAYOUT) for block in blocks]
         message = PinGranted(
             asker=HERE, ticket=ticket, store=NODE, num_blocks=len(blocks),
             places=self.pair.places(list(blocks)), checksums=checksums, more=more,
@@ -61,7 +61,7 @@ def test_a_result_has_the_checksums_of_all_pieces_and_what_moved() -> None:
     scene.grant(1, [0, 1, 2], more=True)
     scene.grant(2, [3])
     [result] = scene.ended
-    assert result.checksums == [xxhash.xxh3_64_intdigest(block) for block in scene.blocks]
+    assert result.checksums == [checksum_of(block, LAYOUT) for block in scene.blocks]
     assert (result.num_blocks, result.error) == (4, None)
     assert result.num_bytes == 4 * LAYOUT.block_bytes
     assert result.seconds > 0
@@ -117,7 +117,7 @@ def test_a_node_that_is_lost_after_the_bytes_came_changes_nothing() -> None:
     scene = Scene()
     message = PinGranted(
         asker=HERE, ticket=1, store=NODE, num_blocks=1, places=scene.pair.places([0]),
-        checksums=[xxhash.xxh3_64_intdigest(scene.blocks[0])],
+        checksums=[checksum_of(scene.blocks[0], LAYOUT)],
     )  # fmt: skip
     scene.reader.on_granted(message, 0.0)
     scene.pair.run()

@@ -55,7 +55,7 @@ class Scene:
         self.processes: dict[str, SimProcess] = {}
         self.gateway = self._gateway()
         channel, transfer, process, hello = self._worker("kv", Role.KVSTORE)
-        disks = SimDisks(self.heap, SimDiskConfig(), [], [], BLOCK, process.deliver)
+        disks = SimDisks(self.heap, SimDiskConfig(), [], [], LAYOUT, process.deliver)
         config = KvStoreConfig(dram_bytes=blocks * BLOCK, quarantine_s=1.0)
         self.node = KvNode(config, hello, LAYOUT, channel, transfer, "gateway", disks)
         process.start(self.node)

@@ -116,7 +116,7 @@ class Scene:
         channel, transfer, process, hello = self._worker(name, Role.KVSTORE, f"n{number}")
         sizes = [self.ssd_blocks] if self.ssd_blocks else []
         media = self.media.setdefault(name, [SimMedium() for _ in sizes])
-        disks = SimDisks(self.heap, SimDiskConfig(), media, sizes, BLOCK, process.deliver)
+        disks = SimDisks(self.heap, SimDiskConfig(), media, sizes, LAYOUT, process.deliver)
         ssd = [SsdConfig(directory="/0", num_bytes=size * BLOCK) for size in sizes]
         config = KvStoreConfig(ssd=ssd, **self.settings)
         self.nodes[name] = KvNode(config, hello, LAYOUT, channel, transfer, "gateway", disks)

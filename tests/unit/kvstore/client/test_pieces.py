@@ -22,7 +22,7 @@ class OnDisk(Scene):
         self.kill("kv")
         channel, transfer, process, hello = self._worker("kv-2", "kvstore")
         self.medium = SimMedium()
-        disks = SimDisks(self.heap, SimDiskConfig(), [self.medium], [64], BLOCK, process.deliver)
+        disks = SimDisks(self.heap, SimDiskConfig(), [self.medium], [64], LAYOUT, process.deliver)
         config = KvStoreConfig(
             dram_bytes=NUM_PLACES // 2 * BLOCK, high_watermark=1.0, ssd_min_uses=1,
             ssd_write_at=0.0, ssd_queue_bytes=2 * BLOCK, ssd_load_timeout_s=0.5,

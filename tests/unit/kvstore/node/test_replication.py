@@ -73,7 +73,7 @@ class TwoNodes:
             layout_fingerprint="test", block_tokens=4, num_blocks=0,
         )  # fmt: skip
         transfer = SimTransfer(self.network, endpoint, with_bytes=True)
-        disks = SimDisks(self.heap, SimDiskConfig(), [], [], BLOCK, process.deliver)
+        disks = SimDisks(self.heap, SimDiskConfig(), [], [], LAYOUT, process.deliver)
         node = KvNode(
             config, hello, LAYOUT, SimChannel(self.network, endpoint), transfer, "gateway", disks
         )

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mooncake.base import CheckpointError, ConfigError
-from mooncake.base.messages import GatewayNews
-from mooncake.identity import ClusterKeys, cluster_keys
+from mooncake.base.messages import OWN_RELEASE, GatewayNews
+from mooncake.identity import Trust, cluster_keys
 from mooncake.launch.cluster import joined_gateway, ray_cluster
 from mooncake.launch.cluster.joined_gateway import MAX_ALONE, JoinedCluster
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
@@ -40,8 +40,8 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
         scheduler=plan.scheduler, names=list(config.names),
     )  # fmt: skip
 
-    def facts_at(address: str, cluster: ClusterKeys) -> ClusterFacts:
-        assert (address, cluster) == ("h:1", cluster_keys("secret"))
+    def facts_at(address: str, trust: Trust) -> ClusterFacts:
+        assert (address, list(trust.clusters)) == ("h:1", [cluster_keys("secret")])
         return facts
 
     monkeypatch.setattr(ray_cluster, "facts_at", facts_at)
@@ -90,7 +90,8 @@ def test_a_cluster_is_gone_when_its_gateway_has_been_alone_for_long(
     try:
         for _ in range(MAX_ALONE - 1):
             assert not cluster.gone()
-        process.gateway.handle(GatewayNews(gateway=ref("gateway"), gateways=[]), 0.0)
+        news = GatewayNews(gateway=ref("gateway"), gateways=[], release=OWN_RELEASE)
+        process.gateway.handle(news, 0.0)
         for _ in range(2 * MAX_ALONE):
             assert not cluster.gone()
         process.gateway.tick(1e9)

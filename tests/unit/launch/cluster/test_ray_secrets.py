@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from mooncake.base import ConfigError
-from mooncake.identity import cluster_keys
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import cluster_keys, own_credential
 from mooncake.launch.cluster import ray_cluster
 from mooncake.launch.cluster.ray_cluster import ClusterFacts, NotUp
 from mooncake.launch.cluster.workers import cluster_workers
@@ -56,7 +57,7 @@ def write_facts(settings: list[WorkerSettings]) -> None:
         gateway_address="tcp://127.0.0.1:1", worker=settings[-1],
         scheduler=make_plan(config, 4).scheduler, names=["small"],
     )  # fmt: skip
-    ray_cluster.write_facts(facts, SECRET)
+    ray_cluster.write_facts(facts, own_credential(SECRET, CredentialRole.GATEWAY))
 
 
 def test_facts_hold_no_secret_and_are_read_only_with_it(
@@ -108,12 +109,12 @@ def test_a_worker_finds_the_secret_in_the_file_or_in_its_environment(
     with pytest.raises(ConfigError, match="does not know it; start Ray there with"):
         ray_cluster._secret_here(file)
     monkeypatch.setenv("MOONCAKE_CLUSTER_SECRET", "given")
-    assert ray_cluster._secret_here(file) == "given"
+    assert ray_cluster._secret_here(file) == ("given", None)
     (private / "mounted").write_text("mounted\n")
     monkeypatch.setenv("MOONCAKE_CLUSTER_SECRET_FILE", str(private / "mounted"))
-    assert ray_cluster._secret_here(file) == "mounted"
+    assert ray_cluster._secret_here(file) == ("mounted", private / "mounted")
     write_private(file, "written")
-    assert ray_cluster._secret_here(file) == "written"
+    assert ray_cluster._secret_here(file) == ("written", file)
 
 
 def test_a_joining_process_must_have_the_secret_or_be_of_the_same_user_here(

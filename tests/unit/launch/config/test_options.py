@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.base import ConfigError
-from mooncake.engine.speculation import SpeculativeConfig
+from mooncake.engine.drafters import SpeculativeConfig
 from mooncake.launch.config import options
 
 
@@ -61,6 +61,8 @@ def test_counts_keep_their_range(minimum: int, number: int) -> None:
         (options.SomeOf("tcp", "shm"), ["tcp", "tcp"], ("tcp",)),
         (options.host_and_port, "node-1:6379", "node-1:6379"),
         (options.host_and_port, "[::1]:80", "[::1]:80"),
+        (options.port_range, "7000-7099", (7000, 7099)),
+        (options.port_range, "7000-7000", (7000, 7000)),
         (options.part, "0", 0.0),
         (options.part, 0.5, 0.5),
         (options.quotas, "a=1KiB,b=0", (("a", 1024), ("b", 0))),
@@ -103,6 +105,17 @@ def test_values(read: Callable[[str, object], Any], written: object, value: obje
         (options.nearby, "cpu0=a", "'cpu0=a' is not PLACE=NIC,NIC"),
         (options.nearby, "cpu:0=", "is not PLACE=NIC,NIC"),
         (options.nearby, ["cpu:0=a", "cpu:0=b"], "cpu:0 is named twice"),
+        *(
+            (options.port_range, text, "is not FIRST-LAST")
+            for text in (
+                "7000",
+                "7099-7000",
+                "0-9",
+                "7000-70000",
+                "a-b",
+                (7000, 7099),
+            )
+        ),
         (options.host_and_port, "node-1", "is not HOST:PORT"),
         (options.host_and_port, ":80", "is not HOST:PORT"),
         (options.host_and_port, "node:http", "is not HOST:PORT"),

@@ -16,6 +16,7 @@ from mooncake.launch.config.rank_plan import HOST_LIBRARY_BYTES, RankMemory
 from mooncake.launch.host import machine_facts
 from mooncake.model.checkpoint.encrypt import encrypt_checkpoint
 from tests.support.model.checkpoints import write_config_only
+from tests.support.model.eagle3_heads import config_of, random_tensors, write_head
 
 BLOCK_BYTES = 3 * 64 * 20 * 2
 """layers x tokens x width x bfloat16 of the small test model"""
@@ -266,8 +267,29 @@ def test_where_an_mtp_layer_cannot_draft_says_so(tmp_path: Path, model: Path) ->
     with pytest.raises(ConfigError, match=r"has no MTP layer .* the method ngram needs none"):
         plan_for(model, speculative_config=MTP)
     other = write_config_only(tmp_path / "mtp", num_nextn_predict_layers=1)
-    with pytest.raises(ConfigError, match=r"mtp is for engines of one rank, not tp2; the method"):
-        plan_for(other, speculative_config=MTP, tensor_parallel_size=2, dry_run=True)
+    assert plan_for(other, speculative_config=MTP, tensor_parallel_size=2).options.with_mtp
+    with pytest.raises(ConfigError, match=r"mtp is not for stages or shared experts \(tp1-pp2\)"):
+        plan_for(other, speculative_config=MTP, pipeline_parallel_size=2)
+
+
+def test_a_head_has_weights_and_kv_of_its_own(tmp_path: Path, model: Path) -> None:
+    spec = plan_for(model).model.spec
+    config = config_of(spec)
+    head = write_head(tmp_path / "head", config, random_tensors(config, spec))
+    eagle3 = {"method": "eagle3", "num_speculative_tokens": 2, "model": str(head)}
+    plan, plain = plan_for(model, speculative_config=eagle3), plan_for(model)
+    assert plan.options.draft_model == str(head)
+    assert plan.layout == plain.layout, "blocks are those without it"
+    rows = 2 * 512 * plan.engine.max_num_seqs
+    more = rank_of(plan).weights - rank_of(plain).weights - rows * 2 * 2 * 16 * 2
+    assert 0 < more <= (head / "model.safetensors").stat().st_size
+    with pytest.raises(ConfigError, match=r"eagle3 is for engines of one rank, not tp2; the"):
+        plan_for(model, speculative_config=eagle3, tensor_parallel_size=2)
+    other = write_config_only(tmp_path / "other", hidden_size=128)
+    with pytest.raises(CheckpointError, match=r"target_hidden_size=.* is not the model's .128."):
+        plan_for(other, speculative_config=eagle3)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        plan_for(model, speculative_config={**eagle3, "model": str(tmp_path / "none")})
 
 
 def test_a_cluster_is_ready_with_what_it_was_planned_with(model: Path) -> None:

@@ -339,3 +339,43 @@ def test_roles_may_have_shapes_of_their_own(tmp_path: Path) -> None:
 def test_what_roles_cannot_have(written: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve({"model": "m", "decode_set": written}, None, {})
+
+
+STAGES: dict[str, Any] = {
+    "pipeline_parallel_size": 2, "rank_backend": "gloo", "device": "cpu",
+    "stage_hosts": ["127.0.0.2:7100"], "cluster_secret": "hush",
+}  # fmt: skip
+
+
+def test_stages_on_other_machines_take_no_memory_here(tmp_path: Path) -> None:
+    model = write_k2(tmp_path / "k2", "fp8", num_hidden_layers=4)
+    here = plan_for(model, **STAGES)
+    alone = plan_for(model, **{k: v for k, v in STAGES.items() if k != "stage_hosts"})
+    assert here.stage_hosts == (("127.0.0.2", 7100),)
+    for role, number in here.engines:
+        last = here.ranks[role].stages[-1]
+        assert number == 1
+        assert here.engine_bytes(role) == last.total + last.dram
+        assert alone.engine_bytes(role) > here.engine_bytes(role)
+    assert here.memory_rows()[-1][2] != alone.memory_rows()[-1][2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pipeline_parallel_size": 1}, "no engine has stages; add --pipeline-parallel-size 2"),
+        ({"pipeline_parallel_size": 3}, "1 for the 3 stages of tp1-pp3; give one for each but"),
+        ({"rank_backend": "shm"}, "need --rank-backend gloo"),
+        ({"colocated": True}, "leave out --colocated"),
+        ({"cluster_secret": None}, "must know the cluster's secret"),
+        ({"stage_hosts": ["10.0.0.8:7100"]}, "other machines cannot reach 127.0.0.1"),
+        ({"bind_host": "0.0.0.0"}, "do not listen on 0.0.0.0; give one address"),
+        ({"stage_hosts": ["10.0.0.8"]}, "is not HOST:PORT"),
+    ],
+)
+def test_stages_on_other_machines_need_what_they_need(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    model = write_k2(tmp_path / "k2", "fp8", num_hidden_layers=4)
+    with pytest.raises(ConfigError, match=message):
+        plan_for(model, **{name: value for name, value in {**STAGES, **changes}.items() if value})

@@ -52,70 +52,70 @@ def test_clusters_can_be_planned(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shapes", "nodes"),
+    ("name", "precision", "wanted"),
     [
-        ("k2-h800-pp", ["tp8-pp2"], ["1 engine on 2 nodes"]),
+        ("k2-h200-tp8", "int4", ["8 ranks (tp8), ", "1 engine on 1 node"]),
+        ("k2-h200-dcp8", "int4", ["8 ranks (tp8-dcp8), ", "1 engine on 1 node"]),
+        ("k2-h200-1p1d", "int4", ["8 ranks (tp8), ", "8 ranks (tp8-dcp8), "]),
+        ("k2-h200", "int4", ["(tp8), ", "(tp8-dcp8), ", "on h200x8, 2 engines on 2 nodes"]),
+        ("k2-h200-8-nodes", "int4", ["5 engines on 5 nodes", "3 engines on 3 nodes"]),
+        ("k2-h200-pp", "fp8", ["16 ranks (tp8-pp2-dcp8), ", "1 engine on 2 nodes", " 31-60"]),
+        ("k2-h800-pp", "fp8", ["16 ranks (tp8-pp2), ", "1 engine on 2 nodes", " 0-30", " 31-60"]),
         (
             "k2-h800-pd",
-            ["tp8-pp2", "tp8-pp2-dcp8"],
+            "fp8",
             ["tp8-pp2, on h800x8, 1 engine on 2", "tp8-pp2-dcp8, on h800x8, 1 engine on 2"],
         ),
         (
             "k2-h800-16-nodes",
-            ["tp8-pp2", "tp8-pp2-dcp8"],
+            "fp8",
             ["tp8-pp2, on h800x8, 5 engines on 10", "tp8-pp2-dcp8, on h800x8, 3 engines on 6"],
+        ),
+        (
+            "k2-h800-ep",
+            "fp8",
+            ["8 ranks (tp8-dcp8-dp2-ep16), ", "on h800x8, 2 engines on 2 nodes", "62.1 GiB"],
         ),
     ],
 )
-def test_k2_in_stages_is_planned(
+def test_k2_on_gpus_is_planned(
     name: str,
-    shapes: list[str],
-    nodes: list[str],
+    precision: str,
+    wanted: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
-    config = {**small_config(**KIMI_K2), "quantization_config": QUANTIZATION_CONFIGS["fp8"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    path = str(shipped.configs() / "serve" / f"{name}.yaml")
-    assert cli.run(["serve", str(tmp_path), "--config", path]) == 0
+    assert plan_k2(tmp_path, name, precision, "--dry-run", "--hardware", name[3:7] + "x8") == 0
     shown = capsys.readouterr().out
-    for words in (*(f"16 ranks ({shape}), " for shape in shapes), *nodes):
+    for words in wanted:
         assert words in shown
-    assert " 0-30" in shown
-    assert " 31-60" in shown
 
 
-def test_k2_on_gpus_is_planned_with_the_pages_dealt_out_where_it_decodes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def plan_k2(directory: Path, name: str, precision: str, *words: str) -> int:
+    """Plan Kimi-K2 in a precision by a shipped configuration; return the command's exit status."""
+    quantization = QUANTIZATION_CONFIGS[precision]
+    config = {**small_config(**KIMI_K2), "quantization_config": quantization}
+    (directory / "config.json").write_text(json.dumps(config))
+    path = str(shipped.configs() / "serve" / f"{name}.yaml")
+    return cli.run(["serve", str(directory), "--config", path, *words])
+
+
+def test_every_recipe_of_k2_is_planned_above() -> None:
+    [mark] = test_k2_on_gpus_is_planned.pytestmark  # type: ignore[attr-defined]
+    planned = {name for name, *_ in mark.args[1]}
+    assert planned == {path.stem for path in files("serve") if path.stem.startswith("k2-")}
+
+
+def test_experts_on_sixteen_gpus_that_each_have_all_else_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "140")
-    config = {**small_config(**KIMI_K2), "quantization_config": QUANTIZATION_CONFIGS["int4"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    path = str(shipped.configs() / "serve" / "k2-h200.yaml")
-    assert cli.run(["serve", str(tmp_path), "--config", path]) == 0
-    shown = capsys.readouterr().out
-    assert "8 ranks (tp8), " in shown
-    assert "8 ranks (tp8-dcp8), " in shown
-    assert "on h200x8, 2 engines on 2 nodes" in shown
-
-
-def test_the_experts_of_k2_lie_on_two_nodes_of_gpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "140")
-    config = {**small_config(**KIMI_K2), "quantization_config": QUANTIZATION_CONFIGS["fp8"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    path = str(shipped.configs() / "serve" / "k2-h800-ep.yaml")
-    assert cli.run(["serve", str(tmp_path), "--config", path]) == 0
-    shown = capsys.readouterr().out
-    assert "8 ranks (tp8-dcp8-dp2-ep16), " in shown
-    assert "on h800x8, 2 engines on 2 nodes" in shown
-    assert "62.1 GiB" in shown
     words = "--tensor-parallel-size 1 --decode-context-parallel-size 1 --data-parallel-size 16"
-    assert cli.run(["serve", str(tmp_path), "--config", path, *words.split()]) == 2
-    assert "holds 73.1 GiB of weights" in capsys.readouterr().err
+    assert plan_k2(tmp_path, "k2-h800-ep", "fp8", *words.split()) == 2
+    refusal = " ".join(capsys.readouterr().err.split())
+    assert "holds 73.1 GiB of weights" in refusal
+    assert "--data-parallel-size 4 --enable-expert-parallel, or INT4 weights" in refusal
 
 
 def test_the_cluster_with_limits() -> None:

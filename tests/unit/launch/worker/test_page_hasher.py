@@ -6,10 +6,12 @@ import os
 import select
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from mooncake.base import KvLayout, PageArray
 from mooncake.instance.checksums import HashDone
+from mooncake.kvstore.block_checksum import added
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.transfer.device import write_now
@@ -68,6 +70,29 @@ def test_checksums_are_those_of_the_plain_way_in_the_order_asked_for(
     for number, pages in zip(numbers, wanted, strict=True):
         assert found[number] == [plain.checksum(PAGES.offset(page)) for page in pages]
     assert len(set(found[numbers[2]])) == NUM_PAGES
+
+
+def test_stages_find_parts_of_what_the_whole_has(region: Region, hasher: PageHasher) -> None:
+    """Of the same bytes, which here lie in one memory and there in one of each stage."""
+    layers = LAYOUT.num_layers
+    parts = []
+    for held in (range(1), range(1, layers)):
+        array = PAGES.of_rank(0, held)
+        array = msgspec.structs.replace(array, home=None)
+        memory = RegionTable(Gates()).allocate(array.num_bytes, "stage")
+        for page in range(NUM_PAGES):
+            here, there = PAGES.offset(page), array.offset(page)
+            ranges = [(here + layer * PAGES.layer_stride, LAYOUT.slice_bytes) for layer in held]
+            data = b"".join(region.read(ranges))
+            for number in range(len(held)):
+                begin = there + number * array.layer_stride
+                piece = data[number * LAYOUT.slice_bytes :][: LAYOUT.slice_bytes]
+                memory.buffer[begin : begin + LAYOUT.slice_bytes] = piece
+        stage = PageHasher(memory, array)
+        parts.append([stage.checksum(page) for page in range(NUM_PAGES)])
+        stage.close()
+    whole = [hasher.checksum(page) for page in range(NUM_PAGES)]
+    assert [added(found) for found in zip(*parts, strict=True)] == whole
 
 
 def test_a_hasher_that_is_closed_has_ended_its_threads(region: Region) -> None:

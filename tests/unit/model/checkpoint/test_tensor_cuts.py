@@ -73,7 +73,6 @@ def test_what_does_not_divide_is_named(
         ({"intermediate_size": 50}, "tp4", "=4: .* 50 columns of .*mlp.down_proj.* among 1, 2 r"),
         ({"moe_intermediate_size": 31}, "tp2", "31 columns of .*experts.* shared among 1 ranks"),
         ({}, "tp2-dcp2", "decode-context-parallel-size=2: deterministic needs 1"),
-        ({}, "tp2-ep2", "enable-expert-parallel: deterministic cuts experts by columns"),
     ],
 )
 def test_sums_of_fixed_order_that_cannot_be_shared_are_named(

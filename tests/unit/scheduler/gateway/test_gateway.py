@@ -2,6 +2,7 @@
 with workers that answer only when told.
 """
 
+import msgspec
 import pytest
 
 from mooncake.base import (
@@ -16,7 +17,8 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.messages import FinishInfo, GatewayNews
+from mooncake.base.messages import OWN_RELEASE, FinishInfo, GatewayNews, Release
+from mooncake.base.messages import Refused as RefusedMessage
 from mooncake.scheduler.placement.admission import MAX_RETRY_S
 from mooncake.telemetry.events import Finished, Placed, Refused, WorkerJoined, WorkerLeft
 from tests.support.scheduler.scheduling import (
@@ -272,6 +274,32 @@ def test_a_worker_of_another_layout_is_not_used(
     assert [worker.id for worker in harness.gateway.status(0.0).workers] == ["p0", "d0"]
 
 
+def test_a_worker_of_a_release_that_speaks_no_common_version_is_told_so(harness: Pair) -> None:
+    later = Release("9.0", OWN_RELEASE.version + 2, OWN_RELEASE.version + 1)
+    newcomer = msgspec.structs.replace(hello("d1", Role.DECODE), release=later)
+    harness.gateway.handle(newcomer, 0.0)
+    [refused] = harness.channel.of(RefusedMessage, newcomer.worker.address)
+    assert (refused.asker, refused.message) == (newcomer.worker, "WorkerHello")
+    assert str(later) in refused.reason
+    assert str(OWN_RELEASE) in refused.reason
+    assert "one release at a time" in refused.reason
+    harness.submit(request("r"))
+    assert harness.tasks(harness.d0)
+
+
+def test_releases_meet_in_one_cluster_only_where_each_speaks_with_all(harness: Pair) -> None:
+    now = OWN_RELEASE.version
+    for name, release, is_used in (
+        ("d1", Release("next", now + 1, now), True),
+        ("d2", Release("former", now - 1, now - 1), False),
+        ("d3", Release("former, patched", now, now - 1), True),
+    ):
+        newcomer = msgspec.structs.replace(hello(name, Role.DECODE), release=release)
+        harness.gateway.handle(newcomer, 0.0)
+        refused = harness.channel.of(RefusedMessage, newcomer.worker.address)
+        assert (not refused) is is_used, name
+
+
 def test_outputs_of_workers_that_have_not_this_request_are_ignored(harness: Pair) -> None:
     d1 = harness.join("d1", Role.DECODE)
     client = harness.submit(request("r"))
@@ -390,7 +418,8 @@ def test_it_is_ready_when_a_request_has_all_the_workers_it_needs() -> None:
 
 def test_it_says_goodbye_to_workers_and_gateways(harness: Pair) -> None:
     other = ref("gateway-7")
-    harness.gateway.handle(GatewayNews(gateway=other, gateways=[]), harness.now)
+    news = GatewayNews(gateway=other, gateways=[], release=OWN_RELEASE)
+    harness.gateway.handle(news, harness.now)
     status = harness.gateway.status(harness.now)
     assert [one.id for one in status.gateways] == [GATEWAY.worker_id, other.worker_id]
     harness.gateway.say_goodbye()

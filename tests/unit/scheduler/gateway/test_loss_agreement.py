@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mooncake.base import PeerLost, Role, WorkerRef
-from mooncake.base.messages import DoubtPeers, GatewayNews, PeersHeard, WhoAreYou
+from mooncake.base.messages import OWN_RELEASE, DoubtPeers, GatewayNews, PeersHeard, WhoAreYou
 from mooncake.scheduler.gateway.peer_gateways import FORGET_S
 from tests.support.scheduler.scheduling import SchedulerHarness, ref
 
@@ -20,7 +20,8 @@ class TwoGateways(SchedulerHarness):
         self.workers = [self.join(f"d{number}", Role.DECODE) for number in range(num_workers)]
 
     def peer_speaks(self) -> None:
-        self.gateway.handle(GatewayNews(gateway=PEER, gateways=[]), self.now)
+        news = GatewayNews(gateway=PEER, gateways=[], release=OWN_RELEASE)
+        self.gateway.handle(news, self.now)
 
     def run(self, seconds: int) -> float | None:
         """Let time pass in which the peer is heard."""

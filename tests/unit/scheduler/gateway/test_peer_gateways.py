@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from mooncake.base import AnyMessage, PeerLost, Role, WorkerRef
-from mooncake.base.messages import BookingOver, GatewayNews
+from mooncake.base.messages import OWN_RELEASE, BookingOver, GatewayNews, Release
 from mooncake.scheduler.gateway.peer_gateways import FORGET_S, HEARTBEAT_S, PeerGateways
 from mooncake.scheduler.placement.conductor import Conductor, Placement
 from tests.support.scheduler.scheduling import conductor, hello, keys_of, ref, request
@@ -122,6 +124,17 @@ def test_a_namesake_is_no_peer() -> None:
     first = wire.start("a", "elsewhere")
     wire.run(3 * HEARTBEAT_S)
     assert first.peers.live == []
+
+
+def test_a_gateway_of_a_release_that_speaks_no_common_version_is_no_peer() -> None:
+    wire = Wire()
+    first = wire.start("gateway-0")
+    later = Release("9.0", OWN_RELEASE.version + 2, OWN_RELEASE.version + 1)
+    news = GatewayNews(gateway=ref("gateway-1"), gateways=[], release=later)
+    first.hear(news)
+    assert first.peers.live == []
+    first.hear(msgspec.structs.replace(news, release=Release("next", later.version, 1)))
+    assert first.came == ["gateway-1"]
 
 
 def test_siblings_follow_what_another_gateway_placed() -> None:
@@ -264,7 +277,8 @@ def test_a_booking_heard_twice_counts_once() -> None:
     second.check()
     assert [v.num_assigned for v in second.conductor.views] == [1, 0, 1]
     over = BookingOver(request_id="unknown")
-    second.hear(GatewayNews(gateway=first.ref, gateways=[], news=[over, over]))
+    news = GatewayNews(gateway=first.ref, gateways=[], news=[over, over], release=OWN_RELEASE)
+    second.hear(news)
     second.check()
 
 
@@ -292,7 +306,7 @@ def test_gateways_that_leave_are_forgotten_and_silent_ones_are_shown_so() -> Non
 
 def test_an_address_named_by_others_is_not_tried_for_ever() -> None:
     wire, first, second = pair()
-    news = GatewayNews(gateway=second.ref, gateways=[ref("gone")], news=[])
+    news = GatewayNews(gateway=second.ref, gateways=[ref("gone")], release=OWN_RELEASE)
     first.hear(news)
     wire.run(2 * HEARTBEAT_S)
     told = len(wire.passed)

@@ -138,6 +138,7 @@ def test_sums_grow_with_what_is_summed_and_one_rank_needs_none() -> None:
             "tp8",
             "no shape of one node does; tp8-pp2.* would, or leave --shape out for 2",
         ),
+        ("kimi-k2-thinking", "tp8-pp2-dp2-ep16", "several stages share no experts; leave out -pp2"),
         ("llama3-70b", "tp8-dcp2", "8 KV heads of llama3-70b .* so dcp can be at most 1"),
     ],
 )
@@ -237,3 +238,48 @@ def test_chunks_follow_one_another_through_stages() -> None:
         assert quarters < 0.36 * alone
     short = [cost.prefill_s(CHUNK, 0, CHUNK) for cost in (one, two)]
     assert short[1] > short[0], "one chunk goes through all stages"
+
+
+def test_experts_in_common_leave_room_and_are_computed_for_all() -> None:
+    figures = model("kimi-k2-instruct"), hardware("h800x8")
+    cost = InstanceCost(*figures, Shape(tp=8, dcp=8, dp=2, ep=16))
+    assert cost.num_gpus == 8, "the other instance has as many"
+    assert 0.7e6 < cost.kv_tokens < 0.8e6
+    plan, none = plan_of((0, 8192)), StepPlan(step_id=0, starts=[], slots=[], ended=[])
+    assert cost.seconds(plan) == cost.seconds_together(plan, [8192])
+    alone, beside = cost.seconds_together(plan, [0]), cost.seconds_together(plan, [8192])
+    assert figures[0].experts is not None
+    rate = 16 * 1.979e15 * 0.42
+    extra_s = 8192 * figures[0].experts.flops_per_token / rate
+    assert beside - alone == pytest.approx(extra_s)
+    serving = cost.seconds_together(none, [8192])
+    assert hardware("h800x8").step_overhead_s < serving < beside
+
+
+def test_rows_cross_the_network_where_instances_lie_on_several_nodes() -> None:
+    figures, rows = model("kimi-k2-thinking"), 64
+    near, far = (
+        InstanceCost(figures, hardware("h200x8"), Shape(tp=tp, dcp=tp, dp=dp, ep=16))
+        for tp, dp in ((4, 4), (8, 2))
+    )
+    row_bytes = rows * 7168 * 2
+    card = 1.9e11 / 8
+    assert far._spread_s(rows) == pytest.approx(61 * 2 * (3e-5 + row_bytes / card))
+    assert near._spread_s(rows) == pytest.approx(61 * 2 * (3e-5 + 2 * row_bytes / card))
+    one = InstanceCost(figures, hardware("h200x8"), Shape(tp=4, dcp=4, dp=2, ep=8))
+    assert 0 < one._spread_s(rows) < 0.3 * near._spread_s(rows), "all on one node"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "copies"),
+    [("kimi-k2-thinking", "tp8", 8), ("kimi-k2-thinking", "tp8-dcp4", 2),
+     ("kimi-k2-thinking", "tp8-dcp8", 1), ("kimi-k2-thinking", "tp8-pp2", 8)],
+)  # fmt: skip
+def test_pages_that_are_not_dealt_out_are_held_by_every_rank(
+    name: str, shape: str, copies: int
+) -> None:
+    assert InstanceCost(model(name), hardware("h200x8"), Shape.parse(shape)).page_copies == copies
+
+
+def test_heads_that_are_shared_out_leave_no_copies() -> None:
+    assert InstanceCost(model(), hardware(), Shape(tp=8)).page_copies == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -75,6 +76,18 @@ def test_a_wrong_secret_is_refused_and_both_sides_know_why() -> None:
         shake(party("a", secret="wrong").connect("b"), owner)
     assert owner.refusal == "wrong cluster secret"
     assert owner.identity is None
+
+
+def test_while_the_secret_is_replaced_those_before_and_after_know_each_other() -> None:
+    phases = ["old", "old\nnew", "new\nold", "new"]
+    for one, other in pairwise(phases):
+        for client, owner in ((one, other), (other, one)):
+            ours = party("a", client, seed=1).connect("b")
+            theirs = party("b", owner, seed=2).accept()
+            shake(ours, theirs)
+            assert theirs.identity is not None, (client, owner)
+    with pytest.raises(HandshakeRefused, match="wrong cluster secret"):
+        shake(party("a", "old").connect("b"), party("b", "new", seed=2).accept())
 
 
 def test_another_engine_is_named_only_to_peers_that_know_the_secret() -> None:

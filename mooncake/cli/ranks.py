@@ -1,0 +1,74 @@
+"""`mooncake ranks`: computes stages of engines that workers on other machines lead."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+
+from mooncake.base import ConfigError
+from mooncake.base.rights import CredentialRole
+from mooncake.cli.command import Command
+from mooncake.launch.config.options import count, same_as, setting, text
+from mooncake.launch.config.settings import ServeConfig
+
+GROUP = "cluster"
+EXAMPLES = """\
+mooncake ranks --bind-host 10.0.0.8 --port 7100 --cluster-secret-file secret
+mooncake serve DIR -pp 2 --rank-backend gloo --bind-host 10.0.0.7 --stage-hosts 10.0.0.8:7100 \
+--cluster-secret-file secret
+"""
+NOTES = """\
+The checkpoint lies at the same path on all machines. Ranks of an engine exchange activations over
+connections that prove nothing and are not encrypted: in a network that others cannot reach."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Settings of `mooncake ranks`."""
+
+    # fmt: off
+    bind_host: str = setting("127.0.0.1", text, GROUP, "HOST",
+        "address of this machine on which ranks listen")
+    port: int = setting(7100, count(0, 65535), GROUP, "N",
+        "where workers ask for ranks; 0: any free one, which is printed")
+    cluster_secret: str | None = same_as(ServeConfig, "cluster_secret", GROUP)
+    cluster_secret_file: str | None = same_as(ServeConfig, "cluster_secret_file", GROUP)
+    # fmt: on
+
+
+def run(wanted: Ranks) -> int:
+    """Start ranks for workers until SIGTERM or Ctrl-C.
+
+    Raises:
+        ConfigError: there is no secret, or the address cannot be used.
+    """
+    from mooncake.identity import own_credential
+    from mooncake.launch.worker.rank_host import RankHost
+    from mooncake.telemetry.log import configure_logging
+
+    if not wanted.cluster_secret:
+        raise ConfigError(
+            "cluster-secret: give that of the cluster whose workers may come, by "
+            "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
+        )
+    if wanted.bind_host in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"bind-host: ranks prove nothing to each other, so they do not listen on "
+            f"{wanted.bind_host}; give one address"
+        )
+    configure_logging("ranks", sys.stderr)
+    credential = own_credential(wanted.cluster_secret, CredentialRole.WORKER, name="ranks")
+    host = RankHost(wanted.bind_host, wanted.port, credential)
+    signal.signal(signal.SIGTERM, lambda *_: host.close())
+    print(f"ranks are started at {wanted.bind_host}:{host.port}", flush=True)
+    host.run()
+    return 0
+
+
+COMMANDS = (
+    Command(
+        words="ranks", summary="compute stages of engines that other machines lead",
+        examples=EXAMPLES, notes=NOTES, settings=Ranks, run=run,
+    ),
+)  # fmt: skip

@@ -1,0 +1,30 @@
+"""The checksum of a block: by it all who move or keep the block find out that its bytes changed.
+
+It is the sum of the slices' xxh3-64, each seeded with its layer, modulo 2^64. So memories that hold
+some layers of a block each find a part of its checksum, wherever the cuts are, and parts are added.
+Against accidents, not attackers. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import xxhash
+
+from mooncake.base import KvLayout
+
+_MODULUS = 1 << 64
+
+
+def checksum_of(data: memoryview | bytes, layout: KvLayout, first_layer: int = 0) -> int:
+    """Return the part of a block's checksum that its slices in `data` make, which lie there one
+    after the other from `first_layer` on; of all slices it is the checksum.
+    """
+    view, size, slice_sum = memoryview(data), layout.slice_bytes, xxhash.xxh3_64_intdigest
+    starts = enumerate(range(0, len(view), size), first_layer)
+    return sum(slice_sum(view[start : start + size], layer) for layer, start in starts) % _MODULUS
+
+
+def added(parts: Iterable[int]) -> int:
+    """Return the checksum of a block from parts that have every layer once."""
+    return sum(parts) % _MODULUS

@@ -1,0 +1,59 @@
+"""Follows the file of the cluster secret: what it says counts within seconds, without a restart."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from mooncake.base import ConfigError, MooncakeError
+from mooncake.launch.host.credentials import read_secret
+
+LOOK_S = 2.0
+"""How often the file is read."""
+
+_log = logging.getLogger(__name__)
+
+
+class SecretFollower:
+    """Reads a file again and again, in a thread of its own, until closed."""
+
+    def __init__(
+        self, file: Path | str | None, use: Callable[[str], None], look_s: float = LOOK_S
+    ) -> None:
+        """`use` is given what the file says whenever that has changed; it may raise MooncakeError,
+        which is logged. Without a file there is nothing to follow.
+        """
+        self._use = use
+        self._look_s = look_s
+        self._stop = threading.Event()
+        if file is not None:
+            threading.Thread(
+                target=self._follow, args=(Path(file), _read(Path(file))),
+                name="cluster secret", daemon=True,
+            ).start()  # fmt: skip
+
+    def close(self) -> None:
+        """End it. From any thread, any number of times."""
+        self._stop.set()
+
+    def _follow(self, file: Path, known: str | None) -> None:
+        while not self._stop.wait(self._look_s):
+            found = _read(file)
+            if found is None or found == known:
+                continue
+            known = found
+            try:
+                self._use(found)
+            except MooncakeError as error:
+                _log.error("the cluster secret stays as it was: %s", error.message)
+            else:
+                _log.info("cluster-secret-file: %s has been read again and counts now", file)
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return read_secret(file)
+    except ConfigError:  # it is just being replaced, or gone: the secret stays as it was
+        return None

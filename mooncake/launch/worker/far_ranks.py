@@ -1,0 +1,81 @@
+"""Ranks of an engine on other machines, as its lead has to do with them: one link each, to a host
+of ranks (`rank_host`), which starts a follower for it.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from mooncake.base import ConfigError, MooncakeError
+from mooncake.identity import Credential
+from mooncake.launch.worker.sealed_link import SealedLink
+
+HOSTS_NAME = "ranks"
+"""By which a host of ranks is asked for in the handshake."""
+
+
+class RankWanted(msgspec.Struct, frozen=True):
+    """What a lead says first."""
+
+    sent_s: float
+    """On its clock, by which its deadlines are."""
+
+
+@dataclass(frozen=True)
+class FarStages:
+    """The machines that compute the stages before the last one.
+
+    hosts: (host, port) of each, first stage first. own_host: of this machine, where those ranks
+    find the others. credential: proves that they are of one cluster.
+    """
+
+    hosts: tuple[tuple[str, int], ...]
+    own_host: str
+    credential: Credential
+
+    def start(self, stage: int) -> tuple[socket.socket, FarRank]:
+        """Have the machine of a stage start a follower; return the socket that is its link.
+
+        Raises:
+            ConfigError: no host of ranks of this cluster answers there.
+        """
+        host, port = self.hosts[stage]
+        try:
+            link = SealedLink.connect((host, port), self.credential, HOSTS_NAME)
+            link.send(msgspec.msgpack.encode(RankWanted(time.monotonic())))
+        except (OSError, EOFError, MooncakeError) as error:
+            raise ConfigError(
+                f"stage-hosts: {host}:{port} starts no rank ({error}); `mooncake ranks --bind-host "
+                f"{host} --port {port}` has to run there, with this cluster's secret"
+            ) from error
+        ours, theirs = socket.socketpair()
+        return ours, FarRank(link, theirs)
+
+
+class FarRank:
+    """A follower on another machine: a `RankProcess`."""
+
+    def __init__(self, link: SealedLink, local: socket.socket) -> None:
+        """Pass on what comes at `local` and at `link`, which this rank's host has."""
+        self._link = link
+        self._relay = threading.Thread(
+            target=link.relay, args=(local,), name="far-rank", daemon=True
+        )
+        self._relay.start()
+
+    def kill(self) -> None:
+        """Hang up: its host ends it."""
+        self._link.hang_up()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return 0 once the link is closed. subprocess.TimeoutExpired: it is not in time."""
+        self._relay.join(timeout)
+        if self._relay.is_alive():
+            raise subprocess.TimeoutExpired("the link to a rank", timeout or 0.0)
+        return 0

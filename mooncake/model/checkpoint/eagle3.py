@@ -1,0 +1,255 @@
+"""The checkpoint of an EAGLE-3 head: what its `config.json` says, and which tensors it has.
+
+The format is that of published heads (`LlamaForCausalLMEagle3`; arXiv 2503.01840): one decoder
+layer whose input is a token's embedding beside a state made of several of the model's, and a head
+over a part of the vocabulary. Pure: reads headers only, no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mooncake.base import CheckpointError, ModelSpec
+from mooncake.base.model_spec import Count, Factor, Size
+from mooncake.model.checkpoint.files import CheckpointFiles, Homes
+from mooncake.model.checkpoint.safetensors_file import StoredTensor
+from mooncake.model.checkpoint.tensor_shapes import Shapes
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+TO_TARGET, IS_DRAFTED = "d2t", "t2d"
+"""Of each drafted token how far its number lies before the model's; of each of the model's tokens
+whether it is drafted."""
+WINDOW = 512
+"""Rows before one that it sees at least, and half of those that are kept: a head with keys of all
+heads has half the KV of its model.
+"""
+
+_FLOATS = ("BF16", "F16", "F32")
+_FALSE = ("attention_bias", "mlp_bias", "bias")
+_SAME = ("hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "vocab_size")
+
+
+class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and settings of a head; field names follow `config.json` where it has them."""
+
+    hidden_size: Size
+    target_hidden_size: Size
+    """Of the model's states."""
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    rms_norm_eps: Factor
+    rope_theta: Factor
+    vocab_size: Size
+    draft_vocab_size: Size
+    layers: tuple[Count, ...]
+    """The layers of the model into which the states go that are read (vLLM's count: 0 is the
+    embedding); as many as there are layers: out of the last one.
+    """
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    """Whether the state for the next draft is that behind the last norm."""
+    fc_norm: bool = False
+    """Whether each of the states is normed before they are joined."""
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers cached per token: keys and values of all heads that have some."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
+    def window_bytes(self, num_sequences: int, item_bytes: int) -> int:
+        """Return the bytes of the KV of so many sequences, of numbers of `item_bytes`."""
+        return num_sequences * 2 * WINDOW * self.kv_width * item_bytes
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], model: ModelSpec) -> Eagle3Spec:
+        """Return the spec of a parsed `config.json` for a head of `model`.
+
+        Raises:
+            CheckpointError: it is no head that can be served, or one of another model; the message
+                names the key.
+        """
+        _refuse_unsupported(config)
+        missing = [key for key in _SAME if config.get(key) is None]
+        if missing:
+            raise CheckpointError(f"config.json: missing {', '.join(missing)}")
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        rope = config.get("rope_parameters") or {}
+        try:
+            spec = msgspec.convert(
+                {key: config[key] for key in _SAME}
+                | {
+                    "target_hidden_size": config.get("target_hidden_size") or hidden,
+                    "num_key_value_heads": config.get("num_key_value_heads") or heads,
+                    "head_dim": config.get("head_dim") or hidden // heads,
+                    "rope_theta": config.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+                    "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
+                    "layers": _layers(config, model.num_hidden_layers),
+                    "norm_before_residual": config.get("norm_before_residual") or False,
+                    "norm_output": config.get("norm_output") or False,
+                    "fc_norm": config.get("fc_norm") or False,
+                },
+                cls,
+            )
+        except (msgspec.ValidationError, TypeError, ZeroDivisionError) as error:
+            raise CheckpointError(f"config.json: {error}") from error
+        _check_model(spec, model)
+        return spec
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    architectures = config.get("architectures") or []
+    if not any(name in ARCHITECTURES for name in architectures):
+        raise CheckpointError(
+            f"config.json: architectures {architectures!r:.80} is no EAGLE-3 head that can be "
+            f"served; {' and '.join(ARCHITECTURES)} are"
+        )
+    wanted = {"num_hidden_layers": 1, "hidden_act": "silu", "quantization_config": None}
+    for key, value in {**wanted, **dict.fromkeys(_FALSE, False)}.items():
+        if (found := config.get(key)) is not None and found != value:
+            raise CheckpointError(f"config.json: {key}={found!r:.80} is not supported")
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        raise CheckpointError(f"config.json: rope type {kind!r:.80} is not supported in a head")
+    if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        raise CheckpointError("config.json: use_aux_hidden_state=False is not supported")
+
+
+def _layers(config: Mapping[str, Any], num_layers: int) -> tuple[Any, ...]:
+    """Return which states are read; those of vLLM where the configuration names none."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    named = config.get(key) or (config.get("eagle_config") or {}).get(key)
+    layers = tuple(named or (2, num_layers // 2, num_layers - 3))
+    whole = all(isinstance(each, int) and 0 <= each <= num_layers for each in layers)
+    if not whole or len(set(layers)) < len(layers) or list(layers) != sorted(layers):
+        raise CheckpointError(
+            f"config.json: {key}={list(layers)!r:.80} must be layers of the model, 0 to "
+            f"{num_layers}, in order"
+        )
+    return layers
+
+
+def _check_model(spec: Eagle3Spec, model: ModelSpec) -> None:
+    for key, own, theirs in (
+        ("vocab_size", spec.vocab_size, model.vocab_size),
+        ("target_hidden_size", spec.target_hidden_size, model.hidden_size),
+    ):
+        if own != theirs:
+            raise CheckpointError(
+                f"config.json: {key}={own} is not the model's ({theirs}): this is the head of "
+                "another model"
+            )
+    rules = {
+        "num_key_value_heads divides num_attention_heads": spec.num_attention_heads
+        % spec.num_key_value_heads == 0,
+        "head_dim is even": spec.head_dim % 2 == 0,
+        "draft_vocab_size <= vocab_size": spec.draft_vocab_size <= spec.vocab_size,
+    }  # fmt: skip
+    for rule, holds in rules.items():
+        if not holds:
+            raise CheckpointError(f"config.json: {rule} does not hold")
+
+
+def eagle3_shapes(spec: Eagle3Spec) -> Shapes:
+    """Return the tensors that every head has. Weights are [out, in]."""
+    hidden, inner, read = spec.hidden_size, spec.intermediate_size, len(spec.layers)
+    queries = spec.num_attention_heads * spec.head_dim
+    keys = spec.num_key_value_heads * spec.head_dim
+    shapes: Shapes = {"fc.weight": (hidden, read * spec.target_hidden_size)}
+    if spec.fc_norm:
+        shapes |= {f"fc_norm.{at}.weight": (spec.target_hidden_size,) for at in range(read)}
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        shapes[f"midlayer.{name}.weight"] = (hidden,)
+    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        shapes[f"midlayer.self_attn.{name}.weight"] = (rows, 2 * hidden)
+    shapes["midlayer.self_attn.o_proj.weight"] = (hidden, queries)
+    for name in ("gate_proj", "up_proj"):
+        shapes[f"midlayer.mlp.{name}.weight"] = (inner, hidden)
+    shapes["midlayer.mlp.down_proj.weight"] = (hidden, inner)
+    shapes["norm.weight"] = (hidden,)
+    return shapes
+
+
+@dataclass(frozen=True)
+class Eagle3Files:
+    """A head's directory in Hugging Face's layout, checked."""
+
+    path: Path
+    spec: Eagle3Spec
+    homes: Homes
+    """By the names of `eagle3_shapes`, and of what need not be there."""
+
+    @classmethod
+    def open(cls, path: Path, model: ModelSpec) -> Eagle3Files:
+        """Open the head of `model` in the directory `path`; reads headers only.
+
+        Raises:
+            CheckpointError: it is not readable, not complete, or the head of another model; names
+                the file and, where there is one, the tensor or the configuration key.
+        """
+        files = CheckpointFiles.open(path)
+        try:
+            spec = Eagle3Spec.from_config(files.config, model)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error.message}") from None
+        homes = {_canonical(name): home for name, home in files.homes.items()}
+        found = cls(Path(path), spec, homes)
+        found._check()
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its tensors, as stored."""
+        return sum(self._stored(name).num_bytes for name in self.homes)
+
+    def _stored(self, name: str) -> StoredTensor:
+        file, stored_name = self.homes[name]
+        return file.tensors[stored_name]
+
+    def _check(self) -> None:
+        """Raise CheckpointError where a tensor is missing, unknown or of another shape or dtype."""
+        spec, needed = self.spec, eagle3_shapes(self.spec)
+        words = (spec.draft_vocab_size, spec.hidden_size)
+        may_be = {EMBEDDING: (spec.vocab_size, spec.hidden_size), HEAD: words}
+        tables = {TO_TARGET: (spec.draft_vocab_size,), IS_DRAFTED: (spec.vocab_size,)}
+        if spec.hidden_size != spec.target_hidden_size:
+            needed |= may_be  # those of the model do not fit
+        elif spec.draft_vocab_size < spec.vocab_size:
+            needed |= {HEAD: words}
+        if spec.draft_vocab_size < spec.vocab_size:
+            needed |= {TO_TARGET: tables[TO_TARGET]}
+        allowed = needed | may_be | tables
+        for kind, names in (
+            ("missing", needed.keys() - self.homes), ("unknown", self.homes.keys() - allowed)
+        ):  # fmt: skip
+            if names:
+                raise CheckpointError(f"{self.path}: {kind} tensors: {', '.join(sorted(names))}")
+        for name in self.homes:
+            stored = self._stored(name)
+            kinds = {TO_TARGET: ("I64", "I32"), IS_DRAFTED: ("BOOL",)}.get(name, _FLOATS)
+            if stored.shape != allowed[name]:
+                raise CheckpointError(
+                    f"{name} in {self.path}: has shape {list(stored.shape)}, the head needs "
+                    f"{list(allowed[name])}"
+                )
+            if stored.dtype not in kinds:
+                raise CheckpointError(
+                    f"{name} in {self.path}: dtype {stored.dtype} is not supported, only "
+                    f"{', '.join(kinds)}"
+                )
+
+
+def _canonical(name: str) -> str:
+    """Return a tensor's name as most heads write it; some have vLLM's or transformers'."""
+    name = name.removeprefix("model.")
+    if name.startswith("layers.0."):
+        return name.replace("layers.0.", "midlayer.", 1)
+    return name

@@ -1,0 +1,1 @@
+"""Drafts of the next tokens by a layer that reads the model's states."""

@@ -1,0 +1,213 @@
+"""An EAGLE-3 head as a layer that drafts (arXiv 2503.01840), its KV in windows of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch.nn import functional
+
+from mooncake.base import CheckpointError
+from mooncake.engine.plan import StepSlot
+from mooncake.model.backends import Backends
+from mooncake.model.checkpoint.eagle3 import (
+    EMBEDDING,
+    HEAD,
+    IS_DRAFTED,
+    TO_TARGET,
+    WINDOW,
+    Eagle3Files,
+    Eagle3Spec,
+)
+from mooncake.model.checkpoint.weights import view_tensor
+from mooncake.model.copies import Copies
+from mooncake.model.drafts.windows import KvWindows
+from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.layers.linear import GatedMlp, Linear
+from mooncake.model.layers.norm import RmsNorm
+
+
+class Eagle3Head:
+    """The weights of a head, and what it computes of rows; no KV.
+
+    The input of attention is the normed embedding of a token beside the normed state before it; the
+    state goes on by the residual. Where a head has no embedding or vocabulary of its own, it uses
+    the model's.
+    """
+
+    def __init__(self, files: Eagle3Files, model: KimiK2, backends: Backends) -> None:
+        """Load the head in `files` as the dtype of `model`, onto its device.
+
+        Raises:
+            CheckpointError: what it says of its vocabulary contradicts itself.
+        """
+        self.spec: Eagle3Spec = files.spec
+        self.dtype, self.device = model.dtype, model.device
+        self._files = files
+        self._backends = backends
+        self._model = model
+        layer = "midlayer."
+        self._fc_norms = [
+            self._norm(f"fc_norm.{at}") for at in range(len(self.spec.layers) * self.spec.fc_norm)
+        ]
+        self._fc = self._linear("fc")
+        self._token_norm = self._norm(layer + "input_layernorm")
+        self._state_norm = self._norm(layer + "hidden_norm")
+        self._query = self._linear(layer + "self_attn.q_proj")
+        self._key_value = self._linear(layer + "self_attn.k_proj", layer + "self_attn.v_proj")
+        self._output = self._linear(layer + "self_attn.o_proj")
+        self._mlp_norm = self._norm(layer + "post_attention_layernorm")
+        self._mlp = GatedMlp(
+            self._linear(layer + "mlp.gate_proj", layer + "mlp.up_proj"),
+            self._linear(layer + "mlp.down_proj"),
+            backends.op("gated"),
+        )
+        self._norm_out = self._norm("norm")
+        self._embedding = self._tensor(EMBEDDING) if EMBEDDING in files.homes else None
+        self._head = self._linear(HEAD.removesuffix(".weight")) if HEAD in files.homes else None
+        self._targets = self._target_tokens()
+        half = torch.arange(0, self.spec.head_dim, 2, dtype=torch.float32)
+        self._frequencies = (self.spec.rope_theta ** (-half / self.spec.head_dim)).to(self.device)
+        self._rotate: Callable[..., torch.Tensor] = backends.op("rotate")
+
+    def states(self, read: torch.Tensor) -> torch.Tensor:
+        """Return the states that the layer takes, [rows, hidden], of those of the model, side by
+        side.
+        """
+        if self._fc_norms:
+            parts = read.chunk(len(self._fc_norms), dim=-1)
+            read = torch.cat(
+                [norm(part) for norm, part in zip(self._fc_norms, parts, strict=True)], dim=-1
+            )
+        return self._fc(read)
+
+    def joined(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return the input of attention, [rows, 2 * hidden], of tokens [rows] int64 and states."""
+        embedded = (
+            self._model.embedded(tokens)
+            if self._embedding is None
+            else functional.embedding(tokens, self._embedding)
+        )
+        return torch.cat((self._token_norm(embedded), self._state_norm(states)), dim=-1)
+
+    def keys_values(self, joined: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """Return what the rows of `joined` leave for those behind, [rows, kv_width]."""
+        made = self._key_value(joined).view(len(joined), 2, -1, self.spec.head_dim)
+        keys = self._rotate(made[:, 0], rotation, False)
+        return torch.stack((keys, made[:, 1]), dim=1).flatten(1)
+
+    def attend(
+        self,
+        joined: torch.Tensor,
+        rotation: torch.Tensor,
+        states: torch.Tensor,
+        seen: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the layer's state of each row, [rows, hidden]; `seen`: of each what it attends to,
+        its own row as well, [count, kv_width].
+        """
+        spec = self.spec
+        queries = self._query(joined).view(len(joined), spec.num_attention_heads, spec.head_dim)
+        queries = self._rotate(queries, rotation, False)
+        found = []
+        for query, rows in zip(queries, seen, strict=True):
+            keys, values = rows.view(len(rows), 2, -1, spec.head_dim).permute(1, 2, 0, 3)
+            grouped = query.view(keys.shape[0], -1, spec.head_dim)
+            found.append(functional.scaled_dot_product_attention(grouped, keys, values).flatten())
+        residual = self._state_norm(states) if spec.norm_before_residual else states
+        x = residual + self._output(torch.stack(found))
+        x = self._mlp.add(self._mlp_norm(x), x)
+        return self._norm_out(x) if spec.norm_output else x
+
+    def likeliest(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the likeliest token after each of the layer's states, int64 [rows]."""
+        normed = states if self.spec.norm_output else self._norm_out(states)
+        if self._head is None:
+            return self._model.likeliest(normed)
+        best = self._head.wide(normed).argmax(dim=-1)
+        return best if self._targets is None else self._targets[best]
+
+    def rotation(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return [rows, head_dim / 2] complex64 for `positions` [rows] int64."""
+        angles = positions.float()[:, None] * self._frequencies
+        return torch.polar(torch.ones_like(angles), angles)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        stored = view_tensor(*self._files.homes[name])
+        return stored.to(device=self.device, dtype=self.dtype, copy=True)
+
+    def _norm(self, name: str) -> RmsNorm:
+        return RmsNorm(self._tensor(name + ".weight"), self.spec.rms_norm_eps, self._backends)
+
+    def _linear(self, *names: str) -> Linear:
+        """Return one product of several with the same input, outputs in the order given."""
+        weights = [self._tensor(name + ".weight") for name in names]
+        return Linear(
+            weights[0] if len(weights) == 1 else torch.cat(weights),
+            multiply=self._backends.linear,
+            compiled=self._backends.compiled,
+        )
+
+    def _target_tokens(self) -> torch.Tensor | None:
+        """Return the model's token for each drafted one, int64; None: they are the same."""
+        files, spec = self._files, self.spec
+        if TO_TARGET not in files.homes:
+            return None
+        offsets = view_tensor(*files.homes[TO_TARGET]).long()
+        targets = offsets + torch.arange(spec.draft_vocab_size)
+        known = bool(((targets >= 0) & (targets < spec.vocab_size)).all())
+        if known and IS_DRAFTED in files.homes:
+            drafted = view_tensor(*files.homes[IS_DRAFTED]).nonzero().flatten()
+            known = torch.equal(targets.sort().values, drafted)
+        if not known:
+            raise CheckpointError(
+                f"{TO_TARGET} in {files.path}: it names other tokens than {IS_DRAFTED}, or such as "
+                f"the model's vocabulary of {spec.vocab_size} does not have"
+            )
+        return targets.to(self.device)
+
+
+class Eagle3Rows:
+    """Computes rows of a head over windows of KV."""
+
+    block_tokens = None
+
+    def __init__(self, head: Eagle3Head, num_sequences: int, copies: Copies) -> None:
+        """num_sequences: that may be known at a time."""
+        self._head = head
+        self._copies = copies
+        self.windows = KvWindows(num_sequences, WINDOW, head.spec.kv_width, head.dtype, head.device)
+        self.reads = head.spec.layers
+        self.window = WINDOW
+        self.states = head.states
+        self.likeliest = head.likeliest
+
+    def compute(self, slots: Sequence[StepSlot], states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Write the KV of the slots' tokens; see `DraftLayer`. A row's position is that of the
+        state before its token, as where heads are trained.
+        """
+        head = self._head
+        counts = [len(slot.tokens) for slot in slots]
+        places = [at for slot in slots for at in range(slot.start, slot.start + len(slot.tokens))]
+        positions = self._copies.send(torch.tensor(places)) - 1
+        tokens = self._copies.send(torch.tensor([t for slot in slots for t in slot.tokens]))
+        every, rotation = torch.cat(list(states)), head.rotation(positions)
+        joined = head.joined(tokens, every)
+        made = torch.split(head.keys_values(joined, rotation), counts)
+        for slot, rows in zip(slots, made, strict=True):
+            self.windows.write(slot.sequence_id, slot.start, rows)
+        ends = torch.tensor(counts).cumsum(0) - 1
+        sampled = [index for index, slot in enumerate(slots) if slot.sample]
+        if not sampled:
+            return every[:0]
+        last = self._copies.send(ends[sampled])
+        seen = [self.windows.read(slots[index].sequence_id) for index in sampled]
+        return head.attend(joined[last], rotation[last], every[last], seen)
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Free the windows of sequences."""
+        self.windows.forget(sequence_ids)
+
+    def check_integrity(self, sequences: Collection[int]) -> None:
+        """Raise AssertionError where others than these have a window, or one is lost."""
+        self.windows.check_integrity(sequences)

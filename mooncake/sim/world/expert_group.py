@@ -1,0 +1,83 @@
+"""Simulated instances that hold the routed experts together: they step together and end together.
+
+As in life (`model.parallel.exchange`, `model.parallel.peers`): an instance that begins a step wakes
+the others, which take part without rows where they have none; all ranks of all instances meet
+before a step, to say how many rows each has, and after each part of it; the first instance that is
+lost ends all others.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from mooncake.sim.world.clock import EventHeap
+
+LINK_S = 1e-4
+"""From one process of a machine to another."""
+
+
+class Instance(Protocol):
+    """One of the group, as the others know it."""
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens of this instance in the step that all have begun."""
+
+    def serve(self, step: int) -> None:
+        """Another instance begins `step`."""
+
+    def go_on(self) -> None:
+        """All ranks of all instances have met."""
+
+    def lose_instance(self, number: int) -> None:
+        """The link to another instance has closed."""
+
+
+class ExpertGroup:
+    """All instances of one group, from the time that all have come."""
+
+    def __init__(self, heap: EventHeap) -> None:
+        self._heap = heap
+        self._members: list[Instance] = []
+        self._here: set[int] = set()
+        """Members all of whose ranks wait in the present exchange."""
+        self._ended = False
+
+    def join(self, instance: Instance) -> int:
+        """Add an instance; return its number."""
+        self._members.append(instance)
+        return len(self._members) - 1
+
+    def wake(self, number: int, step: int) -> None:
+        """Have the others hear that an instance begins `step`."""
+        for other in self._others(number):
+            self._heap.after(LINK_S, partial(other.serve, step))
+
+    def rows_of_others(self, number: int) -> list[int]:
+        """Return the tokens of each other instance in the step that all have begun."""
+        return [other.num_rows for other in self._others(number)]
+
+    def meet(self, number: int) -> None:
+        """All ranks of an instance have come to an exchange: where it is the last, all go on."""
+        self._here.add(number)
+        if len(self._here) == len(self._members):
+            self._here.clear()
+            for member in self._members:
+                member.go_on()
+
+    @property
+    def missing(self) -> int:
+        """The first instance not all of whose ranks have come to the present exchange."""
+        return min(set(range(len(self._members))) - self._here)
+
+    def leave(self, number: int) -> None:
+        """An instance has ended: a moment later the others find its links closed."""
+        if self._ended:
+            return
+        self._ended = True
+        for other in self._others(number):
+            self._heap.after(LINK_S, partial(other.lose_instance, number))
+
+    def _others(self, number: int) -> list[Instance]:
+        return [each for other, each in enumerate(self._members) if other != number]

@@ -1,0 +1,117 @@
+"""The link of a rank on another machine: proven ends, hidden bytes, one end for both."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from mooncake.base import ConfigError, Forbidden, ProtocolError
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
+from mooncake.launch.worker.far_ranks import FarStages
+from mooncake.launch.worker.sealed_link import SealedLink
+from mooncake.transfer.net.handshake import HandshakeRefused
+
+NAME = "ranks"
+MINE, OTHER = (
+    own_credential(secret, CredentialRole.WORKER, name="test") for secret in ("one", "another")
+)
+
+
+@contextmanager
+def linked() -> Iterator[tuple[SealedLink, SealedLink, list[bytes]]]:
+    """Yield both ends of a link, and what passes from the first to the second."""
+    seen: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(2) as threads:
+        accepted = threads.submit(lambda: SealedLink.accept(server.accept()[0], MINE, NAME))
+        near = SealedLink.connect(server.getsockname(), MINE, NAME)
+        far = accepted.result()
+        send = near._socket.sendall
+
+        class Tapped:
+            def __getattr__(self, name: str) -> object:
+                return getattr(near_socket, name)
+
+            def sendall(self, data: bytes) -> None:
+                seen.append(bytes(data))
+                send(data)
+
+        near_socket = near._socket
+        near._socket = Tapped()  # type: ignore[assignment]
+        yield near, far, seen
+        near_socket.close()
+        far._socket.close()
+
+
+def test_bytes_arrive_as_they_were_and_nobody_reads_them() -> None:
+    with linked() as (near, far, seen):
+        for data in (b"the secret of the cluster", bytes(1 << 16)):
+            near.send(data)
+            assert far.receive() == data
+            far.send(data[::-1])
+            assert near.receive() == data[::-1]
+        assert b"secret" not in b"".join(seen)
+        near.hang_up()
+        assert far.receive() == b""
+
+
+def test_altered_and_repeated_bytes_are_found() -> None:
+    with linked() as (near, far, seen):
+        near.send(b"one")
+        assert far.receive() == b"one"
+        near._socket.sendall(seen[-1])
+        with pytest.raises(ProtocolError, match="altered"):
+            far.receive()
+
+
+def test_who_is_not_of_the_cluster_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+
+        def accept() -> None:
+            with server.accept()[0] as sock:
+                SealedLink.accept(sock, MINE, NAME)
+
+        accepted = threads.submit(accept)
+        with pytest.raises(HandshakeRefused, match="wrong cluster secret"):
+            SealedLink.connect(server.getsockname(), OTHER, NAME)
+        with pytest.raises((Forbidden, EOFError, OSError)):
+            accepted.result()
+
+
+def test_what_comes_at_one_end_leaves_at_the_other_until_one_is_gone() -> None:
+    with linked() as (near, far, _):
+        here, near_end = socket.socketpair()
+        there, far_end = socket.socketpair()
+        relays = [
+            threading.Thread(target=link.relay, args=(end,))
+            for link, end in ((near, near_end), (far, far_end))
+        ]
+        for relay in relays:
+            relay.start()
+        data = bytes(range(256)) * 2000
+        sending = threading.Thread(target=here.sendall, args=(data,))
+        sending.start()
+        found = b""
+        while len(found) < len(data):
+            found += there.recv(1 << 20)
+        assert found == data
+        there.close()
+        assert here.recv(1) == b""
+        for thread in (sending, *relays):
+            thread.join(30)
+            assert not thread.is_alive()
+        here.close()
+
+
+def test_a_machine_without_ranks_is_named_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    far = FarStages((address,), "127.0.0.1", MINE)
+    told = f"127.0.0.1:{address[1]} starts no rank .*`mooncake ranks"
+    with pytest.raises(ConfigError, match=told):
+        far.start(0)

@@ -1,0 +1,111 @@
+"""A decode worker is told to end in mid-stream and there is no pool: another one goes on with what
+it decodes, from the KV in the pages of the one that leaves.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from tests.support.serve.server_process import ServerProcess, nano_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "4096")
+NUM_PROMPT, NUM_TOKENS, NUM_ASKING = 2100, 1500, 4
+BLOCK_TOKENS = 64
+WAIT_S = 240.0
+
+
+class Stream:
+    """The tokens of one streamed answer, as they come."""
+
+    def __init__(self, url: str, seed: int, salt: str) -> None:
+        """`salt`: answers of one salt reuse nothing of another's."""
+        draw = random.Random(seed)
+        self._url = f"{url}/v1/completions"
+        self._body = {
+            "prompt": [draw.randrange(512) for _ in range(NUM_PROMPT)], "max_tokens": NUM_TOKENS,
+            "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
+            "cache_salt": salt,
+        }  # fmt: skip
+        self.ids: list[int] = []
+        self.times_s: list[float] = []
+
+    def read(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=WAIT_S) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    chunk = msgspec.json.decode(line.removeprefix("data: "))
+                    assert "error" not in chunk, chunk
+                    self.ids += [
+                        one for each in chunk["choices"] for one in each["token_ids"] or []
+                    ]
+                    self.times_s.append(time.monotonic())
+
+
+def ask(url: str, pool: ThreadPoolExecutor, salt: str) -> tuple[list[Stream], list[Future[None]]]:
+    streams = [Stream(url, seed, salt) for seed in range(NUM_ASKING)]
+    return streams, [pool.submit(stream.read) for stream in streams]
+
+
+def load(server: ServerProcess, worker_id: str) -> dict[str, Any]:
+    """Return what a worker last reported."""
+    [worker] = [w for w in server.get("/v1/cluster/status")["workers"] if w["id"] == worker_id]
+    return {"num_running": 0, **worker["load"]}
+
+
+def test_what_a_leaving_worker_decodes_is_fetched_from_it(tmp_path: Path) -> None:
+    words = (*SMALL, "--port", "0", "--prefill", "0", "--kvstore", "0")
+    with (
+        ThreadPoolExecutor(NUM_ASKING) as pool,
+        ServerProcess(str(nano_checkpoint(tmp_path)), *words) as server,
+    ):
+        server.wait_until_serving()
+        calm, reading = ask(server.url, pool, "calm")
+        for each in reading:
+            each.result(WAIT_S)
+        address = server.wait_for(r"--join (\S+)").group(1)
+        with ServerProcess("--role", "decode", "--join", address, *SMALL[2:4]) as leaver:
+            name = leaver.wait_for(r"(decode-\S+) \(pid \d+\) has joined").group(1)
+            server.wait_for_workers({"decode-0", name})
+            before = load(server, "decode-0")["counters"]
+            streams, reading = ask(server.url, pool, "moved")
+            deadline_s = time.monotonic() + 60
+            while not load(server, name)["num_running"]:
+                assert time.monotonic() < deadline_s, server.get("/v1/cluster/status")
+                time.sleep(0.05)
+            assert leaver.stop(signal.SIGTERM) == (0, []), leaver.output
+            at_its_end = [len(stream.ids) for stream in streams]
+            for each in reading:
+                each.result(WAIT_S)
+        after = load(server, "decode-0")["counters"]
+        status = server.get("/v1/cluster/status")
+    assert [stream.ids for stream in streams] == [stream.ids for stream in calm]
+    num_moved = status["counters"].get("requests_moved", 0)
+    assert num_moved >= 1
+    assert status["counters"].get("attempts_lost", 0) == 0
+    assert min(at_its_end) < NUM_TOKENS, "it waited for no answer to end"
+    fetched = after["blocks_fetched"] - before.get("blocks_fetched", 0)
+    assert fetched >= num_moved * (NUM_PROMPT // BLOCK_TOKENS)
+
+    def computed(counts: dict[str, float]) -> float:
+        return counts.get("prompt_tokens", 0) - counts.get("prompt_tokens_cached", 0)
+
+    num_again = computed(after) - computed(before) - (NUM_ASKING - num_moved) * NUM_PROMPT
+    assert 0 <= num_again <= num_moved * 2 * BLOCK_TOKENS
+    gaps_s = sorted(b - a for stream in streams for a, b in pairwise(stream.times_s))
+    print(
+        f"{num_moved} moved, {fetched:.0f} blocks fetched, "
+        f"{num_again:.0f} tokens computed again; gaps: 99th percentile "
+        f"{gaps_s[len(gaps_s) * 99 // 100]:.3f} s, longest {gaps_s[-1]:.3f} s"
+    )

@@ -1,0 +1,49 @@
+"""The cluster secret is replaced while a cluster serves: nothing is restarted, no request lost."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from mooncake.launch.host.secret_file import LOOK_S
+from tests.integration.serve.test_rolling_restart import PROMPT, SMALL, Load
+from tests.support.serve.server_process import ServerProcess, nano_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SETTLE_S = 5 * LOOK_S
+"""Within which all processes have read a new file, some of them a copy of it."""
+WORKERS = {"prefill-0", "decode-0", "kvstore-0"}
+
+
+def test_a_new_secret_takes_the_place_of_the_old_one_under_load(tmp_path: Path) -> None:
+    file, old_file = tmp_path / "secret", tmp_path / "old"
+    for each in (file, old_file):
+        each.write_text("old secret\n")
+    words = (*SMALL, "--port", "0", "--cluster-secret-file", str(file))
+    with ServerProcess(str(nano_checkpoint(tmp_path)), *words) as server:
+        server.wait_until_serving()
+        address = server.wait_for(r"--join (\S+)").group(1)
+        pids = server.wait_for_workers(WORKERS)
+        load = Load([server.url], server.complete(PROMPT, 40))
+        try:
+            for secrets in ("old secret\nnew secret\n", "new secret\nold secret\n", "new secret\n"):
+                file.write_text(secrets)
+                threading.Event().wait(SETTLE_S)
+                load.wait_for(3)
+            join = ("--role", "decode", "--join", address, *SMALL[2:])
+            with ServerProcess(*join, "--cluster-secret-file", str(file)) as newcomer:
+                name = newcomer.wait_for(r"(decode-\S+) \(pid \d+\) has joined").group(1)
+                server.wait_for_workers(WORKERS | {name})
+                load.wait_for(3)
+            with ServerProcess(*join, "--cluster-secret-file", str(old_file)) as former:
+                former.wait_for("cluster-secret: it is not that of this cluster")
+        finally:
+            load.close()
+        assert load.wrong == []
+        assert server.worker_pids().items() >= pids.items(), "nothing was restarted"
+        counters = server.get("/v1/cluster/status")["counters"]
+        assert not counters.get("attempts_lost", 0)
+        assert not counters.get("workers_lost", 0) - 1, "but for the newcomer, which left"

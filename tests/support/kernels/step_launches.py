@@ -1,0 +1,151 @@
+"""What a captured decode step of a rank launches, layer by layer, counted without a GPU.
+
+Tensors of the meta device have shapes and no numbers: the step takes the way it takes on a GPU,
+every operation of torch that would start a kernel is noted, and so is every kernel of ours. One
+entry may be two kernels where a library cuts a product's inner axis. What ranks exchange is not
+counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from mooncake_kernels.triton import experts
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.gpu.predict import MULTIPROCESSORS
+from benchmarks.gpu.rank_slice import KIMI_K2, FirstRank, Steps, held
+from mooncake.base import KvLayout, ModelSpec
+from mooncake.model.backends import Backends
+from mooncake.model.checkpoint.quant import QuantizedWeight
+from mooncake.model.checkpoint.tensor_cuts import Part
+from mooncake.model.device.graphs import DecodeGraphs
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.loading import load_model
+
+META = torch.device("meta")
+FEW_EXPERTS = 16
+"""How many there are is no part of the code."""
+_START_NOTHING = (
+    "empty", "new_empty", "empty_like", "empty_strided", "view", "_unsafe_view", "transpose", "t",
+    "permute", "slice", "select", "split", "split_with_sizes", "expand", "squeeze", "unsqueeze",
+    "detach", "alias", "as_strided", "unbind", "view_as_real", "lift_fresh", "_reshape_alias",
+)  # fmt: skip
+
+
+class NoNumbers:
+    """Weights of a rank that have shapes only (`loading.WeightSource`)."""
+
+    def __init__(self, spec: ModelSpec, kind: str) -> None:
+        """kind: of quantized weights, "int4" (routed experts) or "fp8" (all that may be)."""
+        self.spec = spec
+        self._kind = kind
+
+    def check_names(self, expected: Iterable[str]) -> None:
+        """All names are there."""
+
+    def tensor(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> torch.Tensor:
+        """Return a tensor of bfloat16."""
+        return torch.empty(held(shape, part), dtype=torch.bfloat16, device=META)
+
+    def quantized(
+        self, name: str, shape: tuple[int, ...], part: Part | None = None
+    ) -> QuantizedWeight | None:
+        """Return the weight in its quantized form, where the kind has one for it."""
+        rows, columns = held(shape, part)
+        if self._kind == "int4":
+            if ".mlp.experts." not in name:
+                return None
+            words = torch.empty(rows, columns // 8, dtype=torch.int32, device=META)
+            scales = torch.empty(rows, columns // 32, dtype=torch.bfloat16, device=META)
+            return QuantizedWeight("int4", words, scales)
+        if ".kv_b_proj." in name:
+            return None
+        values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=META)
+        blocks = math.ceil(rows / 128), math.ceil(columns / 128)
+        return QuantizedWeight("fp8", values, torch.empty(blocks, device=META))
+
+
+class _Noted(TorchDispatchMode):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with self:  # what consists of other operations is counted by these
+            made = func.decompose(*args, **(kwargs or {}))
+        if made is not NotImplemented:
+            return made
+        name = func.overloadpacket.__name__
+        if name not in _START_NOTHING:
+            self._names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """Yield a list to which every launch inside adds its name; no kernel runs."""
+    names: list[str] = []
+
+    def note(self: Any, *args: Any, **options: Any) -> None:
+        names.append(self.fn.__name__)
+
+    with (
+        mock.patch("triton.runtime.interpreter.InterpretedFunction.run", note),
+        mock.patch.object(experts, "num_programs", return_value=MULTIPROCESSORS),
+        _Noted(names),
+    ):
+        yield names
+
+
+def launches(kind: str, num_layers: int, num_dense: int, rows: int = 16) -> list[str]:
+    """Return what a decode step of `rows` sequences launches, in order, on one of eight ranks."""
+    spec = ModelSpec.from_config(
+        {
+            **KIMI_K2, "num_hidden_layers": num_layers, "first_k_dense_replace": num_dense,
+            "n_routed_experts": FEW_EXPERTS,
+        }
+    )  # fmt: skip
+    model = load_model(
+        NoNumbers(spec, kind),
+        dtype=torch.bfloat16,
+        device=META,
+        backends=Backends("triton", "triton"),
+        group=FirstRank(),
+    )
+    layout = KvLayout.for_model(spec, block_tokens=64, dtype="bfloat16", weights_revision="none")
+    steps = Steps()
+    with torch.inference_mode(), noted() as names:
+        kv = KvTensors.allocate(layout, 1, META)
+        DecodeGraphs(model, kv, steps, most_rows=rows, most_pages=4)
+        names.clear()
+        steps.by_rows[rows]()
+    return names
+
+
+def of_a_layer(kind: str) -> list[str]:
+    """Return what one more layer of experts launches, in order."""
+    two, three = launches(kind, 2, 0), launches(kind, 3, 0)
+    size = len(three) - len(two)
+    second = three.index("_norm") + size + len([name for name in three if name == "_schedule"])
+    return three[second : second + size]
+
+
+def of_a_step(kind: str, num_layers: int = 61) -> int:
+    """Return how many kernels a step of so many layers launches, the first of them dense."""
+    two, three = len(launches(kind, 2, 1)), len(launches(kind, 3, 1))
+    return two + (num_layers - 2) * (three - two)
+
+
+if __name__ == "__main__":
+    for each in ("int4", "fp8"):
+        found = of_a_layer(each)
+        print(f"{each}: {len(found)} a layer of experts: {', '.join(found)}")
+        print(f"{of_a_step(each)} a step")

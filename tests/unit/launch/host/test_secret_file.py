@@ -1,0 +1,54 @@
+"""The file of the cluster secret, followed while it changes."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+
+import pytest
+
+from mooncake.base import ConfigError
+from mooncake.launch.host.secret_file import SecretFollower
+
+LOOK_S = 0.01
+WAIT_S = 30.0
+
+
+def test_what_the_file_says_next_is_used_once_and_nothing_is_not(tmp_path: Path) -> None:
+    file, used = tmp_path / "secret", queue.SimpleQueue[str]()
+    file.write_text("old\n")
+    follower = SecretFollower(file, used.put, LOOK_S)
+    file.write_text("")
+    file.unlink()
+    file.write_text("new\nold\n")
+    assert used.get(timeout=WAIT_S) == "new\nold"
+    file.write_text("new\n")
+    assert used.get(timeout=WAIT_S) == "new"
+    follower.close()
+    follower.close()
+    assert used.empty()
+
+
+def test_a_secret_that_cannot_be_used_is_logged_and_the_next_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, used = tmp_path / "secret", queue.SimpleQueue[str]()
+    file.write_text("old")
+
+    def use(given: str) -> None:
+        if given == "wrong":
+            raise ConfigError("it is wrong")
+        used.put(given)
+
+    follower = SecretFollower(file, use, LOOK_S)
+    file.write_text("wrong")
+    while not caplog.records:
+        assert used.empty()
+    assert "the cluster secret stays as it was: it is wrong" in caplog.text
+    file.write_text("right")
+    assert used.get(timeout=WAIT_S) == "right"
+    follower.close()
+
+
+def test_without_a_file_nothing_is_followed() -> None:
+    SecretFollower(None, lambda _: None).close()
