@@ -8,7 +8,7 @@ import pytest
 
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
-from mooncake.base.kv_layout import BlockPlaces, SegmentRef
+from mooncake.base.kv_layout import BlockPlaces, KvLayout, PageArray, SegmentRef
 from mooncake.base.messages import PinBlocks, PinGranted, Unpin, WorkerRef
 from mooncake.engine.block_pool import BlockPool
 from mooncake.instance import page_pins
@@ -18,6 +18,7 @@ from mooncake.instance.page_pins import PagePins
 OWN, READER = WorkerRef("decode-0", "e", "a"), WorkerRef("decode-1", "e", "b")
 KEYS = [BlockKey(bytes([number]) * 16) for number in range(4)]
 SEGMENT = SegmentRef("engine", {}, "host")
+LAYOUT = KvLayout(num_layers=2, block_tokens=2, kv_width=4, dtype="float32", fingerprint="f")
 REPEAT_S = 10.0
 
 
@@ -41,11 +42,7 @@ class Sent:
 class HashingRank:
     """A rank whose hashes come when the test says so."""
 
-    class Pages:
-        def holds(self, page: int) -> bool:
-            return page >= 0
-
-    array = Pages()
+    array = PageArray(LAYOUT, 8)
 
     def hash(self, pages: Sequence[int]) -> int:
         self.pages = list(pages)
@@ -60,7 +57,7 @@ def setup(*ranks: HashingRank) -> tuple[PagePins, BlockPool, Sent, BlockChecksum
     for key, page in zip(KEYS, pages, strict=False):
         pool.publish(key, page)
     pool.release(pages)
-    checksums = BlockChecksums(ranks)  # type: ignore[arg-type]
+    checksums = BlockChecksums(ranks)
 
     def places(of: Sequence[int]) -> BlockPlaces:
         return BlockPlaces(SEGMENT, 1, 0, [page * 100 for page in of])
