@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -86,8 +87,10 @@ def skew(checkpoint: Path, exponent: float, hottest: int) -> None:
 
 
 def counters(text: str, worker: str) -> dict[str, float]:
-    """Return the counters of one worker out of a gateway's `/metrics`."""
-    found = {}
+    """Return the counters of one worker out of a gateway's `/metrics`; those it does not name are
+    zero.
+    """
+    found = defaultdict[str, float](float)
     for labels, value in _COUNTER.findall(text):
         of = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         if of["worker"] == worker:
@@ -162,7 +165,7 @@ def show_balance(model: Path, args: argparse.Namespace) -> None:
                 while True:
                     text = httpx.get(f"{server.url}/metrics", timeout=60).text
                     now = counters(text, "decode-0")
-                    if now.get(ROWS, 0.0) > before[ROWS]:
+                    if now[ROWS] > before[ROWS]:
                         break
                     time.sleep(0.1)
                 mean, most, rows, hottest = (
