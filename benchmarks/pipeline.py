@@ -2,8 +2,10 @@
 `python -m benchmarks pipeline DIR`.
 
 The engines are processes of their own and take turns, so that they meet the same load of the
-machine; the table shows the median of the rounds. A prompt of n chunks of equal time goes through
-two stages in (n + 1) / 2n of one stage's time: *bubble* is what the measured time is over that.
+machine; the table shows the median of the rounds. Through two stages of half the time each go all
+chunks, and the last through the second one alone: half of what one thread takes for the prompt and
+for its last chunk (its time less that of the prompt without it). *bubble* is what the measured time
+is over that.
 """
 
 from __future__ import annotations
@@ -80,14 +82,18 @@ def main(argv: list[str]) -> int:
     print(f"| prompt | {' | '.join(columns)} |\n|{'---|' * (1 + len(columns))}")
     for length in args.tokens:
         times: dict[str, list[float]] = {name: [] for name in engines}
+        last_s = []
         for number in range(args.rounds):
             draw = random.Random(number)
             prompt = [draw.randrange(VOCABULARY) for _ in range(length)]
             for name, engine in engines.items():
                 times[name].append(engine.seconds(prompt))
+            before = engines["one thread"].seconds(
+                prompt[: (length - 1) // args.chunk * args.chunk]
+            )
+            last_s.append(times["one thread"][-1] - before)
         one, two, stages = (statistics.median(found) for found in times.values())
-        chunks = -(-length // args.chunk)
-        bubble = stages / (one * (chunks + 1) / (2 * chunks)) - 1
+        bubble = stages / ((one + statistics.median(last_s)) / 2) - 1
         cells = [f"{seconds:.2f} s" for seconds in (one, two, stages)]
         cells += [f"{stages / one:.2f}", f"{stages / two:.2f}", f"{bubble:+.0%}"]
         print(f"| {length:,} | {' | '.join(cells)} |", flush=True)

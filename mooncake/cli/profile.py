@@ -27,7 +27,10 @@ from mooncake.launch.worker.cost_fit import ROLES, Fit, fit, shapes_within
 if TYPE_CHECKING:
     from mooncake.launch.worker.direct import DirectEngine
 
-TERMS = ("s a step", "s a token", "s a pair of new and earlier token", "s a pair of new tokens")
+TERMS = (
+    "s a step", "s a token", "s a pair of new and earlier token", "s a pair of new tokens",
+    "s an earlier token",
+)  # fmt: skip
 ENGINE, RESULT = "engine", "result"
 
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from mooncake.base.errors import ContextTooLong
 from mooncake.base.request import Failure
 from mooncake.engine.block_pool import BlockPool
-from mooncake.engine.chunks import equal_chunk
+from mooncake.engine.chunks import chunk_sizes
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.policy import last_in_order, priority_class, rank
@@ -138,7 +138,8 @@ class Batcher:
             most_streams = -(-batch.num_running_streams // config.num_stages)
             if sequence.num_missing == 1 and len(batch.streams) >= most_streams:
                 return  # in a later step, while this one is at its second stage
-            most = equal_chunk(self._cost, most, sequence.num_computed + sequence.num_in_flight)
+            computed = sequence.num_computed + sequence.num_in_flight
+            most = chunk_sizes(self._cost, most, computed, sequence.num_unplanned)[0]
         batch.give(sequence, most)
 
     def _grow(self, sequence: Sequence, batch: Batch) -> bool:

@@ -1,38 +1,77 @@
 """How many tokens of a prompt one step computes where its chunks follow one another through stages.
 
-A stage waits for the slowest chunk before the next can come, and later chunks of equal size are
-slower, as they attend to more. So chunks shrink as the context grows, and all take the time of the
-first. Pure.
+A pipeline takes the sum of its steps, and each stage but one waits once for the longest: sum and
+longest step are traded here. Later chunks of equal size are slower, as they attend to more, so
+that chunks shrink towards the end of a long prompt, at most until they take the time of a first
+one; but each reads the whole context and all weights again, so that they stay large where this
+costs more than the tail saves. Pure.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from mooncake.engine.cost import StepCostModel
 
 UNIT = 64
 """Chunks are whole blocks of this many tokens."""
 LEAST_SHARE = 2
-"""No chunk is smaller than this part of the first. What a step costs as such, the reading of all
-experts above all, would prevail over the tail that is saved: by the simulator's costs for Kimi-K2 a
-prompt of 512k tokens in four stages gains 3.65x with 2, 3.40x with 8, 3.66x with equal chunks; one
-of 128k 3.25x, 3.30x, 3.03x (`python -m benchmarks long-prompts`).
+"""No chunk is smaller than this part of the largest: what a step costs as such, the reading of all
+experts above all, would prevail.
 """
+LIMITS = (1.0, 0.875, 0.75, 0.625, 0.5)
+"""Of the time that the last chunk would take in full: the limits of a step that are compared."""
 
 
-def equal_chunk(cost: StepCostModel, most: int, num_context_tokens: int) -> int:
-    """Return the size of a chunk behind `num_context_tokens` tokens that takes as long as the first
-    one of a prompt, of `most` tokens; a multiple of `UNIT` where `most` is larger.
+def chunk_sizes(
+    cost: StepCostModel, most: int, num_context_tokens: int, num_tokens: int
+) -> Sequence[int]:
+    """Return the chunks in which a pipeline computes the `num_tokens` tokens of a prompt that lie
+    behind `num_context_tokens` others, so that the last is through all stages soonest.
 
-    By the cost model, x tokens behind L take fixed + token x + pair L x + square x²: solved for x.
+    most: of one chunk. All but the last are multiples of `UNIT` where `most` is larger, and as
+    large as may be where there is one stage.
     """
-    if most <= UNIT or not num_context_tokens:
-        return most
-    _, token, pair, square = cost.coefficients
-    wanted = token * most + square * most**2
-    linear = token + pair * num_context_tokens
-    root = linear + math.sqrt(linear**2 + 4 * square * wanted)
-    found = 2 * wanted / root if root > 0 else most
+    if cost.num_stages == 1 or num_tokens <= most or most <= UNIT:
+        return _equal(most, num_tokens)
+    first_s = cost.step_s(most, 0, 1)
+    slowest_s = cost.step_s(most, num_context_tokens + num_tokens - most, 1)
+    best: Sequence[int] = ()
+    best_s = math.inf
+    for limit in LIMITS:
+        sizes, sum_s, longest_s = [], 0.0, 0.0
+        context, left = num_context_tokens, num_tokens
+        while left:
+            size = min(left, _largest(cost, most, context, max(first_s, limit * slowest_s)))
+            step_s = cost.step_s(size, context, 1)
+            sizes.append(size)
+            sum_s += step_s
+            longest_s = max(longest_s, step_s)
+            context, left = context + size, left - size
+        if (through_s := sum_s + (cost.num_stages - 1) * longest_s) < best_s:
+            best, best_s = sizes, through_s
+    return best
+
+
+def _equal(most: int, num_tokens: int) -> list[int]:
+    full, rest = divmod(num_tokens, most)
+    return [most] * full + [rest] * (rest > 0)
+
+
+def _largest(cost: StepCostModel, most: int, context: int, limit_s: float) -> int:
+    """Return the largest chunk behind `context` tokens that takes no longer than `limit_s`, and at
+    least the smallest that is allowed.
+
+    By the cost model x tokens behind L take fixed + context L + (token + pair L) x + square x²:
+    solved for x.
+    """
+    fixed, token, pair, square, of_context = cost.coefficients
+    left_s = limit_s - fixed - of_context * context
     smallest = max(UNIT, most // LEAST_SHARE // UNIT * UNIT)
-    return min(most, max(smallest, int(found) // UNIT * UNIT))
+    if left_s <= 0:
+        return smallest
+    linear = token + pair * context
+    root = linear + math.sqrt(linear**2 + 4 * square * left_s)
+    found = 2 * left_s / root if root > 0 else most
+    return most if found >= most else max(smallest, int(found) // UNIT * UNIT)

@@ -18,10 +18,10 @@ from mooncake.base import CostSample
 
 Array = NDArray[np.float64]
 
-NUM_FEATURES = 4
-DEFAULT_COEFFICIENTS = (5e-3, 1e-4, 1e-9, 1e-9)
-"""Seconds per step, token, (token, context token) pair and (token, token) pair; used until the
-first sample comes.
+NUM_FEATURES = 5
+DEFAULT_COEFFICIENTS = (5e-3, 1e-4, 1e-9, 1e-9, 0.0)
+"""Seconds per step, token, (token, context token) pair, (token, token) pair and context token; used
+until the first sample comes.
 """
 DECAY = 1 - 1 / 256
 """An old sample's weight falls to 1/e within 256 newer ones."""
@@ -45,9 +45,10 @@ class StepCostModel:
     """Seconds of one step: a polynomial with coefficients >= 0, fitted to *relative* errors.
 
     Terms, with n new tokens in s sequences that have c context tokens together: 1, n, n*c/s (pairs
-    of new and cached tokens) and n*n/s (pairs within a chunk). So one model covers a chunk of
-    prefill (s = 1), a decode batch (n = s) and a mix (Mooncake, FAST'25, 6.1: polynomial of request
-    length and prefix length).
+    of new and cached tokens), n*n/s (pairs within a chunk) and c (context that is read, and for a
+    chunk expanded, however many tokens attend to it). So one model covers a chunk of prefill
+    (s = 1), a decode batch (n = s, where pairs and context are the same) and a mix (Mooncake,
+    FAST'25, 6.1: polynomial of request length and prefix length).
 
     Where a step goes through several stages, its seconds are those of the slowest, which is when
     the next can begin: what is queued counts these. The last chunk of a prompt, and each step of a
@@ -122,11 +123,17 @@ class StepCostModel:
         """
         if num_new_tokens <= 0:
             return 0.0
-        fixed, token, pair, square = self.coefficients
-        num_steps, num_pairs, num_squares = chunk_features(
+        fixed, token, pair, square, context = self.coefficients
+        num_steps, num_pairs, num_squares, num_read = chunk_features(
             num_new_tokens, num_context_tokens, chunk_tokens
         )
-        return fixed * num_steps + token * num_new_tokens + pair * num_pairs + square * num_squares
+        return (
+            fixed * num_steps
+            + token * num_new_tokens
+            + pair * num_pairs
+            + square * num_squares
+            + context * num_read
+        )
 
     def tail_s(self, num_new_tokens: int, num_context_tokens: int, chunk_tokens: int) -> float:
         """Return for how long the last chunk of such a prompt (see `prefill_s`) goes on through the
@@ -174,15 +181,17 @@ def last_chunk(num_new_tokens: int, chunk_tokens: int) -> int:
 
 def chunk_features(
     num_new_tokens: int, num_context_tokens: int, chunk_tokens: int
-) -> tuple[int, int, int]:
-    """Return (steps, pairs of new and earlier tokens, pairs within chunks) of a prompt computed in
-    chunks; see `StepCostModel.prefill_s`.
+) -> tuple[int, int, int, int]:
+    """Return (steps, pairs of new and earlier tokens, pairs within chunks, earlier tokens that the
+    steps read) of a prompt computed in chunks; see `StepCostModel.prefill_s`.
     """
     chunk = min(chunk_tokens, num_new_tokens) if chunk_tokens > 0 else num_new_tokens
     full, rest = divmod(num_new_tokens, chunk)
     num_pairs = chunk * (full * num_context_tokens + chunk * full * (full - 1) // 2)
     num_pairs += rest * (num_context_tokens + full * chunk)
-    return full + (rest > 0), num_pairs, full * chunk * chunk + rest * rest
+    steps = full + (rest > 0)
+    num_read = steps * num_context_tokens + chunk * (steps * (steps - 1) // 2)
+    return steps, num_pairs, full * chunk * chunk + rest * rest, num_read
 
 
 def _dot(
@@ -192,20 +201,21 @@ def _dot(
     num_sequences: int,
 ) -> float:
     """Return the predicted seconds: the terms of `StepCostModel` times their coefficients."""
-    fixed, token, pair, square = coefficients
+    fixed, token, pair, square, context = coefficients
     spread = num_new_tokens / max(num_sequences, 1)
     return (
         fixed
         + token * num_new_tokens
         + pair * spread * num_context_tokens
         + square * spread * num_new_tokens
+        + context * num_context_tokens
     )
 
 
 def non_negative_least_squares(gram: Array, moment: Array) -> tuple[float, ...]:
     """Return the x >= 0 that minimises x'Gx/2 - m'x, exactly, for a small positive definite G.
 
-    Tries the free solution first, then every choice of coefficients held at zero (2^4 of them).
+    Tries the free solution first, then every choice of coefficients held at zero (2^5 of them).
     """
     scale = 1.0 / np.sqrt(np.diag(gram))
     scaled_gram, scaled_moment = gram * np.outer(scale, scale), moment * scale
@@ -236,6 +246,7 @@ def _accumulate(gram: Array, moment: Array, sample: CostSample, weight: float) -
             sample.num_new_tokens,
             spread * sample.num_context_tokens,
             spread * sample.num_new_tokens,
+            sample.num_context_tokens,
         )
     )
     row /= sample.seconds

@@ -92,7 +92,7 @@ class Engine:
             drafter = drafter or drafter_of(config.speculation)
             self._speculation = Speculation(drafter, config.speculation.num_speculative_tokens)
             self.counters |= self._speculation.counters
-        self._step_cost = StepCostModel()
+        self._step_cost = StepCostModel(num_stages=config.num_stages)
         self._batcher = Batcher(config, self.pool, self._speculation, self._step_cost)
         self._sequences: dict[int, Sequence] = {}
         self._unreleased: dict[int, Sequence] = {}

@@ -34,16 +34,18 @@ class Column(IntEnum):
     TOKEN = 3
     PAIR = 4
     SQUARE = 5
-    CHUNK = 6
+    READ = 6
+    """The last coefficient: of each context token."""
+    CHUNK = 7
     """`max_batched_tokens`."""
-    NUM_BLOCKS = 7
-    USABLE = 8
+    NUM_BLOCKS = 8
+    USABLE = 9
     """1, or 0 while the worker drains."""
-    FREE_BLOCKS = 9
-    SEQUENCES = 10
-    CONTEXT = 11
-    MAX_SEQS = 12
-    STAGES = 13
+    FREE_BLOCKS = 10
+    SEQUENCES = 11
+    CONTEXT = 12
+    MAX_SEQS = 13
+    STAGES = 14
 
 
 def _row(view: InstanceView) -> tuple[float, ...]:

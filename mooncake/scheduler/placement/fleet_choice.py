@@ -110,7 +110,8 @@ def choose_decode_among(
     stages = columns[Column.STAGES]
     each, share = np.ceil(batch / stages), np.rint(context / stages)
     gap_s = columns[Column.FIXED] + columns[Column.TOKEN] * each
-    gap_s = stages * (gap_s + columns[Column.PAIR] * share + columns[Column.SQUARE] * each)
+    gap_s = gap_s + (columns[Column.PAIR] + columns[Column.READ]) * share
+    gap_s = stages * (gap_s + columns[Column.SQUARE] * each)
     missing = np.maximum(0, query.num_blocks_now - own)
     push_s = missing * query.push_s_per_block
     score_s = gap_s + push_s / max(query.num_output_tokens, 1)
@@ -366,16 +367,18 @@ def tail_s(columns: Floats, num_new_tokens: int, num_context_tokens: int) -> Flo
     before = num_context_tokens + num_new_tokens - last
     step_s = columns[Column.FIXED] + columns[Column.TOKEN] * last
     step_s = step_s + columns[Column.PAIR] * last * before + columns[Column.SQUARE] * last * last
+    step_s = step_s + columns[Column.READ] * before
     return np.asarray((stages - 1) * step_s)
 
 
 def _prefill_s(columns: Floats, num_new: int, num_context: int, chunk_tokens: int) -> Floats:
-    steps, pairs, squares = chunk_features(num_new, num_context, chunk_tokens)
+    steps, pairs, squares, read = chunk_features(num_new, num_context, chunk_tokens)
     return np.asarray(
         columns[Column.FIXED] * steps
         + columns[Column.TOKEN] * num_new
         + columns[Column.PAIR] * pairs
         + columns[Column.SQUARE] * squares
+        + columns[Column.READ] * read
     )
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from mooncake.base import ConfigError, KvLayout, Shape
 from mooncake.base.messages import CostSample, Role
-from mooncake.engine.chunks import equal_chunk
+from mooncake.engine.chunks import chunk_sizes
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.plan import StepPlan
 
@@ -293,13 +293,10 @@ class InstanceCost:
         """Return the seconds to compute a prompt's tokens from `num_cached` on, in chunks that
         follow one another through the stages; they are cut as an engine cuts them.
         """
-        cost, start = StepCostModel(), num_cached
-        if self.shape.pp > 1:
-            cost = StepCostModel(self.profile(Role.PREFILL, chunk_tokens, 1))
+        profile = self.profile(Role.PREFILL, chunk_tokens, 1) if self.shape.pp > 1 else ()
+        cost, start = StepCostModel(profile, self.shape.pp), num_cached
         ends_s = [0.0] * self.shape.pp
-        while start < num_tokens:
-            most = chunk_tokens if self.shape.pp == 1 else equal_chunk(cost, chunk_tokens, start)
-            new = min(most, num_tokens - start)
+        for new in chunk_sizes(cost, chunk_tokens, start, num_tokens - start):
             pairs = new * start + new * (new + 1) // 2
             step_s = self.step_s(new, pairs, start + new, self._exchanged(new, start + new))
             comes_s = 0.0

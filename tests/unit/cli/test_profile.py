@@ -59,7 +59,7 @@ def test_a_checkpoint_is_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "prefill steps of" in shown
     assert "error of a step left out of the fit" in shown
     document = json.loads(out.read_text())
-    assert len(document["decode"]["coefficients"]) == 4
+    assert len(document["decode"]["coefficients"]) == 5
     assert all(sample["seconds"] > 0 for sample in document["prefill"]["samples"])
     assert run(["profile", model, "--out", str(tmp_path / "nowhere" / "x.json")]) == 2
     assert "the directory of" in capsys.readouterr().err

@@ -17,12 +17,13 @@ from mooncake.engine.cost import (
     non_negative_least_squares,
 )
 
-TRUE = (4e-3, 2e-4, 3e-8, 1.5e-8)
+TRUE = (4e-3, 2e-4, 3e-8, 1.5e-8, 2e-6)
 
 
 def seconds(new: int, context: int, sequences: int, true: tuple[float, ...] = TRUE) -> float:
     spread = new / sequences
-    return true[0] + true[1] * new + true[2] * spread * context + true[3] * spread * new
+    pairs = true[2] * spread * context + true[3] * spread * new
+    return true[0] + true[1] * new + pairs + true[4] * context
 
 
 def sample(new: int, context: int, sequences: int = 1, noise: float = 1.0) -> CostSample:
