@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.support.servers import BUILD, ROOT, SERVED_NAME, load, machine, ours, running
 from mooncake.api.text.chat_template import ChatTemplate, load_chat_template
 from mooncake.api.text.tokenizer import load_tokenizer
+from mooncake.base import ModelSpec
 from mooncake.launch.config.shipped import DEMO, checkpoint
 from mooncake.tasks.mix import TASKS, evaluation_samples
 from mooncake.tasks.sample import Sample
@@ -86,11 +87,16 @@ def harness() -> Path:
     return program
 
 
-def evaluated(url: str, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
-    """Run the harness over the tasks `names` against the server at `url`; return its results."""
+def evaluated(
+    url: str, names: Sequence[str], max_model_len: int
+) -> Mapping[str, Mapping[str, Any]]:
+    """Run the harness over the tasks `names` against the server at `url`, whose prompts have up to
+    `max_model_len` tokens; return its results.
+    """
     out = DATA / "results"
     known = set(out.rglob("results_*.json"))
     arguments = f"base_url={url}/v1/completions,model={SERVED_NAME},num_concurrent=8"
+    arguments += f",max_length={max_model_len}"  # of longer ones the harness keeps the end
     subprocess.run(
         [
             str(harness()), "run", "--model", "local-completions", "--model_args", arguments,
@@ -119,8 +125,10 @@ def main(argv: Sequence[str]) -> int:
         for task in args.tasks
         if (TASK_FILES / f"{task}_chosen.yaml").exists()
     ]
+    config = json.loads((args.model / "config.json").read_text())
+    longest = ModelSpec.from_config(config).max_position_embeddings
     with running(ours("lm-eval", args.model, "--colocated")) as server:
-        results = evaluated(server.url, names)
+        results = evaluated(server.url, names, longest)
     print(f"{args.num_samples} samples of each task; {PACKAGE}; {machine()}; load {load()}\n")
     print("| task | right | standard error |\n|---|---|---|")
     for name in names:

@@ -104,7 +104,9 @@ def test_any_layout(
     ) as cluster:
         assert answers(cluster, model) == truth
         assert answers(cluster, model) == truth, "from the cache"
-        assert cluster.counter(DRAFT_TOKENS) >= cluster.counter(ACCEPTED_TOKENS) > 0
+        assert cluster.counter(DRAFT_TOKENS) >= cluster.counter(ACCEPTED_TOKENS)
+        # An MTP layer of random weights is right by chance only.
+        assert cluster.counter(DRAFT_TOKENS if method == "mtp" else ACCEPTED_TOKENS) > 0
 
 
 def test_preemption(model: Path, methods: dict[str, SpeculativeConfig]) -> None:
