@@ -158,7 +158,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Counts since start, by name (`blocks_fetched`, `preemptions`, …), for /metrics."""
     expert_rows: list[int] = []
     """Rows of each routed expert that this worker computed in the last window, of all layers; none
-    where it shares them with nobody.
+    where it has all experts to itself.
     """
 
 

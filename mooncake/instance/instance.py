@@ -331,8 +331,8 @@ class Instance:
 
     @property
     def _lends(self) -> bool:
-        """Whether others may read its cached blocks here: it ends once nobody needs them any more,
-        unless it comes back in another role, which it does as soon as nothing runs.
+        """Whether others may read this instance's cached blocks: one that drains ends when no other
+        reads them any more; one that takes another role keeps none for others.
         """
         return self.draining and self.next_role is None and self._own_pages.has_whole_blocks
 

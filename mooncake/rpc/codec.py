@@ -44,7 +44,7 @@ class UnknownMessage(ProtocolError):
     """A well-formed message of a kind that this release does not have."""
 
     def __init__(self, kind: str, asker: WorkerRef | None, ticket: int) -> None:
-        """`asker` waits for an answer to `ticket`; None: nobody does."""
+        """`asker`: who waits for an answer to `ticket`; None: no answer is waited for."""
         super().__init__(f"release {__version__} has no message of the kind {kind:.40}")
         self.kind = kind
         self.asker = asker

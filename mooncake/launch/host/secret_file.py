@@ -11,7 +11,9 @@ from mooncake.base import ConfigError, MooncakeError
 from mooncake.launch.host.credentials import read_secret
 
 LOOK_S = 2.0
-"""How often the file is read."""
+"""How often the file is read. What it says counts once two looks have found it: a file that is
+being written may end anywhere.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -39,9 +41,11 @@ class SecretFollower:
         self._stop.set()
 
     def _follow(self, file: Path, known: str | None) -> None:
+        before = known
         while not self._stop.wait(self._look_s):
             found = _read(file)
-            if found is None or found == known:
+            settled, before = found == before, found
+            if not settled or found is None or found == known:
                 continue
             known = found
             try:

@@ -13,7 +13,7 @@ import time
 
 import msgspec
 
-from mooncake.base import ConfigError, MooncakeError
+from mooncake.base import ConfigError, MooncakeError, Unavailable
 from mooncake.identity import Credential
 from mooncake.launch.worker.far_ranks import HOSTS_NAME, RankWanted
 from mooncake.launch.worker.rank_processes import start_follower
@@ -21,6 +21,8 @@ from mooncake.launch.worker.sealed_link import SealedLink
 from mooncake.model.options import ModelOptions
 
 MAX_RANKS = 64
+MAX_UNPROVEN = 64
+"""Connections that have not proven themselves yet: they take no rank's place."""
 _log = logging.getLogger(__name__)
 
 
@@ -37,6 +39,7 @@ class RankHost:
             raise ConfigError(f"bind-host: cannot listen at {host}:{port}: {error}") from error
         self.port: int = self._listener.getsockname()[1]
         self._places = threading.BoundedSemaphore(MAX_RANKS)
+        self._unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
 
     def run(self) -> None:
         """Start a follower for each lead that comes, until `close`."""
@@ -45,9 +48,11 @@ class RankHost:
                 sock, whence = self._listener.accept()
             except OSError:
                 return
-            if not self._places.acquire(blocking=False):
+            if not self._unproven.acquire(blocking=False):
                 sock.close()
-                _log.warning("%s asked for a rank, and there are %d", whence[0], MAX_RANKS)
+                _log.warning(
+                    "%s was hung up on: %d connections prove themselves", whence[0], MAX_UNPROVEN
+                )
                 continue
             threading.Thread(target=self._serve, args=(sock, whence[0]), daemon=True).start()
 
@@ -60,21 +65,31 @@ class RankHost:
         """Start a follower for who has connected, and be between the two until one has ended."""
         try:
             with sock:
-                link = SealedLink.accept(sock, self._credential, HOSTS_NAME)
-                wanted = msgspec.msgpack.decode(link.receive(), type=RankWanted)
-                ours, theirs = socket.socketpair()
-                ahead_s = time.monotonic() - wanted.sent_s
-                with theirs:
-                    far = self._host, repr(ahead_s)
-                    child = start_follower(theirs.fileno(), (), ModelOptions().weights_key, far)
-                _log.info("rank %d follows a lead at %s", child.pid, whence)
                 try:
-                    link.relay(ours)
+                    link = SealedLink.accept(sock, self._credential, HOSTS_NAME)
                 finally:
-                    child.kill()
-                    child.wait()
-                _log.info("rank %d has ended", child.pid)
+                    self._unproven.release()
+                if not self._places.acquire(blocking=False):
+                    raise Unavailable(f"{MAX_RANKS} ranks run here, and no more may")
+                try:
+                    self._follow(link, whence)
+                finally:
+                    self._places.release()
         except (OSError, EOFError, MooncakeError, msgspec.MsgspecError) as error:
             _log.warning("%s asked for a rank in vain: %s", whence, error)
+
+    def _follow(self, link: SealedLink, whence: str) -> None:
+        """Run the follower of a proven lead for as long as both live."""
+        wanted = msgspec.msgpack.decode(link.receive(), type=RankWanted)
+        ours, theirs = socket.socketpair()
+        ahead_s = time.monotonic() - wanted.sent_s
+        with theirs:
+            far = self._host, repr(ahead_s)
+            child = start_follower(theirs.fileno(), (), ModelOptions().weights_key, far)
+        _log.info("rank %d follows a lead at %s", child.pid, whence)
+        try:
+            link.relay(ours)
         finally:
-            self._places.release()
+            child.kill()
+            child.wait()
+        _log.info("rank %d has ended", child.pid)

@@ -8,6 +8,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 
 from mooncake.base import Forbidden, ProtocolError, SystemIds
 from mooncake.identity import Credential
@@ -16,7 +17,7 @@ from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.seals import TAG_BYTES
 
 PROVE_S = 10.0
-"""How long the other end may take to prove itself."""
+"""How long the other end may take to prove itself, in all."""
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 1 << 16
 
@@ -34,16 +35,17 @@ class SealedLink:
         """Return the link to who listens at `address` under `name`.
 
         Raises:
-            OSError: nobody does, or it did not answer.
+            OSError: nobody listens there, or the listener did not answer.
             HandshakeRefused: one side is not of the cluster.
             ProtocolError: it does not speak this protocol.
         """
+        until_s = time.monotonic() + PROVE_S
         sock = socket.create_connection(address, PROVE_S)
         try:
             side = _credentials(credential, "lead").connect(name)
             _send(sock, side.first_message)
             while side.channel is None:
-                answer = side.step(_receive(sock))
+                answer = side.step(_receive(sock, until_s))
                 if answer is not None:
                     _send(sock, answer)
             return cls._proven(sock, side.channel)
@@ -60,10 +62,10 @@ class SealedLink:
             Forbidden: it is not of the cluster.
             ProtocolError: it does not speak this protocol.
         """
-        sock.settimeout(PROVE_S)
+        until_s = time.monotonic() + PROVE_S
         side = _credentials(credential, name).accept()
         while side.channel is None:
-            _send(sock, side.step(_receive(sock)))
+            _send(sock, side.step(_receive(sock, until_s)))
             if side.refusal is not None:
                 raise Forbidden(f"a peer was refused: {side.refusal}")
         return cls._proven(sock, side.channel)
@@ -141,17 +143,27 @@ def _send(sock: socket.socket, data: bytes) -> None:
     sock.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _receive(sock: socket.socket) -> bytes:
-    """Return the next message. EOFError: the other end has gone."""
-    [count] = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+def _receive(sock: socket.socket, until_s: float | None = None) -> bytes:
+    """Return the next message, which has to be whole at `until_s`, by the monotonic clock.
+
+    Raises:
+        EOFError: the other end has gone.
+        TimeoutError: it was not whole in time.
+    """
+    [count] = _LENGTH.unpack(_exactly(sock, _LENGTH.size, until_s))
     if count > _MOST_BYTES + TAG_BYTES:
         raise ProtocolError(f"a message of {count} bytes on a link of ranks")
-    return _exactly(sock, count)
+    return _exactly(sock, count, until_s)
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
+def _exactly(sock: socket.socket, count: int, until_s: float | None) -> bytes:
     found = bytearray()
     while len(found) < count:
+        if until_s is not None:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("timed out")
+            sock.settimeout(left_s)
         part = sock.recv(count - len(found))
         if not part:
             raise EOFError

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import pytest
 
 from mooncake.base import ConfigError, Forbidden, ProtocolError
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
-from mooncake.launch.worker.far_ranks import FarStages
+from mooncake.launch.worker import rank_host, sealed_link
+from mooncake.launch.worker.far_ranks import HOSTS_NAME, FarStages
+from mooncake.launch.worker.rank_host import RankHost
 from mooncake.launch.worker.sealed_link import SealedLink
 from mooncake.transfer.net.handshake import HandshakeRefused
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 NAME = "ranks"
 MINE, OTHER = (
@@ -23,28 +30,28 @@ MINE, OTHER = (
 )
 
 
+class Tapped(socket.socket):
+    """A socket that keeps what is sent."""
+
+    def __init__(self, of: socket.socket) -> None:
+        super().__init__(fileno=of.detach())
+        self.seen: list[bytes] = []
+
+    def sendall(self, data: ReadableBuffer, flags: int = 0) -> None:
+        self.seen.append(bytes(data))
+        super().sendall(data, flags)
+
+
 @contextmanager
 def linked() -> Iterator[tuple[SealedLink, SealedLink, list[bytes]]]:
     """Yield both ends of a link, and what passes from the first to the second."""
-    seen: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(2) as threads:
         accepted = threads.submit(lambda: SealedLink.accept(server.accept()[0], MINE, NAME))
         near = SealedLink.connect(server.getsockname(), MINE, NAME)
         far = accepted.result()
-        send = near._socket.sendall
-
-        class Tapped:
-            def __getattr__(self, name: str) -> object:
-                return getattr(near_socket, name)
-
-            def sendall(self, data: bytes) -> None:
-                seen.append(bytes(data))
-                send(data)
-
-        near_socket = near._socket
-        near._socket = Tapped()  # type: ignore[assignment]
-        yield near, far, seen
-        near_socket.close()
+        near._socket = tapped = Tapped(near._socket)
+        yield near, far, tapped.seen
+        tapped.close()
         far._socket.close()
 
 
@@ -81,6 +88,45 @@ def test_who_is_not_of_the_cluster_is_refused() -> None:
             SealedLink.connect(server.getsockname(), OTHER, NAME)
         with pytest.raises((Forbidden, EOFError, OSError)):
             accepted.result()
+
+
+def test_who_proves_itself_byte_by_byte_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealed_link, "PROVE_S", 0.2)
+    near, far = socket.socketpair()
+    ended = threading.Event()
+
+    def trickle() -> None:
+        near.sendall((60_000).to_bytes(4, "little"))
+        with contextlib.suppress(OSError):
+            while not ended.wait(0.01):
+                near.sendall(b"x")
+
+    with near, far, ThreadPoolExecutor(1) as threads:
+        trickling = threads.submit(trickle)
+        try:
+            with pytest.raises(TimeoutError):
+                SealedLink.accept(far, MINE, NAME)
+        finally:
+            ended.set()
+        trickling.result()
+
+
+def test_connections_that_prove_nothing_take_no_place_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_host, "MAX_RANKS", 1)
+    monkeypatch.setattr(RankHost, "_follow", lambda _, link, whence: link.send(b"followed"))
+    host = RankHost("127.0.0.1", 0, MINE)
+    running = threading.Thread(target=host.run)
+    running.start()
+    address = ("127.0.0.1", host.port)
+    idle = [socket.create_connection(address) for _ in range(3)]
+    link = SealedLink.connect(address, MINE, HOSTS_NAME)
+    assert link.receive() == b"followed"
+    host.close()
+    running.join()
+    for each in (*idle, link._socket):
+        each.close()
 
 
 def test_what_comes_at_one_end_leaves_at_the_other_until_one_is_gone() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mooncake.base import ConfigError
+from mooncake.launch.host import secret_file
 from mooncake.launch.host.secret_file import SecretFollower
 
 LOOK_S = 0.01
@@ -27,6 +28,18 @@ def test_what_the_file_says_next_is_used_once_and_nothing_is_not(tmp_path: Path)
     follower.close()
     follower.close()
     assert used.empty()
+
+
+def test_a_file_that_is_being_written_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter(["old", "n", "ne", None, "ne", "new", "new", "new"])
+    monkeypatch.setattr(secret_file, "_read", lambda _: next(looks, "end"))
+    used = queue.SimpleQueue[str]()
+    follower = SecretFollower(tmp_path / "secret", used.put, LOOK_S)
+    assert used.get(timeout=WAIT_S) == "new"
+    assert used.get(timeout=WAIT_S) == "end"
+    follower.close()
 
 
 def test_a_secret_that_cannot_be_used_is_logged_and_the_next_is(
