@@ -9,7 +9,7 @@ import sys
 from mooncake.base import ConfigError
 from mooncake.base.rights import CredentialRole
 from mooncake.cli.command import Command
-from mooncake.launch.config.options import count, same_as, setting, text
+from mooncake.launch.config.options import count, positive, same_as, setting, text
 from mooncake.launch.config.settings import ServeConfig
 
 GROUP = "cluster"
@@ -32,6 +32,8 @@ class Ranks:
         "address of this machine on which ranks listen")
     port: int = setting(7100, count(0, 65535), GROUP, "N",
         "where workers ask for ranks; 0: any free one, which is printed")
+    shutdown_timeout: float = setting(30.0, positive, GROUP, "S",
+        "seconds that ranks still compute after SIGTERM, or until their leads have gone")
     cluster_secret: str | None = same_as(ServeConfig, "cluster_secret", GROUP)
     cluster_secret_file: str | None = same_as(ServeConfig, "cluster_secret_file", GROUP)
     # fmt: on
@@ -60,9 +62,15 @@ def run(wanted: Ranks) -> int:
     configure_logging("ranks", sys.stderr)
     credential = own_credential(wanted.cluster_secret, CredentialRole.WORKER, name="ranks")
     host = RankHost(wanted.bind_host, wanted.port, credential)
-    signal.signal(signal.SIGTERM, lambda *_: host.close())
+
+    def on_signal(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        host.close()
+
+    signal.signal(signal.SIGTERM, on_signal)
     print(f"ranks are started at {wanted.bind_host}:{host.port}", flush=True)
     host.run()
+    host.finish(wanted.shutdown_timeout)
     return 0
 
 

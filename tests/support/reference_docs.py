@@ -256,8 +256,8 @@ def chart() -> list[str]:
     """Return the chart's page, with its values: each with the comment that stands before it."""
     lines = [
         "# The chart of Mooncake", "", "    helm install NAME charts/mooncake -f VALUES.yaml", "",
-        "The [operator's guide](../../docs/kubernetes.md) has the steps, and [ci](ci) has three "
-        "files of values.", "", "## Values", "",
+        "The [operator's guide](../../docs/kubernetes.md) has the steps, and [ci](ci) has files "
+        "of values.", "", "## Values", "",
     ]  # fmt: skip
     rows: list[list[str]] = []
     said: list[str] = []

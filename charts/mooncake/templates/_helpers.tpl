@@ -1,10 +1,12 @@
 {{/* The prefix of all names, 44 characters at most: Kubernetes labels the pods of a StatefulSet with its
-     name ("-gateway" and the like, 8) and a hash ("-", 10), and a label has 63. Longer names keep a
-     digest, so that two releases that begin alike stay apart. */}}
+     name ("-gateway" and the like, 8) and a hash ("-", 10), and a label has 63; where pods come in groups,
+     with the number of the group, too ("-", 3). Longer names keep a digest, so that two releases that
+     begin alike stay apart. */}}
 {{- define "mooncake.name" -}}
 {{- $name := printf "%s-mooncake" .Release.Name -}}
-{{- if gt (len $name) 44 -}}
-{{- $name = printf "%s-%s" ($name | trunc 35 | trimSuffix "-") (sha256sum $name | trunc 8) -}}
+{{- $longest := ternary 40 44 (or .Values.prefill.shape.podPerStage .Values.decode.shape.podPerStage | default false) -}}
+{{- if gt (len $name) $longest -}}
+{{- $name = printf "%s-%s" ($name | trunc (sub $longest 9 | int) | trimSuffix "-") (sha256sum $name | trunc 8) -}}
 {{- end -}}
 {{- $name -}}
 {{- end -}}
@@ -48,7 +50,8 @@
 {{- end }}
 {{- end -}}
 
-{{/* One role with what it inherits: (dict "root" $ "role" "gateway"), with `values` and `name` added. */}}
+{{/* One role with what it inherits: (dict "root" $ "role" "gateway"), with `values` and `name` added, and
+     `stages`: how many pods an engine has where each of its stages is in one of its own, else 0. */}}
 {{- define "mooncake.scope" -}}
 {{- $values := mergeOverwrite (deepCopy .root.Values.pods) (deepCopy (index .root.Values .role)) }}
 {{- with ($values.shape).gpu }}
@@ -59,6 +62,19 @@
 {{- fail (printf "%s.resources.limits: %v of %s for %d ranks: leave it out, shape counts them" $.role $known . $ranks) }}
 {{- end }}
 {{- $_ := set $values "resources" (merge (dict "limits" (dict . $ranks)) ($values.resources | default dict)) }}
+{{- end }}
+{{- $_ := set . "stages" 0 }}
+{{- if ($values.shape).podPerStage }}
+{{- $_ := set . "stages" ($values.shape.pipelineParallelSize | default 1 | int) }}
+{{- if lt .stages 2 }}
+{{- fail (printf "%s.shape.podPerStage: there is one stage; give %s.shape.pipelineParallelSize" .role .role) }}
+{{- else if $values.shape.gpu }}
+{{- fail (printf "%s.shape.podPerStage: stages are computed by CPUs so far; leave out %s.shape.gpu" .role .role) }}
+{{- else if .root.Values.kubeRay.enabled }}
+{{- fail (printf "%s.shape.podPerStage: a RayCluster has no groups of pods; leave out kubeRay.enabled" .role) }}
+{{- else if ne ($values.updateStrategy.type | default "RollingUpdate") "RollingUpdate" }}
+{{- fail (printf "%s.updateStrategy: groups of pods (shape.podPerStage) have RollingUpdate alone" .role) }}
+{{- end }}
 {{- end }}
 {{- $_ := set . "values" $values }}
 {{- $_ := set . "name" (printf "%s-%s" (include "mooncake.name" .root) .role) }}
@@ -221,7 +237,8 @@ app.kubernetes.io/component: {{ .role }}
 {{- end }}
 {{- end -}}
 
-{{/* The pod of a role: what is under `template` in its workload. */}}
+{{/* The pod of a role: what is under `template` in its workload; with `ofStage` the pod of a stage that
+     another pod leads. */}}
 {{- define "mooncake.template" -}}
 metadata:
   labels:
@@ -263,13 +280,13 @@ spec:
     {{- . | nindent 4 }}
   {{- end }}
   containers:
-    - {{- include "mooncake.container" . | nindent 6 }}
+    - {{- include (ternary "mooncake.ranks" "mooncake.container" (.ofStage | default false)) . | nindent 6 }}
   volumes:
     {{- include "mooncake.volumes" . | trim | nindent 4 }}
 {{- end -}}
 
-{{- define "mooncake.container" -}}
-name: {{ .role }}
+{{/* What a role's containers have alike, from image to environment. */}}
+{{- define "mooncake.basics" -}}
 image: {{ include "mooncake.image" .root }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 resources: {{- toYaml .values.resources | nindent 2 }}
@@ -314,6 +331,11 @@ env:
 envFrom: {{- toYaml . | nindent 2 }}
 {{- end }}
 command: [/bin/sh, -ec]
+{{- end -}}
+
+{{- define "mooncake.container" -}}
+name: {{ .role }}
+{{ include "mooncake.basics" . }}
 args:
   - |
     {{- include (printf "mooncake.%s" (ternary .role "worker" (has .role (list "head" "gateway")))) . | nindent 4 }}{{ include "mooncake.words" .values.args }}
@@ -341,6 +363,44 @@ ports: {{- include "mooncake.ports" . | nindent 2 }}
   {{- end }}
 {{- end }}
 volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
+{{- end -}}
+
+{{/* Computes a stage that the group's leader asks for. It serves on until that one has left. */}}
+{{- define "mooncake.ranks" -}}
+name: ranks
+{{ include "mooncake.basics" . }}
+args:
+  - |
+    # As the first process it would ignore a SIGTERM that comes while it starts, as when the group begins anew.
+    trap 'kill $!' TERM
+    mooncake ranks --bind-host "$POD_IP" --port {{ include "mooncake.ranksPort" . }} --shutdown-timeout {{ .values.drainSeconds }} &
+    wait $! || wait $!
+ports: {{- include "mooncake.stagePorts" . | nindent 2 }}
+{{- range $kind := list "startup" "liveness" "readiness" }}
+{{ $kind }}Probe:
+  tcpSocket: {port: ranks}
+  {{- range $name, $value := index $.values.probes $kind }}
+  {{ $name }}: {{ $value }}
+  {{- end }}
+{{- end }}
+volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
+{{- end -}}
+
+{{/* Where the pods of stages are asked for ranks. */}}
+{{- define "mooncake.ranksPort" -}}
+7100
+{{- end -}}
+
+{{- define "mooncake.stagePorts" -}}
+- {name: ranks, containerPort: {{ include "mooncake.ranksPort" . }}}
+{{- end -}}
+
+{{/* The ports of all pods of a role: what its Service and its policy name. */}}
+{{- define "mooncake.allPorts" -}}
+{{ include "mooncake.ports" . }}
+{{- if .stages }}
+{{ include "mooncake.stagePorts" . }}
+{{- end }}
 {{- end -}}
 
 {{/* The ports on which a role's pods listen, beside those of "mooncake.ranges". */}}
@@ -380,11 +440,17 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --headless \
   --bind-host "$POD_IP" --bind-ports 7000-7099 --health-host "$POD_IP" --health-port 8200
 {{- include "mooncake.portTls" (dict "root" .root "port" "health") }}
 {{- range $role := list "prefill" "decode" }}
-{{- $shape := (index $.root.Values $role).shape | default dict }}
-{{- range $name, $flag := dict "tensorParallelSize" "tensor-parallel-size" "pipelineParallelSize" "pipeline-parallel-size" "decodeContextParallelSize" "decode-context-parallel-size" }}
-{{- with get $shape $name | default 1 | int }}
-{{- if gt . 1 }} --{{ $role }}-set {{ $flag }}={{ . }}{{ end }}
+{{- $own := include "mooncake.sizes" (index $.root.Values $role).shape | fromYaml }}
+{{- range $flag, $size := $own }} --{{ $role }}-set {{ $flag }}={{ $size }}{{ end }}
 {{- end }}
+{{- end -}}
+
+{{/* The flags of a shape and their values, without those that are 1. */}}
+{{- define "mooncake.sizes" -}}
+{{- range $name, $flag := dict "tensorParallelSize" "tensor-parallel-size" "pipelineParallelSize" "pipeline-parallel-size" "decodeContextParallelSize" "decode-context-parallel-size" }}
+{{- $size := get ($ | default dict) $name | default 1 | int }}
+{{- if gt $size 1 }}
+{{ $flag }}: {{ $size }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -413,5 +479,12 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --role {{ .role }} --
   --admin-host "$POD_IP" --admin-port 8100 --dram {{ .values.dram | squote }}
 {{- include "mooncake.portTls" (dict "root" .root "port" "admin") }}
 {{- range $at, $disk := .values.ssd }} --ssd '/ssd/{{ $at }}:{{ $disk.size }}'{{ end }}
+{{- end }}
+{{- range $flag, $size := include "mooncake.sizes" .values.shape | fromYaml }} --{{ $flag }} {{ $size }}{{ end }}
+{{- if .stages }} --rank-backend gloo
+{{- /* The leader is LEADER.SERVICE.NAMESPACE, its first worker LEADER-1.SERVICE.NAMESPACE. It has the last stage. */}}
+{{- range $at := until .stages | rest }} \
+  --stage-hosts "${LWS_LEADER_ADDRESS%%.*}-{{ $at }}.${LWS_LEADER_ADDRESS#*.}:{{ include "mooncake.ranksPort" $ }}"
+{{- end }}
 {{- end }}
 {{- end -}}

@@ -33,6 +33,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import secret_file, write_private
 from mooncake.launch.host.secret_file import SecretFollower
+from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import choose_protocols
@@ -193,6 +194,7 @@ def join(config: ServeConfig) -> int:
             lambda: ray_cluster.read_facts(credential), config.join_timeout, asked_to_stop
         )
         settings = _joining(config, facts, secret)
+        _await_stages(settings, credential, config.join_timeout, asked_to_stop)
         write_private(own_file, secret)
         following = SecretFollower(
             config.cluster_secret_file, lambda given: write_private(own_file, given)
@@ -213,6 +215,26 @@ def join(config: ServeConfig) -> int:
         own_file.unlink(missing_ok=True)
         ray_cluster.disconnect()
     return 0
+
+
+def _await_stages(
+    settings: WorkerSettings, credential: Credential, limit_s: float, stop: threading.Event
+) -> None:
+    """Wait until the machines that compute a worker's stages are up.
+
+    Raises:
+        NotUp: one is not.
+        MooncakeError: one is not of this cluster.
+    """
+    far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
+
+    def ask() -> None:
+        try:
+            far.greet()
+        except OSError as error:
+            raise ray_cluster.NotUp(str(error)) from error
+
+    ray_cluster.when_up(ask, limit_s, stop)
 
 
 def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts, secret: str) -> WorkerSettings:
@@ -250,8 +272,12 @@ def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts, secret: str) 
         ssd_key=ssd_key(config),
         num_threads=plan.num_threads,
         num_gpus=gpus_of(plan, Role(config.role)),
+        stage_hosts=list(plan.stage_hosts) if plan.options.shape.pp > 1 else [],
         options=msgspec.structs.replace(
             template.options, device=plan.options.device, shape=plan.options.shape,
+            rank_backend=template.options.rank_backend
+            if config.rank_backend == "auto"
+            else config.rank_backend,
             measure_pages=plan.options.measure_pages,
             gpu_memory_utilization=plan.options.gpu_memory_utilization,
             weights_key=plan.options.weights_key,

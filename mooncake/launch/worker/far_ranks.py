@@ -39,6 +39,19 @@ class FarStages:
     own_host: str
     credential: Credential
 
+    def greet(self) -> None:
+        """Return once each of those machines has proven that it starts ranks for this cluster.
+
+        Raises:
+            OSError: one does not listen.
+            MooncakeError: one is not of this cluster.
+        """
+        for host, port in self.hosts:
+            try:
+                SealedLink.connect((host, port), self.credential, HOSTS_NAME).close()
+            except (OSError, EOFError) as error:
+                raise OSError(f"stage-hosts: {host}:{port} does not answer ({error})") from error
+
     def start(self, stage: int) -> tuple[socket.socket, FarRank]:
         """Have the machine of a stage start a follower; return the socket that is its link.
 

@@ -61,12 +61,22 @@ class RankHost:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
+    def finish(self, limit_s: float) -> None:
+        """After `run`: wait until all leads have gone, for `limit_s` at most."""
+        end_s = time.monotonic() + limit_s
+        for _ in range(MAX_RANKS):
+            if not self._places.acquire(timeout=max(0.0, end_s - time.monotonic())):
+                _log.warning("ranks still compute after %.0f s; they end now", limit_s)
+                return
+
     def _serve(self, sock: socket.socket, whence: str) -> None:
         """Start a follower for who has connected, and be between the two until one has ended."""
         try:
             with sock:
                 try:
                     link = SealedLink.accept(sock, self._credential, HOSTS_NAME)
+                except EOFError:  # a probe
+                    return
                 finally:
                     self._unproven.release()
                 if not self._places.acquire(blocking=False):
@@ -75,12 +85,14 @@ class RankHost:
                     self._follow(link, whence)
                 finally:
                     self._places.release()
-        except (OSError, EOFError, MooncakeError, msgspec.MsgspecError) as error:
+        except (OSError, MooncakeError, msgspec.MsgspecError) as error:
             _log.warning("%s asked for a rank in vain: %s", whence, error)
 
     def _follow(self, link: SealedLink, whence: str) -> None:
         """Run the follower of a proven lead for as long as both live."""
-        wanted = msgspec.msgpack.decode(link.receive(), type=RankWanted)
+        if not (first := link.receive()):  # a greeting
+            return
+        wanted = msgspec.msgpack.decode(first, type=RankWanted)
         ours, theirs = socket.socketpair()
         ahead_s = time.monotonic() - wanted.sent_s
         with theirs:

@@ -117,6 +117,11 @@ class SealedLink:
         """Have both ends find that the other has gone; from any thread."""
         _shut(self._socket)
 
+    def close(self) -> None:
+        """Hang up a link that nobody relays."""
+        self.hang_up()
+        self._socket.close()
+
     def _send_all(self, local: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := local.recv(_MOST_BYTES):

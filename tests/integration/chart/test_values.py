@@ -89,7 +89,7 @@ def test_values_for_ci_are_what_kubernetes_takes(file: Path, tmp_path: Path) -> 
     schemas = custom_resources()
     documents += [
         {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": role}, "template": each}
-        for role, each in templates_of_kuberay(documents).items()
+        for role, each in (templates_of_kuberay(documents) | templates_of_groups(documents)).items()
     ]
     for document in documents:
         if document["kind"] in schemas:
@@ -107,6 +107,20 @@ def templates_of_kuberay(documents: list[dict[str, Any]]) -> dict[str, dict[str,
         if each["kind"] == "RayCluster"
         for group in (each["spec"]["headGroupSpec"], *each["spec"]["workerGroupSpecs"])
     }
+
+
+def templates_of_groups(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the pods of LeaderWorkerSets: of leaders by their roles, of workers by ROLE-ranks."""
+    found = {}
+    for each in documents:
+        if each["kind"] == "LeaderWorkerSet":
+            role, group = component(each), each["spec"]["leaderWorkerTemplate"]
+            found |= {role: group["leaderTemplate"], f"{role}-ranks": group["workerTemplate"]}
+    return found
+
+
+def component(document: dict[str, Any]) -> str:
+    return str(document["metadata"]["labels"]["app.kubernetes.io/component"])
 
 
 def test_kuberay_starts_the_same_pods(tmp_path: Path) -> None:
@@ -144,6 +158,7 @@ def test_all_values_of_ci_together_use_every_kind() -> None:
     assert kinds >= {
         "HorizontalPodAutoscaler", "ScaledObject", "NetworkPolicy", "Ingress", "HTTPRoute",
         "InferencePool", "RayCluster", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Secret",
+        "LeaderWorkerSet",
     }  # fmt: skip
 
 

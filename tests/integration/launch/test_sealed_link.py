@@ -161,3 +161,39 @@ def test_a_machine_without_ranks_is_named_with_what_to_do() -> None:
     told = f"127.0.0.1:{address[1]} starts no rank .*`mooncake ranks"
     with pytest.raises(ConfigError, match=told):
         far.start(0)
+
+
+@contextmanager
+def listening_host() -> Iterator[RankHost]:
+    """Run a host of ranks."""
+    host = RankHost("127.0.0.1", 0, MINE)
+    thread = threading.Thread(target=host.run)
+    thread.start()
+    yield host
+    host.close()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_host_of_ranks_is_greeted_and_probed_without_a_word_in_its_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with listening_host() as host:
+        address = "127.0.0.1", host.port
+        FarStages((address, address), "127.0.0.1", MINE).greet()
+        socket.create_connection(address).close()
+        with pytest.raises(HandshakeRefused):
+            FarStages((address,), "127.0.0.1", OTHER).greet()
+    host.finish(30)
+    assert all("refused" in record.getMessage() for record in caplog.records), caplog.text
+    with pytest.raises(OSError, match=f"127.0.0.1:{host.port} does not answer"):
+        FarStages((address,), "127.0.0.1", MINE).greet()
+
+
+def test_a_host_that_is_told_to_end_waits_for_who_is_there_but_not_for_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with listening_host() as host:
+        assert host._places.acquire(), "as for a rank"
+    host.finish(0.2)
+    assert "ranks still compute" in caplog.text

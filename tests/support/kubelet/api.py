@@ -29,6 +29,7 @@ KINDS = {
     "apps/v1": {
         "deployments": "Deployment", "statefulsets": "StatefulSet", "replicasets": "ReplicaSet",
     },
+    "leaderworkerset.x-k8s.io/v1": {"leaderworkersets": "LeaderWorkerSet"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy", "ingresses": "Ingress"},

@@ -146,7 +146,7 @@ class Cluster:
     def is_rolled_out(self) -> bool:
         """Whether all workloads have the pods they want, as they want them, and no others."""
         with self.api.lock:
-            for kind in ("deployments", "statefulsets"):
+            for kind in ("deployments", "statefulsets", "leaderworkersets"):
                 for each in self.api.listed(kind):
                     wanted, status = each["spec"].get("replicas", 1), each.get("status", {})
                     names = ["replicas", "readyReplicas", "updatedReplicas"]

@@ -13,11 +13,12 @@ from tests.support.kubelet.api import KubeApi, Object
 from tests.support.kubelet.manifests import is_ready, part, quantity, requests, template_hash
 
 HASH = "pod-template-hash"
+GROUPS = "leaderworkerset.sigs.k8s.io"
 REVISION = "deployment.kubernetes.io/revision"
 
 
 class Controllers:
-    """Deployments with their ReplicaSets, StatefulSets, and the scheduler."""
+    """Deployments with their ReplicaSets, StatefulSets, LeaderWorkerSets, and the scheduler."""
 
     def __init__(self, api: KubeApi) -> None:
         self._api = api
@@ -32,6 +33,8 @@ class Controllers:
                 self._replica_set(each)
             for each in self._api.listed("statefulsets"):
                 self._stateful_set(each)
+            for each in self._api.listed("leaderworkersets"):
+                self._leader_worker_set(each)
             for kind in ("replicasets", "pods"):
                 for each in self._api.listed(kind):
                     self._collect(kind, each)
@@ -58,6 +61,10 @@ class Controllers:
             for kind in ("deployments", "statefulsets")
             for owner in self._api.listed(kind)
             if selected.items() <= owner["spec"]["template"]["metadata"]["labels"].items()
+        ) + sum(
+            owner["spec"].get("replicas", 1) * owner["spec"]["leaderWorkerTemplate"]["size"]
+            for owner in self._api.listed("leaderworkersets")
+            if selected.items() <= owner["metadata"].get("labels", {}).items()
         )
         spec = budget["spec"]
         if "minAvailable" in spec:
@@ -210,6 +217,73 @@ class Controllers:
             template["spec"].setdefault("volumes", []).append(volume)
         return self._make("StatefulSet", owner, name, template)
 
+    # -- LeaderWorkerSets
+
+    def _leader_worker_set(self, owner: Object) -> None:
+        """Keep groups of a leader and its workers: one that loses a pod, or has a container started
+        again, is made anew as a whole; an update goes from group to group.
+        """
+        spec, own = owner["spec"], owner["metadata"]["name"]
+        wanted, template = spec.get("replicas", 1), spec["leaderWorkerTemplate"]
+        code, size = template_hash(template), template["size"]
+        groups: dict[int, dict[int, Object]] = {}
+        for pod in self._api.listed("pods"):
+            if _owner(pod) == ("LeaderWorkerSet", own):
+                labels = pod["metadata"]["labels"]
+                group = groups.setdefault(int(labels[f"{GROUPS}/group-index"]), {})
+                group[int(labels[f"{GROUPS}/worker-index"])] = pod
+        for group in groups.values():
+            leader = group.get(0)
+            if leader is None or (not _is_ending(leader) and not _is_whole(group, size)):
+                for pod in group.values():
+                    self._api.delete("pods", pod["metadata"]["name"])
+        current = {at for at, group in groups.items() if _revision(group.get(0)) == code}
+        ready = {at for at, group in groups.items() if _is_group_ready(group, size)}
+        owner["status"] = {
+            "observedGeneration": owner["metadata"]["generation"],
+            "replicas": len(groups),
+            "readyReplicas": len(ready),
+            "updatedReplicas": len(current),
+        }
+        limits = spec.get("rolloutStrategy", {}).get("rollingUpdateConfiguration", {})
+        old = sorted(at for at in groups if at not in current and at < wanted)
+        number = wanted + (part(limits.get("maxSurge", 0), wanted, up=True) if old else 0)
+        for at in range(number):
+            if at not in groups:
+                for worker in range(size):
+                    self._make_of_group(owner, at, worker, code)
+        least = wanted - part(limits.get("maxUnavailable", 1), wanted, up=False)
+        gone = [at for at in groups if at >= number]
+        gone += [at for at in reversed(old) if at not in ready or len(ready) > least][:1]
+        for at in gone:  # its workers go when the leader has gone
+            if 0 in groups[at]:
+                self._api.delete("pods", f"{own}-{at}")
+
+    def _make_of_group(self, owner: Object, at: int, worker: int, code: str) -> None:
+        own, spec = owner["metadata"]["name"], owner["spec"]["leaderWorkerTemplate"]
+        kind = "workerTemplate" if worker else "leaderTemplate"
+        template = copy.deepcopy(spec.get(kind, spec["workerTemplate"]))
+        name = f"{own}-{at}-{worker}" if worker else f"{own}-{at}"
+        template["metadata"].setdefault("labels", {}).update(
+            {
+                f"{GROUPS}/name": own,
+                f"{GROUPS}/group-index": str(at),
+                f"{GROUPS}/worker-index": str(worker),
+                "controller-revision-hash": code,
+            }
+        )
+        template["spec"] |= {"hostname": name, "subdomain": own}
+        given = {
+            "LWS_LEADER_ADDRESS": f"{own}-{at}.{own}.{owner['metadata']['namespace']}",
+            "LWS_GROUP_SIZE": str(spec["size"]),
+            "LWS_WORKER_INDEX": str(worker),
+        }
+        variables = [{"name": each, "value": value} for each, value in given.items()]
+        for kind in ("initContainers", "containers"):
+            for container in template["spec"].get(kind, []):
+                container["env"] = [*variables, *container.get("env", [])]
+        self._make("LeaderWorkerSet", owner, name, template)
+
     # -- what they share
 
     def _make(self, kind: str, owner: Object, name: str, template: Object) -> Object:
@@ -280,8 +354,26 @@ def _owner(value: Object) -> tuple[str, str] | None:
     return None
 
 
-def _revision(pod: Object) -> Any:
-    return pod["metadata"]["labels"].get("controller-revision-hash")
+def _revision(pod: Object | None) -> Any:
+    return pod and pod["metadata"]["labels"].get("controller-revision-hash")
+
+
+def _is_ending(pod: Object) -> bool:
+    return "deletionTimestamp" in pod["metadata"]
+
+
+def _is_whole(group: dict[int, Object], size: int) -> bool:
+    """Whether all pods of a group are there, and no container was started again."""
+    containers = [c for p in group.values() for c in p["status"].get("containerStatuses", [])]
+    return (
+        len(group) == size
+        and not any(map(_is_ending, group.values()))
+        and not any(each["restartCount"] for each in containers)
+    )
+
+
+def _is_group_ready(group: dict[int, Object], size: int) -> bool:
+    return len(group) == size and all(map(is_ready, group.values()))
 
 
 def _ordinal(name: str) -> int:

@@ -99,8 +99,8 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             if (init := self.init) is not None:
                 os.kill(init, number)
-            elif number == signal.SIGKILL:
-                self._process.kill()
+            else:
+                self._process.send_signal(number)
 
     def run(self, words: Sequence[str], timeout_s: float, log: Path | None = None) -> int:
         """Run a command in the container, as `kubectl exec`; return its exit code, 124 when it
@@ -137,6 +137,7 @@ def _script(
     root, quote = f"{folder}/root", shlex.quote
     read_only = container.get("securityContext", {}).get("readOnlyRootFilesystem", False)
     lines = [
+        "trap 'exit 143' TERM",  # the root is made before there is a program that could be told
         f"hostname {quote(pod['metadata']['name'])}",
         "mount --make-rprivate /",
         f"mount -t tmpfs layer {folder}",

@@ -40,10 +40,14 @@ def image(source: Path = TOP) -> Image:
 
 
 @contextmanager
-def cluster_in(folder: Path, images: Mapping[str, Image], nodes: int = 1) -> Iterator[Cluster]:
-    """Run a cluster that has a checkpoint, and beside it a file of values for the chart."""
+def cluster_in(
+    folder: Path, images: Mapping[str, Image], nodes: int = 1, of: Path = CPU_VALUES
+) -> Iterator[Cluster]:
+    """Run a cluster that has a checkpoint, and beside it a file of values for the chart, made of
+    that in `of`.
+    """
     nano_checkpoint(folder / "models")
-    values = yaml.safe_load(CPU_VALUES.read_text())
+    values = yaml.safe_load(of.read_text())
     values["model"]["volume"]["hostPath"]["path"] = f"{folder}/models"
     values["kvstore"]["ssd"] = [{"size": "64MiB", "storage": "64Mi"}]
     (folder / "values.yaml").write_text(yaml.safe_dump(values))

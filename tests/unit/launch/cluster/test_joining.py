@@ -1,0 +1,54 @@
+"""What a worker that joins takes over from the cluster, and what it says itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake.base import Shape
+from mooncake.launch.cluster.ray_cluster import ClusterFacts
+from mooncake.launch.cluster.ray_workers import _joining
+from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.launch.config.config import resolve
+from mooncake.launch.config.plan import make_plan
+from mooncake.launch.worker.process import WorkerSettings
+from tests.support.model.checkpoints import write_config_only
+
+APART = {
+    "pipeline_parallel_size": 2, "rank_backend": "gloo", "bind_host": "10.0.0.7",
+    "stage_hosts": ["g-0-1.g.default:7100"], "cluster_secret": "hush",
+}  # fmt: skip
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> ClusterFacts:
+    model = write_config_only(tmp_path / "small")
+    config = resolve({"model": str(model), "device": "cpu"}, None, {})
+    plan = make_plan(config, 4)
+    workers = cluster_workers(config, plan, "tcp://127.0.0.1:1", "hush", "here")
+    return ClusterFacts(
+        gateway_address="tcp://127.0.0.1:1", worker=workers[-1], scheduler=plan.scheduler,
+        names=["small"],
+    )  # fmt: skip
+
+
+def joining(facts: ClusterFacts, role: str, **given: Any) -> WorkerSettings:
+    config = resolve({"role": role, "join": "10.0.0.6:6379", "device": "cpu", **given}, None, {})
+    return _joining(config, facts, "hush")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_its_shape_and_where_its_stages_are_are_its_own(facts: ClusterFacts, role: str) -> None:
+    worker = joining(facts, role, **APART)
+    assert worker.options.shape == Shape(pp=2)
+    assert worker.options.rank_backend == "gloo"
+    assert worker.stage_hosts == [("g-0-1.g.default", 7100)]
+    alone = joining(facts, role)
+    assert (alone.options.shape, alone.stage_hosts) == (Shape(), [])
+    assert alone.options.rank_backend == facts.worker.options.rank_backend
+
+
+def test_a_pool_node_has_no_stages(facts: ClusterFacts) -> None:
+    assert joining(facts, "kvstore").stage_hosts == []
