@@ -48,6 +48,10 @@ from mooncake.model.output_logits import prompt_pieces, sampled_rows
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
 
+_PATIENCE = 0.5
+"""For what share of its last step's time an instance that has just computed one waits for its next
+before it takes part in a step of others without rows: two busy ones would else take turns.
+"""
 _COUNTED_EVERY = 16
 """Steps of others, in which this runner takes part, for one report of its counts."""
 
@@ -236,24 +240,35 @@ class ModelRunner:
     def _run(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
+        patience_s = 0.0
         with torch.inference_mode():
             while True:
-                plan = self._plans.get()
-                if plan is None or self._closed:
-                    return
-                if isinstance(plan, int):
-                    self._asked = max(self._asked, plan)
+                try:
+                    plan = self._plans.get(timeout=patience_s if self._is_awaited() else None)
+                except queue.Empty:
+                    patience_s = 0.0
+                    self._serve()
                 else:
-                    self._emit(self._step(plan))
-                if self._peers is not None and self._plans.empty():
-                    self._serve(self._peers)
+                    if plan is None or self._closed:
+                        return
+                    if isinstance(plan, int):
+                        self._asked = max(self._asked, plan)
+                    else:
+                        result = self._step(plan)
+                        patience_s = _PATIENCE * result.seconds if plan.slots else 0.0
+                        self._emit(result)
                 self._tell_rows()
 
-    def _serve(self, peers: Peers) -> None:
-        """Take part in the step that others have begun, if they have, without rows."""
+    def _is_awaited(self) -> bool:
+        """Whether others have begun a step in which this instance has not taken part yet."""
+        if self._peers is None or self._peers.lost is not None:
+            return False
         assert self._model.exchange is not None
-        if self._model.exchange.num_steps >= self._asked or peers.lost is not None:
-            return
+        return self._model.exchange.num_steps < self._asked
+
+    def _serve(self) -> None:
+        """Take part in the step that others have begun, without rows."""
+        assert self._model.exchange is not None
         try:
             if self._lead is not None:
                 self._lead.step([], {})

@@ -5,6 +5,9 @@ and instances with sequences of their own.
 from __future__ import annotations
 
 import itertools
+import socket
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,10 +17,13 @@ from mooncake_kernels.native import build
 from mooncake.base import Shape
 from mooncake.engine.expert_placement import EplbConfig
 from mooncake.engine.plan import StepSlot
+from mooncake.model import runner
 from mooncake.model.backends import Backends, settle
 from mooncake.model.loading import WeightSource, load_model
 from mooncake.model.parallel.exchange import ExpertRanks
+from mooncake.model.parallel.peers import Peers
 from mooncake.model.parallel.threads import ThreadGroup
+from mooncake.model.runner import ModelRunner
 from tests.support.model.ranks import ThreadRanks
 from tests.support.model.tiny_models import (
     CONFIGS,
@@ -32,6 +38,7 @@ from tests.support.model.tiny_models import (
     truth,
 )
 from tests.unit.model.test_ranks import MOST, compare, logprobs
+from tests.unit.model.test_runner import GreedySampler, plan, result_of, start_of
 
 
 class ThreadInstances:
@@ -126,6 +133,59 @@ def test_instances_share_the_experts(name: str, dp: int, tp: int, redundant: int
         for model in instance
     ]
     assert all(each == counts[0] for each in counts)
+
+
+class Woken(Peers):
+    """The only other instance, in the same process; says when it has begun a step."""
+
+    def __init__(self, number: int, link: socket.socket) -> None:
+        super().__init__(number, ["a", "b"], {1 - number: link}, {}, -1, 60.0)
+        self.woken = threading.Semaphore(0)
+
+    def watch(
+        self,
+        on_wake: Callable[[int], None],
+        on_lost: Callable[[], None],
+        on_silent: Callable[[], None],
+    ) -> None:
+        def woken(step: int) -> None:
+            on_wake(step)
+            self.woken.release()
+
+        super().watch(woken, on_lost, on_silent)
+
+
+def test_busy_instances_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of one comes only after the other has begun the step: it waits, and brings rows."""
+    monkeypatch.setattr(runner, "_PATIENCE", 1e6)
+    source = source_of(truth("plain"))
+    models = [ranks[0] for ranks in ThreadInstances(source, 2).models]
+    peers = [Woken(number, link) for number, link in enumerate(socket.socketpair())]
+    runners = [
+        ModelRunner(model, kv_for(source.spec), GreedySampler(), num_threads=1, peers=each)
+        for model, each in zip(models, peers, strict=True)
+    ]
+    steps, prompt = 8, random_tokens(5, seed=1)
+
+    def drive(number: int) -> None:
+        tokens, start = prompt, 0
+        for step in range(steps):
+            if number and step:
+                assert peers[number].woken.acquire(timeout=60)
+            begun = [start_of(1, prompt)] if not step else []
+            runners[number].submit(plan(step, [slot(1, start, tokens, range(4))], begun))
+            start += len(tokens)
+            tokens = [result_of(runners[number])[0].samples[0].token]
+        runners[number].submit(plan(steps, [], ended=[1]))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(drive, range(2)))
+    rounds = {model.exchange.num_steps for model in models if model.exchange is not None}
+    for each in runners:
+        each.close()
+    for each in peers:
+        each.close()
+    assert steps <= max(rounds) <= steps + 2, "at its ends a step may have the rows of one"
 
 
 def test_where_no_row_is_read_all_ranks_still_meet_in_the_last_layer() -> None:
