@@ -104,7 +104,7 @@ def test_a_group_starts_ends_and_is_replaced_as_a_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
 def test_engines_of_several_pods_answer_and_come_back_together(tmp_path: Path) -> None:
     with cluster_in(tmp_path, {IMAGE: image()}, nodes=2, of=STAGES_VALUES) as cluster:

@@ -1,0 +1,63 @@
+"""The image for CPUs, built and run; `tests.support.image_build` says what stands in for what."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mooncake import __version__
+from tests.support.image_build import RunningImage, why_not
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(560),
+    pytest.mark.skipif(why_not() != "", reason=why_not()),
+]
+
+LIMIT_S = 240.0
+SERVE = (
+    "serve", "--colocated", "--device", "cpu", "--dtype", "float32", "--max-model-len", "256",
+    "--kv-cache-memory-bytes", "16MiB",
+)  # fmt: skip
+"""k2-demo, which is in the package."""
+ASK = """
+import json, urllib.request
+body = {"prompt": "one two", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+ask = urllib.request.Request("http://127.0.0.1:8000/v1/completions", json.dumps(body).encode(),
+                             {"Content-Type": "application/json"})
+print(json.load(urllib.request.urlopen(ask, timeout=50))["usage"]["completion_tokens"])
+"""
+
+
+def wait_for(holds: Callable[[], bool], image: RunningImage) -> None:
+    """Wait until `holds`; when it does not, or the image ends, say what it said."""
+    end_s = time.monotonic() + LIMIT_S
+    while not holds():
+        assert image.process.poll() is None, image.log.read_text()
+        assert time.monotonic() < end_s, image.log.read_text()
+        time.sleep(0.5)
+
+
+def test_the_image_is_built_and_answers_as_its_user_on_a_read_only_root(tmp_path: Path) -> None:
+    with RunningImage("cpu", SERVE, tmp_path) as image:
+        wait_for(lambda: "\nstarted\n" in image.log.read_text() and image.is_healthy(), image)
+        wait_for(lambda: image.run("python", "-c", ASK).stdout.strip() == "4", image)
+        status = Path(f"/proc/{image.init}/status").read_text()
+        assert "Uid:\t1000\t1000\t1000\t1000\n" in status
+        assert "CapBnd:\t0000000000000000\n" in status
+        assert image.run("id", "-nu").stdout.strip() == "mooncake"
+        refused = image.run("touch", "/opt/mooncake/x", as_root=True)
+        assert "Read-only file system" in refused.stderr
+        where = image.run("python", "-c", "import mooncake; print(mooncake.__file__)").stdout
+        assert where.startswith("/opt/mooncake/lib/")
+        assert not image.run("ls", "/src").stdout, "nothing of the build is in it"
+        bill = json.loads(image.run("cat", "/opt/mooncake/bill-of-materials.json").stdout)
+        assert bill["metadata"]["component"]["version"] == __version__
+        kinds = {each["purl"].split("/")[0] for each in bill["components"]}
+        assert kinds == {"pkg:pypi", "pkg:deb"}
+        assert {"torch", "ray", "g++"} <= {each["name"] for each in bill["components"]}
+        assert image.stop() == 0

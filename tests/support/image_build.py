@@ -1,0 +1,255 @@
+"""`docker/Dockerfile` built and run without a registry: its steps in a file system of their own.
+
+This machine's programs stand in for the base image and for what apt brings, and the packages of
+this environment for what pip would download. What is ours is done as the file says: environment,
+constraints, package, the copy into the image, the bill of materials, the user, the entry point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from tests.arch.test_images import TOP, steps
+from tests.support.kubelet.sandbox import DEVICES
+
+SITE = Path(sysconfig.get_path("purelib"))
+BASE_PATH = f"{sys.base_prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+TOOLS = ("pip", "setuptools")
+"""Which pip has to install into the image's environment itself: its own ones are older."""
+
+
+def why_not() -> str:
+    """Return why no image can be built here; empty: it can."""
+    if os.geteuid() != 0:
+        return "mounts need root"
+    dirs = "lowerdir=/,upperdir=/mnt/u,workdir=/mnt/w"
+    script = f"mount -t tmpfs x /mnt && mkdir /mnt/u /mnt/w && mount -t overlay o /mnt -o {dirs}"
+    words = ["unshare", "--mount", "--pid", "--net", "--fork", "/bin/sh", "-ec", script]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return f"no overlay in a namespace here: {done.stderr.strip()}" if done.returncode else ""
+
+
+def write_context(folder: Path) -> None:
+    """Copy what the build may read, as `Dockerfile.dockerignore` says."""
+    lines = (TOP / "docker" / "Dockerfile.dockerignore").read_text().split()
+    assert lines[0] == "*"
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in (line[1:] for line in lines if line.startswith("!")):
+        source, target = TOP / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=ignore)
+        else:
+            shutil.copy2(source, target)
+
+
+def write_wheel(name: str, folder: Path) -> None:
+    """Pack an installed package of Python files again."""
+    found = importlib.metadata.distribution(name)
+    with zipfile.ZipFile(folder / f"{name}-{found.version}-py3-none-any.whl", "w") as wheel:
+        for file in found.files or []:
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                wheel.write(file.locate(), str(file))
+
+
+class _Stage:
+    """The commands that make one stage, and what its image is started with."""
+
+    def __init__(self, name: str, folder: Path, context: Path, wheels: Path) -> None:
+        self.root = folder / name / "root"
+        self.environment = {"PATH": BASE_PATH}
+        self.words: dict[str, str] = {}
+        """Of each instruction that says how the image is used."""
+        self.lines: list[str] = []
+        self._directory = "/"
+        self._context = context
+        self._wheels = wheels
+        self._begin(folder / name)
+        for instruction, words in steps()[name]:
+            self._add(instruction, words, folder)
+
+    def _begin(self, folder: Path) -> None:
+        """Make the root of this machine's files, without their user 1000."""
+        root = self.root
+        dirs = f"upperdir={folder}/upper,workdir={folder}/work"
+        self.lines += [
+            f"mkdir -p {folder}/upper {folder}/work {root}",
+            f"mount -t overlay root {root} -o lowerdir=/,{dirs}",
+            f"mount -t proc proc {root}/proc",
+            f"mount -t tmpfs -o mode=755 dev {root}/dev",
+            *(f"touch {root}/dev/{each}" for each in DEVICES),
+            *(f"mount --bind /dev/{each} {root}/dev/{each}" for each in DEVICES),
+            f"mkdir -m 1777 {root}/dev/shm",
+            f"mount -t tmpfs -o mode=1777 tmp {root}/tmp",
+            f"rm -rf {root}/opt/mooncake",
+            *(f"sed -i '/^[^:]*:[^:]*:1000:/d' {root}/etc/{each}" for each in ("passwd", "group")),
+            f"printf '#!/bin/sh\\n' > {root}/usr/local/sbin/apt-get",
+            f"chmod 755 {root}/usr/local/sbin/apt-get",
+        ]
+        for needed in (Path(sys.base_prefix), SITE):
+            for parent in reversed(needed.parents):
+                self.lines.append(f"mkdir -p {root}{parent}; chmod a+x {root}{parent}")
+            self.lines += [f"mkdir -p {root}{needed}", *self._bound(needed, str(needed))]
+
+    def _bound(self, source: Path, target: str) -> list[str]:
+        place = f"{self.root}{target}"
+        return [
+            f"mkdir -p {place}",
+            f"mount --bind {source} {place}",
+            f"mount -o remount,bind,ro {place}",
+        ]
+
+    def _add(self, instruction: str, words: str, folder: Path) -> None:
+        match instruction:
+            case "ENV":
+                for pair in shlex.split(words):
+                    name, _, value = pair.partition("=")
+                    self.environment[name] = value.replace("$PATH", self.environment["PATH"])
+            case "WORKDIR":
+                self._directory = words
+                self.lines.append(f"mkdir -p {self.root}{words}")
+            case "COPY":
+                self._copy(words.split(), folder)
+            case "RUN":
+                self._run(words)
+            case "FROM":
+                pass
+            case _:
+                self.words[instruction] = words
+
+    def _copy(self, words: Sequence[str], folder: Path) -> None:
+        *sources, target = words
+        source = self._context
+        if found := re.fullmatch(r"--from=(\S+)", sources[0]):
+            source, sources = folder / found[1] / "root", sources[1:]
+        place = f"{self.root}{os.path.join(self._directory, target)}"
+        self.lines.append(f"mkdir -p {place}")
+        for each in sources:
+            whole = f"{source}/{each.lstrip('/')}"
+            is_folder = each == "." or not Path(self._context, each).is_file()
+            self.lines.append(f"cp -a {whole}{'/.' if is_folder else ''} {place}")
+
+    def _run(self, words: str) -> None:
+        after = []
+        if found := re.match(r"--mount=type=bind,source=(\S+),target=(\S+) ", words):
+            words = words[found.end() :]
+            self.lines += self._bound(self._context / found[1], found[2])
+            after = [f"umount {self.root}{found[2]}"]
+        given = {**self.environment, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/mnt"}
+        self.lines += [
+            *self._bound(self._wheels, "/mnt"),
+            f"echo {shlex.quote(f'RUN {words}')}",
+            self.started(["/bin/sh", "-ec", words], given, self._directory),
+            f"umount {self.root}/mnt",
+            *after,
+        ]
+        if made := re.fullmatch(r"python -m venv (\S+)", words):
+            version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+            place = f"{self.root}{made[1]}/lib/{version}/site-packages/downloaded.pth"
+            self.lines.append(f"echo {SITE} > {place}")
+
+    def started(
+        self, words: Sequence[str], environment: dict[str, str], directory: str,
+        user: Sequence[str] = (),
+    ) -> str:  # fmt: skip
+        """Return the command that starts `words` in the root."""
+        given = [f"{name}={value}" for name, value in environment.items()]
+        inside = f'cd {directory} && exec "$@"'
+        whole = [
+            "chroot", str(self.root), *user, "/usr/bin/env", "-i", *given,
+            "/bin/sh", "-ec", inside, "sh", *words,
+        ]  # fmt: skip
+        return shlex.join(whole)
+
+
+class RunningImage:
+    """An image that was built and runs, as its user and on a root that is read-only. What it says,
+    and what the build said, is in `log`.
+    """
+
+    def __init__(self, name: str, words: Sequence[str], folder: Path) -> None:
+        """Build the image `name`, which copies from `build-NAME`, and run it with `words`."""
+        context, wheels, layers = (folder / each for each in ("context", "wheels", "layers"))
+        for each in (context, wheels, layers):
+            each.mkdir(parents=True)
+        write_context(context)
+        for each in TOOLS:
+            write_wheel(each, wheels)
+        stages = [_Stage(each, layers, context, wheels) for each in (f"build-{name}", name)]
+        self.image = image = stages[-1]
+        user, group = image.words["USER"].split(":")
+        self._user = [
+            "setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups", "--no-new-privs",
+            "--bounding-set=-all", "--inh-caps=-all",
+        ]  # fmt: skip
+        entry = [*json.loads(image.words["ENTRYPOINT"]), *words]
+        lines = [
+            "mount --make-rprivate /", "ip link set lo up", f"mount -t tmpfs layers {layers}",
+            *(line for stage in stages for line in stage.lines),
+            f"mount -o remount,bind,ro {image.root}",
+            "echo started",
+            f"exec {image.started(entry, image.environment, '/tmp', self._user)}",
+        ]  # fmt: skip
+        self.log = folder / "log"
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                ["setpriv", "--pdeathsig=KILL", "unshare", "--mount", "--pid", "--net", "--ipc",
+                 "--uts", "--fork", "--kill-child", "/bin/sh", "-ec", "\n".join(lines)],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def init(self) -> int:
+        """The pid of its first process as this machine counts."""
+        pid = self.process.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+    def run(self, *words: str, as_root: bool = False) -> subprocess.CompletedProcess[str]:
+        """Run a command in the container."""
+        init = self.init
+        given = [f"{name}={value}" for name, value in self.image.environment.items()]
+        return subprocess.run(
+            ["nsenter", f"--target={init}", "--mount", "--net", "--pid", "--ipc", "--uts",
+             f"--root=/proc/{init}/root", "--wd=/", *([] if as_root else self._user),
+             "/usr/bin/env", "-i", *given, *words],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    def is_healthy(self) -> bool:
+        """Whether the image's own check passes."""
+        check = self.image.words["HEALTHCHECK"]
+        words = json.loads(check[check.index("CMD ") + 4 :])
+        return self.run(*words).returncode == 0
+
+    def stop(self) -> int:
+        """Tell it to end; return its exit code."""
+        os.kill(self.init, signal.SIGTERM)
+        return self.process.wait(60)
+
+    def __enter__(self) -> RunningImage:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError, IndexError):
+            os.kill(self.init, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait(60)
