@@ -115,19 +115,32 @@ def asked(
     assert may_refuse or not load.num_refused
 
 
-def listening(cluster: Cluster, role: str) -> set[int]:
-    """Return the ports beyond loopback on which a pod listens."""
-    [pod] = cluster.ready(role)
-    init = cluster.pods[pod["metadata"]["name"]].first_process(role)
-    words = ["nsenter", f"--target={init}", "--net", "ss", "-Hltn"]
-    lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
-    places = [line.split()[3].rpartition(":") for line in lines]
-    return {int(port) for host, _, port in places if not host.startswith(("127.", "[::1]"))}
-
-
-def declared(cluster: Cluster, role: str) -> set[int]:
-    [pod] = cluster.ready(role)
-    return {p["containerPort"] for p in pod["spec"]["containers"][0]["ports"]}
+def assert_ports_are_as_declared(cluster: Cluster) -> None:
+    """Each pod listens on the ports that its container names, and beyond loopback on no port that
+    its role's network policy does not open to this release.
+    """
+    policies = {
+        each["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]: each
+        for each in cluster.api.listed("networkpolicies")
+    }
+    assert set(policies) == set(ROLES)
+    for role in ROLES:
+        pods = cluster.ready(role)
+        assert pods, role
+        inside, *_ = policies[role]["spec"]["ingress"]
+        opened = {
+            number
+            for port in inside["ports"]
+            for number in range(port["port"], port.get("endPort", port["port"]) + 1)
+        }
+        for pod in pods:
+            name = pod["metadata"]["name"]
+            init = cluster.pods[name].first_process(role)
+            assert init is not None, name
+            listening = network.listening(init)
+            named = {each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]}
+            assert named <= listening, name
+            assert listening <= opened, name
 
 
 def num_restarts(cluster: Cluster) -> dict[str, int]:
@@ -201,8 +214,7 @@ def test_the_operators_guide_holds_under_load(tmp_path: Path) -> None:
         words["charts/mooncake"] = str(TOP / "charts" / "mooncake")
         operator = Operator(cluster, words)
         operator.follow("Install")
-        for role in ROLES:
-            assert declared(cluster, role) <= listening(cluster, role), role
+        assert_ports_are_as_declared(cluster)
         own_file = tmp_path / "claims" / f"ssd-0-{RELEASE}-mooncake-kvstore-0"
         assert list(own_file.iterdir()), "the pool's files lie on its claim"
         expected = streamed(cluster.url(GATEWAY), PROMPT, NUM_TOKENS)
@@ -213,6 +225,7 @@ def test_the_operators_guide_holds_under_load(tmp_path: Path) -> None:
         with asked(cluster, "rollback", expected):
             changed = operator.follow("Rollback")
         assert changed == {role: role != "head" for role in ROLES}
+        assert_ports_are_as_declared(cluster)
         words["charts/mooncake"] = str(TOP / "charts" / "mooncake")
         with asked(cluster, "grow, shrink, replace a disk", expected):
             operator.follow("Grow and shrink")

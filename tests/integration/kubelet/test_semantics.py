@@ -73,6 +73,25 @@ def test_a_service_reaches_ready_pods_by_name_and_from_outside(cluster: Cluster)
     cluster.wait_for(lambda: any("200" in log(cluster, p) for p in cluster.pods), "an answer")
 
 
+def test_ports_of_a_pod_are_seen_but_for_those_on_loopback(cluster: Cluster) -> None:
+    script = (
+        "exec python3 -c 'import socket, time\n"
+        'for host in ("0.0.0.0", "127.0.0.1", "::", "::1", "::ffff:127.0.0.2"):\n'
+        " kind = socket.AF_INET6 if chr(58) in host else socket.AF_INET\n"
+        " sock = socket.socket(kind)\n"
+        " sock.bind((host, 90 + len(host)))\n"
+        " sock.listen()\n"
+        " globals()[host] = sock\n"
+        'print("listens", flush=True)\n'
+        "time.sleep(60)'"
+    )
+    cluster.api.put("statefulsets", workload("StatefulSet", "set", script))
+    cluster.wait_for(lambda: "listens" in log(cluster, "set-0"), "its ports")
+    init = cluster.pods["set-0"].first_process("main")
+    assert init is not None
+    assert network.listening(init) == {90 + len("0.0.0.0"), 90 + len("::")}
+
+
 def test_environment_and_volumes_follow_their_secrets_and_wait_for_them(cluster: Cluster) -> None:
     env = [
         {"name": "OWN", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 PREFIX = "mk"
 """Of the names of bridges and namespaces; the pid of who made them follows."""
+_LISTEN = "0A"
+"""A socket's state in proc(5)'s tables of TCP."""
 
 
 def _ip(*words: str) -> str:
@@ -85,6 +89,27 @@ class PodNetwork:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             _ip("link", "delete", self._tag)
+
+
+def listening(pid: int) -> set[int]:
+    """Return the TCP ports that are open beyond loopback in a process' network namespace."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, place, _, state, *_ = line.split()
+            words, _, port = place.partition(":")
+            if state == _LISTEN and not _is_loopback(words):
+                found.add(int(port, 16))
+    return found
+
+
+def _is_loopback(words: str) -> bool:
+    """`words`: an address as proc(5) has it, 32-bit words in this machine's order of bytes."""
+    parts = [int(words[at : at + 8], 16) for at in range(0, len(words), 8)]
+    packed = b"".join(part.to_bytes(4, sys.byteorder) for part in parts)
+    address = ipaddress.ip_address(packed)
+    inner = getattr(address, "ipv4_mapped", None)
+    return (inner or address).is_loopback
 
 
 def _sweep() -> None:

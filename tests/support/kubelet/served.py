@@ -49,6 +49,7 @@ def cluster_in(
     nano_checkpoint(folder / "models")
     values = yaml.safe_load(of.read_text())
     values["model"]["volume"]["hostPath"]["path"] = f"{folder}/models"
+    values["networkPolicy"] = {"enabled": True}
     values["kvstore"]["ssd"] = [{"size": "64MiB", "storage": "64Mi"}]
     (folder / "values.yaml").write_text(yaml.safe_dump(values))
     with Cluster(folder, images, nodes) as cluster:
