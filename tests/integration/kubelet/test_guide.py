@@ -8,19 +8,24 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import socket
+import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from mooncake.base.messages import OWN_RELEASE, Release
+from tests.support.certificates import Host, make_host
 from tests.support.kubelet import network
 from tests.support.kubelet.cluster import Cluster
 from tests.support.kubelet.served import (
@@ -47,17 +52,21 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 10
 NUM_TOKENS = 120
 PAUSE_S = 0.5
 """Between two requests of a client: the machine has other things to do, too."""
+ROTATE = "Rotate secrets and certificates"
+HOST = "api.example"
+"""The name that clients know the API by, in its certificate."""
+COUNTS = "has been read again and counts now"
 ROLES = ("head", "gateway", "prefill", "decode", "kvstore")
 
 
 class Load:
     """Two clients that ask again and again; `wrong` is what they got that is not the answer."""
 
-    def __init__(self, url: str, expected: list[int]) -> None:
+    def __init__(self, request: Callable[[], Answer], expected: list[int]) -> None:
         self.wrong: list[str] = []
         self.num_refused = 0
         self.gaps_s: list[float] = []
-        self._url = url
+        self._request = request
         self._expected = expected
         self._answered = threading.Semaphore(0)
         self._stop = threading.Event()
@@ -77,7 +86,7 @@ class Load:
     def _ask(self) -> None:
         while not self._stop.wait(PAUSE_S):
             try:
-                answer = streamed(self._url, PROMPT, NUM_TOKENS)
+                answer = self._request()
             except Refused:
                 self.num_refused += 1
                 continue
@@ -91,17 +100,17 @@ class Load:
 
 
 @contextmanager
-def asked(
-    cluster: Cluster, what: str, expected: Answer, *, may_refuse: bool = False
-) -> Iterator[None]:
-    """Have clients ask the Service meanwhile; all their answers must be right. `may_refuse`: it may
-    also say that nobody can serve now.
+def asked(what: str, request: Callable[[], Answer], *, may_refuse: bool = False) -> Iterator[Load]:
+    """Have clients make a request again and again meanwhile; all answers must be those of before.
+    `may_refuse`: it may also say that nobody can serve now.
     """
+    expected = request().tokens
+    assert len(expected) == NUM_TOKENS
     begun_s = time.monotonic()
-    load = Load(cluster.url(GATEWAY), expected.tokens)
+    load = Load(request, expected)
     try:
         load.wait_for(1)
-        yield
+        yield load
         load.wait_for(2)
     finally:
         load.close()
@@ -170,13 +179,17 @@ class Operator:
         self.words = words
         self.left = commands()
 
-    def follow(self, section: str) -> dict[str, bool]:
-        """Run a section's commands and wait; return which roles have another pod afterwards."""
+    def follow(self, section: str, settled: Sequence[Callable[[], object]] = ()) -> dict[str, bool]:
+        """Run a section's commands and wait; return which roles have another pod afterwards.
+        `settled`: for each command what is done before the next one.
+        """
         before = self._uids()
-        for tool, *words in self.left.pop(section):
+        for (tool, *words), settle in zip_longest(self.left.pop(section), settled):
             if words[0] == "test":
                 self.cluster.wait_until_rolled_out()
             getattr(self.cluster, tool)(*[self._given(word) for word in words])
+            if settle is not None:
+                settle()
         self.cluster.wait_until_rolled_out()
         after = self._uids()
         return {role: after[role] != before[role] for role in ROLES}
@@ -217,25 +230,175 @@ def test_the_operators_guide_holds_under_load(tmp_path: Path) -> None:
         assert_ports_are_as_declared(cluster)
         own_file = tmp_path / "claims" / f"ssd-0-{RELEASE}-mooncake-kvstore-0"
         assert list(own_file.iterdir()), "the pool's files lie on its claim"
-        expected = streamed(cluster.url(GATEWAY), PROMPT, NUM_TOKENS)
+        request = partial(streamed, cluster.url(GATEWAY), PROMPT, NUM_TOKENS)
         words["charts/mooncake"] = str(former / "charts" / "mooncake")
-        with asked(cluster, "upgrade", expected):
+        with asked("upgrade", request):
             changed = operator.follow("Upgrade")
         assert changed == {role: role != "head" for role in ROLES}
-        with asked(cluster, "rollback", expected):
+        with asked("rollback", request):
             changed = operator.follow("Rollback")
         assert changed == {role: role != "head" for role in ROLES}
         assert_ports_are_as_declared(cluster)
         words["charts/mooncake"] = str(TOP / "charts" / "mooncake")
-        with asked(cluster, "grow, shrink, replace a disk", expected):
+        with asked("grow, shrink, replace a disk", request):
             operator.follow("Grow and shrink")
             assert operator.follow("Replace a disk")["kvstore"]
         [head] = cluster.ready("head")
         [words["NODE"]] = {"node-0", "node-1"} - {head["spec"]["nodeName"]}
-        with asked(cluster, "drain", expected, may_refuse=True):
+        with asked("drain", request, may_refuse=True):
             operator.follow("Empty a node, lose a node")
         assert num_restarts(cluster) == {}
-        assert operator.left == {}
+        assert set(operator.left) == {ROTATE}
+        cluster.helm("uninstall", RELEASE)
+        cluster.wait_for(lambda: not cluster.pods, "no pods")
+        assert not [each for each in cluster.ended if each.killed or each.code]
+
+
+def write_secret_file(file: Path, **changed: str) -> str:
+    """Write what `kubectl patch secret` is given; returns its name."""
+    file.write_text(yaml.safe_dump({"stringData": changed}))
+    return str(file)
+
+
+def keys_file(*keys: str) -> str:
+    """Return a file of API keys of one tenant: blocks and answers are the same for all."""
+    return yaml.safe_dump({"keys": [{"name": k, "key": k, "tenant": "one"} for k in keys]})
+
+
+def certificate_of(host: Host) -> dict[str, bytes]:
+    """Return the files of a Secret of type kubernetes.io/tls."""
+    return {"tls.crt": Path(host.cert).read_bytes(), "tls.key": Path(host.key).read_bytes()}
+
+
+def shown(url: str) -> str:
+    """Return the certificate that whoever connects is shown."""
+    address = httpx.URL(url)
+    assert address.port is not None
+    return ssl.get_server_certificate((address.host, address.port), timeout=10)
+
+
+def assert_pods_signed_their_certificates(cluster: Cluster, authority: Host) -> None:
+    """Ray's ports, health and admin ports show certificates of the authority for their pod."""
+    trusted = authority.trusting(proven=True)
+    trusted.set_alpn_protocols(["h2", "http/1.1"])
+    shown_by: dict[str, set[str]] = {}
+    for role in set(ROLES) - {"gateway"}:
+        for pod in cluster.ready(role):
+            address = pod["status"]["podIP"]
+            for port in pod["spec"]["containers"][0]["ports"]:
+                if port["name"] == "ray-env":  # for the pod itself
+                    continue
+                place = address, port["containerPort"]
+                with (
+                    socket.create_connection(place, 10) as plain,
+                    trusted.wrap_socket(plain, server_hostname=address) as secure,
+                ):
+                    own = ssl.DER_cert_to_PEM_cert(secure.getpeercert(binary_form=True) or b"")
+                shown_by.setdefault(own, set()).add(pod["metadata"]["name"])
+            with pytest.raises(httpx.HTTPError):
+                httpx.get(f"http://{address}:8200/health/live")
+    assert len(shown_by) == len(ROLES) - 1, "each pod has one of its own"
+
+
+def test_https_serves_and_secrets_are_rotated_under_load(tmp_path: Path) -> None:
+    outside, later, inside = (
+        make_host(tmp_path / name, HOST) for name in ("outside", "later", "inside")
+    )
+    more = {
+        "gateway": {"tlsSecret": "certificate", "allowKeyless": False},
+        "tls": {"authority": "authority"},
+        "secret": {"existing": "own", "apiKeys": True},
+    }
+    with cluster_in(tmp_path, {IMAGE: image()}, nodes=2, more=more) as cluster:
+        secrets = {"cluster-secret": b"old secret", "ray-token": b"a token of forty characters"}
+        cluster.api.put_secret("own", {**secrets, "keys.yaml": keys_file("sk-old").encode()})
+        cluster.api.put_secret("certificate", certificate_of(outside))
+        files = {"tls.crt": "ca.pem", "tls.key": "ca-key.pem"}
+        authority = tmp_path / "inside" / "ca"
+        signing = {key: (authority / name).read_bytes() for key, name in files.items()}
+        cluster.api.put_secret("authority", signing)
+        words = {"VALUES.yaml": f"{tmp_path}/values.yaml", "NAME": RELEASE}
+        words |= {"SECRET": "own", "TLS-SECRET": "certificate"}
+        words["charts/mooncake"] = str(TOP / "charts" / "mooncake")
+        for name, changed in {
+            "BOTH-KEYS": {"keys.yaml": keys_file("sk-old", "sk-new")},
+            "NEW-KEYS": {"keys.yaml": keys_file("sk-new")},
+            "CERTIFICATE": {k: v.decode() for k, v in certificate_of(later).items()},
+            "OLD-NEW": {"cluster-secret": "old secret\nnew secret\n"},
+            "NEW-OLD": {"cluster-secret": "new secret\nold secret\n"},
+            "NEW": {"cluster-secret": "new secret\n"},
+        }.items():
+            words[f"{name}.yaml"] = write_secret_file(tmp_path / f"{name}.yaml", **changed)
+        operator = Operator(cluster, words)
+        operator.follow("Install")
+        assert_ports_are_as_declared(cluster)
+        assert_pods_signed_their_certificates(cluster, inside)
+
+        url = cluster.url(GATEWAY, "https")
+        ask = partial(streamed, url, PROMPT, NUM_TOKENS)
+        first = outside.trusting()
+        with pytest.raises(Refused, match="unable to get local issuer"):
+            ask(key="sk-old", name=HOST)
+        with pytest.raises(Refused, match="Hostname mismatch"):
+            ask(key="sk-old", name="other.example", trusted=first)
+        with pytest.raises(Refused, match="disconnected"):
+            streamed(cluster.url(GATEWAY), PROMPT, NUM_TOKENS, key="sk-old")
+        with pytest.raises(ValueError, match="401"):
+            ask(name=HOST, trusted=first)
+        with pytest.raises(ValueError, match="401"):
+            ask(key="sk-new", name=HOST, trusted=first)
+
+        used = ["sk-old"]
+        both = outside.trusting()
+        both.load_verify_locations(later.ca)
+
+        def request() -> Answer:
+            return ask(key=used[-1], name=HOST, trusted=both)
+
+        def status(key: str) -> int:
+            header = {"Authorization": f"Bearer {key}"}
+            with httpx.Client(verify=both, headers=header) as client:
+                return client.get(f"{url}/v1/models", extensions={"sni_hostname": HOST}).status_code
+
+        def new_key_counts() -> None:
+            cluster.wait_for(lambda: status("sk-new") == 200, "the new key")
+            used.append("sk-new")
+            load.wait_for(4)  # one of each client has then begun with it
+
+        def certificate_counts() -> None:
+            new = Path(later.cert).read_text()
+            cluster.wait_for(lambda: shown(url).strip() == new.strip(), "the certificate")
+
+        def secret_counts(times: int) -> None:
+            def is_read() -> bool:
+                logs = {
+                    role: (tmp_path / "logs" / f"{pod['metadata']['name']}.{role}.log").read_text()
+                    for role in ROLES
+                    for pod in cluster.ready(role)
+                }
+                # A worker's container has two processes.
+                return all(
+                    log.count(COUNTS) >= times * (1 if role in ("head", "gateway") else 2)
+                    for role, log in logs.items()
+                )
+
+            cluster.wait_for(is_read, f"all processes to have read the secret, {times}")
+            load.wait_for(2)
+
+        with asked("secrets and certificates", request) as load:
+            changed_roles = operator.follow(
+                ROTATE,
+                [
+                    new_key_counts,
+                    lambda: cluster.wait_for(lambda: status("sk-old") == 401, "the old key's end"),
+                    certificate_counts,
+                    *(partial(secret_counts, times) for times in (1, 2, 3)),
+                ],
+            )
+        assert not any(changed_roles.values()), "no pod was replaced"
+        assert num_restarts(cluster) == {}
+        with pytest.raises(Refused, match="unable to get local issuer"):
+            ask(key="sk-new", name=HOST, trusted=first)
         cluster.helm("uninstall", RELEASE)
         cluster.wait_for(lambda: not cluster.pods, "no pods")
         assert not [each for each in cluster.ended if each.killed or each.code]

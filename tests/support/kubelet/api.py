@@ -62,6 +62,9 @@ class KubeApi(ThreadingHTTPServer):
         with self.lock:
             meta = value["metadata"]
             known = self.objects.get((kind, meta["name"]))
+            if kind == "secrets" and (plain := value.pop("stringData", None)):
+                encoded = {key: _base64(text.encode()) for key, text in plain.items()}
+                value["data"] = {**value.get("data", {}), **encoded}
             version = str(next(self._versions))
             meta["resourceVersion"] = version
             meta.setdefault("namespace", "default")
@@ -79,7 +82,7 @@ class KubeApi(ThreadingHTTPServer):
             return self.put(kind, merged(self.objects[kind, name], change))
 
     def put_secret(self, name: str, files: Mapping[str, bytes]) -> Object:
-        data = {key: base64.b64encode(content).decode() for key, content in files.items()}
+        data = {key: _base64(content) for key, content in files.items()}
         return self.put("secrets", {"kind": "Secret", "metadata": {"name": name}, "data": data})
 
     def get(self, kind: str, name: str) -> Object | None:
@@ -220,6 +223,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
 
 
 def _kind(plural: str) -> str:

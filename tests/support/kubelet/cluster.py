@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+import yaml
+
 from tests.support.kubelet import manifests
 from tests.support.kubelet.api import KubeApi, Object, serving
 from tests.support.kubelet.controllers import Controllers
@@ -99,6 +101,9 @@ class Cluster:
                 self.drain(node)
             case ["uncordon", node]:
                 self.cordon(node, unschedulable=False)
+            case ["patch", "secret", name]:
+                change = yaml.safe_load(Path(flags["patch-file"]).read_text())
+                self.api.patch("secrets", name, change)
             case ["delete", "pod", name]:
                 self.api.delete("pods", name)
             case ["delete", "pvc", name]:  # it goes when no pod has it any more

@@ -83,11 +83,8 @@ def data_of(api: KubeApi, kind: str, name: str, *, optional: bool) -> Mapping[st
         if optional:
             return {}
         raise NotYet(f"{kind} {name} is not there")
-    plain = {**found.get("data", {}), **found.get("stringData", {})}
-    if kind == "secrets":
-        encoded = {key: base64.b64decode(text) for key, text in found.get("data", {}).items()}
-        return encoded | {k: v.encode() for k, v in found.get("stringData", {}).items()}
-    return {key: text.encode() for key, text in plain.items()}
+    read = base64.b64decode if kind == "secrets" else str.encode
+    return {key: read(text) for key, text in found.get("data", {}).items()}
 
 
 def environment(api: KubeApi, pod: Object, container: Object) -> dict[str, str]:

@@ -41,16 +41,22 @@ def image(source: Path = TOP) -> Image:
 
 @contextmanager
 def cluster_in(
-    folder: Path, images: Mapping[str, Image], nodes: int = 1, of: Path = CPU_VALUES
+    folder: Path,
+    images: Mapping[str, Image],
+    nodes: int = 1,
+    of: Path = CPU_VALUES,
+    more: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Iterator[Cluster]:
     """Run a cluster that has a checkpoint, and beside it a file of values for the chart, made of
-    that in `of`.
+    that in `of` with what `more` says of its sections.
     """
     nano_checkpoint(folder / "models")
     values = yaml.safe_load(of.read_text())
     values["model"]["volume"]["hostPath"]["path"] = f"{folder}/models"
     values["networkPolicy"] = {"enabled": True}
     values["kvstore"]["ssd"] = [{"size": "64MiB", "storage": "64Mi"}]
+    for section, changed in (more or {}).items():
+        values[section] = {**values.get(section, {}), **changed}
     (folder / "values.yaml").write_text(yaml.safe_dump(values))
     with Cluster(folder, images, nodes) as cluster:
         yield cluster
@@ -69,9 +75,16 @@ class Answer:
 
 
 def streamed(
-    url: str, prompt: str, num_tokens: int, trusted: ssl.SSLContext | None = None, name: str = ""
+    url: str,
+    prompt: str,
+    num_tokens: int,
+    *,
+    key: str = "",
+    trusted: ssl.SSLContext | None = None,
+    name: str = "",
 ) -> Answer:
     """Return a greedy streamed answer. Over HTTPS: of who is called `name` by those `trusted`.
+    `key`: the API key that the client has.
 
     Raises:
         Refused: nobody could serve it now.
@@ -84,7 +97,10 @@ def streamed(
     answer = Answer()
     ended = False
     with ExitStack() as opened:
-        client = opened.enter_context(httpx.Client(verify=trusted or True, timeout=120.0))
+        signed = {"Authorization": f"Bearer {key}"} if key else {}
+        client = opened.enter_context(
+            httpx.Client(verify=trusted or True, timeout=120.0, headers=signed)
+        )
         named = {"sni_hostname": name} if name else None
         stream = client.stream("POST", f"{url}/v1/completions", json=body, extensions=named)
         try:
