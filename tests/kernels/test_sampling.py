@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,6 +81,38 @@ def test_a_vocabulary_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     rows = settings(3, uniform=[0.1, 0.6, 0.97], top_k=[0, 20, 0], top_p=[0.9, 1, 1])
     values = logits(3, 301, seed=2)
     assert kernel("draw", "triton")(values, rows).tolist() == kernel("draw")(values, rows).tolist()
+
+
+FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "spread": lambda values: values,
+    "tied": lambda values: (values * 2).round() / 2,
+    "all equal": lambda values: values * 0 + 1.5,
+    "near": lambda values: values * 1e-3,
+    "far": lambda values: values * 50,
+    "mostly masked": lambda values: values.masked_fill(
+        torch.arange(values.shape[1], device=DEVICE) % 7 != 0, float("-inf")
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("vocab", [7, 64, 200])
+def test_the_set_that_is_drawn_from(
+    form: str, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A uniform number next to 1 gives the last token of the set, one between depends on its mass."""
+    from mooncake_kernels.triton import sampling
+
+    monkeypatch.setattr(sampling, "_BLOCK", 64)
+    filters = [(3, 1.0, 0.0), (0, 0.6, 0.0), (vocab - 1, 0.97, 0.01)]
+    spots = [0.37, 1 - 2**-40]
+    one = FORMS[form](logits(1, vocab, seed=vocab))
+    top_k, top_p, min_p = ([each[n] for each in filters for _ in spots] for n in range(3))
+    rows = len(top_k)
+    given = settings(rows, uniform=spots * len(filters), top_k=top_k, top_p=top_p, min_p=min_p)
+    values = one.expand(rows, vocab)
+    wanted = kernel("draw")(values, given).tolist()
+    assert kernel("draw", "triton")(values, given).tolist() == wanted
 
 
 def test_ties_stay_together() -> None:

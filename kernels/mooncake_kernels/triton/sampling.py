@@ -2,7 +2,8 @@
 
 One program a row. A row's scaled logits are at most 0, so their magnitudes' bits order them, and
 the thresholds of top-k and top-p are found by narrowing an interval of bit patterns fourfold with
-each pass over the row: 16 passes, all from L2, whatever k and p are. Masses are summed in float64.
+each pass over the row. As soon as the interval holds no more tokens than a block, these are
+gathered and the rest of the search is in registers. Masses are summed in float64.
 """
 
 from __future__ import annotations
@@ -15,56 +16,132 @@ from mooncake_kernels.reference.sampling import DrawSettings, Penalties
 from mooncake_kernels.triton.device import pow2
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
-_BLOCK = 4096
+_TWO_BITS = tl.constexpr(0x40000000)
+_SIXTEEN_BITS = tl.constexpr(0x41800000)
+_BLOCK = 2048
 
 
 @triton.jit
-def _bits(row, first, vocab, best, temperature, BLOCK: tl.constexpr):
-    """Return (magnitude bits of the scaled logits, largest for what is not there; the logits)."""
+def _bits(row, first, vocab, best, temperature, floor, BLOCK: tl.constexpr):
+    """Return (magnitude bits of the scaled logits, larger than any for what is not there or beyond
+    `floor`; the scaled logits).
+    """
     i = first + tl.arange(0, BLOCK)
     logit = tl.load(row + i, mask=i < vocab, other=float("-inf"))
     scaled = (logit - best) / temperature
     bits = tl.abs(scaled).to(tl.int32, bitcast=True)
-    return tl.where(i < vocab, bits, _INFINITY_BITS + 1), scaled
+    return tl.where((i < vocab) & (bits <= floor), bits, _INFINITY_BITS + 1), scaled
 
 
 @triton.jit
-def _search(row, vocab, best, temperature, floor, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _amount(bits, scaled, wanted):
+    """Return what a token counts for: its mass where masses are wanted (float64), otherwise 1."""
+    if wanted.dtype == tl.float64:
+        amount = tl.exp(scaled).to(tl.float64)
+    else:
+        amount = tl.full(bits.shape, 1, tl.int32)
+    return amount
+
+
+@triton.jit
+def _pivots(low, high):
+    step = (high - low + 3) // 4
+    one = tl.minimum(low + step, high)
+    two = tl.minimum(one + step, high)
+    return one, two, tl.minimum(two + step, high)
+
+
+@triton.jit
+def _narrow(low, high, low_sum, low_count, high_count, pivot, pivot_sum, pivot_count, wanted):
+    """Return the interval cut at `pivot`, with what lies below its ends."""
+    fits = (pivot_sum < wanted) & (pivot > low)
+    fails = (pivot_sum >= wanted) & (pivot < high)
+    low_sum = tl.where(fits, pivot_sum, low_sum)
+    low_count = tl.where(fits, pivot_count, low_count)
+    high_count = tl.where(fails, pivot_count, high_count)
+    return tl.where(fits, pivot, low), tl.where(fails, pivot, high), low_sum, low_count, high_count
+
+
+@triton.jit
+def _search(
+    row, gathered, vocab, best, temperature, floor, wanted, BLOCK: tl.constexpr
+):  # fmt: skip
     """Return the largest bits such that what lies strictly nearer to the best is below `wanted`.
 
-    What lies there is counted, or its mass is summed (MASS) as far as it is not beyond `floor`.
+    What lies there, as far as it is not beyond `floor`, is counted where `wanted` is int32; where
+    it is float64, masses are summed. gathered: room for BLOCK int32.
     """
     low = tl.full([], 0, tl.int32)
     high = tl.full([], _INFINITY_BITS + 1, tl.int32)
-    while high - low > 1:
-        step = (high - low + 3) // 4
-        one = tl.minimum(low + step, high)
-        two = tl.minimum(one + step, high)
-        three = tl.minimum(two + step, high)
-        below_one = tl.zeros([BLOCK], tl.float64)
-        below_two = tl.zeros([BLOCK], tl.float64)
-        below_three = tl.zeros([BLOCK], tl.float64)
+    low_sum = wanted * 0
+    low_count = tl.full([], 0, tl.int32)
+    high_count = tl.full([], 0, tl.int32) + vocab
+    # Where thresholds of logits lie; tokens that are masked are at infinity.
+    one = tl.full([], _TWO_BITS, tl.int32)
+    two = tl.full([], _SIXTEEN_BITS, tl.int32)
+    three = tl.full([], _INFINITY_BITS, tl.int32)
+    while (high - low > 1) & (high_count - low_count > BLOCK):
+        sum_one = tl.zeros([BLOCK], wanted.dtype)
+        sum_two = tl.zeros([BLOCK], wanted.dtype)
+        sum_three = tl.zeros([BLOCK], wanted.dtype)
+        count_one = tl.zeros([BLOCK], tl.int32)
+        count_two = tl.zeros([BLOCK], tl.int32)
+        count_three = tl.zeros([BLOCK], tl.int32)
         for first in range(0, vocab, BLOCK):
-            bits, scaled = _bits(row, first, vocab, best, temperature, BLOCK)
-            if MASS:
-                amount = tl.where(bits <= floor, tl.exp(scaled), 0.0).to(tl.float64)
-            else:
-                amount = tl.full([BLOCK], 1.0, tl.float64)
-            below_one += tl.where(bits < one, amount, 0.0)
-            below_two += tl.where(bits < two, amount, 0.0)
-            below_three += tl.where(bits < three, amount, 0.0)
-        start = low
-        end = high
-        one_fits = tl.sum(below_one, 0) < wanted
-        two_fits = tl.sum(below_two, 0) < wanted
-        three_fits = tl.sum(below_three, 0) < wanted
-        low = tl.where(one_fits, one, start)
-        low = tl.where(two_fits, two, low)
-        low = tl.where(three_fits, three, low)
-        high = tl.where(three_fits, end, three)
-        high = tl.where(two_fits, high, two)
-        high = tl.where(one_fits, high, one)
+            bits, scaled = _bits(row, first, vocab, best, temperature, floor, BLOCK)
+            amount = _amount(bits, scaled, wanted)
+            sum_one += tl.where(bits < one, amount, 0)
+            sum_two += tl.where(bits < two, amount, 0)
+            sum_three += tl.where(bits < three, amount, 0)
+            count_one += (bits < one).to(tl.int32)
+            count_two += (bits < two).to(tl.int32)
+            count_three += (bits < three).to(tl.int32)
+        low, high, low_sum, low_count, high_count = _narrow(
+            low, high, low_sum, low_count, high_count,
+            one, tl.sum(sum_one, 0), tl.sum(count_one, 0), wanted,
+        )  # fmt: skip
+        low, high, low_sum, low_count, high_count = _narrow(
+            low, high, low_sum, low_count, high_count,
+            two, tl.sum(sum_two, 0), tl.sum(count_two, 0), wanted,
+        )  # fmt: skip
+        low, high, low_sum, low_count, high_count = _narrow(
+            low, high, low_sum, low_count, high_count,
+            three, tl.sum(sum_three, 0), tl.sum(count_three, 0), wanted,
+        )  # fmt: skip
+        one, two, three = _pivots(low, high)
+    if high - low > 1:
+        bits = _gather(row, gathered, vocab, best, temperature, floor, low, high, BLOCK)
+        magnitude = tl.minimum(bits, _INFINITY_BITS).to(tl.float32, bitcast=True)
+        amount = _amount(bits, -magnitude, wanted)
+        before = low_sum
+        while high - low > 1:
+            one, two, three = _pivots(low, high)
+            one_fits = before + tl.sum(tl.where(bits < one, amount, 0), 0) < wanted
+            two_fits = before + tl.sum(tl.where(bits < two, amount, 0), 0) < wanted
+            three_fits = before + tl.sum(tl.where(bits < three, amount, 0), 0) < wanted
+            high = tl.where(one_fits, tl.where(two_fits, tl.where(three_fits, high, three), two), one)
+            low = tl.where(one_fits, tl.where(two_fits, tl.where(three_fits, three, two), one), low)
     return low
+
+
+@triton.jit
+def _gather(
+    row, gathered, vocab, best, temperature, floor, low, high, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return the bits of all tokens from low to before high, at most BLOCK of them; after them
+    bits larger than any.
+    """
+    count = tl.full([], 0, tl.int32)
+    for first in range(0, vocab, BLOCK):
+        bits, _ = _bits(row, first, vocab, best, temperature, floor, BLOCK)
+        inside = ((bits >= low) & (bits < high)).to(tl.int32)
+        if tl.sum(inside, 0) > 0:
+            place = count + tl.cumsum(inside, 0) - 1
+            tl.store(gathered + place, bits, mask=inside != 0)
+            count += tl.sum(inside, 0)
+    tl.debug_barrier()  # what one thread has stored is loaded by others
+    i = tl.arange(0, BLOCK)
+    return tl.load(gathered + i, mask=i < count, other=_INFINITY_BITS + 1)
 
 
 @triton.jit
@@ -84,11 +161,12 @@ def _best(row, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _draw(
-    logits, temperatures, top_ks, top_ps, min_ps, uniforms, tokens, stride, vocab,
+    logits, temperatures, top_ks, top_ps, min_ps, uniforms, tokens, gathered, stride, vocab,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     row = logits + place.to(tl.int64) * stride
+    gathered += place * BLOCK
     best, token = _best(row, vocab, BLOCK)
     temperature = tl.load(temperatures + place)
     if temperature > 0:
@@ -96,20 +174,21 @@ def _draw(
         floor = tl.abs(tl.load(min_ps + place)).to(tl.int32, bitcast=True)
         top_k = tl.load(top_ks + place)
         if (top_k > 0) & (top_k < vocab):
-            kept = _search(row, vocab, best, temperature, floor, top_k.to(tl.float64), False, BLOCK)
+            kept = _search(row, gathered, vocab, best, temperature, floor, top_k, BLOCK)
             floor = tl.minimum(floor, kept)
         top_p = tl.load(top_ps + place)
         total = tl.zeros([BLOCK], tl.float64)
         for first in range(0, vocab, BLOCK):
-            bits, scaled = _bits(row, first, vocab, best, temperature, BLOCK)
+            bits, scaled = _bits(row, first, vocab, best, temperature, floor, BLOCK)
             total += tl.where(bits <= floor, tl.exp(scaled), 0.0).to(tl.float64)
         mass = tl.sum(total, 0)
         if top_p < 1.0:
-            kept = _search(row, vocab, best, temperature, floor, top_p * mass, True, BLOCK)
+            tl.debug_barrier()  # nobody reads what top-k has gathered any more
+            kept = _search(row, gathered, vocab, best, temperature, floor, top_p * mass, BLOCK)
             floor = tl.minimum(floor, kept)
             total = tl.zeros([BLOCK], tl.float64)
             for first in range(0, vocab, BLOCK):
-                bits, scaled = _bits(row, first, vocab, best, temperature, BLOCK)
+                bits, scaled = _bits(row, first, vocab, best, temperature, floor, BLOCK)
                 total += tl.where(bits <= floor, tl.exp(scaled), 0.0).to(tl.float64)
             mass = tl.sum(total, 0)
         target = tl.load(uniforms + place) * mass
@@ -128,7 +207,7 @@ def _invert(row, vocab, best, temperature, floor, target, token, BLOCK: tl.const
     found = vocab
     last = token
     for first in range(0, vocab, BLOCK):
-        bits, scaled = _bits(row, first, vocab, best, temperature, BLOCK)
+        bits, scaled = _bits(row, first, vocab, best, temperature, floor, BLOCK)
         weight = tl.where(bits <= floor, tl.exp(scaled), 0.0).to(tl.float64)
         cumulative = before + tl.cumsum(weight, 0)
         here = tl.min(tl.where((cumulative > target) & (weight > 0), first + i, vocab), 0)
@@ -146,9 +225,11 @@ def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
         raise ValueError("a row of logits must be contiguous")
     if rows:
         block = min(_BLOCK, pow2(vocab))
+        gathered = torch.empty(rows, block, dtype=torch.int32, device=logits.device)
         _draw[(rows,)](
             logits, settings.temperature, settings.top_k, settings.top_p,
-            settings.min_p.log().float(), settings.uniform, tokens, logits.stride(0), vocab,
+            settings.min_p.log().float(), settings.uniform, tokens, gathered, logits.stride(0),
+            vocab,
             BLOCK=block, num_warps=16 if block == _BLOCK else 4,
         )  # fmt: skip
     return tokens
