@@ -97,10 +97,8 @@ FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("vocab", [7, 64, 200])
-def test_the_set_that_is_drawn_from(
-    form: str, vocab: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A uniform number next to 1 gives the last token of the set, one between depends on its mass."""
+def test_the_set_that_is_drawn_from(form: str, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A uniform number next to 1 gives the set's last token; one between depends on its mass."""
     from mooncake_kernels.triton import sampling
 
     monkeypatch.setattr(sampling, "_BLOCK", 64)

@@ -63,9 +63,7 @@ def _narrow(low, high, low_sum, low_count, high_count, pivot, pivot_sum, pivot_c
 
 
 @triton.jit
-def _search(
-    row, gathered, vocab, best, temperature, floor, wanted, BLOCK: tl.constexpr
-):  # fmt: skip
+def _search(row, gathered, vocab, best, temperature, floor, wanted, BLOCK: tl.constexpr):
     """Return the largest bits such that what lies strictly nearer to the best is below `wanted`.
 
     What lies there, as far as it is not beyond `floor`, is counted where `wanted` is int32; where
@@ -119,15 +117,15 @@ def _search(
             one_fits = before + tl.sum(tl.where(bits < one, amount, 0), 0) < wanted
             two_fits = before + tl.sum(tl.where(bits < two, amount, 0), 0) < wanted
             three_fits = before + tl.sum(tl.where(bits < three, amount, 0), 0) < wanted
-            high = tl.where(one_fits, tl.where(two_fits, tl.where(three_fits, high, three), two), one)
-            low = tl.where(one_fits, tl.where(two_fits, tl.where(three_fits, three, two), one), low)
+            from_two = tl.where(two_fits, tl.where(three_fits, three, two), one)
+            to_three = tl.where(two_fits, tl.where(three_fits, high, three), two)
+            low = tl.where(one_fits, from_two, low)
+            high = tl.where(one_fits, to_three, one)
     return low
 
 
 @triton.jit
-def _gather(
-    row, gathered, vocab, best, temperature, floor, low, high, BLOCK: tl.constexpr
-):  # fmt: skip
+def _gather(row, gathered, vocab, best, temperature, floor, low, high, BLOCK: tl.constexpr):
     """Return the bits of all tokens from low to before high, at most BLOCK of them; after them
     bits larger than any.
     """
