@@ -23,6 +23,7 @@ RANK, ROPE, NOPE, VALUE, HEADS, PAGE = 512, 64, 128, 128, 64, 64
 LEAST_STEP = 16
 """Tokens that a product can be made of."""
 SCALE = (NOPE + ROPE) ** -0.5
+WARPGROUPS = DecodeTile(warpgroups=True)
 
 
 def decode(bench: Bench, *, heads: int, batch: int, context: int, fp8: bool = False) -> Work:
@@ -61,7 +62,8 @@ def decode(bench: Bench, *, heads: int, batch: int, context: int, fp8: bool = Fa
             )
             for step, stages in itertools.product((page, page // 2), (2, 3))
             if step >= LEAST_STEP
-        },
+        }
+        | ({} if tiny else {"warpgroups": partial(decode_op, q, kv, paged, rank, tile=WARPGROUPS)}),
     )
 
 

@@ -38,11 +38,13 @@ class ProductTile:
 class DecodeTile:
     """How the absorbed decode walks a context. step_tokens: of a page, at a time; 0: all of it.
 
-    Fewer tokens leave more registers, and less in flight from memory.
+    Fewer tokens leave more registers, and less in flight from memory. warpgroups: Hopper's own form
+    (`triton.mla_decode_hopper`), which has steps and stages of its own.
     """
 
     stages: int = 2
     step_tokens: int = 0
+    warpgroups: bool = False
 
 
 WHOLE_PAGES = DecodeTile()

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from mooncake_kernels.reference.paged_batch import PagedBatch
+from mooncake_kernels.triton import mla_decode_hopper
 from mooncake_kernels.triton.device import (
     INTERPRETED,
     LN_2,
@@ -307,7 +308,9 @@ def mla_decode(
     if not (q.is_contiguous() and kv.is_contiguous() and batch.page_table.is_contiguous()):
         raise ValueError("q, kv and page_table must be contiguous")
     tile_rows = _FLOAT32_ROWS if exact else TILE_ROWS
-    if not split_pages:  # the size of a tile chooses the instruction, and that the order of sums
+    if tile.warpgroups:
+        _check_warpgroups(q, page, rank)
+    elif not split_pages:  # the size of a tile chooses the instruction, and that the order of sums
         tile_rows = min(tile_rows, pow2(batch.max_rows * heads, 16))
     few = tile_rows < TILE_ROWS  # then two programs fit a multiprocessor
     programs = num_programs(q.device) * (2 if few else 1)
@@ -326,13 +329,23 @@ def mla_decode(
         return out, lse
     for strip in range(0, most_strips, group):
         plan = _plan(batch, heads, page, tile_rows, split_pages, (strip, strip + group))
-        _attend[(programs,)](
+        tensors = (
             q, kv, batch.page_table, batch.row_start, batch.lengths, *plan,
             part_out, part_lse, out, lse, seqs, heads, most_pages, kv_scale,
-            RANK=rank, ROPE=width - rank, BLOCK_C=pow2(rank, 16), BLOCK_R=pow2(width - rank, 16),
-            PAGE=page, BLOCK_M=tile_rows, BLOCK_N=step_tokens, BLOCK_S=_SEQUENCES_AT_ONCE,
-            STAGES=tile.stages, FIXED_PAGES=split_pages, num_warps=4 if few else 8,
         )  # fmt: skip
+        if tile.warpgroups:
+            mla_decode_hopper.attend_warpgroups[(programs,)](
+                *tensors, RANK=rank, ROPE=width - rank, PAGE=page, BLOCK_M=tile_rows,
+                BLOCK_S=_SEQUENCES_AT_ONCE, FIXED_PAGES=split_pages, EACH=16 // kv.element_size(),
+                num_warps=mla_decode_hopper.WARPS,
+            )  # fmt: skip
+        else:
+            _attend[(programs,)](
+                *tensors, RANK=rank, ROPE=width - rank, BLOCK_C=pow2(rank, 16),
+                BLOCK_R=pow2(width - rank, 16), PAGE=page, BLOCK_M=tile_rows, BLOCK_N=step_tokens,
+                BLOCK_S=_SEQUENCES_AT_ONCE, STAGES=tile.stages, FIXED_PAGES=split_pages,
+                num_warps=4 if few else 8,
+            )  # fmt: skip
         _combine[(rows, min(heads, triton.cdiv(_COMBINE_PROGRAMS, rows)))](
             batch.row_start, batch.lengths, *plan, part_out, part_lse, out, lse,
             seqs, heads, programs,
@@ -340,6 +353,14 @@ def mla_decode(
             BLOCK_S=_SEQUENCES_AT_ONCE, FIXED_PAGES=split_pages, num_warps=4,
         )  # fmt: skip
     return out, lse
+
+
+def _check_warpgroups(q: torch.Tensor, page: int, rank: int) -> None:
+    made_for = mla_decode_hopper.PAGE, mla_decode_hopper.RANK, mla_decode_hopper.ROPE
+    if (page, rank, q.shape[2] - rank) != made_for or q.element_size() != 2:
+        raise ValueError(
+            f"warpgroups take 16-bit queries, and pages, rank and rotated part of {made_for}"
+        )
 
 
 def _plan(

@@ -52,12 +52,14 @@ def decode(
     kv_dtype: torch.dtype = BF16,
     step_tokens: int = 0,
     split_pages: int = 0,
+    warpgroups: bool = False,
 ) -> None:
     batch = PagedBatch(ints(9), ints(8), ints(8, 64), rows)
     q, kv = zeros(8 * rows, heads, 576, dtype=dtype), zeros(2, 64, 576, dtype=kv_dtype)
     kernel("mla_decode", "triton")(
-        q, kv, batch, 512, 1.0, split_pages=split_pages, tile=DecodeTile(2, step_tokens)
-    )
+        q, kv, batch, 512, 1.0, split_pages=split_pages,
+        tile=DecodeTile(2, step_tokens, warpgroups),
+    )  # fmt: skip
 
 
 def prefill(rows: int) -> None:
@@ -142,6 +144,12 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "decode, 8 heads": lambda: decode(8, 1),
     "decode, 64 heads, 4 rows": lambda: decode(64, 4),
     "decode, 64 heads, fixed cuts": lambda: decode(64, 1, split_pages=64),
+    "decode, 64 heads, warpgroups": lambda: decode(64, 1, warpgroups=True),
+    "decode, 64 heads, warpgroups, fp8 cache": lambda: decode(64, 1, kv_dtype=FP8, warpgroups=True),
+    "decode, 64 heads, warpgroups, fixed cuts": lambda: decode(
+        64, 1, split_pages=64, warpgroups=True
+    ),
+    "decode, 8 heads, warpgroups": lambda: decode(8, 1, warpgroups=True),
     "decode, 8 heads, float32": lambda: decode(8, 1, torch.float32, torch.float32),
     "decode, 64 heads, float32": lambda: decode(64, 2, torch.float32, torch.float32),
     "prefill, 256 rows": lambda: prefill(256),

@@ -21,6 +21,7 @@ _TOOK_THE_PLACE_OF = {
     "gate_up_ranges_kernel": "gate_up_kernel",
     "gate_up_fp8_kernel": "gate_up_kernel",
     "down_fp8_kernel": "down_kernel",
+    "attend_warpgroups": "_attend",
 }
 
 
@@ -36,7 +37,7 @@ def table(content: dict[str, Any]) -> list[str]:
     lines = [_HEAD, "|---|---|---|---|---|---|"]
     for now in content["kernels"]:
         kernel = _TOOK_THE_PLACE_OF.get(now["kernel"], now["kernel"])
-        old = before.get((now["launch"], kernel))
+        old = before.get((now["launch"].replace(", warpgroups", ""), kernel))
         if old is None:
             continue
         columns = ("registers", "stack_bytes", "shared_bytes", "loop")
