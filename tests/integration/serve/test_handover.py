@@ -1,5 +1,6 @@
-"""A decode worker is told to end in mid-stream and there is no pool: another one goes on with what
-it decodes, from the KV in the pages of the one that leaves.
+"""A worker is told to end in mid-work. Decode without a pool: another one goes on with what it
+decodes, from the KV in its pages. Prefill: it finishes its prompts, and others find in the pool
+what it has computed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "4096")
 NUM_PROMPT, NUM_TOKENS, NUM_ASKING = 2100, 1500, 4
+NUM_QUEUING = 8
+"""Prompts at once, so that some wait at each of two prefill workers."""
 BLOCK_TOKENS = 64
 WAIT_S = 240.0
 
@@ -29,12 +32,12 @@ WAIT_S = 240.0
 class Stream:
     """The tokens of one streamed answer, as they come."""
 
-    def __init__(self, url: str, seed: int, salt: str) -> None:
+    def __init__(self, url: str, seed: int, salt: str, num_tokens: int) -> None:
         """`salt`: answers of one salt reuse nothing of another's."""
         draw = random.Random(seed)
         self._url = f"{url}/v1/completions"
         self._body = {
-            "prompt": [draw.randrange(512) for _ in range(NUM_PROMPT)], "max_tokens": NUM_TOKENS,
+            "prompt": [draw.randrange(512) for _ in range(NUM_PROMPT)], "max_tokens": num_tokens,
             "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
             "cache_salt": salt,
         }  # fmt: skip
@@ -53,8 +56,10 @@ class Stream:
                     self.times_s.append(time.monotonic())
 
 
-def ask(url: str, pool: ThreadPoolExecutor, salt: str) -> tuple[list[Stream], list[Future[None]]]:
-    streams = [Stream(url, seed, salt) for seed in range(NUM_ASKING)]
+def ask(
+    url: str, pool: ThreadPoolExecutor, salt: str, num_asking: int, num_tokens: int
+) -> tuple[list[Stream], list[Future[None]]]:
+    streams = [Stream(url, seed, salt, num_tokens) for seed in range(num_asking)]
     return streams, [pool.submit(stream.read) for stream in streams]
 
 
@@ -64,6 +69,11 @@ def load(server: ServerProcess, worker_id: str) -> dict[str, Any]:
     return {"num_running": 0, **worker["load"]}
 
 
+def computed(counts: dict[str, float]) -> float:
+    """Return how many tokens of prompts a worker has computed."""
+    return counts.get("prompt_tokens", 0) - counts.get("prompt_tokens_cached", 0)
+
+
 def test_what_a_leaving_worker_decodes_is_fetched_from_it(tmp_path: Path) -> None:
     words = (*SMALL, "--port", "0", "--prefill", "0", "--kvstore", "0")
     with (
@@ -71,7 +81,7 @@ def test_what_a_leaving_worker_decodes_is_fetched_from_it(tmp_path: Path) -> Non
         ServerProcess(str(nano_checkpoint(tmp_path)), *words) as server,
     ):
         server.wait_until_serving()
-        calm, reading = ask(server.url, pool, "calm")
+        calm, reading = ask(server.url, pool, "calm", NUM_ASKING, NUM_TOKENS)
         for each in reading:
             each.result(WAIT_S)
         address = server.wait_for(r"--join (\S+)").group(1)
@@ -79,7 +89,7 @@ def test_what_a_leaving_worker_decodes_is_fetched_from_it(tmp_path: Path) -> Non
             name = leaver.wait_for(r"(decode-\S+) \(pid \d+\) has joined").group(1)
             server.wait_for_workers({"decode-0", name})
             before = load(server, "decode-0")["counters"]
-            streams, reading = ask(server.url, pool, "moved")
+            streams, reading = ask(server.url, pool, "moved", NUM_ASKING, NUM_TOKENS)
             deadline_s = time.monotonic() + 60
             while not load(server, name)["num_running"]:
                 assert time.monotonic() < deadline_s, server.get("/v1/cluster/status")
@@ -97,10 +107,6 @@ def test_what_a_leaving_worker_decodes_is_fetched_from_it(tmp_path: Path) -> Non
     assert min(at_its_end) < NUM_TOKENS, "it waited for no answer to end"
     fetched = after["blocks_fetched"] - before.get("blocks_fetched", 0)
     assert fetched >= num_moved * (NUM_PROMPT // BLOCK_TOKENS)
-
-    def computed(counts: dict[str, float]) -> float:
-        return counts.get("prompt_tokens", 0) - counts.get("prompt_tokens_cached", 0)
-
     num_again = computed(after) - computed(before) - (NUM_ASKING - num_moved) * NUM_PROMPT
     assert 0 <= num_again <= num_moved * 2 * BLOCK_TOKENS
     gaps_s = sorted(b - a for stream in streams for a, b in pairwise(stream.times_s))
@@ -109,3 +115,50 @@ def test_what_a_leaving_worker_decodes_is_fetched_from_it(tmp_path: Path) -> Non
         f"{num_again:.0f} tokens computed again; gaps: 99th percentile "
         f"{gaps_s[len(gaps_s) * 99 // 100]:.3f} s, longest {gaps_s[-1]:.3f} s"
     )
+
+
+def test_what_a_leaving_prefill_worker_computes_is_finished_and_found_in_the_pool(
+    tmp_path: Path,
+) -> None:
+    words = (*SMALL, "--port", "0", "--kvstore-dram-bytes", "64MiB")
+    with (
+        ThreadPoolExecutor(NUM_QUEUING) as pool,
+        ServerProcess(str(nano_checkpoint(tmp_path)), *words) as server,
+    ):
+        server.wait_until_serving()
+        address = server.wait_for(r"--join (\S+)").group(1)
+
+        def counted() -> dict[str, float]:
+            each = [load(server, name)["counters"] for name in ("prefill-0", "decode-0")]
+            fetched = sum(counts.get("blocks_fetched", 0) for counts in each)
+            return {"computed": sum(map(computed, each)), "fetched": fetched}
+
+        with ServerProcess("--role", "prefill", "--join", address, *SMALL[2:4]) as leaver:
+            name = leaver.wait_for(r"(prefill-\S+) \(pid \d+\) has joined").group(1)
+            server.wait_for_workers({"prefill-0", "decode-0", "kvstore-0", name})
+            first, reading = ask(server.url, pool, "one", NUM_QUEUING, 8)
+            deadline_s = time.monotonic() + 60
+            while not load(server, name).get("num_queued_tokens"):
+                assert time.monotonic() < deadline_s, server.get("/v1/cluster/status")
+                time.sleep(0.05)
+            assert leaver.stop(signal.SIGTERM) == (0, []), leaver.output
+            for each in reading:
+                each.result(WAIT_S)
+        before = counted()
+        again, reading = ask(server.url, pool, "one", NUM_QUEUING, 8)
+        for each in reading:
+            each.result(WAIT_S)
+        after = counted()
+        status = server.get("/v1/cluster/status")
+    assert [stream.ids for stream in again] == [stream.ids for stream in first]
+    assert status["counters"].get("attempts_lost", 0) == 0
+    assert status["counters"].get("requests_moved", 0) == 0
+    num_of_leaver = NUM_QUEUING * NUM_PROMPT - before["computed"]
+    assert num_of_leaver >= NUM_PROMPT, "it computed a prompt to its end after it was told to end"
+    num_again, num_fetched = (after[key] - before[key] for key in ("computed", "fetched"))
+    print(
+        f"{num_of_leaver:.0f} tokens computed by the one that left; then {num_fetched:.0f} blocks "
+        f"fetched, {num_again:.0f} tokens computed again"
+    )
+    assert num_again <= NUM_QUEUING * 2 * BLOCK_TOKENS
+    assert num_fetched >= num_of_leaver // NUM_PROMPT * (NUM_PROMPT // BLOCK_TOKENS)
