@@ -191,7 +191,6 @@ class Simulation:
         deliver: Callable[[msgspec.Struct], None],
     ) -> SimRunner:
         shape, layout = self.cost.shape, self.layout
-        send_s = self.cost.send_s(self.config.prefill_chunk_tokens)
         num_ranks = shape.num_ranks if self._with_ranks else 1
         if num_ranks == 1 and not spec.experts:
             return SimRunner(
@@ -201,11 +200,11 @@ class Simulation:
                 num_layers=LAYER_GROUPS,
                 oracle=self._oracle,
                 num_stages=shape.pp,
-                send_s=send_s,
+                send_s=self.cost.send_s,
             )
         return RankedRunner(
             heap, self.cost, deliver, num_layers=LAYER_GROUPS, oracle=self._oracle,
-            num_stages=shape.pp, send_s=send_s,
+            num_stages=shape.pp, send_s=self.cost.send_s,
             num_ranks=num_ranks, exchange_s=EXCHANGE_S, together_s=self.cost.seconds_together,
             pages=UsePages(PageArray(layout, pages.num_bytes // layout.block_bytes), None),
         )  # fmt: skip

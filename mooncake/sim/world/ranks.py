@@ -422,7 +422,8 @@ class RankedRunner(SimRunner):
             self._end_step(stage, step)
         else:
             following = self._groups[stage.number + 1]
-            self._heap.after(self._send_s, partial(self._arrive, following, step))
+            send_s = self._send_s(step.plan.num_tokens)
+            self._heap.after(send_s, partial(self._arrive, following, step))
         if stage.step is None:
             self._begin(stage)
         for number in stage.ranks:

@@ -69,11 +69,11 @@ class SimRunner:
         num_layers: int,
         num_layer_reports: int = 4,
         num_stages: int = 1,
-        send_s: float = 0.0,
+        send_s: Callable[[int], float] = lambda num_tokens: 0.0,
         oracle: TokenOracle = sampled_token,
     ) -> None:
         """`num_stages`: each with a part of the layers and one step at a time; from one to the next
-        activations take `send_s`.
+        the activations of a step take `send_s(tokens of the step)`.
         """
         self._heap = heap
         self._cost = cost
@@ -107,7 +107,7 @@ class SimRunner:
         reported = {
             report * self._num_layers // num_reports - 1 for report in range(1, num_reports)
         }
-        comes_s = self._heap.now()
+        comes_s, send_s = self._heap.now(), self._send_s(plan.num_tokens)
         for stage, layers in enumerate(self._stages):
             begin = max(comes_s, self._busy_until_s[stage])
             for place, layer in enumerate(layers, 1):
@@ -116,7 +116,7 @@ class SimRunner:
                     done = LayerDone(step_id=plan.step_id, layer=layer)
                     self._heap.at(at_s, partial(self._deliver, done))
             self._busy_until_s[stage] = begin + seconds
-            comes_s = begin + seconds + self._send_s
+            comes_s = begin + seconds + send_s
         self.busy_s += seconds
         self._heap.at(self._busy_until_s[-1], partial(self._finish, plan, seconds))
 
