@@ -363,7 +363,7 @@ class Trial:
         num_ranks = self._ranks_of(spec.experts or spec.worker_id)
         stages = self._num_stages
         if num_ranks % stages == 0:
-            settings |= {"num_stages": stages, "send_s": lambda num_tokens: 1e-4}
+            settings |= {"num_stages": stages, "send_s": lambda _: 1e-4}
         if num_ranks == 1 and not spec.experts:
             return SimRunner(heap, self._cost, deliver, **settings)
         return RankedRunner(

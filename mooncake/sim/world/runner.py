@@ -69,7 +69,7 @@ class SimRunner:
         num_layers: int,
         num_layer_reports: int = 4,
         num_stages: int = 1,
-        send_s: Callable[[int], float] = lambda num_tokens: 0.0,
+        send_s: Callable[[int], float] = lambda _: 0.0,
         oracle: TokenOracle = sampled_token,
     ) -> None:
         """`num_stages`: each with a part of the layers and one step at a time; from one to the next
