@@ -42,7 +42,7 @@ class Profile:
     dtype: str = same_as(ServeConfig, "dtype", ENGINE)
     max_model_len: int | None = same_as(ServeConfig, "max_model_len", ENGINE)
     max_num_seqs: int = same_as(ServeConfig, "max_num_seqs", ENGINE)
-    max_num_batched_tokens: int = same_as(ServeConfig, "max_num_batched_tokens", ENGINE)
+    max_num_batched_tokens: int | None = same_as(ServeConfig, "max_num_batched_tokens", ENGINE)
     num_threads: int | None = same_as(ServeConfig, "num_threads", ENGINE)
     kv_cache_memory_bytes: int | None = same_as(ServeConfig, "kv_cache_memory_bytes", ENGINE)
     device: str = same_as(ServeConfig, "device", ENGINE)

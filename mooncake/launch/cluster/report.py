@@ -118,6 +118,8 @@ def print_plan(
             workers.add_row(role.value, str(number), holdings(plan, role))
     console.print()
     console.print(workers)
+    if plan.engines:
+        console.print(f"\nsteps of up to {plan.steps.number} tokens: {plan.steps.why}")
     shown: list[InstanceMemory] = []
     for role, _ in plan.engines:
         memory = plan.ranks[role]

@@ -30,12 +30,15 @@ from mooncake.engine.expert_placement import EplbConfig, check_slots
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.rank_plan import (
+    STEP_TOKENS,
     GpuNode,
     InstanceMemory,
     RankNeeds,
+    StepTokens,
     check_dram,
     check_gpus,
     instance_memory,
+    step_tokens,
 )
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.config.shipped import figures
@@ -87,6 +90,7 @@ class ServePlan:
     layout: KvLayout
     options: ModelOptions
     needs: RankNeeds
+    steps: StepTokens
     ranks: dict[Role, InstanceMemory]
     """Of an engine of prefill and of decode."""
     gpu_node: GpuNode | None
@@ -275,16 +279,26 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         options=options,
         elsewhere=gpu_node is not None,
         layout=layout,
-        step_tokens=config.max_num_batched_tokens,
+        step_tokens=config.max_num_batched_tokens or STEP_TOKENS[-1],
         step_sequences=config.max_num_seqs,
         max_model_len=model.max_model_len,
         draft_bytes=draft_bytes,
     )
+    if gpu_node is not None:
+        for shape in shapes.values():
+            gpu_node.check_ranks(needs, shape)
     num_pages = _num_pages(config, model, layout.block_bytes)
+    longest = -(-model.max_model_len // config.block_size)
+    steps = step_tokens(
+        config.max_num_batched_tokens,
+        gpu_node or _gpus_here(config, options, num_ranks),
+        needs,
+        shapes.values(),
+        longest if options.measure_pages else num_pages,
+    )
+    needs = dataclasses.replace(needs, step_tokens=steps.number)
     ranks = {}
     for role, shape in shapes.items():
-        if gpu_node is not None:
-            gpu_node.check_ranks(needs, shape)
         if gpu_node is not None and options.measure_pages:
             ranks[role] = gpu_node.filled(needs, shape)
             num_pages = max(1, ranks[role].num_pages * shape.dcp)
@@ -306,8 +320,8 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         engine=EngineConfig(
             num_blocks=num_pages,
             max_num_seqs=config.max_num_seqs,
-            max_batched_tokens=config.max_num_batched_tokens,
-            max_chunk_tokens=config.max_num_batched_tokens,
+            max_batched_tokens=steps.number,
+            max_chunk_tokens=steps.number,
             max_model_len=model.max_model_len,
             max_waiting=config.max_waiting_requests,
             **values_of(config, EngineConfig),
@@ -325,6 +339,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         layout=layout,
         options=options,
         needs=needs,
+        steps=steps,
         ranks=ranks,
         gpu_node=gpu_node,
         stage_hosts=_stage_hosts(config, shapes),
@@ -412,6 +427,25 @@ def _gpu_node(config: ServeConfig) -> GpuNode | None:
         gpu_bytes=int(found.hbm_bytes),
         utilization=config.gpu_memory_utilization,
         dram_bytes=None if found.dram_bytes is None else int(found.dram_bytes),
+    )
+
+
+def _gpus_here(config: ServeConfig, options: ModelOptions, num_ranks: int) -> GpuNode | None:
+    """Return this machine's GPUs, each as large as the part of it that a rank of `num_ranks` has;
+    None where there are none, or their memory is not known.
+    """
+    num_gpus = machine_facts.num_gpus()
+    if options.device == "cpu" or not num_gpus or config.max_num_batched_tokens is not None:
+        return None
+    gpu_bytes = machine_facts.gpu_bytes()
+    if gpu_bytes is None:
+        return None
+    return GpuNode(
+        name="this machine",
+        num_gpus=num_gpus,
+        gpu_bytes=gpu_bytes // max(1, -(-num_ranks // num_gpus)),
+        utilization=config.gpu_memory_utilization,
+        dram_bytes=None,
     )
 
 

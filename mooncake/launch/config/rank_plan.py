@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -29,6 +29,9 @@ GPU_LIBRARY_BYTES = 2**30
 """On a GPU: the CUDA context and loaded kernels. Assumed, not measured."""
 GPU_COMMUNICATOR_BYTES = 2**28
 """On a GPU: the channels of one NCCL communicator. Assumed, not measured."""
+STEP_TOKENS = 8192, 4096, 2048
+"""Of a step, where none are asked for: the more rows an expert gets, the fuller are the 128 of a
+tile on a GPU. The CPU takes the last."""
 _MOST_STAGES = 8
 """Of which a shape that would fit is advised."""
 _LEAST_CONTEXT = 1024
@@ -158,6 +161,38 @@ def _rank_memory(needs: RankNeeds, shape: Shape, layers: range, num_pages: int) 
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class StepTokens:
+    """The most tokens of a step, and why so many."""
+
+    number: int
+    why: str
+
+
+def step_tokens(
+    given: int | None, node: GpuNode | None, needs: RankNeeds, shapes: Iterable[Shape], pages: int
+) -> StepTokens:
+    """Return those `given`, else on a GPU the most beside which engines of all `shapes` have room
+    for `pages` of KV.
+
+    node: the GPUs; None: their memory is not known.
+    """
+    least = STEP_TOKENS[-1]
+    if given is not None:
+        return StepTokens(given, "as asked for")
+    if not needs.on_gpu:
+        return StepTokens(least, "the default on a CPU")
+    if node is None:
+        return StepTokens(least, "the memory of the GPUs is not known before the start")
+    kv = f"{pages * needs.layout.block_tokens} tokens of KV on {node.name}"
+    for number in STEP_TOKENS:
+        larger = dataclasses.replace(needs, step_tokens=number)
+        if all(node.has_room(larger, shape, pages) for shape in shapes):
+            most = "" if number == STEP_TOKENS[0] else ", and more would not"
+            return StepTokens(number, f"leaves room for {kv}{most}")
+    return StepTokens(least, f"the least; even that leaves no room for {kv}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuNode:
     """The GPUs that a plan is for: `num_gpus` of `gpu_bytes` each, `utilization` of them used."""
@@ -188,6 +223,10 @@ class GpuNode:
             num_pages=room_for_pages(memory, self.utilization, rank.block_bytes),
             gpu_bytes=int(self.gpu_bytes * self.utilization),
         )
+
+    def has_room(self, needs: RankNeeds, shape: Shape, num_pages: int) -> bool:
+        """Whether `num_pages` KV pages fit beside weights and the largest step."""
+        return self.filled(needs, shape).num_pages * shape.dcp >= num_pages
 
     def check_ranks(self, needs: RankNeeds, shape: Shape) -> None:
         """Raise ConfigError for more ranks of a stage than GPUs; says what would fit."""

@@ -270,8 +270,9 @@ class ServeConfig:
     shutdown_timeout: float = owned(ApiConfig, "drain_s", positive, API, "S",
         "seconds that running requests get to finish at the end")
     max_num_seqs: int = setting(64, count(1, 65536), ENGINE, "N", "sequences in an engine's batch")
-    max_num_batched_tokens: int = setting(2048, count(1), ENGINE, "N",
-        "tokens in one step: the chunk of a long prompt")
+    max_num_batched_tokens: int | None = setting(None, count(1), ENGINE, "N",
+        "tokens in one step: the chunk of a long prompt (default: 2048; on a GPU the largest of "
+        "8192, 4096 and 2048 beside which the KV fits)")
     enable_prefix_caching: bool = owned(EngineConfig, "enable_prefix_caching", truth, ENGINE, "",
         "reuse blocks of earlier requests", switch=True)
     speculative_config: SpeculativeConfig | None = owned(EngineConfig, "speculation",

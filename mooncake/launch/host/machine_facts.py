@@ -1,4 +1,5 @@
-"""What this machine has: memory, cores, names. Reads /proc and cgroup files, decides nothing."""
+"""What this machine has: memory, cores, names. Reads /proc and cgroup files and asks
+the GPUs' driver, decides nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import errno
 import importlib.metadata
 import os
 import platform
+import shutil
 import socket
+import subprocess
 from pathlib import Path
 
 from mooncake.base import ConfigError, Unavailable
@@ -94,6 +97,19 @@ def num_gpus() -> int:
     if allowed is None:
         return there
     return min(there, sum(bool(name.strip()) for name in allowed.split(",")))
+
+
+def gpu_bytes() -> int | None:
+    """Return the memory of the smallest GPU that the driver names; None: it does not say."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        return min(int(line) for line in done.stdout.split("\n") if line.strip()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def check_system() -> None:

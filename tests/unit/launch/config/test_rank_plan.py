@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from mooncake.cli import main as cli
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
-from mooncake.launch.config.rank_plan import RankMemory
+from mooncake.launch.config.rank_plan import STEP_TOKENS, RankMemory
+from mooncake.launch.host import machine_facts
 from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
 from tests.support.model.specs import KIMI_K2, small_config
 
@@ -50,6 +54,63 @@ def test_k2_int4_on_eight_h200_has_the_kv_that_vllm_has(
     assert tokens == pytest.approx(published, rel=0.12)
     assert rank_of(plan).total <= 0.9 * 149.6e9
     check_memory(plan, 1)
+
+
+def tokens_beside(plan: ServePlan, step: int) -> int:
+    """Return the tokens of KV on the GPUs planned for, with steps of so many tokens."""
+    assert plan.gpu_node is not None
+    needs, shape = dataclasses.replace(plan.needs, step_tokens=step), plan.ranks[Role.DECODE].shape
+    return plan.gpu_node.filled(needs, shape).num_pages * shape.dcp * plan.layout.block_tokens
+
+
+def test_steps_on_a_gpu_are_the_largest_beside_which_the_kv_fits(tmp_path: Path) -> None:
+    """The longer one sequence may be, the smaller a step; what is asked for is taken as it is."""
+    model = write_k2(tmp_path / "k2", "int4", max_position_embeddings=10**7)
+    wanted = {"tensor_parallel_size": 8, "hardware": "h200x8"}
+    most = {size: tokens_beside(plan_for(model, max_model_len=64, **wanted), size)
+            for size in STEP_TOKENS}  # fmt: skip
+    assert most[8192] < most[4096] < most[2048]
+    for size in STEP_TOKENS:
+        plan = plan_for(model, max_model_len=most[size], **wanted)
+        assert plan.steps.number == size
+        assert f"{most[size]} tokens of KV on h200x8" in plan.steps.why
+        assert plan.engine.max_batched_tokens == plan.engine.max_chunk_tokens == size
+        assert rank_of(plan).num_pages * plan.layout.block_tokens == most[size]
+        check_memory(plan, None)
+    too_long = plan_for(model, max_model_len=most[2048] + 64, **wanted)
+    assert (too_long.steps.number, too_long.steps.why[:9]) == (2048, "the least")
+    sized = {"num_gpu_blocks_override": most[4096] // 64, "max_model_len": 64, **wanted}
+    assert plan_for(model, **sized).steps.number == 4096, "pages asked for count, too"
+    given = plan_for(model, max_model_len=most[2048], max_num_batched_tokens=8192, **wanted)
+    assert (given.steps.number, given.steps.why) == (8192, "as asked for")
+
+
+def test_steps_here_go_by_what_the_driver_says_of_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = [""]
+
+    def answer(query: list[str], **_how: object) -> subprocess.CompletedProcess[str]:
+        if not said[0]:
+            raise subprocess.CalledProcessError(9, query)
+        return subprocess.CompletedProcess(query, 0, said[0], "")
+
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(subprocess, "run", answer)
+    model = write_k2(tmp_path / "k2", "int4")
+    wanted: dict[str, Any] = {"tensor_parallel_size": 8, "colocated": True}
+    assert plan_for(model, **wanted, device="cpu").steps.why == "the default on a CPU"
+    monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 8)
+    said[0] = "143771\n142000\n"
+    assert machine_facts.gpu_bytes() == 142000 * 2**20
+    plan = plan_for(model, **wanted)
+    assert (plan.steps.number, plan.engine.max_batched_tokens) == (8192, 8192)
+    assert "on this machine" in plan.steps.why
+    said[0] = "81559\n81559\n"
+    assert plan_for(model, **wanted).steps.number == 2048
+    for said[0] in ("", "[N/A]\n", "\n"):
+        assert "not known" in plan_for(model, **wanted).steps.why
+        assert plan_for(model, **wanted).steps.number == 2048
 
 
 @pytest.mark.parametrize(
@@ -93,7 +154,8 @@ def test_sixteen_gpus_of_80_gb_share_the_experts(
     tmp_path: Path, kind: str, settings: dict[str, Any], weights: float, tokens: int
 ) -> None:
     model = write_k2(tmp_path / "k2", kind)
-    plan = plan_for(model, enable_expert_parallel=True, hardware="h800x8", **settings)
+    settings = {"enable_expert_parallel": True, "max_num_batched_tokens": 2048, **settings}
+    plan = plan_for(model, hardware="h800x8", **settings)
     check_memory(plan, None)
     rank, shape = rank_of(plan), plan.ranks[Role.DECODE].shape
     assert rank.weights == pytest.approx(weights, rel=0.002)
