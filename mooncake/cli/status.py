@@ -121,7 +121,7 @@ def _drafts(worker: dict[str, Any]) -> str:
 def _experts(worker: dict[str, Any]) -> str:
     """Return how even the load of the ranks is that share experts with it (mean over most), the
     share of the hottest expert, for how long the others waited for this worker, and who of them was
-    silent; empty for one that shares none, or has counted no rows yet.
+    slow or silent; empty for one that shares none, or has counted no rows yet.
     """
     counters = (worker.get("load") or {}).get("counters") or {}
     most, rows = counters.get("expert_rank_rows_most"), counters.get("expert_rows")
@@ -133,8 +133,10 @@ def _experts(worker: dict[str, Any]) -> str:
         told += f", {moves:.0f} moves"
     if "expert_waited_for_s" in counters:
         told += f", waited for {counters['expert_waited_for_s']:.1f} s"
-    silent = "expert_silent_s_"
+    silent, slow = "expert_silent_s_", "expert_slow_s_"
     for name, value in counters.items():
+        if name.startswith(slow) and value:
+            told += f", {name.removeprefix(slow)} was slow, waited {value:.0f} s for it"
         if name.startswith(silent) and value:
             told += f", {name.removeprefix(silent)} was silent for {value:.0f} s"
     return told

@@ -258,6 +258,9 @@ class ModelRunner:
                         patience_s = _PATIENCE * result.seconds if plan.slots else 0.0
                         self._emit(result)
                 self._tell_rows()
+                if self._peers is not None:
+                    assert self._model.exchange is not None
+                    self._peers.name_slow(self._model.exchange.take_slow(), time.monotonic())
 
     def _is_awaited(self) -> bool:
         """Whether others have begun a step in which this instance has not taken part yet."""

@@ -15,6 +15,10 @@ import torch
 
 from mooncake.model.parallel.group import Group, ordered_sum
 
+SLOW_WINDOW_S = 10.0
+"""Seconds of steps after which it is looked at who was slow in them."""
+SLOW_SHARE = 0.5
+"""Of those seconds: who is waited for longer is slow."""
 NOBODY = -1
 """The expert of a row that only fills up, or that another rank has."""
 
@@ -49,6 +53,11 @@ class Exchange(Protocol):
         the last: where that grows, this is the rank that the others wait for.
         """
 
+    def take_slow(self) -> dict[int, float]:
+        """Return who was slow in the last window, and for how many seconds it was waited for;
+        empty where nobody was, and until the next window has ended.
+        """
+
     def agree(self, rows: int, last_rows: int) -> None:
         """Begin a step together: this rank has `rows`, in the last layer `last_rows`."""
 
@@ -79,6 +88,16 @@ class GatheredRows:
         self._agreed: list[tuple[int, int]] = []
         self._most = 0
         self._waiting_s = 0.0
+        self._began_s = self._ended_s = 0.0
+        self._window_s = 0.0
+        self._late_s = [0.0] * group.size
+        """For how long each was waited for in this window, by who had as many rows or more."""
+        self._slow: dict[int, float] = {}
+
+    def take_slow(self) -> dict[int, float]:
+        """Return who was slow in the last window, and for how long it was waited for."""
+        slow, self._slow = self._slow, {}
+        return slow
 
     def agree(self, rows: int, last_rows: int) -> None:
         """Begin a step. GroupError: another rank failed, or did not come."""
@@ -86,13 +105,32 @@ class GatheredRows:
         self._waiting_s = 0.0
         began_s = time.perf_counter()
         all_of_them = self._group.gather(mine).view(-1, 3).tolist()
-        self._waiting_s += time.perf_counter() - began_s
-        self._agreed = [(each, last) for each, last, _ in all_of_them]
         waited_s = [waited / 1e9 for _, _, waited in all_of_them]
+        self._look(waited_s)
+        self._began_s, self._ended_s = began_s, time.perf_counter()
+        self._waiting_s += self._ended_s - began_s
+        self._agreed = [(each, last) for each, last, _ in all_of_them]
         self.waited_s += waited_s[self._group.rank]
         self.waited_for_s += max(waited_s) - waited_s[self._group.rank]
         self._most = max(each for each, _ in self._agreed)
         self.num_steps += 1
+
+    def _look(self, waited_s: list[float]) -> None:
+        """Count the step that has ended, in which each rank waited for so long. One that has more
+        rows than who waits for it is not slow for that.
+        """
+        if not self._agreed:
+            return
+        rows = [each for each, _ in self._agreed]
+        for rank, own_s in enumerate(waited_s):
+            waiting = (s for s, num in zip(waited_s, rows, strict=True) if num >= rows[rank])
+            self._late_s[rank] += max(waiting) - own_s
+        self._window_s += self._ended_s - self._began_s
+        if self._window_s < SLOW_WINDOW_S:
+            return
+        least_s = SLOW_SHARE * self._window_s
+        self._slow = {rank: s for rank, s in enumerate(self._late_s) if s > least_s}
+        self._window_s, self._late_s = 0.0, [0.0] * self._group.size
 
     def in_last_layer(self) -> None:
         """Take the rows that were agreed on for the last layer."""
@@ -131,7 +169,8 @@ class GatheredRows:
         began_s = time.perf_counter()
         of_ranks = sums.view(self._most, self._group.size, -1).transpose(0, 1).contiguous()
         mine = self._group.exchange(of_ranks)
-        self._waiting_s += time.perf_counter() - began_s
+        self._ended_s = time.perf_counter()
+        self._waiting_s += self._ended_s - began_s
         return ordered_sum(mine[:, :num_rows].unbind(0))
 
     def _gathered(self, packed: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,10 @@ _END_S = 10.0
 """How long others may take to end once one is lost."""
 SILENT = "expert_silent_s_"
 """Before the name of a worker: for how long it has been silent so far, as a counter."""
+SLOW = "expert_slow_s_"
+"""Before the name of a worker: for how long it was waited for while it was slow, as a counter."""
+_SLOW_TOLD_S = 60.0
+"""Between two words in the log on workers that are slow."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +63,10 @@ class Peers:
         self.descriptor = descriptor
         self.lost: str | None = None
         """Why this instance cannot go on; None: it can."""
-        self.counters = {f"{SILENT}{workers[other]}": 0.0 for other in links}
+        self.counters = {
+            f"{word}{workers[other]}": 0.0 for word in (SILENT, SLOW) for other in links
+        }
+        self._slow_told_s: dict[int, float] = {}
         self._workers = workers
         self._links = dict(links)
         self._processes = dict(processes)
@@ -125,6 +132,24 @@ class Peers:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_WR)  # the others do so too, if they can
         self._on_lost()
+
+    def name_slow(self, slow: Mapping[int, float], now: float) -> None:
+        """Count and log which instances were slow, this one or others, and for how many seconds
+        they were waited for; `now`: monotonic seconds.
+        """
+        for number, seconds in slow.items():
+            name = self._workers[number]
+            if number != self.number:
+                self.counters[f"{SLOW}{name}"] += seconds
+            if now - self._slow_told_s.get(number, -_SLOW_TOLD_S) < _SLOW_TOLD_S:
+                continue
+            self._slow_told_s[number] = now
+            who = "this worker" if number == self.number else name
+            _log.warning(
+                "%s is slow: workers with as many rows that share experts with it waited %.1f s "
+                "for it; look for other load on its cores and memory",
+                who, seconds,
+            )  # fmt: skip
 
     def leave(self) -> None:
         """Tell all that this instance takes part in no further step: who wants one then fails."""

@@ -21,7 +21,7 @@ from mooncake.launch.worker import expert_peers
 from mooncake.launch.worker.expert_peers import meet
 from mooncake.model.options import ExpertGroup, ModelOptions
 from mooncake.model.parallel.group import GroupError
-from mooncake.model.parallel.peers import SILENT, Peers
+from mooncake.model.parallel.peers import SILENT, SLOW, Peers
 
 SECRET = SystemIds().hex(16)
 WORKERS = ("decode-0", "decode-1", "decode-2")
@@ -178,6 +178,22 @@ peers = meet(group, own, ModelOptions(shape=Shape(dp=2, ep=2)))
 peers.wait_until_ready()
 time.sleep(600)
 """
+
+
+def test_one_that_is_slow_is_named_and_logged_once_a_minute(
+    meetings: Meetings, caplog: pytest.LogCaptureFixture
+) -> None:
+    coming = [meetings.come(number) for number in range(3)]
+    peers = coming[0].result(60)
+    for now in (100.0, 110.0, 170.0):
+        peers.name_slow({0: 6.0, 2: 7.5}, now)
+    assert peers.counters[f"{SLOW}decode-2"] == 22.5
+    assert peers.counters[f"{SLOW}decode-1"] == 0.0
+    assert f"{SLOW}decode-0" not in peers.counters
+    assert caplog.text.count("decode-2 is slow: ") == 2
+    assert caplog.text.count("this worker is slow: ") == 2
+    for each in coming[1:]:
+        each.result(60)
 
 
 def test_one_that_stands_still_is_named_and_killed(

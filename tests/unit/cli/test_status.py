@@ -37,6 +37,7 @@ def test_workers_that_share_experts_say_how_even_their_load_is() -> None:
         "expert_rows": 1000.0, "expert_rows_hottest": 250.0, "expert_rank_rows_mean": 500.0,
         "expert_rank_rows_most": 625.0, "expert_moves": 3.0, "expert_waited_for_s": 1.25,
         "expert_silent_s_decode-1": 12.4, "expert_silent_s_decode-2": 0.0,
+        "expert_slow_s_decode-1": 0.0, "expert_slow_s_decode-2": 8.2,
     }  # fmt: skip
     workers = [
         {"id": "decode-0", "role": "decode", "load": {"counters": counters}},
@@ -44,7 +45,7 @@ def test_workers_that_share_experts_say_how_even_their_load_is() -> None:
     ]
     table = shown(workers)
     assert (
-        "balance 0.80, hottest 25%, 3 moves, waited for 1.2 s, decode-1 was silent for 12 s"
-        in table
+        "balance 0.80, hottest 25%, 3 moves, waited for 1.2 s, decode-1 was silent for 12 s, "
+        "decode-2 was slow, waited 8 s for it" in table
     )
     assert "experts" not in shown(workers[1:])

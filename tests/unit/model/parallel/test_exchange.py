@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -65,3 +67,39 @@ def test_for_how_long_others_waited_for_this_rank() -> None:
     assert (exchange.waited_s, exchange.waited_for_s) == (0.0, 5.0)
     exchange.agree(1, 1)
     assert exchange.waited_for_s == pytest.approx(10.0 - exchange.waited_s)
+
+
+class Scripted(Told):
+    """The second of three ranks: the others wait for 2 s in each step, and have these rows."""
+
+    num_rows = 0
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.uint8:
+            return torch.cat((x, x, x), dim=-1)
+        other = torch.tensor([self.num_rows, 1, 2_000_000_000])
+        return torch.cat((other, x, other))
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize(("num_rows", "slow"), [(1, {1: 10.0}), (0, {})])
+def test_a_slow_rank_is_named_unless_it_has_more_rows(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, slow: dict[int, float]
+) -> None:
+    """A step takes 1.25 s by a clock that goes on by a quarter at each look, 0.75 s of them in
+    exchanges; the window of 10 s is eight steps.
+    """
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) / 4)
+    group = Scripted.make(3)[1]
+    monkeypatch.setattr(Scripted, "num_rows", num_rows)
+    exchange, own = GatheredRows(group), rows_of(1, 1, torch.float32)
+    for _ in range(8):
+        exchange.agree(1, 1)
+        exchange.collect(exchange.spread(own).x, 1)
+        assert exchange.take_slow() == {}, "the window has not ended"
+    exchange.agree(1, 1)
+    assert exchange.take_slow() == slow
+    assert exchange.take_slow() == {}, "it is told once"
