@@ -31,8 +31,8 @@ def measure_memory(
 ) -> list[GpuMemory]:
     """Return the memory of each rank, in their order. All ranks call this at once.
 
-    The step's tokens are one prompt, over pages of its own, which count as free; logits are those
-    of as many rows as there may be sequences.
+    The step's tokens are one prompt, over pages of its own, of the layers of each rank's stage,
+    which count as free; logits are those of as many rows as there may be sequences.
 
     Raises:
         GroupError: another rank was lost.
@@ -45,7 +45,9 @@ def measure_memory(
         sample=True,
     )  # fmt: skip
     with torch.inference_mode():
-        kv = KvTensors.allocate(layout, num_pages, model.device, home)
+        whole = model.stage.is_first and model.stage.is_last
+        layers = range(layout.num_layers) if whole else model.stage.layers
+        kv = KvTensors.allocate(layout, num_pages, model.device, home, layers)
         rule = model.prefers_absorbed
 
         def step() -> None:
@@ -59,7 +61,7 @@ def measure_memory(
         mine = torch.tensor(
             [
                 found.total_bytes,
-                found.resident_bytes - num_pages * layout.block_bytes,
+                found.resident_bytes - kv.pages.nbytes,
                 found.step_bytes,
             ],
             device=model.device,

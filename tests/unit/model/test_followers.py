@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import select
@@ -345,10 +346,10 @@ def test_memory_is_measured_by_all_ranks_in_one_step(
         return measure_memory(made.runner._model, made.meters[0], asked, group)
 
     found = made.lead.measure(asked, own)
-    own_pages = layout.num_blocks(40) * layout.block_bytes
+    page = layout.num_blocks(40) * layout.slice_bytes
     assert found == [
-        GpuMemory(total, 10**9 + total // 2 - own_pages, 7)
-        for total in range(1000, 1000 + 100 * len(made.meters), 100)
+        GpuMemory(total, 10**9 + total // 2 - page * len(model.stage.layers), 7)
+        for total, model in zip(itertools.count(1000, 100), models, strict=False)
     ]
     assert all(meter.exchanges_before > 0 for meter in made.meters), "nothing was warm"
     made.run(plan(0, [slot(1, 0, [5], [7])], [start(1, [5])]))
