@@ -67,7 +67,7 @@ def test_images_have_no_root_no_build_tools_of_python_and_a_health_check(image: 
     app = create_app(ScriptedBackend(says("x")), tiny_model(), ApiConfig())
     path = re.search(r"http://[^/]+(/[^']*)", code)[1]
     assert path in app.openapi()["paths"]
-    assert list(of(image, "ENTRYPOINT")) == ['["mooncake"]']
+    assert list(of(image, "ENTRYPOINT")) == ['["dumb-init", "--single-child", "--", "mooncake"]']
 
 
 @pytest.mark.parametrize("stage", [f"build-{image}" for image in IMAGES])

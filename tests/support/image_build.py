@@ -99,6 +99,7 @@ class _Stage:
             *(f"sed -i '/^[^:]*:[^:]*:1000:/d' {root}/etc/{each}" for each in ("passwd", "group")),
             f"printf '#!/bin/sh\\n' > {root}/usr/local/sbin/apt-get",
             f"chmod 755 {root}/usr/local/sbin/apt-get",
+            f"cp {Path(sys.executable).parent}/dumb-init {root}/usr/local/bin",
         ]
         for needed in (Path(sys.base_prefix), SITE):
             for parent in reversed(needed.parents):

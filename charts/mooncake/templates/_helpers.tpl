@@ -330,7 +330,8 @@ env:
 {{- with .values.envFrom }}
 envFrom: {{- toYaml . | nindent 2 }}
 {{- end }}
-command: [/bin/sh, -ec]
+# The first process of a pod: ours, being told to end while it still starts, would not hear it.
+command: [dumb-init, --single-child, /bin/sh, -ec]
 {{- end -}}
 
 {{- define "mooncake.container" -}}
@@ -371,10 +372,7 @@ name: ranks
 {{ include "mooncake.basics" . }}
 args:
   - |
-    # As the first process it would ignore a SIGTERM that comes while it starts, as when the group begins anew.
-    trap 'kill $!' TERM
-    mooncake ranks --bind-host "$POD_IP" --port {{ include "mooncake.ranksPort" . }} --shutdown-timeout {{ .values.drainSeconds }} &
-    wait $! || wait $!
+    exec mooncake ranks --bind-host "$POD_IP" --port {{ include "mooncake.ranksPort" . }} --shutdown-timeout {{ .values.drainSeconds }}
 ports: {{- include "mooncake.stagePorts" . | nindent 2 }}
 {{- range $kind := list "startup" "liveness" "readiness" }}
 {{ $kind }}Probe:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 PREFIX = "mk"
@@ -42,19 +44,21 @@ class PodNetwork:
     """Addresses 10.N.0.0/16 for one cluster; N is one that this machine does not use."""
 
     def __init__(self) -> None:
-        _sweep()
         self._tag = f"{PREFIX}{os.getpid()}"
-        used = {
-            address["local"].split(".")[1]
-            for link in json.loads(_ip("-json", "address", "show"))
-            for address in link["addr_info"]
-            if address.get("local", "").startswith("10.")
-        }
-        self._net = next(f"10.{n}" for n in range(200, 250) if str(n) not in used)
+        with Path(tempfile.gettempdir(), f"{PREFIX}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two clusters that begin at once would take one N
+            _sweep()
+            used = {
+                address["local"].split(".")[1]
+                for link in json.loads(_ip("-json", "address", "show"))
+                for address in link["addr_info"]
+                if address.get("local", "").startswith("10.")
+            }
+            self._net = next(f"10.{n}" for n in range(200, 250) if str(n) not in used)
+            _ip("link", "add", self._tag, "type", "bridge")
+            _ip("address", "add", f"{self.gateway}/16", "dev", self._tag)
         self._numbers = itertools.count(1)
         self._services = itertools.count(1)
-        _ip("link", "add", self._tag, "type", "bridge")
-        _ip("address", "add", f"{self.gateway}/16", "dev", self._tag)
         _ip("link", "set", self._tag, "up")
 
     @property

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.support.kubelet.api import Object
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 SHM_BYTES = 64 * 2**20
 """What container runtimes give where no volume is mounted."""
+HEARS_S = 2.0
+"""How long a container may take from its root to a program that handles SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,18 @@ class Process:
         return None
 
     def signal(self, number: int) -> None:
-        """Send a signal to the first process; its namespace ends with it."""
+        """Send a signal to the first process; its namespace ends with it.
+
+        Between the commands that make the root and the program of the image, a moment, nobody would
+        hear SIGTERM; container runtimes have no such moment. So wait for one who does.
+        """
         with contextlib.suppress(ProcessLookupError):
             if (init := self.init) is not None:
+                end_s = time.monotonic() + HEARS_S
+                while number == signal.SIGTERM and not _catches(init, number):
+                    if time.monotonic() > end_s:
+                        break
+                    time.sleep(0.01)
                 os.kill(init, number)
             else:
                 self._process.send_signal(number)
@@ -127,6 +139,15 @@ class Process:
         """Kill what is left of it."""
         self.signal(signal.SIGKILL)
         self._process.wait(30.0)
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Tell whether a process handles a signal, or has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+    return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
 
 
 def _script(
