@@ -25,7 +25,7 @@ from mooncake.model.checkpoint.tensor_cuts import ROUTED, cut_of, is_held, part_
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.options import ModelOptions
 
-_ROUTER_PARTS = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
+_ROUTER, _ROUTER_BIAS = "mlp.gate.weight", "mlp.gate.e_score_correction_bias"
 _ALONE = Shape()
 _WIDENED = "kv_b_proj.weight"
 """Never kept in FP8: attention multiplies with its two halves, cut apart."""
@@ -38,7 +38,7 @@ _JOINED = (
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Number of weights; `router` (kept in float32) is part of `total`."""
+    """Number of weights; `router`, with its bias, is part of `total`."""
 
     total: int
     router: int
@@ -100,7 +100,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     for name, shape in tensor_shapes(spec, one_expert=True).items():
         size = _num_alike(spec, _ALONE, 0, name) * math.prod(shape)
         total += size
-        if name.endswith(_ROUTER_PARTS):
+        if name.endswith((_ROUTER, _ROUTER_BIAS)):
             router += size
         if ROUTED in name:
             routed += size
@@ -119,16 +119,30 @@ class Kept:
 def kept_by(options: ModelOptions, dtype: str, stored: QuantFormat | None) -> Kept | None:
     """Return what engines that run so keep of a checkpoint `stored` so; None: all is widened.
 
-    On a GPU Triton multiplies with quantized weights, on the CPU code that is compiled when the
-    model is loaded, with bfloat16.
+    Triton multiplies with quantized weights, and on the CPU code that is compiled when the model is
+    loaded, with bfloat16.
     """
     if stored is None:
         return None
-    if options.experts_apart:
-        return Kept(stored)  # moe-backend is that of experts
-    if options.device != "cpu":
-        return Kept(stored) if options.moe_backend in ("auto", "triton") else None
-    return _kept_by_host(options, dtype, stored)
+    if _by_triton(options):
+        return Kept(stored)
+    return None if options.device != "cpu" else _kept_by_host(options, dtype, stored)
+
+
+def _by_triton(options: ModelOptions) -> bool:
+    """Whether Triton computes routers, and experts where the model is; see `backends.settle`."""
+    if options.device == "cpu":
+        return options.moe_backend == "triton"  # in its interpreter
+    # moe-backend is that of the experts, wherever they are.
+    return options.experts_apart or options.moe_backend in ("auto", "triton")
+
+
+def keeps_router(options: ModelOptions, dtype: str, spec: ModelSpec) -> bool:
+    """Whether engines that run so keep routers as they are stored, in 16 bits: the rule of
+    `Backends.keeps_router`, for checkpoints whose routers have the dtype of all that they do not
+    quantize.
+    """
+    return _by_triton(options) and not options.deterministic and dtype == spec.dtype == "bfloat16"
 
 
 def _kept_by_host(
@@ -136,6 +150,8 @@ def _kept_by_host(
 ) -> Kept | None:
     if dtype != "bfloat16" or options.moe_backend not in ("auto", "native"):
         return None
+    if options.deterministic:
+        return None  # sums of one order are those of widened weights
     folder = None if options.cache_dir is None else Path(options.cache_dir)
     can = elsewhere or build.unlikely(folder) is None
     return Kept(stored, build.WIDTH) if can else None
@@ -166,11 +182,12 @@ def held_weights(
     elsewhere: on another machine, where code can be compiled.
     """
     kept = kept_by(options, dtype, stored)
+    router = "bfloat16" if keeps_router(options, dtype, spec) else "float32"
     redundant = options.eplb.num_redundant_experts if options.eplb and shape.ep > 1 else 0
     if not options.experts_apart:
         held = weights_bytes(
             spec, dtype, shape=shape, layers=layers, redundant=redundant, kept=kept,
-            with_mtp=options.with_mtp,
+            with_mtp=options.with_mtp, router=router,
         )  # fmt: skip
         return HeldWeights(held, 0)
     beside = None
@@ -181,10 +198,10 @@ def held_weights(
     for name in parts:
         if ROUTED in name:
             in_dram += _num_alike(spec, shape, redundant, name) * _held_bytes(
-                name, parts, dtype, beside
+                name, parts, dtype, beside, router
             )
         else:
-            on_device += _held_bytes(name, parts, dtype, kept)
+            on_device += _held_bytes(name, parts, dtype, kept, router)
     return HeldWeights(on_device, in_dram)
 
 
@@ -197,9 +214,11 @@ def weights_bytes(
     redundant: int = 0,
     kept: Kept | None = None,
     with_mtp: bool = False,
+    router: str = "float32",
 ) -> int:
     """Return the bytes of the weights that a rank of `shape` holds: its parts (see `tensor_cuts`),
-    those of `layers` where others have the rest, routers in float32, the rest in `dtype`.
+    those of `layers` where others have the rest, routers as `router` and their biases as float32,
+    the rest in `dtype`.
 
     redundant: copies of routed experts that the ranks hold beside one of each. kept: what stays as
     the checkpoint stores it; None: quantized weights are widened when they are loaded. with_mtp:
@@ -207,7 +226,7 @@ def weights_bytes(
     """
     parts = _parts(spec, shape, layers, with_mtp)
     return sum(
-        _num_alike(spec, shape, redundant, name) * _held_bytes(name, parts, dtype, kept)
+        _num_alike(spec, shape, redundant, name) * _held_bytes(name, parts, dtype, kept, router)
         for name in parts
     )
 
@@ -233,12 +252,14 @@ def _num_alike(spec: ModelSpec, shape: Shape, redundant: int, name: str) -> int:
 
 
 def _held_bytes(
-    name: str, parts: Mapping[str, tuple[int, ...]], dtype: str, kept: Kept | None
+    name: str, parts: Mapping[str, tuple[int, ...]], dtype: str, kept: Kept | None, router: str
 ) -> int:
     """Return the bytes of a tensor in memory, factors of quantized blocks included."""
     shape = parts[name]
     size = math.prod(shape)
-    if name.endswith(_ROUTER_PARTS):
+    if name.endswith(_ROUTER):
+        return size * DTYPE_BYTES[router]
+    if name.endswith(_ROUTER_BIAS):
         return size * DTYPE_BYTES["float32"]
     if kept is None or not is_quantized(kept.format, name):
         return size * DTYPE_BYTES[dtype]

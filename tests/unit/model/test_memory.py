@@ -5,25 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from mooncake_kernels.native import build, packed
 
-from mooncake.base import KvLayout, Shape
+from mooncake.base import ConfigError, KvLayout, Shape
 from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS, convert_checkpoint
 from mooncake.model.checkpoint.presets import init_checkpoint
 from mooncake.model.checkpoint.quant_format import parse_quantization
-from mooncake.model.checkpoint.weights import Checkpoint
+from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.loading import load_model
 from mooncake.model.memory import (
     Kept,
     communication_bytes,
     count_parameters,
+    held_weights,
+    keeps_router,
     kept_by,
     weights_bytes,
     workspace_bytes,
 )
 from mooncake.model.options import ModelOptions
+from mooncake.model.rank_device import RankDevice
+from tests.support.model.held_bytes import held_bytes
 from tests.support.model.specs import KIMI_K2, small_spec
 from tests.support.model.tiny_models import CONFIGS, source_of, truth
 
@@ -46,11 +51,76 @@ def test_kimi_k2_has_a_trillion_parameters() -> None:
     assert count.active == pytest.approx(32.9e9, rel=5e-3)
 
 
-def test_routers_are_kept_in_float32() -> None:
+def test_routers_are_kept_in_float32_or_as_they_are_stored() -> None:
     spec = small_spec()
     count = count_parameters(spec)
     assert count.router == 2 * (8 * 32 + 8)
-    assert weights_bytes(spec, "bfloat16") == 2 * count.total + 2 * count.router
+    wide = weights_bytes(spec, "bfloat16")
+    assert wide == 2 * count.total + 2 * count.router
+    assert weights_bytes(spec, "bfloat16", router="bfloat16") == wide - 2 * 2 * 8 * 32
+
+
+WIDE_ENOUGH = {
+    "num_hidden_layers": 2, "hidden_size": 256, "moe_intermediate_size": 128,
+    "intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 64,
+}  # fmt: skip
+"""For weights to stay quantized, whatever multiplies with them."""
+NO_WEIGHTS = 512
+"""Bytes of rotations, of factors held for each block of outs, and of what calls begin with."""
+
+
+@pytest.fixture(scope="module")
+def stored_as(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    folder = tmp_path_factory.mktemp("stored")
+    plain = init_checkpoint("k2-nano", 0, folder / "plain", overrides=WIDE_ENOUGH)
+    made = {kind: convert_checkpoint(plain, folder / kind, kind) for kind in ("fp8", "int4")}
+    return {kind: Checkpoint.open(path) for kind, path in {"plain": plain, **made}.items()}
+
+
+@pytest.mark.parametrize("stored", ["plain", "fp8", "int4"])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "deterministic"),
+    [
+        *((name, "bfloat16", False) for name in ("auto", "reference", "onednn", "native", "triton")),
+        *((name, "float32", False) for name in ("auto", "reference", "triton")),
+        *((name, dtype, True) for name in ("auto", "triton") for dtype in SPEC_DTYPES),
+    ],
+)
+def test_the_plan_is_what_a_loaded_model_holds(
+    stored_as: dict[str, Checkpoint], stored: str, backend: str, dtype: str, deterministic: bool
+) -> None:
+    """By every backend, to less than an eighth of the router."""
+    options = ModelOptions(
+        attention_backend=backend, moe_backend=backend, deterministic=deterministic
+    )
+    try:
+        chosen = RankDevice(options, SPEC_DTYPES[dtype])
+    except ConfigError as error:
+        pytest.skip(str(error))
+    source = stored_as[stored]
+    model = load_model(
+        source, dtype=SPEC_DTYPES[dtype], device=chosen.device, backends=chosen.backends
+    )
+    planned = held_weights(source.spec, dtype, options, source.quantization)
+    assert planned.in_dram == 0
+    assert 0 <= held_bytes(model) - planned.on_device < NO_WEIGHTS
+
+
+def test_on_a_gpu_routers_of_16_bits_stay_so() -> None:
+    """330 MB less a rank of Kimi-K2, where routers are whole."""
+    spec = small_spec(**KIMI_K2)
+    int4 = parse_quantization(QUANTIZATION_CONFIGS["int4"])
+    on_gpu = ModelOptions(device="cuda", shape=Shape(tp=8))
+    held, wide = (
+        held_weights(spec, "bfloat16", options, int4, shape=Shape(tp=8)).on_device
+        for options in (on_gpu, msgspec.structs.replace(on_gpu, deterministic=True))
+    )
+    assert wide - held == 2 * 60 * 384 * 7168
+    apart = ModelOptions(device="cuda", expert_device="cpu", moe_backend="native")
+    assert keeps_router(apart, "bfloat16", spec)
+    plain = ModelOptions(device="cuda", moe_backend="reference")
+    assert not keeps_router(plain, "bfloat16", spec)
+    assert not keeps_router(on_gpu, "bfloat16", small_spec(**KIMI_K2, torch_dtype="float32"))
 
 
 def test_one_kimi_k2_token_takes_70272_bytes() -> None:
@@ -111,11 +181,7 @@ def test_what_stays_quantized_on_the_cpu_is_counted_as_it_is_held(
 ) -> None:
     if (reason := build.why_not()) is not None:
         pytest.skip(reason)
-    shape = {
-        "num_hidden_layers": 2, "hidden_size": 256, "moe_intermediate_size": 128,
-        "intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 64,
-    }  # fmt: skip
-    plain = init_checkpoint("k2-nano", 0, tmp_path / "plain", overrides={**shape, **widths})
+    plain = init_checkpoint("k2-nano", 0, tmp_path / "plain", overrides={**WIDE_ENOUGH, **widths})
     source = Checkpoint.open(convert_checkpoint(plain, tmp_path / "out", kind))
     held: list[tuple[int, int]] = []
     made = packed.Quantized.__init__
@@ -148,6 +214,8 @@ def test_nothing_stays_quantized_where_nothing_multiplies_with_it(
         (ModelOptions(moe_backend="onednn"), "bfloat16", False),
         (ModelOptions(device="cuda"), "float32", True),
         (ModelOptions(device="cuda", moe_backend="reference"), "bfloat16", False),
+        (ModelOptions(deterministic=True), "bfloat16", False),
+        (ModelOptions(device="cuda", deterministic=True), "bfloat16", True),
     ):
         assert (kept_by(options, dtype, int4) is not None) == stays
     monkeypatch.setattr(build, "unlikely", lambda folder=None: "there is no C++ compiler")
