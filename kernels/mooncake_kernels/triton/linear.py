@@ -19,7 +19,7 @@ _BLOCK_N = 64
 _BLOCK_K = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _fixed_linear(
     x, w, bias, out, M, N, K, x_row, x_head, out_row, out_head, scale,
     BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

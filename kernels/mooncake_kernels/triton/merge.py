@@ -11,7 +11,7 @@ import triton.language as tl
 from mooncake_kernels.triton.device import LN_2, LOG2_E, narrow, pow2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge(
     outs, lses, out, lse, rows, PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):

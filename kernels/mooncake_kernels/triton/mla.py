@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ import triton
 from mooncake_kernels.reference.mla_prefill import ExpandedKeys, RaggedBatch
 from mooncake_kernels.reference.paged import PagedSpan, sent
 from mooncake_kernels.reference.paged_batch import PagedBatch, batch_of_spans
+from mooncake_kernels.triton.device import pow2
 from mooncake_kernels.triton.merge import merge_attention
 from mooncake_kernels.triton.mla_decode import TILE_ROWS, mla_decode
 from mooncake_kernels.triton.mla_prefill import mla_prefill
@@ -91,7 +93,11 @@ def mla_expanded(
         if len(parts) == 1:
             out[rows] = parts[0][0]
         else:
-            outs, lses = zip(*parts, strict=True)
+            outs, lses = (list(each) for each in zip(*parts, strict=True))
+            # As many as a power of two, the rest of no weight: each number is a kernel to compile.
+            missing = pow2(len(parts)) - len(parts)
+            outs += outs[-1:] * missing
+            lses += [torch.full_like(lses[-1], -math.inf)] * missing
             out[rows], _ = merge_attention(torch.stack(outs), torch.stack(lses))
     return out
 

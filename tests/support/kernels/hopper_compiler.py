@@ -37,7 +37,9 @@ class Compiled:
         return "wgmma.mma_async" in self.ptx
 
 
-class _Driver:
+class HopperDriver:
+    """Stands for the driver of a machine with a Hopper GPU: names the target and no more."""
+
     def get_current_device(self) -> int:
         return 0
 
@@ -66,7 +68,7 @@ def compiling() -> Iterator[list[Compiled]]:
         )
         return kernel
 
-    driver.set_active(_Driver())
+    driver.set_active(HopperDriver())
     JITFunction.run = compile_only
     try:
         yield compiled

@@ -19,12 +19,13 @@ from mooncake_kernels.triton import experts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.predict import MULTIPROCESSORS
-from benchmarks.gpu.rank_slice import KIMI_K2, FirstRank, Steps, held
+from benchmarks.gpu.rank_slice import KIMI_K2, RANKS, FirstRank, Steps, held
 from mooncake.base import KvLayout, ModelSpec
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.quant import QuantizedWeight
 from mooncake.model.checkpoint.tensor_cuts import Part
 from mooncake.model.device.graphs import DecodeGraphs
+from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
 
@@ -42,7 +43,7 @@ class NoNumbers:
     """Weights of a rank that have shapes only (`loading.WeightSource`)."""
 
     def __init__(self, spec: ModelSpec, kind: str) -> None:
-        """kind: of quantized weights, "int4" (routed experts) or "fp8" (all that may be)."""
+        """kind: of weights, "int4" (routed experts), "fp8" (all that may be) or "bf16"."""
         self.spec = spec
         self._kind = kind
 
@@ -57,6 +58,8 @@ class NoNumbers:
         self, name: str, shape: tuple[int, ...], part: Part | None = None
     ) -> QuantizedWeight | None:
         """Return the weight in its quantized form, where the kind has one for it."""
+        if self._kind == "bf16":
+            return None
         rows, columns = held(shape, part)
         if self._kind == "int4":
             if ".mlp.experts." not in name:
@@ -105,22 +108,37 @@ def noted() -> Iterator[list[str]]:
         yield names
 
 
-def launches(kind: str, num_layers: int, num_dense: int, rows: int = 16) -> list[str]:
-    """Return what a decode step of `rows` sequences launches, in order, on one of eight ranks."""
+def model_of(
+    kind: str,
+    num_layers: int,
+    num_dense: int,
+    *,
+    num_experts: int = FEW_EXPERTS,
+    num_ranks: int = RANKS,
+    deterministic: bool = False,
+) -> KimiK2:
+    """Return the first of so many ranks' model, of `kind` (see `NoNumbers`)."""
     spec = ModelSpec.from_config(
         {
             **KIMI_K2, "num_hidden_layers": num_layers, "first_k_dense_replace": num_dense,
-            "n_routed_experts": FEW_EXPERTS,
+            "n_routed_experts": num_experts,
         }
     )  # fmt: skip
-    model = load_model(
+    return load_model(
         NoNumbers(spec, kind),
         dtype=torch.bfloat16,
         device=META,
-        backends=Backends("triton", "triton"),
-        group=FirstRank(),
+        backends=Backends("triton", "triton", deterministic=deterministic),
+        group=FirstRank() if num_ranks == RANKS else None,
     )
-    layout = KvLayout.for_model(spec, block_tokens=64, dtype="bfloat16", weights_revision="none")
+
+
+def launches(kind: str, num_layers: int, num_dense: int, rows: int = 16) -> list[str]:
+    """Return what a decode step of `rows` sequences launches, in order, on one of eight ranks."""
+    model = model_of(kind, num_layers, num_dense)
+    layout = KvLayout.for_model(
+        model.spec, block_tokens=64, dtype="bfloat16", weights_revision="none"
+    )
     steps = Steps()
     with torch.inference_mode(), noted() as names:
         kv = KvTensors.allocate(layout, 1, META)
