@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -48,7 +48,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed"),
 ]
 
-PROMPT = "The quick brown fox jumps over the lazy dog. " * 10
+PROMPTS = [f"{n} quick brown foxes jump over the lazy dog. " * 10 for n in range(2, 6)]
 NUM_TOKENS = 120
 PAUSE_S = 0.5
 """Between two requests of a client: the machine has other things to do, too."""
@@ -60,22 +60,29 @@ ROLES = ("head", "gateway", "prefill", "decode", "kvstore")
 
 
 class Load:
-    """Two clients that ask again and again; `wrong` is what they got that is not the answer."""
+    """Two clients that ask one prompt after another; `wrong` is what they got that is not the
+    answer.
+    """
 
-    def __init__(self, request: Callable[[], Answer], expected: list[int]) -> None:
+    def __init__(self, request: Callable[[str], Answer], expected: Mapping[str, list[int]]) -> None:
         self.wrong: list[str] = []
         self.num_refused = 0
-        self.gaps_s: list[float] = []
+        self._num_answered = 0
+        self.answers: list[Answer] = []
         self._request = request
         self._expected = expected
-        self._answered = threading.Semaphore(0)
+        self._answered = threading.Condition()
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(2)
-        self._asking = [self._pool.submit(self._ask) for _ in range(2)]
+        half = len(PROMPTS) // 2
+        self._asking = [self._pool.submit(self._ask, first) for first in (0, half)]
 
     def wait_for(self, count: int) -> None:
-        for _ in range(count):
-            assert self._answered.acquire(timeout=120), self.wrong
+        """Wait for so many more answers."""
+        with self._answered:
+            wanted = self._num_answered + count
+            came = self._answered.wait_for(lambda: self._num_answered >= wanted, 240)
+        assert came, self.wrong
 
     def close(self) -> None:
         self._stop.set()
@@ -83,42 +90,61 @@ class Load:
             asking.result(120)
         self._pool.shutdown()
 
-    def _ask(self) -> None:
+    def hit_rate(self, from_s: float, to_s: float) -> float:
+        """Return which part of the prompts' tokens was cached, of answers that began then."""
+        some = [each for each in self.answers if from_s <= each.begun_s < to_s]
+        num_tokens = sum(each.num_prompt_tokens for each in some)
+        return sum(each.num_cached_tokens for each in some) / max(num_tokens, 1)
+
+    def _ask(self, number: int) -> None:
         while not self._stop.wait(PAUSE_S):
+            prompt = PROMPTS[number % len(PROMPTS)]
             try:
-                answer = self._request()
+                answer = self._request(prompt)
             except Refused:
                 self.num_refused += 1
                 continue
             except (ValueError, httpx.HTTPError) as error:
                 self.wrong.append(repr(error))
             else:
-                if answer.tokens != self._expected:
+                if answer.tokens != self._expected[prompt]:
                     self.wrong.append(str(answer.tokens))
-                self.gaps_s += [after - before for before, after in pairwise(answer.times_s)]
-            self._answered.release()
+                self.answers.append(answer)
+            number += 1
+            with self._answered:
+                self._num_answered += 1
+                self._answered.notify_all()
 
 
 @contextmanager
-def asked(what: str, request: Callable[[], Answer], *, may_refuse: bool = False) -> Iterator[Load]:
-    """Have clients make a request again and again meanwhile; all answers must be those of before.
-    `may_refuse`: it may also say that nobody can serve now.
+def asked(
+    what: str,
+    request: Callable[[str], Answer],
+    expected: Mapping[str, list[int]],
+    *,
+    num_after: int = len(PROMPTS),
+    may_refuse: bool = False,
+) -> Iterator[Load]:
+    """Have clients ask again and again meanwhile, and then for `num_after` answers more; all must
+    be those of before. `may_refuse`: it may also say that nobody can serve now.
     """
-    expected = request().tokens
-    assert len(expected) == NUM_TOKENS
-    begun_s = time.monotonic()
     load = Load(request, expected)
     try:
-        load.wait_for(1)
+        load.wait_for(len(PROMPTS))
+        begun_s = time.monotonic()
         yield load
-        load.wait_for(2)
+        ended_s = time.monotonic()
+        load.wait_for(num_after)
+        settled_s = time.monotonic()
     finally:
         load.close()
-    gaps_s = sorted(load.gaps_s)
+    gaps_s = sorted(b - a for each in load.answers for a, b in pairwise(each.times_s))
     print(
-        f"{what}: {time.monotonic() - begun_s:.0f} s, {len(gaps_s)} gaps, p99 "
+        f"{what}: {ended_s - begun_s:.0f} s, {len(gaps_s)} gaps, p99 "
         f"{gaps_s[len(gaps_s) * 99 // 100]:.3f} s, longest {gaps_s[-1]:.3f} s, "
-        f"{load.num_refused} refused"
+        f"{load.num_refused} refused; cached of prompts: before "
+        f"{load.hit_rate(0, begun_s):.3f}, meanwhile {load.hit_rate(begun_s, ended_s):.3f}, in "
+        f"the {settled_s - ended_s:.0f} s after it {load.hit_rate(ended_s, settled_s):.3f}"
     )
     assert load.wrong == []
     assert may_refuse or not load.num_refused
@@ -230,22 +256,23 @@ def test_the_operators_guide_holds_under_load(tmp_path: Path) -> None:
         assert_ports_are_as_declared(cluster)
         own_file = tmp_path / "claims" / f"ssd-0-{RELEASE}-mooncake-kvstore-0"
         assert list(own_file.iterdir()), "the pool's files lie on its claim"
-        request = partial(streamed, cluster.url(GATEWAY), PROMPT, NUM_TOKENS)
+        request = partial(streamed, cluster.url(GATEWAY), num_tokens=NUM_TOKENS)
+        expected = {prompt: request(prompt).tokens for prompt in PROMPTS}
         words["charts/mooncake"] = str(former / "charts" / "mooncake")
-        with asked("upgrade", request):
+        with asked("upgrade", request, expected, num_after=3 * len(PROMPTS)):
             changed = operator.follow("Upgrade")
         assert changed == {role: role != "head" for role in ROLES}
-        with asked("rollback", request):
+        with asked("rollback", request, expected):
             changed = operator.follow("Rollback")
         assert changed == {role: role != "head" for role in ROLES}
         assert_ports_are_as_declared(cluster)
         words["charts/mooncake"] = str(TOP / "charts" / "mooncake")
-        with asked("grow, shrink, replace a disk", request):
+        with asked("grow, shrink, replace a disk", request, expected):
             operator.follow("Grow and shrink")
             assert operator.follow("Replace a disk")["kvstore"]
         [head] = cluster.ready("head")
         [words["NODE"]] = {"node-0", "node-1"} - {head["spec"]["nodeName"]}
-        with asked("drain", request, may_refuse=True):
+        with asked("drain", request, expected, may_refuse=True):
             operator.follow("Empty a node, lose a node")
         assert num_restarts(cluster) == {}
         assert set(operator.left) == {ROTATE}
@@ -335,25 +362,27 @@ def test_https_serves_and_secrets_are_rotated_under_load(tmp_path: Path) -> None
         assert_pods_signed_their_certificates(cluster, inside)
 
         url = cluster.url(GATEWAY, "https")
-        ask = partial(streamed, url, PROMPT, NUM_TOKENS)
+        ask = partial(streamed, url, num_tokens=NUM_TOKENS)
         first = outside.trusting()
         with pytest.raises(Refused, match="unable to get local issuer"):
-            ask(key="sk-old", name=HOST)
+            ask(PROMPTS[0], key="sk-old", name=HOST)
         with pytest.raises(Refused, match="Hostname mismatch"):
-            ask(key="sk-old", name="other.example", trusted=first)
+            ask(PROMPTS[0], key="sk-old", name="other.example", trusted=first)
         with pytest.raises(Refused, match="disconnected"):
-            streamed(cluster.url(GATEWAY), PROMPT, NUM_TOKENS, key="sk-old")
+            streamed(cluster.url(GATEWAY), PROMPTS[0], NUM_TOKENS, key="sk-old")
         with pytest.raises(ValueError, match="401"):
-            ask(name=HOST, trusted=first)
+            ask(PROMPTS[0], name=HOST, trusted=first)
         with pytest.raises(ValueError, match="401"):
-            ask(key="sk-new", name=HOST, trusted=first)
+            ask(PROMPTS[0], key="sk-new", name=HOST, trusted=first)
 
         used = ["sk-old"]
         both = outside.trusting()
         both.load_verify_locations(later.ca)
 
-        def request() -> Answer:
-            return ask(key=used[-1], name=HOST, trusted=both)
+        def request(prompt: str) -> Answer:
+            return ask(prompt, key=used[-1], name=HOST, trusted=both)
+
+        expected = {prompt: request(prompt).tokens for prompt in PROMPTS}
 
         def status(key: str) -> int:
             header = {"Authorization": f"Bearer {key}"}
@@ -385,7 +414,7 @@ def test_https_serves_and_secrets_are_rotated_under_load(tmp_path: Path) -> None
             cluster.wait_for(is_read, f"all processes to have read the secret, {times}")
             load.wait_for(2)
 
-        with asked("secrets and certificates", request) as load:
+        with asked("secrets and certificates", request, expected) as load:
             changed_roles = operator.follow(
                 ROTATE,
                 [
@@ -398,7 +427,7 @@ def test_https_serves_and_secrets_are_rotated_under_load(tmp_path: Path) -> None
         assert not any(changed_roles.values()), "no pod was replaced"
         assert num_restarts(cluster) == {}
         with pytest.raises(Refused, match="unable to get local issuer"):
-            ask(key="sk-new", name=HOST, trusted=first)
+            ask(PROMPTS[0], key="sk-new", name=HOST, trusted=first)
         cluster.helm("uninstall", RELEASE)
         cluster.wait_for(lambda: not cluster.pods, "no pods")
         assert not [each for each in cluster.ended if each.killed or each.code]

@@ -68,10 +68,13 @@ class Refused(ValueError):
 
 @dataclass
 class Answer:
-    """The tokens of a streamed answer, and when each came."""
+    """The tokens of a streamed answer, when each came, and how many of the prompt's were cached."""
 
+    begun_s: float
     tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 def streamed(
@@ -92,9 +95,9 @@ def streamed(
     """
     body = {
         "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "return_token_ids": True,
+        "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    answer = Answer()
+    answer = Answer(time.monotonic())
     ended = False
     with ExitStack() as opened:
         signed = {"Authorization": f"Bearer {key}"} if key else {}
@@ -119,6 +122,9 @@ def streamed(
                 for choice in chunk["choices"]:
                     answer.tokens += choice["token_ids"] or []
                     answer.times_s.append(time.monotonic())
+                if usage := chunk.get("usage"):
+                    answer.num_prompt_tokens = usage["prompt_tokens"]
+                    answer.num_cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
     if not ended:
         raise ValueError(f"broke off after {len(answer.tokens)} tokens")
     return answer
