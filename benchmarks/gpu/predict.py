@@ -70,7 +70,7 @@ def lines(before: bool) -> dict[str, tuple[Sequence[Part], int]]:
                 Part(code, "gate_up_ranges_kernel" if even else "gate_up_kernel",
                      blocks * INNER // ROWS, HIDDEN / COLUMNS, 2 * one * distinct, even),
                 Part(code, "down_kernel", blocks * HIDDEN // (ROWS if before else DOWN_ROWS),
-                     INNER / COLUMNS, one * distinct),
+                     INNER / COLUMNS if before else 1, one * distinct),
             ],
             4,
         )  # fmt: skip

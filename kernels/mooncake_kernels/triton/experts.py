@@ -31,6 +31,8 @@ INT4_COLUMNS = 128
 _SUM_COLUMNS = 1024
 _GROUPS_A_STEP = 4
 _ZERO_CODE = 8
+_STEPS_IN_A_ROW = 2
+"""Of a down product; more are a loop."""
 _FEW_PRODUCTS = 4
 """Of a tile and a block of weight rows, a program: fewer are shared out by steps, else one program
 has twice the work of another."""
@@ -171,6 +173,7 @@ class _GroupedExperts:
         most = tiles.max_tiles * triton.cdiv(w.rows, tile.block_w)
         programs = num_programs(x.device) * tile.programs
         more: tuple[torch.Tensor, ...] = ()
+        whole = {}
         if first and len(tiles.arrived):
             kernel = grouped.gate_up_ranges_kernel
             # Two slots a program, each for two sums.
@@ -179,6 +182,9 @@ class _GroupedExperts:
         else:
             kernel = grouped.gate_up_kernel if first else grouped.down_kernel
             programs = min(programs, most)
+        if not first:
+            steps = triton.cdiv(w.columns, step)
+            whole = {"STEPS": steps if steps <= _STEPS_IN_A_ROW else 0}
         kernel[(programs,)](
             x, x_factors, w.values, w.factors, out,
             tiles.order, tiles.tile_expert, tiles.tile_begin, tiles.tile_end, tiles.num_tiles,
@@ -186,6 +192,7 @@ class _GroupedExperts:
             extra, *more,
             FORMAT=self._kind, SWAP=config.swap, BLOCK_W=tile.block_w, BLOCK_T=config.block_t,
             BLOCK_K=step, GROUP_T=tile.group_t, STAGES=stages, num_warps=tile.warps,
+            **whole,
         )  # fmt: skip
 
     def _multiply_boxes(

@@ -269,13 +269,30 @@ def gate_up_ranges_kernel(
 
 
 @triton.jit
+def _down_step(
+    acc, x, x_factors, row, live, w, factors, expert, matrix, matrix_factors, first_row, k, N, K,
+    FORMAT: tl.constexpr, SWAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Add one step of BLOCK_K columns from `k` on to acc."""
+    part, later, factor = _tokens(x, x_factors, row, live, k, K, FORMAT, BLOCK_T, BLOCK_K)
+    return _add(
+        acc, part, later, factor, w + expert * matrix, factors + expert * matrix_factors,
+        first_row, k, N, K, FORMAT, SWAP, BLOCK_W, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
 def down_kernel(
     x, x_factors, w, factors, out, order, tile_expert, tile_begin, tile_end, num_tiles,
     N, K, matrix, matrix_factors, pair_weights,
     FORMAT: tl.constexpr, SWAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = weight * (down x[sorted row]); w: [experts, N, K]."""
+    """out[pair] = weight * (down x[sorted row]); w: [experts, N, K].
+
+    STEPS: of BLOCK_K columns, those of all K, one after another in the code; 0: in a loop.
+    """
     blocks = tl.cdiv(N, BLOCK_W)
     tiles = tl.load(num_tiles)
     for index in range(tl.program_id(0), tiles * blocks, tl.num_programs(0)):
@@ -288,12 +305,19 @@ def down_kernel(
             acc = tl.zeros([BLOCK_W, BLOCK_T], tl.float32)
         else:
             acc = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
-        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            part, later, factor = _tokens(x, x_factors, row, live, k, K, FORMAT, BLOCK_T, BLOCK_K)
-            acc = _add(
-                acc, part, later, factor, w + expert * matrix, factors + expert * matrix_factors,
-                block * BLOCK_W, k, N, K, FORMAT, SWAP, BLOCK_W, BLOCK_K,
-            )  # fmt: skip
+        if STEPS:
+            for step in tl.static_range(STEPS):
+                acc = _down_step(
+                    acc, x, x_factors, row, live, w, factors, expert, matrix, matrix_factors,
+                    block * BLOCK_W, step * BLOCK_K, N, K,
+                    FORMAT, SWAP, BLOCK_W, BLOCK_T, BLOCK_K,
+                )  # fmt: skip
+        else:
+            for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                acc = _down_step(
+                    acc, x, x_factors, row, live, w, factors, expert, matrix, matrix_factors,
+                    block * BLOCK_W, k, N, K, FORMAT, SWAP, BLOCK_W, BLOCK_T, BLOCK_K,
+                )  # fmt: skip
         pair = tl.load(order + row, mask=live, other=0).to(tl.int64)
         weight = tl.load(pair_weights + pair, mask=live, other=0.0)
         if SWAP:

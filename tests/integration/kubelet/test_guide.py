@@ -122,11 +122,11 @@ def asked(
     request: Callable[[str], Answer],
     expected: Mapping[str, list[int]],
     *,
-    num_after: int = len(PROMPTS),
     may_refuse: bool = False,
 ) -> Iterator[Load]:
-    """Have clients ask again and again meanwhile, and then for `num_after` answers more; all must
-    be those of before. `may_refuse`: it may also say that nobody can serve now.
+    """Have clients ask again and again meanwhile, and thrice each prompt afterwards; all answers
+    must be those of before, and in the end as much of prompts is cached. `may_refuse`: it may also
+    say that nobody can serve now.
     """
     load = Load(request, expected)
     try:
@@ -134,7 +134,7 @@ def asked(
         begun_s = time.monotonic()
         yield load
         ended_s = time.monotonic()
-        load.wait_for(num_after)
+        load.wait_for(3 * len(PROMPTS))
         settled_s = time.monotonic()
     finally:
         load.close()
@@ -148,6 +148,8 @@ def asked(
     )
     assert load.wrong == []
     assert may_refuse or not load.num_refused
+    last_s = min(each.begun_s for each in load.answers[-len(PROMPTS) :])
+    assert load.hit_rate(last_s, settled_s) >= 0.95 * load.hit_rate(0, begun_s)
 
 
 def assert_ports_are_as_declared(cluster: Cluster) -> None:
@@ -259,7 +261,7 @@ def test_the_operators_guide_holds_under_load(tmp_path: Path) -> None:
         request = partial(streamed, cluster.url(GATEWAY), num_tokens=NUM_TOKENS)
         expected = {prompt: request(prompt).tokens for prompt in PROMPTS}
         words["charts/mooncake"] = str(former / "charts" / "mooncake")
-        with asked("upgrade", request, expected, num_after=3 * len(PROMPTS)):
+        with asked("upgrade", request, expected):
             changed = operator.follow("Upgrade")
         assert changed == {role: role != "head" for role in ROLES}
         with asked("rollback", request, expected):
