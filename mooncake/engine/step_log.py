@@ -92,12 +92,14 @@ class Held(msgspec.Struct, frozen=True, tag="held", array_like=True):
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure", array_like=True):
-    """Run the largest step over pages of your own, and say in an exchange what memory it takes."""
+    """Run the largest steps over pages of your own, and say in an exchange what memory they take."""
 
     layout: KvLayout
     num_homes: int
     step_tokens: int
     step_sequences: int
+    context_tokens: int
+    """Of the longest sequence."""
 
 
 RankMessage = UsePages | RankStep | Ahead | Held | Measure | RankWord

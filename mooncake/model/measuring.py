@@ -1,10 +1,12 @@
 """The memory that is left for KV pages, measured by all ranks of an instance together: the largest
-step is run once, so that libraries and exchanges have what they keep, and measured the second time.
+steps are run once, so that libraries and exchanges have what they keep, and measured the second
+time. Before them come steps of all sizes, for which kernels are compiled that no request then waits
+for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -17,6 +19,13 @@ from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.memory import GpuMemory
 from mooncake.model.parallel.group import Group
+
+_ABSORBED_ROWS = 128
+"""Of a chunk that is absorbed over any context that is much longer."""
+_EXPANDED_ROWS = 256
+"""Of a chunk that is expanded over any context."""
+_FRESH_PROMPTS = 8
+"""That share a step: each has keys of its own, which are expanded together."""
 
 
 class MemoryMeter(Protocol):
@@ -31,40 +40,102 @@ def measure_memory(
 ) -> list[GpuMemory]:
     """Return the memory of each rank, in their order. All ranks call this at once.
 
-    The step's tokens are one prompt, over pages of its own, of the layers of each rank's stage,
-    which count as free; logits are those of as many rows as there may be sequences.
+    The steps are over pages of their own, which count as free: those of one context, which all
+    sequences share, and of one layer, which all layers do. Logits are those of as many rows as
+    there may be sequences.
 
     Raises:
         GroupError: another rank was lost.
     """
-    layout, num_homes = asked.layout, asked.num_homes
-    home = Home(0 if group is None else group.rank % num_homes, num_homes)
-    num_pages = layout.num_blocks(asked.step_tokens)
-    slot = StepSlot(
-        sequence_id=0, start=0, tokens=[0] * asked.step_tokens, pages=list(range(num_pages)),
-        sample=True,
-    )  # fmt: skip
+    home = Home(0 if group is None else group.rank % asked.num_homes, asked.num_homes)
     with torch.inference_mode():
-        whole = model.stage.is_first and model.stage.is_last
-        layers = range(layout.num_layers) if whole else model.stage.layers
-        kv = KvTensors.allocate(layout, num_pages, model.device, home, layers)
+        kv = _shared_pages(model, asked, home)
         rule = model.prefers_absorbed
 
-        def step() -> None:
-            inputs = build_inputs([slot], frozenset([0]), kv.page_shape, rule, home=home)
+        def run(slots: Sequence[StepSlot]) -> None:
+            whole = frozenset([0]) if len(slots) == 1 else frozenset[int]()
+            inputs = build_inputs(slots, whole, kv.page_shape, rule, home=home)
             hidden = model.forward(inputs.to(model.device), kv)
             if model.stage.is_last:
                 model.logits(hidden[: asked.step_sequences])
 
-        step()
-        found = meter.measure(step)
-        mine = torch.tensor(
-            [
-                found.total_bytes,
-                found.resident_bytes - kv.pages.nbytes,
-                found.step_bytes,
-            ],
-            device=model.device,
-        )
-        everyone = mine if group is None else group.gather(mine)
+        def largest() -> None:
+            for slots in largest_steps(asked):
+                run(slots)
+
+        for slots in steps_of_all_sizes(asked):
+            run(slots)
+        largest()
+        found = meter.measure(largest)
+        own = found.beside(-kv.layout.slice_bytes * kv.num_pages)
+        if group is None:
+            return [own]
+        mine = [own.total_bytes, own.resident_bytes, own.step_bytes]
+        everyone = group.gather(torch.tensor(mine, device=model.device))
     return [GpuMemory(*each) for each in everyone.view(-1, 3).tolist()]
+
+
+def largest_steps(asked: Measure) -> list[list[StepSlot]]:
+    """Return the steps that need most: of a prompt the last chunk alone; as many sequences as there
+    may be, each with one token, and the chunk beside them, expanded or absorbed; several prompts.
+    """
+    alone = asked.step_tokens
+    singles = min(asked.step_sequences, alone) - 1
+    beside = alone - singles
+    prompts = max(1, min(_FRESH_PROMPTS, asked.step_sequences, alone))
+    return [
+        _step(asked, [alone]),
+        _step(asked, [1] * singles + [beside]),
+        _step(asked, [1] * singles + [min(beside, _ABSORBED_ROWS)]),
+        _step(asked, [alone // prompts] * prompts),
+    ]
+
+
+def steps_of_all_sizes(asked: Measure) -> list[list[StepSlot]]:
+    """Return a step of each size for which other kernels may be chosen: prompts of one token, two,
+    four and so on, chunks as short of long prompts, and chunks whose context is merged of fewer
+    parts than the longest.
+    """
+    sizes = [1]
+    while 2 * sizes[-1] <= asked.step_tokens:
+        sizes.append(2 * sizes[-1])
+    found = [_step(asked, [size], size) for size in sizes]
+    found += [_step(asked, [size]) for size in sizes if size <= _ABSORBED_ROWS]
+    context, rows = asked.context_tokens, min(_EXPANDED_ROWS, asked.step_tokens)
+    while context > rows:
+        found.append(_step(asked, [rows], context))
+        context //= 2
+    return found
+
+
+def _step(asked: Measure, rows: Sequence[int], context: int | None = None) -> list[StepSlot]:
+    """Return a slot for each of `rows`, the last tokens of `context` tokens, None: of the most."""
+    pages = _table(asked)
+    return [
+        StepSlot(
+            sequence_id=number, start=max(context or asked.context_tokens, new) - new,
+            tokens=[0] * new, pages=pages, sample=True,
+        )
+        for number, new in enumerate(rows)
+    ]  # fmt: skip
+
+
+def _num_pages(asked: Measure) -> int:
+    """Return the pages of one context that are each home's."""
+    tokens = max(asked.context_tokens, asked.step_tokens)
+    return -(-asked.layout.num_blocks(tokens) // asked.num_homes)
+
+
+def _table(asked: Measure) -> list[int]:
+    """Return the page table of the longest context, dealt out to all homes in turn."""
+    each = _num_pages(asked)
+    return [home * each + page for page in range(each) for home in range(asked.num_homes)]
+
+
+def _shared_pages(model: KimiK2, asked: Measure, home: Home) -> KvTensors:
+    """Return pages of one context that all layers of this rank's stage share."""
+    one = KvTensors.allocate(asked.layout, _num_pages(asked), model.device, home, range(1))
+    stage = model.stage
+    whole = stage.is_first and stage.is_last
+    layers = range(asked.layout.num_layers) if whole else stage.layers
+    return KvTensors(asked.layout, one.pages.expand(len(layers), -1, -1, -1), home, layers.start)

@@ -189,7 +189,9 @@ class ModelSource:
         self.load()
         assert self._model is not None
         homes = config.num_homes
-        asked = Measure(layout, homes, config.max_batched_tokens, config.max_num_seqs)
+        asked = Measure(
+            layout, homes, config.max_batched_tokens, config.max_num_seqs, config.max_model_len
+        )
         if self.lead is None:
             ranks = measure_memory(self._model, meter, asked)
         else:

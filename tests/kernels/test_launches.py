@@ -22,10 +22,13 @@ from mooncake_kernels.tuning import DecodeTile
 
 from benchmarks.gpu.rank_slice import Steps
 from mooncake.base import KvLayout
+from mooncake.engine.step_log import Measure
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.measuring import measure_memory
+from mooncake.model.memory import GpuMemory
 from tests.support.kernels import hopper_table
 from tests.support.kernels.launch_notes import Launch, noted_launches, variants
 from tests.support.kernels.step_launches import META, model_of
@@ -136,22 +139,34 @@ def test_prefill_is_compiled_once_a_size_of_tiles() -> None:
     assert len(variants(launches)["_merge"]) == 3
 
 
+class NoMeter:
+    """Runs what is to be measured."""
+
+    def measure(self, step: Callable[[], None]) -> GpuMemory:
+        step()
+        return GpuMemory(0, 0, 0)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 8])
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
-def test_no_kernel_is_compiled_for_a_number_of_tokens(kind: str, deterministic: bool) -> None:
-    """Nor for one that is 1, or in sixteens: those between powers of two launch what one of them
-    does, in all layers.
-    """
-    model = model_of(kind, 2, 1, num_experts=384, deterministic=deterministic)
+def test_once_started_no_step_compiles(kind: str, num_ranks: int, deterministic: bool) -> None:
+    """Whatever it computes: the largest decode steps are captured, the rest were measured."""
+    model = model_of(kind, 2, 1, num_experts=384, num_ranks=num_ranks, deterministic=deterministic)
     kv = pages_for(model)
+    asked = Measure(kv.layout, 1, MOST_TOKENS, 64, MOST_CONTEXT)
     with noted_launches() as known:
-        for number in (3, *(3 * 2**n - 1 for n in range(12))):
-            run(model, kv, [(number, 0)])
-            run(model, kv, [(1, number)] * min(number, MOST_SEQUENCES))
+        measure_memory(model, NoMeter(), asked)
+        with torch.inference_mode():
+            DecodeGraphs(model, kv, Steps(), most_rows=64, most_pages=4)
     with noted_launches() as found:
-        for number in (1, 4, 16, 48, 77, 208, 400, 999, 1504, 3000, 5008, 8192):
+        for number in (1, 3, 4, 16, 48, 77, 208, 400, 999, 1504, 3000, 5008, 8192):
             run(model, kv, [(number, 0)])
-            run(model, kv, [(1, number)] * min(number, 700))
+            run(model, kv, [(min(number, 1000), 30 * number)])
+        for number in (1, 4, 17, 63):
+            run(model, kv, [(1, 999 * number)] * number)
+            run(model, kv, [(1, 999 * number)] * number + [(3 * number, 99), (999, 180_000)])
+            run(model, kv, [(50, 0), (500, 7)] * number)
     new = {name: len(each - variants(known)[name]) for name, each in variants(found).items()}
     assert not any(new.values()), new
 

@@ -340,16 +340,17 @@ def test_memory_is_measured_by_all_ranks_in_one_step(
     models = [made.runner._model, *(follower._model for follower in made.followers)]
     for meter, model in zip(made.meters, models, strict=True):
         meter.exchanges = lambda ranks=model.stage.ranks: ranks.traffic.num_calls  # type: ignore[misc]
-    asked = Measure(layout, made.runner._kv.home.num_homes, step_tokens=40, step_sequences=3)
+    homes = made.runner._kv.home.num_homes
+    asked = Measure(layout, homes, step_tokens=40, step_sequences=3, context_tokens=100)
 
     def own() -> list[GpuMemory]:
         return measure_memory(made.runner._model, made.meters[0], asked, group)
 
     found = made.lead.measure(asked, own)
-    page = layout.num_blocks(40) * layout.slice_bytes
+    pages = -(-layout.num_blocks(100) // homes) * layout.slice_bytes
     assert found == [
-        GpuMemory(total, 10**9 + total // 2 - page * len(model.stage.layers), 7)
-        for total, model in zip(itertools.count(1000, 100), models, strict=False)
+        GpuMemory(total, 10**9 + total // 2 - pages, 7)
+        for total, _ in zip(itertools.count(1000, 100), models, strict=False)
     ]
     assert all(meter.exchanges_before > 0 for meter in made.meters), "nothing was warm"
     made.run(plan(0, [slot(1, 0, [5], [7])], [start(1, [5])]))
