@@ -92,7 +92,7 @@ class Held(msgspec.Struct, frozen=True, tag="held", array_like=True):
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure", array_like=True):
-    """Run the largest steps over pages of your own, and say in an exchange what memory they take."""
+    """Run the largest steps over pages of your own; say in an exchange what memory they take."""
 
     layout: KvLayout
     num_homes: int
