@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +25,14 @@ from tests.support.kernels.hopper_compiler import HopperDriver
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch; `variant`: what its compiled code is found by, of which each is compiled once."""
+    """One launch; `variant`: what its compiled code is found by, of which each is compiled once;
+    `tensors`: argument -> dtype, as Triton writes it, of what lies in memory.
+    """
 
     kernel: str
     grid: tuple[int, ...]
     variant: object
+    tensors: Mapping[str, str]
 
 
 @functools.cache
@@ -47,8 +50,9 @@ def noted_launches() -> Iterator[list[Launch]]:
     def note(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         jitted = _compilable(self) if isinstance(self, InterpretedFunction) else self
 
-        def found(_: Any, variant: object, *of_code: Any) -> object:
-            launches.append(Launch(jitted.fn.__name__, tuple(grid), variant))
+        def found(_: Any, variant: object, signature: dict[str, str], *of_code: Any) -> object:
+            tensors = {name: kind[1:] for name, kind in signature.items() if kind.startswith("*")}
+            launches.append(Launch(jitted.fn.__name__, tuple(grid), variant, tensors))
             return object()
 
         with mock.patch.object(JITFunction, "_do_compile", found):
