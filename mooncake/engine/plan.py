@@ -84,7 +84,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerDone(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV of `layer` lies in the pages for all tokens of the step, so it can be pushed."""
+    """The KV of `layer`, and of all before it, lies in the pages for all tokens of the step, so it
+    can be pushed. A later step's may come before an earlier step's: its first layers are computed
+    while the last ones of that are.
+    """
 
     step_id: int
     layer: int

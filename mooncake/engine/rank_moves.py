@@ -78,12 +78,22 @@ class Hashed(msgspec.Struct, frozen=True, tag="hashed", array_like=True):
     checksums: list[int]
 
 
+class Written(msgspec.Struct, frozen=True, tag="written", array_like=True):
+    """So much of a step lies in the pages of all stages up to that of this rank, the first of its
+    stage; said of steps whose layers are reported (see `step_log.RankStep`).
+    """
+
+    step_id: int
+    """Of the step's plan."""
+    progress: Progress
+
+
 class Alive(msgspec.Struct, frozen=True, tag="alive", array_like=True):
     """A follower's sign of life, which its process gives every `ranks.SIGN_S` by itself."""
 
 
 RankWord = StartMove | StopMove | HashPages
-RankAnswer = Opened | Moved | Hashed | Alive
+RankAnswer = Opened | Moved | Hashed | Written | Alive
 
 
 class OfRank(msgspec.Struct, frozen=True):

@@ -60,14 +60,14 @@ class LeadRanks:
         logprob_rows: Mapping[int, int],
         way: Way = Way.AS_IT_COMES,
         *,
-        handed_on: bool = False,
+        reported_as: int | None = None,
     ) -> None:
         """Have all followers compute the slots that this rank is about to compute.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
-        handed_on: blocks go to other engines as they are after the step.
+        reported_as: see `RankStep`.
         """
-        self._followers.tell(self._writer.pack(slots, logprob_rows, way, handed_on=handed_on))
+        self._followers.tell(self._writer.pack(slots, logprob_rows, way, reported_as=reported_as))
 
     def ahead(self) -> None:
         """Have all followers begin the decode step after the last, whose tokens come to them."""

@@ -72,8 +72,10 @@ class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):
     forgotten: list[int]
     """Sequences that have ended, or begin anew with no pages."""
     way: Way = Way.AS_IT_COMES
-    handed_on: bool = False
-    """Blocks go to other engines as they are after the step."""
+    reported_as: int | None = None
+    """Blocks go to other engines as they are after the step, and stages before the last report its
+    layers as those of the plan of this number; None: neither.
+    """
 
 
 class Ahead(msgspec.Struct, frozen=True, tag="ahead", array_like=True):
@@ -145,12 +147,12 @@ class StepWriter:
         logprob_rows: Mapping[int, int],
         way: Way = Way.AS_IT_COMES,
         *,
-        handed_on: bool = False,
+        reported_as: int | None = None,
     ) -> RankStep:
         """Return what followers need of a step's slots.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
-        handed_on: see `RankStep`.
+        reported_as: see `RankStep`.
         """
         self.number += 1
         known = self._num_pages
@@ -178,7 +180,7 @@ class StepWriter:
             logprob_rows=dict(logprob_rows),
             forgotten=forgotten,
             way=way,
-            handed_on=handed_on,
+            reported_as=reported_as,
         )
 
 

@@ -1,7 +1,8 @@
 """The pages of ranks that have memories of their own: how the lead has a follower move them, and
 the follower's machine that does.
 
-A follower moves what it is told to once it has computed as far as its lead had when it said so.
+A follower moves what it is told to once it has computed as far as its lead knew its stage to be
+when it said so.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from mooncake.transfer.engine import Op, TransferDone
 class RankLink(Protocol):
     """How a lead reaches its followers."""
 
-    @property
-    def progress(self) -> Progress:
-        """How far the lead has computed."""
+    def progress_of(self, rank: int) -> Progress:
+        """Return how far a rank has computed, as the lead knows."""
 
     def tell_rank(self, rank: int, word: RankWord) -> None:
         """Send a word to a follower; never blocks for long."""
@@ -62,7 +62,7 @@ class FollowerPages:
         self._last_number = 0
 
     def start(self, op: Op, move: Move, deadline_s: float) -> int:
-        number, after = self._next(), self._link.progress
+        number, after = self._next(), self._link.progress_of(self._rank)
         verify = self._verify and op is Op.READ
         self._link.tell_rank(self._rank, StartMove(number, op, move, after, deadline_s, verify))
         return number
@@ -72,7 +72,8 @@ class FollowerPages:
 
     def hash(self, pages: Sequence[int]) -> int:
         number = self._next()
-        self._link.tell_rank(self._rank, HashPages(number, list(pages), self._link.progress))
+        after = self._link.progress_of(self._rank)
+        self._link.tell_rank(self._rank, HashPages(number, list(pages), after))
         return number
 
     def _next(self) -> int:

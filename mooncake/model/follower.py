@@ -23,7 +23,15 @@ import torch
 from mooncake.base import MooncakeError, PageArray
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.plan import StepSlot
-from mooncake.engine.rank_moves import ALL_LAYERS, Alive, Progress, RankWord, encode_answer
+from mooncake.engine.rank_moves import (
+    ALL_LAYERS,
+    Alive,
+    Progress,
+    RankAnswer,
+    RankWord,
+    Written,
+    encode_answer,
+)
 from mooncake.engine.ranks import SIGN_S
 from mooncake.engine.step_log import (
     Ahead,
@@ -114,12 +122,13 @@ class Follower:
         meter: MemoryMeter | None = None,
         copies: Copies | None = None,
         device_pages: Callable[[PageArray], PageMemory] | None = None,
+        answer: Callable[[RankAnswer], None] = lambda _: None,
     ) -> None:
         """open_graphs: makes what captures decode steps over some pages, meter: measures memory,
         both on all ranks at once; None: it cannot, nor can the lead. moves: what moves pages of
         this rank's own; None: the lead moves them for all. copies: to the device and back; None: it
         is the host. device_pages: makes pages in the device's own memory; None: they lie in that of
-        the host.
+        the host. answer: tells the lead which layers are written, from one thread at a time.
         """
         self._model = model
         self._moves = moves
@@ -127,7 +136,11 @@ class Follower:
         self._copier = copies or HostCopies()
         self._device_pages = device_pages
         self._memory: PageMemory | None = None
-        self._reports: LayerReports[Progress] = LayerReports(self._tell_reached)
+        self._answer = answer
+        self._reports: LayerReports[tuple[Progress, Written | None]] = LayerReports(self._report)
+        stage = model.stage
+        self._speaks = not stage.is_last and stage.ranks.rank == 0
+        """Whether this rank reports the layers of its stage."""
         self._num_steps = 0
         self._group = group
         self._open_graphs = open_graphs
@@ -201,19 +214,30 @@ class Follower:
         rule = self._model.prefers_absorbed
         inputs = build_inputs(slots, wanted, kv.page_shape, rule, self._tables, kv.home)
         inputs = inputs.to(self._model.device)
-        hidden = self._model.forward(inputs, kv, lambda layer: self._reached(layer + 1), read)
+
+        def after_write(layer: int) -> None:
+            of_stage = self._speaks and layer in self._model.stage.layers
+            self._reached(layer + 1, step.reported_as if of_stage else None)
+
+        hidden = self._model.forward(inputs, kv, after_write, read)
         if self._model.stage.is_last:
             self._make_logits(inputs.output_rows, hidden, step.logprob_rows)
         if self._drafts is not None and read is not None:
-            self._drafts.keep(inputs.input_rows, read, None, handed_on=step.handed_on)
+            self._drafts.keep(inputs.input_rows, read, None, handed_on=step.reported_as is not None)
 
-    def _reached(self, num_layers: int) -> None:
+    def _reached(self, num_layers: int, reported_as: int | None = None) -> None:
+        """So many layers of this step are written; the lead hears of it where it has a name."""
+        progress = (self._num_steps, num_layers)
+        written = None if reported_as is None else Written(reported_as, progress)
+        if self._moves is not None or written is not None:
+            self._reports.add((progress, written), self._copier.mark())
+
+    def _report(self, reached: tuple[Progress, Written | None]) -> None:
+        progress, written = reached
         if self._moves is not None:
-            self._reports.add((self._num_steps, num_layers), self._copier.mark())
-
-    def _tell_reached(self, progress: Progress) -> None:
-        assert self._moves is not None
-        self._moves.reached(progress)
+            self._moves.reached(progress)
+        if written is not None:
+            self._answer(written)
 
     def _replay(self, slots: Sequence[StepSlot], way: Way) -> None:
         """Replay a step, unless it has begun; its last exchange lies behind all writes to pages."""
@@ -347,6 +371,7 @@ def run(
         device.open_meter(),
         device.open_copies(),
         device.pages if device.owns_pages else None,
+        lambda answer: say(encode_answer(answer)),
     )
     try:
         follower.follow(iter(words.get, None))

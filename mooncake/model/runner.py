@@ -29,7 +29,7 @@ from mooncake.engine.plan import (
     StepResult,
     StepSlot,
 )
-from mooncake.engine.rank_moves import ALL_LAYERS
+from mooncake.engine.rank_moves import ALL_LAYERS, OfRank
 from mooncake.engine.step_log import Way
 from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import DecodeGraphs
@@ -143,12 +143,14 @@ class ModelRunner:
         self._untold: queue.SimpleQueue[StepPlan | None] | None = None
         """Steps that the stages before this one's have not heard of; None: there are none."""
         self._events: deque[RunnerEvent] = deque()
+        self._ended = -1
+        """The last step whose result has been emitted."""
         self._layers = LayerReports(self._emit)
         self._lock = threading.Lock()
         self._closed = False
         self._readable, self._signal = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         if lead is not None:
-            lead.watch(self._wake, self._emit)
+            lead.watch(self._wake, self._hear)
         if peers is not None:
             peers.watch(
                 self._plans.put,
@@ -233,9 +235,20 @@ class ModelRunner:
 
     def _emit(self, event: RunnerEvent) -> None:
         with self._lock:
-            if not self._events and not self._closed:
-                os.write(self._signal, b"\0")
-            self._events.append(event)
+            self._append(event)
+
+    def _hear(self, event: OfRank | LayerDone) -> None:
+        """Emit what a follower says, unless it is of a step whose result was."""
+        with self._lock:
+            if not isinstance(event, LayerDone) or event.step_id > self._ended:
+                self._append(event)
+
+    def _append(self, event: RunnerEvent) -> None:
+        if not self._events and not self._closed:
+            os.write(self._signal, b"\0")
+        self._events.append(event)
+        if isinstance(event, StepResult):
+            self._ended = event.step_id
 
     def _run(self) -> None:
         if self._num_threads is not None:
@@ -333,7 +346,8 @@ class ModelRunner:
             self._lead.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
             if plan.slots:
                 counts = {s.sequence_id: len(self._following(s)) for s in self._whole(plan)}
-                self._lead.step(plan.slots, counts, way, handed_on=plan.report_layers)
+                reported_as = plan.step_id if plan.report_layers else None
+                self._lead.step(plan.slots, counts, way, reported_as=reported_as)
         return way
 
     def _way(self, plan: StepPlan) -> Way:

@@ -91,7 +91,7 @@ def start_ranks(
             process.kill()
             process.wait()
         raise
-    return Lead(group, sockets, processes, EXCHANGE_S, SILENT_S)
+    return Lead(group, sockets, processes, EXCHANGE_S, SILENT_S, options.shape.tp)
 
 
 def _start(

@@ -22,8 +22,16 @@ import msgspec
 import torch
 
 from mooncake.base import CheckpointError, InternalError
-from mooncake.engine.plan import StepSlot
-from mooncake.engine.rank_moves import Alive, OfRank, Opened, Progress, RankWord, decode_answer
+from mooncake.engine.plan import LayerDone, StepSlot
+from mooncake.engine.rank_moves import (
+    Alive,
+    OfRank,
+    Opened,
+    Progress,
+    RankWord,
+    Written,
+    decode_answer,
+)
 from mooncake.engine.ranks import SILENT_S, LeadRanks
 from mooncake.engine.step_log import Measure, RankMessage, UsePages, Way, encode
 from mooncake.model.parallel.group import Group, GroupError
@@ -62,9 +70,11 @@ class Lead:
         processes: Sequence[RankProcess],
         timeout_s: float,
         silent_s: float = SILENT_S,
+        stage_ranks: int | None = None,
     ) -> None:
         """`sockets` and `processes` of the ranks from 1 on; `timeout_s`: of an exchange;
-        `silent_s`: for how long a follower may give no sign of life.
+        `silent_s`: for how long a follower may give no sign of life; `stage_ranks`: of each stage;
+        None: there is one.
         """
         self.group = group
         self._timeout_s = timeout_s
@@ -75,13 +85,16 @@ class Lead:
         self._lock = threading.Lock()
         self._closed = False
         self._on_lost: Callable[[], None] = lambda: None
-        self._on_answer: Callable[[OfRank], None] = lambda _: None
+        self._on_answer: Callable[[OfRank | LayerDone], None] = lambda _: None
         self._sending = threading.Lock()
         """Steps and moves are told by two threads."""
         self._opened: queue.SimpleQueue[tuple[int, Opened] | None] = queue.SimpleQueue()
         """What followers answered to the last `use_pages`; None: one is lost."""
-        self.progress: Progress = (0, 0)
-        """How far this rank is in what it computes."""
+        self._stage_ranks = stage_ranks or group.size
+        self._progress: list[Progress] = [(0, 0)] * (group.size // self._stage_ranks)
+        """How far each stage is in what it computes, as this rank knows; its own, the last, first,
+        then backwards, as ranks are numbered.
+        """
         for each in self._sockets:
             each.settimeout(timeout_s)
         self._watch, self._bell = socket.socketpair()
@@ -119,7 +132,7 @@ class Lead:
         Raises:
             InternalError: one cannot, or ended.
         """
-        self.progress = (0, 0)
+        self._progress = [(0, 0)] * len(self._progress)
         found: dict[int, Opened] = {}
         with self._meeting():
             self._ranks.use_pages(pages)
@@ -147,11 +160,17 @@ class Lead:
 
     def begin_step(self) -> None:
         """This rank begins to compute the next step that it told."""
-        self.progress = (self.progress[0] + 1, 0)
+        self._progress[0] = (self._progress[0][0] + 1, 0)
 
     def reached(self, num_layers: int) -> None:
-        """So many layers of that step lie in this rank's pages."""
-        self.progress = (self.progress[0], num_layers)
+        """So many layers of that step lie in this rank's pages, and in those of stages before."""
+        self._progress[0] = (self._progress[0][0], num_layers)
+
+    def progress_of(self, rank: int) -> Progress:
+        """How far a rank is in what it computes, at least: a stage has what those behind it have
+        got from it. From any thread.
+        """
+        return max(self._progress[: rank // self._stage_ranks + 1])
 
     def measure(self, asked: Measure, own: Callable[[], Found]) -> Found:
         """Have all followers measure their memory, and this rank, by `own`, with them; return what
@@ -185,14 +204,14 @@ class Lead:
         logprob_rows: Mapping[int, int],
         way: Way = Way.AS_IT_COMES,
         *,
-        handed_on: bool = False,
+        reported_as: int | None = None,
     ) -> None:
         """Have all followers compute the slots that this rank is about to compute.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
-        handed_on: blocks go to other engines as they are after the step.
+        reported_as: see `RankStep`.
         """
-        self._ranks.step(slots, logprob_rows, way, handed_on=handed_on)
+        self._ranks.step(slots, logprob_rows, way, reported_as=reported_as)
 
     def ahead(self, tokens: torch.Tensor) -> None:
         """Have all followers begin the decode step after the last, on `tokens` [slots] int64, which
@@ -204,9 +223,11 @@ class Lead:
         self._ranks.ahead()
         self.group.gather(tokens)
 
-    def watch(self, on_lost: Callable[[], None], on_answer: Callable[[OfRank], None]) -> None:
+    def watch(
+        self, on_lost: Callable[[], None], on_answer: Callable[[OfRank | LayerDone], None]
+    ) -> None:
         """Have `on_lost` called, in any thread, when a rank is lost, and `on_answer` with what a
-        follower answers.
+        follower answers, or that layers of its stage are written.
         """
         self._on_lost, self._on_answer = on_lost, on_answer
 
@@ -299,6 +320,9 @@ class Lead:
             self._ranks.alive(rank, time.monotonic())
         elif isinstance(answer, Opened):
             self._opened.put((rank, answer))
+        elif isinstance(answer, Written):
+            self._progress[rank // self._stage_ranks] = answer.progress
+            self._on_answer(LayerDone(step_id=answer.step_id, layer=answer.progress[1] - 1))
         else:
             self._on_answer(OfRank(rank, answer))
         return True

@@ -299,7 +299,7 @@ class InstanceCost:
         for new in chunk_sizes(cost, chunk_tokens, start, num_tokens - start):
             pairs = new * start + new * (new + 1) // 2
             step_s = self.step_s(new, pairs, start + new, self._exchanged(new, start + new))
-            comes_s = 0.0
+            comes_s = self.send_s(0)  # what the last stage tells the first of a step
             for stage, free_s in enumerate(ends_s):
                 ends_s[stage] = max(comes_s, free_s) + step_s
                 comes_s = ends_s[stage] + self.send_s(new)

@@ -217,7 +217,10 @@ class RankedRunner(SimRunner):
         self._num_flying += 1
         if self._num_flying == 1 and len(self._groups) > 1:
             self._look_after(self._signs)
-        self._arrive(self._groups[0], step)
+        if len(self._groups) == 1:
+            self._arrive(self._groups[0], step)
+        else:
+            self._heap.after(self._tell_s, partial(self._arrive, self._groups[0], step))
 
     def _end_step(self, stage: _Stage, step: _Step) -> None:
         if self.hung or not self._ranks[LEAD].alive:
@@ -335,6 +338,9 @@ class RankedRunner(SimRunner):
             self._compute(number)
 
     def _report(self, step: _Step, layer: int) -> None:
+        """Have the lead hear that the layers up to this one are written."""
+        if self._later(LEAD, partial(self._report, step, layer)):
+            return
         if step.plan.report_layers:
             self._deliver(LayerDone(step_id=step.plan.step_id, layer=layer))
 
@@ -408,7 +414,7 @@ class RankedRunner(SimRunner):
         stage.part += 1
         layers = self._stages[stage.number]
         if stage.part < self._num_parts:
-            if stage.part and stage is self._groups[-1]:
+            if stage.part:
                 done = stage.part * len(layers) // self._num_parts
                 self._report(step, layers[0] + done - 1)
             for number in stage.ranks:
@@ -421,6 +427,7 @@ class RankedRunner(SimRunner):
         if stage is self._groups[-1]:
             self._end_step(stage, step)
         else:
+            self._report(step, layers[-1])
             following = self._groups[stage.number + 1]
             send_s = self._send_s(step.plan.num_tokens)
             self._heap.after(send_s, partial(self._arrive, following, step))

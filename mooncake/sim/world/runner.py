@@ -73,7 +73,8 @@ class SimRunner:
         oracle: TokenOracle = sampled_token,
     ) -> None:
         """`num_stages`: each with a part of the layers and one step at a time; from one to the next
-        the activations of a step take `send_s(tokens of the step)`.
+        the activations of a step take `send_s(tokens of the step)`. The last, which samples, tells
+        the first of each step by a message, which takes `send_s(0)`.
         """
         self._heap = heap
         self._cost = cost
@@ -84,6 +85,7 @@ class SimRunner:
         self._known: dict[int, _Known] = {}
         self._stages = stage_layers(num_layers, num_stages)
         self._send_s = send_s
+        self._tell_s = send_s(0) if num_stages > 1 else 0.0
         self._busy_until_s = [0.0] * num_stages
         self.busy_s = 0.0
         """Seconds that each stage spent computing, of steps that were begun."""
@@ -107,7 +109,7 @@ class SimRunner:
         reported = {
             report * self._num_layers // num_reports - 1 for report in range(1, num_reports)
         }
-        comes_s, send_s = self._heap.now(), self._send_s(plan.num_tokens)
+        comes_s, send_s = self._heap.now() + self._tell_s, self._send_s(plan.num_tokens)
         for stage, layers in enumerate(self._stages):
             begin = max(comes_s, self._busy_until_s[stage])
             for place, layer in enumerate(layers, 1):

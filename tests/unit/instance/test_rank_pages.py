@@ -157,11 +157,12 @@ class TestLead:
         mover.on_done(TransferDone(batch_id=1), 0.0, 1, [100])
         assert reads.checksum([3], 0) == 107
 
-    def test_a_follower_is_told_how_far_the_lead_has_computed(self) -> None:
+    def test_a_follower_is_told_how_far_its_stage_is_known_to_be(self) -> None:
         told: list[tuple[int, RankWord]] = []
 
         class Link:
-            progress: Progress = (3, 2)
+            def progress_of(self, rank: int) -> Progress:
+                return (3, rank)
 
             def tell_rank(self, rank: int, word: RankWord) -> None:
                 told.append((rank, word))
