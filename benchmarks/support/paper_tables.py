@@ -304,7 +304,7 @@ def er_table(results: Results, _: Sequence[TraceLine]) -> Rows:
 EXPERIMENTS = {
     "fig5": Experiment(
         heading="Figure 5: mean TTFT by scheduling, conversation trace, 16 nodes",
-        plays=policies(5, 11, max_output=CUT),
+        plays=policies(6, 10, max_output=CUT),
         table=fig5_table,
         remark="5 prefill and 11 decode instances: the paper does not say its split; at this one "
         "means lie nearest to its own. Outputs are cut to 16 tokens, which the first one does not "

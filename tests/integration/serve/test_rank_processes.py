@@ -263,6 +263,34 @@ def flags_of(shapes: dict[str, Shape]) -> list[str]:
     return [*flags, *(["-ep"] if any(shape.ep > 1 for shape in shapes.values()) else [])]
 
 
+def check_who_is_slow(
+    server: Server, alone: dict[tuple[int, ...], list[int]], quick: str, slow: str
+) -> None:
+    """Have `slow` run in every fourth moment only, until `quick` tells that it waits for it."""
+    process, over = psutil.Process(server.pid_of(slow)), threading.Event()
+
+    def in_turns() -> None:
+        while not over.wait(0.1):
+            process.suspend()
+            over.wait(0.3)
+            process.resume()
+
+    def told() -> bool:
+        check_tokens(server, alone)
+        [counters] = [
+            each["load"]["counters"] for each in server.status()["workers"] if each["id"] == quick
+        ]
+        return f"expert_slow_s_{slow}" in counters
+
+    with ThreadPoolExecutor(1) as pool:
+        turns = pool.submit(in_turns)
+        try:
+            wait_until(told, 240, f"{quick} to name {slow}")
+        finally:
+            over.set()
+            turns.result()
+
+
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_workers_that_share_experts(
     model: Path,
@@ -271,8 +299,8 @@ def test_workers_that_share_experts(
     tmp_path: Path,
     backend: str,
 ) -> None:
-    """One alone has requests, then both; one that is killed, or stands still and is named, ends
-    both, once, and both come back.
+    """One alone has requests, then both; one that is slow is named; one that is killed, or stands
+    still and is named, ends both, once, and both come back.
     With fixed sums and experts that move meanwhile, log-probabilities have the bits of one process.
     """
     shapes = {"prefill": Shape(), "decode": Shape(dp=2, ep=2)}
@@ -291,6 +319,7 @@ def test_workers_that_share_experts(
 
         check_tokens(server, alone)
         if backend == "gloo":
+            check_who_is_slow(server, alone, *both)
             for _ in range(3):
                 with ThreadPoolExecutor(len(PROMPTS)) as pool:
                     assert list(pool.map(partial(logprobs_of, server), PROMPTS)) == fixed
