@@ -1,4 +1,4 @@
-"""What eight such GPUs would serve, from one rank's slice: every assumption is a printed row.
+"""What one, eight and sixteen such GPUs would serve: every assumption is a printed row.
 
 The load is vLLM's published one for Kimi-K2-Thinking (INT4) on 8 x H200: prompts of 8,192 tokens,
 answers of 4,096; 486 output tok/s with TP8, 695 with DCP8.
@@ -10,11 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-RANKS, LAYERS = 8, 61
+RANKS, LAYERS, SHARING = 8, 61, 16
 INPUT, OUTPUT = 8192, 4096
 PUBLISHED = {"vLLM, TP8": 486, "vLLM, TP8 and DCP8": 695}
 KV_BYTES = 70_272
 """Of a token, all layers, bfloat16."""
+EXPERT_LAYERS, EXPERTS, TOP_K, EXPERT_BYTES = 60, 384, 8, 24.77e6
+"""Of INT4 weights, of which an expert of a layer has so many bytes."""
+OTHER_BYTES = 23.4e9
+"""Weights that are no routed experts, bfloat16."""
+EXPERT_FLOPS = 2 * EXPERT_LAYERS * TOP_K * 3 * 2048 * 7168
+"""A token's, of routed experts."""
 GEMM_FLOPS, ATTENTION_FLOPS_8K = 63.4e9, 10.2e9
 """A prompt token's, all ranks: products; attention over a prompt of 8k, expanded."""
 
@@ -63,6 +69,22 @@ def assumptions(rows: Mapping[str, Any]) -> dict[str, Assumption]:
             "assumed: 122 all-reduces of a chunk, half hidden",
         ),
         "batch": Assumption("sequences that decode together", 64, "", "chosen: the measured batch"),
+        "dram": Assumption(
+            "DRAM of one GPU's host", 0.5, "TB/s",
+            "assumed: 70 % of two sockets' 16 channels of DDR5-5600",
+        ),
+        "cpu": Assumption(
+            "products of that host", 20, "TFLOP/s", "assumed: as ktransformers says of AMX, bfloat16",
+        ),
+        "cpu_batch": Assumption("sequences that decode on a GPU and its host", 16, "", "chosen"),
+        "sharing": Assumption(
+            "rows to their experts on 16 ranks and back, a layer", 313, "us",
+            "DeepEP's README: 118 + 195 us of 128 tokens, H800; not overlapped",
+        ),
+        "read": Assumption(
+            "share of the bandwidth that a step of such a rank reaches", 0.75, "",
+            "assumed: the must of moe-fp8-64 to its floor",
+        ),
     }  # fmt: skip
 
 
@@ -89,14 +111,56 @@ def estimate(given: Mapping[str, Assumption]) -> Estimate:
     products = GEMM_FLOPS / RANKS / (given["experts"].value * 1e12)
     attention = ATTENTION_FLOPS_8K / RANKS / (given["attention"].value * 1e12)
     prompt_s = (products + attention) / (1 - given["prompt_reduce"].value)
-    seconds = step_ms / 1e3 / batch + INPUT / OUTPUT * prompt_s
-    return Estimate(step_ms, 1 / prompt_s, 1 / seconds)
+    return _served(batch, step_ms, prompt_s)
+
+
+def _served(batch: float, step_ms: float, prompt_s: float, ranks: int = 1) -> Estimate:
+    """Return what each of `ranks` does that decode `batch` sequences and compute their prompts."""
+    each_s = step_ms / 1e3 / batch + INPUT / OUTPUT * prompt_s
+    return Estimate(step_ms, ranks / prompt_s, ranks / each_s)
+
+
+def estimate_one(given: Mapping[str, Assumption]) -> Estimate:
+    """Return output tokens a second of one GPU with the routed experts in its host's DRAM
+    (`--expert-device cpu`): the host computes them, the GPU the rest, one after the other.
+    """
+    batch, dram = given["cpu_batch"].value, given["dram"].value * 1e12
+    distinct = EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** batch)
+    routed_s = EXPERT_LAYERS * distinct * EXPERT_BYTES / dram
+    kv = batch * (INPUT + OUTPUT / 2) * KV_BYTES
+    step_s = routed_s + (OTHER_BYTES + kv) / (given["copy"].value * 1e12)
+    on_gpu = (GEMM_FLOPS - EXPERT_FLOPS) / (given["experts"].value * 1e12)
+    on_gpu += ATTENTION_FLOPS_8K / (given["attention"].value * 1e12)
+    prompt_s = EXPERT_FLOPS / (given["cpu"].value * 1e12) + on_gpu
+    return _served(batch, step_s * 1e3, prompt_s)
+
+
+def estimate_sharing(given: Mapping[str, Assumption]) -> Estimate:
+    """Return output tokens a second of sixteen ranks that each have all but the routed experts, of
+    which they share out whole ones (`-dp 16 -ep`; refused on GPUs today).
+    """
+    batch = given["batch"].value
+    held = EXPERT_LAYERS * EXPERTS / SHARING * EXPERT_BYTES  # of so many tokens all are used
+    kv = batch * (INPUT + OUTPUT / 2) * KV_BYTES
+    reached = given["copy"].value * 1e12 * given["read"].value
+    step_ms = (OTHER_BYTES + held + kv) / reached * 1e3
+    step_ms += EXPERT_LAYERS * given["sharing"].value / 1e3
+    products = GEMM_FLOPS / (given["experts"].value * 1e12)
+    attention = ATTENTION_FLOPS_8K / (given["attention"].value * 1e12)
+    prompt_s = (products + attention) / (1 - given["prompt_reduce"].value)
+    return _served(batch, step_ms, prompt_s, SHARING)
 
 
 def lines(rows: Mapping[str, Any]) -> list[str]:
-    """Return the assumptions and the estimate as Markdown."""
+    """Return the assumptions and the estimates as Markdown."""
     given = assumptions(rows)
     found = estimate(given)
+    two = Estimate(found.step_ms, 2 * found.prompt_tok_s, 2 * found.out_tok_s)
+    others = {
+        "1 x H200, routed experts in DRAM": estimate_one(given),
+        "16 x H200, two instances as that of eight": two,
+        "16 x H200 that share experts (refused on GPUs today)": estimate_sharing(given),
+    }
     shown = ["| assumption | value | from |", "|---|---|---|"]
     shown += [f"| {a.what} | {a.value:g} {a.unit} | {a.source} |" for a in given.values()]
     shown += [
@@ -104,5 +168,13 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
         f"8 x H200, {INPUT} in / {OUTPUT} out: a step of {found.step_ms:.1f} ms, prompts at "
         f"{found.prompt_tok_s:,.0f} tok/s, together **{found.out_tok_s:,.0f} output tok/s**; "
         + ", ".join(f"{name} {value}" for name, value in PUBLISHED.items()),
+        "",
+        "| the same load on | step | prompts | output |",
+        "|---|---|---|---|",
+        *(
+            f"| {name} | {each.step_ms:.0f} ms | {each.prompt_tok_s:,.0f} tok/s | "
+            f"{each.out_tok_s:,.0f} tok/s |"
+            for name, each in others.items()
+        ),
     ]
     return shown

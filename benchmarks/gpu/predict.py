@@ -2,11 +2,9 @@
 they read and how many programs run at once: compares designs without a GPU. No time here is
 measured.
 
-Assumed: 132 multiprocessors at 1.755 GHz, each starts 4 instructions of a warp a cycle; memory
-gives 4.3 TB/s, or as much of it as multiprocessors with work ask for; instructions and memory
-overlap whole, products on tensor cores cost no more than their instructions; the part of a kernel
-outside its loop runs once an item, and the multiprocessor with most items ends last; a launch
-inside a captured graph costs 1 us.
+Instructions, memory and tensor cores overlap whole; the part of a kernel outside its loop runs once
+an item, and the multiprocessor with most items ends last; memory gives all it has, or as much of it
+as multiprocessors with work ask for. `ASSUMED` has the numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +17,22 @@ from pathlib import Path
 from typing import Any
 
 MULTIPROCESSORS, CLOCK_HZ, ISSUES, BYTES_S, LAUNCH_S = 132, 1.755e9, 4, 4.3e12, 1e-6
+BF16_FLOPS = 788e12
+FP8_FLOPS = 2 * BF16_FLOPS
+ASSUMED = {
+    "132 multiprocessors at 1.755 GHz": "NVIDIA's data sheet; less under load",
+    "4 instructions of warps a cycle and multiprocessor, of one warp 1":
+        "Hopper's four schedulers; waiting for operands is not in it",
+    "4.3 TB/s": "a large copy, as others report for the H200; its data sheet says 4.8",
+    "788 TFLOP/s in bfloat16": "a plain product, likewise; its data sheet says 989",
+    "1,576 TFLOP/s in FP8": "twice as much, as in the data sheet",
+    "1 us a launch": "inside a captured graph; assumed: a kernel's start and end",
+}
+"""What goes in, and where it is from. No number was measured here."""
 KEPT = Path(__file__).parent / "sm90.json"
-HIDDEN, INNER, EXPERTS, TOP_K = 7168, 256, 384, 8
+HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 7168, 256, 384, 8, 61
+FP8_EXPERTS, FP8_INNER = 24, 2048
+"""Of one of 16 ranks that share whole experts."""
 COLUMNS, ROWS, DOWN_ROWS = 128, 64, 128
 """Of a step, and of a tile, of few tokens' weights; of down's now."""
 SHARED_OUT = 16
@@ -28,9 +40,10 @@ SHARED_OUT = 16
 STEP_LAUNCHES = {True: 1834, False: 1227}
 """Of a step of 61 layers of INT4 experts on one of eight ranks: before, and now; see
 `tests/kernels/test_step_launches.py`."""
-SLICE_BYTES = 1.45e-3 * BYTES_S
-"""What a step of one sequence reads at 4k: the floor of `slice-b1`."""
-INT4_BYTES = 0.5 + 2 / 32
+SLICE_BYTES = {1: 6.318e9, 64: 59.65e9}
+"""What a step of so many sequences reads, see `rank_slice.step_bytes`: of one at 4k, of 64 with an
+eighth of 4k."""
+INT4_BYTES, FP8_BYTES = 0.5 + 2 / 32, 1 + 4 / 128**2
 PAGE_BYTES = 64 * 576 * 2
 
 
@@ -45,86 +58,184 @@ class Part:
     num_bytes: float
     even: bool = False
     """Whether items are cut where that gives all multiprocessors as much work."""
+    tensor_s: float = 0.0
+    """What its products take on tensor cores."""
+    warps: int | None = None
+    """Of a program, those that run the loop; None: all."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds: of instructions, of memory, and of the whole line with its launches."""
+    """Seconds: of instructions, tensor cores, memory, and of the whole line with its launches."""
 
     issue_s: float
+    tensor_s: float
     memory_s: float
     whole_s: float
 
 
 def lines(before: bool) -> dict[str, tuple[Sequence[Part], int]]:
-    """Return name of the line -> (its large kernels, launches in all)."""
-    made: dict[str, tuple[Sequence[Part], int]] = {}
-    for tokens in (1, 16, 64, 128):
-        distinct = EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** tokens)
-        blocks = round(distinct)
-        one = INNER * HIDDEN * INT4_BYTES
-        even = tokens <= SHARED_OUT and not before
-        code = "experts_int4, 16 tokens" if even or before else "experts_int4, 64 tokens"
-        made[f"moe-int4-{tokens}"] = (
-            [
-                Part(code, "gate_up_ranges_kernel" if even else "gate_up_kernel",
-                     blocks * INNER // ROWS, HIDDEN / COLUMNS, 2 * one * distinct, even),
-                Part(code, "down_kernel", blocks * HIDDEN // (ROWS if before else DOWN_ROWS),
-                     INNER / COLUMNS if before else 1, one * distinct),
-            ],
-            4,
-        )  # fmt: skip
-    for name, batch, context in (("b128", 128, 4096), ("b32", 32, 8192), ("b1", 1, 131072)):
-        pages = batch * context // 64
-        programs = min(pages, MULTIPROCESSORS)
-        attend = Part("decode, 64 heads", "_attend", programs, pages / programs, pages * PAGE_BYTES)
-        made[f"mla-decode-{name}"] = ([attend], 2)
+    """Return name of the line -> (its large kernels, launches in all); of those before, the lines
+    whose kernels have changed.
+    """
+    made = {f"moe-int4-{tokens}": _int4(tokens, before) for tokens in (1, 16, 64, 128)}
+    made["mla-decode-b128"] = _decode(128, 4096)
+    made["mla-decode-b32"] = _decode(32, 8192)
+    made["mla-decode-b1"] = _decode(1, 131072)
+    made["mla-decode-8-heads"] = _decode(128, 4096, heads=8)
+    made["mla-decode-fp8"] = _decode(128, 4096, fp8=True)
+    made["mla-decode-dcp8"] = _decode(64, 512)
+    if not before:
+        made["prefill-8k"] = _prefill(8192)
+        made["moe-fp8-64"] = _fp8(64)
+        made["grouped-gate-up"], made["grouped-down"] = _grouped(8 * 4096)
+        made["router"] = [Part("router", "_choose", 64, 0, 64 * (4 * EXPERTS + 12 * TOP_K))], 1
     return made
 
 
-def slice_b1(before: bool) -> Prediction:
-    """Return a step of one sequence: its bytes and its launches, as if all else hid behind them."""
-    memory_s = SLICE_BYTES / BYTES_S
-    return Prediction(0.0, memory_s, memory_s + STEP_LAUNCHES[before] * LAUNCH_S)
+def _int4(tokens: int, before: bool) -> tuple[Sequence[Part], int]:
+    distinct = EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** tokens)
+    blocks = round(distinct)
+    one = INNER * HIDDEN * INT4_BYTES
+    even = tokens <= SHARED_OUT and not before
+    code = "experts_int4, 16 tokens" if even or before else "experts_int4, 64 tokens"
+    gate_up = Part(
+        code, "gate_up_ranges_kernel" if even else "gate_up_kernel", blocks * INNER // ROWS,
+        HIDDEN / COLUMNS, 2 * one * distinct, even,
+    )  # fmt: skip
+    down = Part(
+        code, "down_kernel", blocks * HIDDEN // (ROWS if before else DOWN_ROWS),
+        INNER / COLUMNS if before else 1, one * distinct,
+    )  # fmt: skip
+    return [gate_up, down], 4
+
+
+def _decode(
+    batch: int, context: int, *, heads: int = 64, fp8: bool = False
+) -> tuple[Sequence[Part], int]:
+    pages = batch * context // 64
+    programs = min(pages, MULTIPROCESSORS * (1 if heads == 64 else 2))
+    flops = 2 * batch * context * max(heads, 16) * (576 + 512)
+    attend = Part(
+        f"decode, {heads} heads" + (", fp8 cache" if fp8 else ""), "_attend", programs,
+        pages / programs, pages * PAGE_BYTES / (2 if fp8 else 1), tensor_s=flops / BF16_FLOPS,
+    )  # fmt: skip
+    return [attend], 2
+
+
+def _prefill(tokens: int, heads: int = 64) -> tuple[Sequence[Part], int]:
+    """Tiles of 128 rows, the longest first; a tile walks the keys up to its own, 64 a step."""
+    tiles = tokens // 128
+    flops = 2 * (tokens * (tokens + 1) // 2) * heads * (192 + 128)
+    num_bytes = 2 * tokens * (heads * (2 * 256 + 64) + 64)
+    attend = Part(
+        "prefill, 256 rows", "_prefill", heads * tiles, tiles + 1, num_bytes, even=True,
+        tensor_s=flops / BF16_FLOPS,
+    )  # fmt: skip
+    return [attend], 1
+
+
+def _fp8(tokens: int) -> tuple[Sequence[Part], int]:
+    """All experts of one of 16 ranks have tokens; 64 rows of weights a product, 128 columns a
+    step.
+    """
+    one = FP8_EXPERTS * FP8_INNER * HIDDEN
+    flops = 2 * tokens * TOP_K * FP8_INNER * HIDDEN
+    code = "experts_fp8, few experts"
+    return [
+        Part(code, "gate_up_ranges_kernel", FP8_EXPERTS * FP8_INNER // ROWS, HIDDEN / COLUMNS,
+             2 * one * FP8_BYTES, even=True, tensor_s=2 * flops / FP8_FLOPS),
+        Part(code, "down_kernel", FP8_EXPERTS * HIDDEN // ROWS, FP8_INNER / COLUMNS,
+             one * FP8_BYTES, tensor_s=flops / FP8_FLOPS),
+    ], 6  # fmt: skip
+
+
+def _grouped(rows: int) -> tuple[tuple[Sequence[Part], int], tuple[Sequence[Part], int]]:
+    """Tiles of 128 rows; 64 and 128 rows of weights; of 12 warps 8 multiply."""
+    code, tiles, inner = "experts_fp8, 4096 tokens", rows // 128, FP8_INNER
+    gate_up = Part(
+        code, "gate_up_fp8_kernel", tiles * inner // 64, HIDDEN / COLUMNS,
+        8 * 2 * inner * HIDDEN + rows * (HIDDEN + 2 * inner),
+        tensor_s=2 * rows * 2 * inner * HIDDEN / FP8_FLOPS, warps=8,
+    )  # fmt: skip
+    down = Part(
+        code, "down_fp8_kernel", tiles * HIDDEN // 128, inner / COLUMNS,
+        8 * inner * HIDDEN + rows * (inner + 2 * HIDDEN),
+        tensor_s=2 * rows * inner * HIDDEN / FP8_FLOPS, warps=8,
+    )  # fmt: skip
+    return ([gate_up], 1), ([down], 1)
+
+
+def slice_step(batch: int, kernels: Sequence[Mapping[str, Any]], before: bool) -> Prediction:
+    """Return a step of a rank: its experts and attention layer by layer, the rest of its bytes as
+    if all else hid behind them, and its launches.
+    """
+    attention = _decode(batch, 4096 if batch == 1 else 512)[0]
+    parts = [(_int4(batch, before)[0], LAYERS - 1), (attention, LAYERS)]
+    issue_s = tensor_s = whole_s = 0.0
+    num_bytes = SLICE_BYTES[batch]
+    for of_layer, layers in parts:
+        found = predict(of_layer, 0, kernels)
+        issue_s, tensor_s = issue_s + layers * found.issue_s, tensor_s + layers * found.tensor_s
+        whole_s += layers * found.whole_s
+        num_bytes -= layers * sum(part.num_bytes for part in of_layer)
+    whole_s += num_bytes / BYTES_S + STEP_LAUNCHES[before] * LAUNCH_S
+    return Prediction(issue_s, tensor_s, SLICE_BYTES[batch] / BYTES_S, whole_s)
 
 
 def predict(
     parts: Sequence[Part], launches: int, kernels: Sequence[Mapping[str, Any]]
 ) -> Prediction:
     """Return what a line should take. KeyError: a kernel of it was not compiled."""
-    found = {(row["launch"], row["kernel"]): row for row in kernels}
-    issue_s = memory_s = whole_s = 0.0
+    found = {(row["launch"], row["kernel"]): row for row in reversed(kernels)}
+    issue_s = tensor_s = memory_s = whole_s = 0.0
     for part in parts:
         code = found[part.launch, part.kernel]
-        item = (code["instructions"] - code["loop"] + part.steps * code["loop"]) * code["warps"]
+        each = code["instructions"] - code["loop"] + part.steps * code["loop"]
+        cycles = each * max(1.0, (part.warps or code["warps"]) / ISSUES)
         busy = part.items / MULTIPROCESSORS
-        issue = (busy if part.even else math.ceil(busy)) * item / ISSUES / CLOCK_HZ
+        issue = (busy if part.even else math.ceil(busy)) * cycles / CLOCK_HZ
         memory = part.num_bytes / BYTES_S / (1.0 if part.even else min(1.0, busy))
-        issue_s, memory_s = issue_s + issue, memory_s + memory
-        whole_s += max(issue, memory)
-    return Prediction(issue_s, memory_s, whole_s + launches * LAUNCH_S)
+        issue_s, memory_s, tensor_s = issue_s + issue, memory_s + memory, tensor_s + part.tensor_s
+        whole_s += max(issue, memory, part.tensor_s)
+    return Prediction(issue_s, tensor_s, memory_s, whole_s + launches * LAUNCH_S)
 
 
 def table() -> list[str]:
     """Return the predictions, for the code before and now, as Markdown."""
     kept = json.loads(KEPT.read_text(encoding="utf-8"))
-    shown = ["| line | instructions us | memory us | predicted us, before -> now |",
-             "|---|---|---|---|"]  # fmt: skip
+    now, before = kept["kernels"], kept["before"]["kernels"]
+    shown = [
+        "| line | instructions us | tensor cores us | memory us | predicted us, before -> now |",
+        "|---|---|---|---|---|",
+    ]
     was = lines(before=True)
     for name, line in lines(before=False).items():
-        now = predict(*line, kept["kernels"])
-        before = predict(*was[name], kept["before"]["kernels"])
-        shown.append(_row(name, before, now))
-    return [*shown, _row("slice-b1", slice_b1(before=True), slice_b1(before=False))]
+        old = predict(*was[name], before) if name in was else None
+        shown.append(_row(name, old, predict(*line, now)))
+    for name, batch in (("slice-b1", 1), ("slice-b64-dcp8", 64)):
+        old, new = slice_step(batch, before, before=True), slice_step(batch, now, before=False)
+        shown.append(_row(name, old, new))
+    return shown
 
 
-def _row(name: str, before: Prediction, now: Prediction) -> str:
+def _row(name: str, before: Prediction | None, now: Prediction) -> str:
+    def both(old: float | None, new: float) -> str:
+        shown = f"{new * 1e6:.0f}"
+        return shown if old is None else f"{old * 1e6:.0f} -> {shown}"
+
+    issue, whole = (None, None) if before is None else (before.issue_s, before.whole_s)
     return (
-        f"| `{name}` | {before.issue_s * 1e6:.0f} -> {now.issue_s * 1e6:.0f} | "
-        f"{math.ceil(now.memory_s * 1e6)} | {before.whole_s * 1e6:.0f} -> "
-        f"{now.whole_s * 1e6:.0f} |"
+        f"| `{name}` | {both(issue, now.issue_s)} | {math.ceil(now.tensor_s * 1e6)} | "
+        f"{math.ceil(now.memory_s * 1e6)} | {both(whole, now.whole_s)} |"
     )
 
 
+def assumed() -> list[str]:
+    """Return what goes in, as Markdown."""
+    rows = [f"| {what} | {source} |" for what, source in ASSUMED.items()]
+    return ["| assumed | from |", "|---|---|", *rows]
+
+
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join([*assumed(), "", *table()]))

@@ -222,9 +222,29 @@ def test_the_estimate_says_what_it_stands_on() -> None:
     assert found.step_ms == pytest.approx(18 + 0.822 + 6.6, abs=0.01)
     by_hand = 1 / (found.step_ms / 1e3 / 64 + 2 / found.prompt_tok_s)
     assert found.out_tok_s == pytest.approx(by_hand)
+    one = estimate.estimate_one(given)
+    # By hand: 109.8 experts of 60 layers from DRAM; other weights and KV from the GPU's memory.
+    routed, other = 60 * 109.8 * 24.77e6 / 0.5e12, 23.4e9 + 16 * 10240 * 70272
+    assert one.step_ms == pytest.approx((routed + other / 4.2e12) * 1e3, rel=1e-3)
+    assert 1 / one.prompt_tok_s == pytest.approx(
+        42.28e9 / 20e12 + (63.4 - 42.28) / 400e3 + 10.2 / 400e3, rel=1e-3
+    )
+    sixteen = estimate.estimate_sharing(given)
+    # By hand: 24 experts of 60 layers, other weights and KV at three quarters; 18.8 ms of sends.
+    step = (60 * 24 * 24.77e6 + 23.4e9 + 64 * 10240 * 70272) / (0.75 * 4.2e12) * 1e3
+    assert sixteen.step_ms == pytest.approx(step + 18.78)
+    each_s = sixteen.step_ms / 1e3 / 64 + 2 * 16 / sixteen.prompt_tok_s
+    assert sixteen.out_tok_s == pytest.approx(16 / each_s)
+    assert one.out_tok_s < found.out_tok_s < sixteen.out_tok_s
     text = "\n".join(estimate.lines(rows))
     assert "measured, slice-b64-dcp8" in text
     assert "695" in text
+
+
+def test_the_readme_shows_the_estimates() -> None:
+    """As they are while nothing has been measured."""
+    shown = (Path(predict.__file__).parent / "README.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in estimate.lines({}) if line not in shown] == []
 
 
 def test_predictions_follow_from_instructions_and_bytes() -> None:
@@ -242,13 +262,24 @@ def test_predictions_follow_from_instructions_and_bytes() -> None:
     alone = predict.predict([replace(full, items=1)], 0, [code])
     assert alone.memory_s == pytest.approx(132e-6), "one multiprocessor has its share of bandwidth"
     assert alone.whole_s == alone.memory_s
+    dense = predict.predict([replace(full, tensor_s=1.0)], 0, [code])
+    assert (dense.tensor_s, dense.whole_s) == (1.0, 1.0)
+    few = predict.predict([replace(full, items=132, warps=4)], 0, [code])
+    assert few.issue_s == pytest.approx(1100 / 1.755e9)
+    one = predict.predict([replace(full, items=132, warps=1)], 0, [code])
+    assert one.issue_s == few.issue_s, "a warp starts one instruction a cycle"
     with pytest.raises(KeyError):
         predict.predict([full], 3, [])
 
 
 def test_the_readme_shows_the_predictions() -> None:
     shown = (Path(predict.__file__).parent / "README.md").read_text(encoding="utf-8").splitlines()
-    assert [line for line in predict.table() if line not in shown] == [], (
-        "python -m benchmarks.gpu.predict"
-    )
-    assert set(predict.lines(before=False)) <= {case.name for case in CASES}
+    made = [*predict.assumed(), *predict.table()]
+    assert [line for line in made if line not in shown] == [], "python -m benchmarks.gpu.predict"
+    rows = [line.split("`")[1] for line in predict.table()[2:]]
+    assert sorted(rows) == sorted(case.name for case in CASES), "a line each"
+    spec = whole_spec(tiny=False)
+    for batch, context in ((1, 4096), (64, 512)):
+        assert predict.SLICE_BYTES[batch] == pytest.approx(
+            step_bytes(spec, batch, context), rel=1e-3
+        )

@@ -68,24 +68,32 @@ def prefill(rows: int) -> None:
     kernel("mla_prefill", "triton")(zeros(rows, 4, 192), keys, batch)
 
 
-def experts(name: str, tokens: int, dtype: torch.dtype = BF16) -> None:
+def experts(
+    name: str,
+    tokens: int,
+    dtype: torch.dtype = BF16,
+    inner: int = INNER,
+    num_experts: int = EXPERTS,
+    shared_out: bool | None = None,
+) -> None:
+    """shared_out: products by steps; None: where there are few of them."""
     if name == "experts":
-        shapes = (STACKED, 2 * INNER, HIDDEN), (STACKED, HIDDEN, INNER)
+        shapes = (STACKED, 2 * inner, HIDDEN), (STACKED, HIDDEN, inner)
         made = zeros(*shapes[0], dtype=dtype), zeros(*shapes[1], dtype=dtype)
     elif name == "experts_fp8":
         made = (
-            zeros(STACKED, 2, INNER, HIDDEN, dtype=FP8), torch.zeros(STACKED, 2, 2, 56),
-            zeros(STACKED, HIDDEN, INNER, dtype=FP8), torch.zeros(STACKED, 56, 2),
+            zeros(STACKED, 2, inner, HIDDEN, dtype=FP8), torch.zeros(STACKED, 2, inner // 128, 56),
+            zeros(STACKED, HIDDEN, inner, dtype=FP8), torch.zeros(STACKED, 56, inner // 128),
         )  # fmt: skip
     else:
         made = (
-            ints(STACKED, 2, INNER, HIDDEN // 8), zeros(STACKED, 2, INNER, HIDDEN // 32),
-            ints(STACKED, HIDDEN, INNER // 8), zeros(STACKED, HIDDEN, INNER // 32),
+            ints(STACKED, 2, inner, HIDDEN // 8), zeros(STACKED, 2, inner, HIDDEN // 32),
+            ints(STACKED, HIDDEN, inner // 8), zeros(STACKED, HIDDEN, inner // 32),
         )  # fmt: skip
     fast = kernel(name, "triton")(*made)
-    shape = type(fast.shape)(fast.shape.format, EXPERTS, INNER, HIDDEN)
+    shape = type(fast.shape)(fast.shape.format, num_experts, inner, HIDDEN)
     fast.config = default_experts_config(shape, tokens * TOP_K)
-    fast._whole_products = tokens > FEW_TOKENS
+    fast._whole_products = tokens > FEW_TOKENS if shared_out is None else not shared_out
     chosen = torch.zeros(tokens, TOP_K, dtype=torch.int64)
     fast(zeros(tokens, HIDDEN, dtype=dtype), chosen, chosen.float())
 
@@ -160,6 +168,9 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         for tokens in (16, 512, 4096)
     },
     "experts_int4, 64 tokens": lambda: experts("experts_int4", 64),
+    "experts_fp8, few experts": lambda: experts(
+        "experts_fp8", 64, inner=2048, num_experts=24, shared_out=True
+    ),
     **{
         f"{name}, {tokens} tokens, float32": lambda name=name, tokens=tokens: experts(  # type: ignore[misc]
             name, tokens, torch.float32
