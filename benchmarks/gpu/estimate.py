@@ -74,7 +74,7 @@ def assumptions(rows: Mapping[str, Any]) -> dict[str, Assumption]:
             "assumed: 70 % of two sockets' 16 channels of DDR5-5600",
         ),
         "cpu": Assumption(
-            "products of that host", 20, "TFLOP/s", "assumed: as ktransformers says of AMX, bfloat16",
+            "products of that host", 20, "TFLOP/s", "assumed: AMX, as ktransformers says",
         ),
         "cpu_batch": Assumption("sequences that decode on a GPU and its host", 16, "", "chosen"),
         "sharing": Assumption(
