@@ -21,7 +21,7 @@ BF16_FLOPS = 788e12
 FP8_FLOPS = 2 * BF16_FLOPS
 ASSUMED = {
     "132 multiprocessors at 1.755 GHz": "NVIDIA's data sheet; less under load",
-    "4 instructions of warps a cycle and multiprocessor, of one warp 1": "Hopper's four schedulers; waiting for operands is not in it",
+    "4 instructions a cycle, 1 of a warp": "four schedulers; operands are not waited for",
     "4.3 TB/s": "a large copy, as others report for the H200; its data sheet says 4.8",
     "788 TFLOP/s in bfloat16": "a plain product, likewise; its data sheet says 989",
     "1,576 TFLOP/s in FP8": "twice as much, as in the data sheet",
