@@ -69,8 +69,9 @@ def gateway_table(gateways: list[dict[str, Any]]) -> Table:
 
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:
-    """Return one row a worker: its name and place, its state, its load, what became of its drafts
-    and how even its shared experts are where there are any, its health port.
+    """Return one row a worker: its name and place, its state, its load, what became of its drafts,
+    how even its shared experts are and which of its stages was slow where there are any, its health
+    port.
     """
     table = Table(box=None, pad_edge=False)
     for name in ("worker", "role", "pid", "host", "state", "running", "waiting", "free blocks"):
@@ -81,6 +82,9 @@ def worker_table(workers: list[dict[str, Any]]) -> Table:
     sharing = any(_experts(worker) for worker in workers)
     if sharing:
         table.add_column("experts")
+    staged = any(_stages(worker) for worker in workers)
+    if staged:
+        table.add_column("stages")
     table.add_column("health", overflow="fold")
     for worker in workers:
         load = worker.get("load") or {}
@@ -90,6 +94,7 @@ def worker_table(workers: list[dict[str, Any]]) -> Table:
             f"{load.get('num_free_blocks', 0)} of {load.get('num_total_blocks', 0)}",
             *([_drafts(worker)] if drafted else []),
             *([_experts(worker)] if sharing else []),
+            *([_stages(worker)] if staged else []),
             str(worker.get("health_url", "")).removeprefix("http://"),
         )
     return table
@@ -140,6 +145,17 @@ def _experts(worker: dict[str, Any]) -> str:
         if name.startswith(silent) and value:
             told += f", {name.removeprefix(silent)} was silent for {value:.0f} s"
     return told
+
+
+def _stages(worker: dict[str, Any]) -> str:
+    """Return which stages of a worker were slow; empty where none was."""
+    counters = (worker.get("load") or {}).get("counters") or {}
+    slow = "stage_slow_s_"
+    return ", ".join(
+        f"{name.removeprefix(slow)} was slow, waited {value:.0f} s for it"
+        for name, value in counters.items()
+        if name.startswith(slow) and value
+    )
 
 
 def _flat(value: Any) -> str:

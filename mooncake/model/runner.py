@@ -47,6 +47,7 @@ from mooncake.model.layers.sampler import Drawn
 from mooncake.model.output_logits import prompt_pieces, sampled_rows
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
+from mooncake.model.parallel.stages import StageTimes
 
 _PATIENCE = 0.5
 """For what share of its last step's time an instance that has just computed one waits for its next
@@ -132,6 +133,8 @@ class ModelRunner:
                 draft_layer, model.spec.num_hidden_layers, self._copies, model.stage.ranks
             )
         self._peers = peers
+        self._stages: StageTimes | None = None
+        """Where there are stages before this one's."""
         self._num_windows = 0
         """Of rows of experts, that were reported."""
         self._asked = 0
@@ -160,6 +163,8 @@ class ModelRunner:
         self._threads = [threading.Thread(target=self._run, name="model-runner", daemon=True)]
         if not model.stage.is_first:  # it is the last one, and the others are to be ahead of it
             self._untold = queue.SimpleQueue()
+            assert lead is not None
+            self._stages = StageTimes(lead.num_stages)
             self._threads.append(threading.Thread(target=self._tell_ahead, name="step-log"))
         for thread in self._threads:
             thread.start()
@@ -307,7 +312,8 @@ class ModelRunner:
 
     def _counters(self) -> dict[str, float]:
         others = {} if self._peers is None else self._peers.counters
-        return self._model.counters | others
+        stages = {} if self._stages is None else self._stages.counters
+        return self._model.counters | others | stages
 
     def _fail(self, why: str) -> None:
         """End the ranks that wait for this one in a step's middle."""
@@ -377,12 +383,15 @@ class ModelRunner:
                 seconds=time.perf_counter() - begin,
                 error=f"step {plan.step_id}: {type(error).__name__}: {error}",
             )
+        seconds = time.perf_counter() - begin
+        if self._stages is not None and plan.slots:
+            of_stages = self._model.stage.seconds
+            self._stages.add(of_stages, time.monotonic())
+            seconds = max(of_stages)
         return StepResult(
             step_id=plan.step_id,
             samples=outcome.samples,
-            seconds=time.perf_counter() - begin
-            if self._untold is None
-            else self._model.stage.slowest_s,
+            seconds=seconds,
             prompt_logprobs=outcome.prompt_logprobs,
             failures=outcome.failures,
             counters=self._counters(),

@@ -529,7 +529,11 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
             "experts are shared on CPUs only so far; leave it out, or plan with --dry-run"
         )
     if shape.ep > 1 and shape.pp > 1:
-        raise ConfigError(f"{EP_FLAG} with {PP_FLAG}={shape.pp} is not served yet: {can}")
+        raise ConfigError(
+            f"{EP_FLAG} with {PP_FLAG}={shape.pp} is not served yet, only planned (--dry-run): "
+            "leave one of them out, or give each to a role of its own (--prefill-set "
+            f"{PP_FLAG}={shape.pp}, --decode-set {DP_FLAG}=2)"
+        )
     if shape.dp > 1 and device == "cuda":
         raise ConfigError(f"{DP_FLAG}={shape.dp} is not supported on GPUs yet: {can}")
     if device == "cuda" and shape.num_ranks > 1 and _has_mtp(config):

@@ -100,6 +100,11 @@ class Lead:
         self._watch, self._bell = socket.socketpair()
         self._watcher = threading.Thread(target=self._watch_all, name="rank-watch", daemon=True)
 
+    @property
+    def num_stages(self) -> int:
+        """Of this instance."""
+        return len(self._progress)
+
     def wait_until_loaded(self) -> None:
         """Return when all followers have loaded; from then on they are watched.
 

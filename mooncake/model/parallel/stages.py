@@ -1,5 +1,5 @@
 """One rank's place in a pipeline: its layers, what it gets from the stage before and gives to the
-stage behind, and how long the slowest of them computed.
+stage behind, and how long each of them computed: so the last one names who is slow.
 
 Ranks of a stage have the same activations: each sends its columns only, to the rank of the next
 stage that has the same part of every layer, and there they are gathered.
@@ -7,7 +7,9 @@ stage that has the same part of every layer, and there they are gathered.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -15,13 +17,26 @@ from mooncake.base import Shape
 from mooncake.base.parallel import stage_layers
 from mooncake.model.parallel.group import Group
 
+SLOW_WINDOW_S = 10.0
+"""Seconds of steps after which it is looked at which stage was slow in them."""
+SLOW_SHARE = 0.5
+"""Of those seconds: a stage that computes for so much longer than any other is slow."""
+SLOW = "stage_slow_s_"
+"""Before the number of a stage: for how long others waited for it while it was slow, a counter."""
+WAITED_FOR = "stage_waited_for_s_"
+"""Before the number of a stage: how much longer than any other it has computed, as a counter."""
+_SLOW_TOLD_S = 60.0
+"""Between two words in the log on a stage that is slow."""
+
+_log = logging.getLogger(__name__)
+
 
 class Stage:
     """The stage of one rank, among all layers of a model."""
 
     def __init__(self, group: Group, shape: Shape, num_layers: int) -> None:
         """group: all ranks of the instance, from which those of each stage are taken."""
-        number = shape.stage_of(group.rank)
+        self._number = number = shape.stage_of(group.rank)
         self.layers = stage_layers(num_layers, shape.pp)[number]
         self.is_first = number == 0
         self.is_last = number == shape.pp - 1
@@ -30,17 +45,18 @@ class Stage:
         self._all = group
         self._began_s = 0.0
         self._waited_s = 0.0
-        self._slowest_s = 0.0
+        self._before_s: list[float] = []
 
     def begin(self) -> None:
         """A step begins here, whose times are taken from now on."""
         self._began_s = time.perf_counter()
-        self._waited_s = self._slowest_s = 0.0
+        self._waited_s = 0.0
+        self._before_s = []
 
     @property
-    def slowest_s(self) -> float:
-        """For how long the slowest of the stages so far computed this step, without waiting."""
-        return max(self._slowest_s, time.perf_counter() - self._began_s - self._waited_s)
+    def seconds(self) -> list[float]:
+        """For how long each of the stages so far has computed this step, without waiting."""
+        return [*self._before_s, time.perf_counter() - self._began_s - self._waited_s]
 
     def go_on(self) -> None:
         """Say that this rank has come to its next layer."""
@@ -54,12 +70,12 @@ class Stage:
         """
         width = self._columns(like)
         part = like.new_empty(like.shape[0], width)
-        slowest_s = torch.empty(1, dtype=torch.float64)
+        before_s = torch.empty(self._number, dtype=torch.float64)
         asked_s = time.perf_counter()
         self._all.receive(part, self._all.rank + self.ranks.size)
-        self._all.receive(slowest_s, self._all.rank + self.ranks.size)
+        self._all.receive(before_s, self._all.rank + self.ranks.size)
         self._waited_s = time.perf_counter() - asked_s
-        self._slowest_s = slowest_s.item()
+        self._before_s = before_s.tolist()
         return part if width == like.shape[1] else self.ranks.gather(part)
 
     def send(self, x: torch.Tensor) -> None:
@@ -68,14 +84,54 @@ class Stage:
         Raises:
             GroupError: another rank failed.
         """
+        seconds = torch.tensor(self.seconds, dtype=torch.float64)
         width = self._columns(x)
         first = 0 if width == x.shape[1] else self.ranks.rank * width
         part = x[:, first : first + width].contiguous()
         self._all.send(part, self._all.rank - self.ranks.size)
-        slowest_s = torch.tensor([self.slowest_s], dtype=torch.float64)
-        self._all.send(slowest_s, self._all.rank - self.ranks.size)
+        self._all.send(seconds, self._all.rank - self.ranks.size)
 
     def _columns(self, x: torch.Tensor) -> int:
         """Return how many columns each rank sends: where they do not divide, all."""
         each, rest = divmod(x.shape[1], self.ranks.size)
         return x.shape[1] if rest else each
+
+
+class StageTimes:
+    """For how long stages computed, step by step: names those that the others wait for. All have
+    as many layers but for one, so none should take much longer than the rest.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self.counters = {f"{WAITED_FOR}{stage}": 0.0 for stage in range(num_stages)}
+        self._window_s = 0.0
+        self._late_s = [0.0] * num_stages
+        self._told_s: dict[int, float] = {}
+
+    def add(self, seconds: Sequence[float], now: float) -> None:
+        """Count a step in which each stage, two or more, computed for so many `seconds`; log who
+        was slow. `now`: monotonic seconds.
+        """
+        *_, second_s, most_s = sorted(seconds)
+        slowest = seconds.index(most_s)
+        self._late_s[slowest] += most_s - second_s
+        self.counters[f"{WAITED_FOR}{slowest}"] += most_s - second_s
+        self._window_s += most_s
+        if self._window_s < SLOW_WINDOW_S:
+            return
+        for stage, late_s in enumerate(self._late_s):
+            if late_s > SLOW_SHARE * self._window_s:
+                self._name(stage, late_s, now)
+        self._window_s, self._late_s = 0.0, [0.0] * len(self._late_s)
+
+    def _name(self, stage: int, late_s: float, now: float) -> None:
+        counter = f"{SLOW}{stage}"
+        self.counters[counter] = self.counters.get(counter, 0.0) + late_s
+        if now - self._told_s.get(stage, -_SLOW_TOLD_S) < _SLOW_TOLD_S:
+            return
+        self._told_s[stage] = now
+        _log.warning(
+            "stage %d of %d of this worker is slow: others waited %.1f s for it; look for other "
+            "load on the cores and memory of its machine",
+            stage, len(self._late_s), late_s,
+        )  # fmt: skip

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,6 +22,7 @@ from mooncake.launch.config.plan import ServePlan
 from mooncake.model.checkpoint.presets import init_checkpoint
 from mooncake.scheduler.config import SchedulerConfig
 from tests.support.serve.model_cluster import ModelCluster, model_cluster, request
+from tests.support.serve.slow_process import in_short_turns
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -143,3 +145,30 @@ def test_blocks_of_one_shape_are_those_of_another(
         assert cluster.counter("blocks_fetched") >= 4
         assert cluster.counter("blocks_fetched_corrupt") == 0
         assert checksums_of(cluster, "prefill-0", keys) == here
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_slow_stage_is_named(
+    model: Path, truth: list[list[int]], backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that stands still most of the time, never for long; what is computed stays so."""
+    flags = {"decode_set": ((PP_FLAG, 2),)}
+    with model_cluster(
+        model,
+        0,
+        1,
+        kvstore=0,
+        by_role=True,
+        protocols=("tcp",),
+        rank_backend=backend,
+        **flags,
+        **SETTINGS,
+    ) as cluster:
+        [first_stage] = followers()
+        with in_short_turns(first_stage):
+            deadline_s = time.monotonic() + 120
+            while not cluster.counter("stage_slow_s_0"):
+                assert time.monotonic() < deadline_s, "the stage that is slow is not named"
+                assert tokens_of_all(cluster, f"at {time.monotonic()} ") == truth
+        assert not cluster.counter("stage_slow_s_1")
+        assert "stage 0 of 2 of this worker is slow" in caplog.text

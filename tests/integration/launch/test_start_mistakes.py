@@ -99,6 +99,7 @@ MISTAKES = [
     ("serve good --hardware tpu --dry-run", "no figures of 'tpu'; known: a800x8"),
     ("serve good -tp 2 --device cpu --moe-backend triton", "ranks on CPUs compute without it"),
     ("serve good -dp 2", "data-parallel-size=2: ranks that share no experts are workers"),
+    ("serve good -pp 2 -dp 2 -ep --device cpu", "or give each to a role of its own (--prefill-set"),
     ("serve good --decode 0", "decode: must be at least 1, unless decode workers join"),
     ("serve good --headless --colocated", "colocated and headless exclude each other"),
     ("serve --headless --role gateway --join h:1", "headless: only the process that looks after"),

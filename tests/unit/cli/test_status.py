@@ -49,3 +49,15 @@ def test_workers_that_share_experts_say_how_even_their_load_is() -> None:
         "decode-2 was slow, waited 8 s for it" in table
     )
     assert "experts" not in shown(workers[1:])
+
+
+def test_slow_stages_are_named() -> None:
+    counters = {"stage_waited_for_s_0": 9.0, "stage_waited_for_s_1": 0.5, "stage_slow_s_0": 7.6}
+    workers = [
+        {"id": "prefill-0", "role": "prefill", "load": {"counters": counters}},
+        {"id": "prefill-1", "role": "prefill", "load": {"counters": {"stage_waited_for_s_0": 1}}},
+    ]
+    table = shown(workers)
+    assert "stages" in table
+    assert "0 was slow, waited 8 s for it" in table
+    assert "stages" not in shown(workers[1:])

@@ -464,6 +464,7 @@ def test_chunks_in_flight_give_the_bits_of_one_rank(
     own = made.runner._model.stage.layers
     assert set(layers) >= {own[0] - 1, *own}, "the lead knows that stages before it have ended"
     assert torch.equal(made.runner._kv.pages[:, pages], kv.pages[:, pages])
+    assert {"stage_waited_for_s_0", "stage_waited_for_s_1"} <= made.runner._counters().keys()
 
 
 @pytest.mark.parametrize("words", ["tp1-pp2", "tp1-pp3", "tp2-pp2-dcp2"])
