@@ -11,7 +11,7 @@ from mooncake_kernels.dispatch import kernel
 from mooncake_kernels.reference.experts_quantized import widen_int4
 from mooncake_kernels.reference.fp8 import widen_blocks
 from mooncake_kernels.triton import experts as experts_module
-from mooncake_kernels.triton.experts import pack_int4
+from mooncake_kernels.triton.int4 import pack_int4
 from mooncake_kernels.tuning import ExpertsConfig, ProductTile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 from tests.support.kernels.gates import DEVICE, assert_product
 
 TILE = ProductTile(block_w=32, block_k=32, group_t=2, programs=1, warps=4, stages=2)
+WHOLE_WARPS = replace(TILE, block_w=64)
+"""INT4 codes lie as the registers of four warps hold them, 64 rows."""
 SWAPPED = ExpertsConfig(16, True, TILE, TILE)
 STRAIGHT = ExpertsConfig(16, False, TILE, replace(TILE, block_w=64))
 BOTH = pytest.mark.parametrize("config", [SWAPPED, STRAIGHT], ids=["swapped", "straight"])
@@ -133,7 +135,7 @@ def test_int4_groups(config: ExpertsConfig, dtype: torch.dtype) -> None:
     x = (random(7, hidden, seed=17) * 0.1).to(dtype)
     experts, weights = routing(7, 3, 4, seed=18)
     fast = kernel("experts_int4", "triton")(*stored)
-    fast.config = config
+    fast.config = replace(config, gate_up=WHOLE_WARPS, down=replace(WHOLE_WARPS, block_w=128))
     wide = [
         part.float() for part in (widen_int4(*stored[:2]).flatten(1, 2), widen_int4(*stored[2:]))
     ]
@@ -144,21 +146,31 @@ def test_int4_groups(config: ExpertsConfig, dtype: torch.dtype) -> None:
     assert_product(reference, wanted, 2 * gate)  # rounds each expert's output and its weight
 
 
-def test_int4_bytes_hold_the_codes_where_the_kernel_looks() -> None:
-    words, scales = int4((6, 256), 19, torch.float32)
-    octets, by_step = pack_int4(words, scales)
-    wide = widen_int4(words, scales)
-    for step in range(2):
-        low, high = octets[step] & 15, octets[step] >> 4
-        codes = torch.cat((low, high), dim=-1).float() - 8
-        again = codes * by_step[step].repeat_interleave(32, dim=-1)
-        assert torch.equal(again, wide[:, step * 128 : (step + 1) * 128])
+def test_int4_words_hold_the_codes_of_a_threads_registers() -> None:
+    """Where PTX says that a thread of wgmma holds the numbers of a 64 x 16 tile of its first
+    operand; rows and columns that are filled up are zeros.
+    """
+    rows, columns = 70, 160
+    words, scales = int4((rows, columns), 19, torch.float32)
+    packed, by_step = pack_int4(words, scales)
+    assert packed.shape == (2, 2, 256, 4)
+    assert by_step.shape == (2, 128, 4)
+    wide = torch.zeros(128, 256, device=DEVICE)
+    wide[:rows, :columns] = widen_int4(words, scales)
+    row, column = torch.arange(128)[:, None], torch.arange(256)[None, :]
+    lane = row % 8 * 4 + column % 8 // 2
+    thread = row // 64 * 128 + row % 64 // 16 * 32 + lane
+    register = row % 16 // 8 + 2 * (column % 16 // 8)
+    word = packed.cpu()[column // 128, column % 128 // 64, thread, column % 64 // 16]
+    codes = (word >> (4 * register + 16 * (column % 2))) & 15
+    factors = by_step.cpu()[column // 128, row, column % 128 // 32]
+    assert torch.equal((codes - 8) * factors, wide.cpu())
 
 
 def test_int4_is_packed_in_place_a_matrix_at_a_time() -> None:
     """A layer of Kimi-K2's has no room for its experts twice."""
     stored = (
-        *int4((3, 2, 64, 256), 33, torch.bfloat16),
+        *int4((3, 2, 128, 256), 33, torch.bfloat16),
         *int4((3, 256, 128), 34, torch.bfloat16),
     )
     wanted = kernel("experts_int4", "triton")(*(part.clone() for part in stored))

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 import triton
-from torch.nn import functional
 
-from mooncake_kernels.reference.experts_quantized import int4_codes
-from mooncake_kernels.triton import grouped, grouped_fp8
+from mooncake_kernels.triton import grouped, grouped_fp8, int4
 from mooncake_kernels.triton.device import num_programs, pow2, target
 from mooncake_kernels.triton.expert_order import ExpertTiles, expert_tiles, most_tiles
 from mooncake_kernels.triton.quantize import quantize_pairs, quantize_rows
@@ -26,11 +24,7 @@ from mooncake_kernels.tuning import (
     experts_config,
 )
 
-INT4_COLUMNS = 128
-"""Columns that are packed together; narrower last ones are filled up with zeros."""
 _SUM_COLUMNS = 1024
-_GROUPS_A_STEP = 4
-_ZERO_CODE = 8
 _STEPS_IN_A_ROW = 2
 """Of a down product; more are a loop."""
 _FEW_PRODUCTS = 4
@@ -166,7 +160,7 @@ class _GroupedExperts:
         first = w is self._gate_up
         tile: ProductTile = config.gate_up if first else config.down
         # Both quantized formats have a step fixed by their groups.
-        step = tile.block_k if self._kind == grouped.PLAIN.value else INT4_COLUMNS
+        step = tile.block_k if self._kind == grouped.PLAIN.value else int4.COLUMNS
         x, x_factors = rows
         # Tiles of float32 are twice as long: more of them in flight than two do not fit.
         stages = min(tile.stages, 2) if x.dtype == torch.float32 else tile.stages
@@ -254,7 +248,7 @@ class Fp8Experts(_GroupedExperts):
 
 
 class Int4Experts(_GroupedExperts):
-    """As `reference.experts_quantized.Int4Experts`; packs the weights anew, see `pack_int4`.
+    """As `reference.experts_quantized.Int4Experts`; packs the weights anew, see `int4.pack_int4`.
 
     in_place: into the given tensors, which have no other user then: 384 experts of Kimi-K2 a layer
     need 10 GB a second time otherwise.
@@ -270,51 +264,11 @@ class Int4Experts(_GroupedExperts):
         in_place: bool = False,
     ) -> None:
         count, hidden, inner = down.shape[0], down.shape[1], gate_up.shape[2]
+        first = int4.pack_matrices(gate_up, gate_up_scales, in_place)
+        second = int4.pack_matrices(down, down_scales, in_place)
         super().__init__(
             grouped.INT4.value,
             count,
-            _Weights(*_packed(gate_up, gate_up_scales, in_place), inner, hidden, 2 * count),
-            _Weights(*_packed(down, down_scales, in_place), hidden, inner, count),
+            _Weights(*first, inner, hidden, 2 * count),
+            _Weights(*second, hidden, inner, count),
         )
-
-
-def _packed(
-    words: torch.Tensor, scales: torch.Tensor, in_place: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all matrices of `words` and `scales` in the kernel's order, one at a time."""
-    words, scales = words.contiguous().flatten(0, -3), scales.contiguous().flatten(0, -3)
-    (count, rows, _), groups = words.shape, scales.shape[-1]
-    steps = triton.cdiv(groups, _GROUPS_A_STEP)
-    made = (
-        torch.empty(0, dtype=torch.uint8, device=words.device),
-        torch.empty(0, dtype=scales.dtype, device=words.device),
-    )
-    if in_place and not groups % _GROUPS_A_STEP:  # else there are zeros to be filled in
-        made = words.view(torch.uint8), scales
-    octets, by_step = (
-        (part if part.numel() else part.new_empty(count * steps * rows * width)).view(
-            count, steps, rows, width
-        )
-        for part, width in zip(made, (INT4_COLUMNS // 2, _GROUPS_A_STEP), strict=True)
-    )
-    for matrix in range(count):
-        packed = pack_int4(words[matrix], scales[matrix])
-        octets[matrix], by_step[matrix] = packed
-    return octets, by_step
-
-
-def pack_int4(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (bytes [steps, rows, 64] uint8, scales [steps, rows, 4]) of one matrix.
-
-    words: [rows, columns / 8] int32 and scales: [rows, columns / 32] as in the checkpoint. A step
-    is 128 columns: byte j holds column j in its low half and column 64 + j in its high half.
-    """
-    codes = int4_codes(words)
-    rows, columns = codes.shape
-    steps = triton.cdiv(columns, INT4_COLUMNS)
-    codes = functional.pad(codes, (0, steps * INT4_COLUMNS - columns), value=_ZERO_CODE)
-    scales = functional.pad(scales, (0, steps * 4 - scales.shape[1]))
-    halves = codes.view(rows, steps, 2, INT4_COLUMNS // 2)
-    octets = halves[:, :, 0] | (halves[:, :, 1] << 4)
-    by_step = scales.view(rows, steps, 4).transpose(0, 1)
-    return octets.transpose(0, 1).contiguous(), by_step.contiguous()

@@ -3,9 +3,6 @@
 `SWAP` makes weights the rows of the product and tokens its columns: wgmma wants 64 rows, which a
 decode batch has of weights and not of tokens of one expert. Programs walk over all tiles, whose
 number is read on the device, so the grid is the same for every batch.
-
-INT4 weights lie as `experts.pack_int4` puts them: for each 128 columns a byte holds column j low
-and column 64 + j high, so one mask gives 64 columns in a row, and a tile's bytes are contiguous.
 """
 
 from __future__ import annotations
@@ -13,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mooncake_kernels.triton.device import INTERPRETED, dot, narrow
+from mooncake_kernels.triton.device import dot, narrow
+from mooncake_kernels.triton.int4 import int4_tile
 
 PLAIN = tl.constexpr(0)
 FP8 = tl.constexpr(1)
@@ -30,52 +28,16 @@ def _dot(w, x, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _scale(packed, group: tl.constexpr):
-    """Return the bfloat16 scale of one of the four groups that an int64 holds."""
-    bits = (packed >> (16 * group)).to(tl.int16)
-    if INTERPRETED:
-        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:  # noqa: RET505
-        return bits.to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _int4_half(codes, first, second, x_dtype: tl.constexpr):
-    """Return weights [., 64] of codes [., 64]; first, second: [.], the scales of their halves."""
-    j = tl.arange(0, 64)[None, :]
-    wide = tl.where(j < 32, first[:, None], second[:, None])
-    if INTERPRETED:
-        return (codes.to(tl.float32) - 8.0) * wide.to(tl.float32)
-    elif x_dtype == tl.bfloat16:  # noqa: RET505
-        # 0x4300 is 128, whose last bit of mantissa is 1: 128 + code by an `or`, exactly.
-        return ((codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0) * wide
-    else:
-        return (codes.to(tl.int8) - 8).to(x_dtype) * wide
-
-
-@triton.jit
 def _add(
-    acc, x, x_high, x_factor, w, factors, first_row, k, N, K,
+    acc, x, x_factor, w, factors, first_row, k, N, K,
     FORMAT: tl.constexpr, SWAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Add one step of BLOCK_K columns from `k` on, and BLOCK_W rows, of `w` [N, K] to acc."""
     rows = first_row + tl.arange(0, BLOCK_W)
     live = rows < N
     if FORMAT == INT4:
-        j = tl.arange(0, 64)
-        line = rows.to(tl.int64) + k // 128 * N
-        codes = tl.load(w + line[:, None] * 64 + j[None, :], mask=live[:, None], other=0)
-        if factors.dtype.element_ty == tl.bfloat16:  # a row's four scales are one number
-            packed = tl.load(factors.to(tl.pointer_type(tl.int64)) + line, mask=live, other=0)
-            a, b, c, d = _scale(packed, 0), _scale(packed, 1), _scale(packed, 2), _scale(packed, 3)
-        else:
-            at = factors + line * 4
-            a = tl.load(at, mask=live, other=0.0)
-            b = tl.load(at + 1, mask=live, other=0.0)
-            c = tl.load(at + 2, mask=live, other=0.0)
-            d = tl.load(at + 3, mask=live, other=0.0)
-        acc = _dot(_int4_half(codes & 15, a, b, x.dtype), x, acc, SWAP)
-        acc = _dot(_int4_half(codes >> 4, c, d, x.dtype), x_high, acc, SWAP)
+        tile = int4_tile(w, factors, first_row, k, N, x.dtype, BLOCK_W)
+        acc = _dot(tile, x, acc, SWAP)
     else:
         column = k + tl.arange(0, BLOCK_K)
         tile = tl.load(
@@ -99,22 +61,15 @@ def _tokens(
     x, x_factors, x_rows, live, k, K,
     FORMAT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return (columns k on, the later half for INT4, factors for FP8) of some rows of x [., K]."""
-    HALF: tl.constexpr = 64 if FORMAT == INT4 else BLOCK_K
-    column = k + tl.arange(0, HALF)
+    """Return (columns k on, factors for FP8) of some rows of x [., K]."""
+    column = k + tl.arange(0, BLOCK_K)
     row = x + x_rows.to(tl.int64)[:, None] * K
     part = tl.load(row + column[None, :], mask=live[:, None] & (column < K)[None, :], other=0.0)
-    later = part
     factor = tl.zeros([BLOCK_T], tl.float32)
-    if FORMAT == INT4:
-        column += 64
-        later = tl.load(
-            row + column[None, :], mask=live[:, None] & (column < K)[None, :], other=0.0
-        )
     if FORMAT == FP8:
         blocks = (K + 127) // 128
         factor = tl.load(x_factors + x_rows * blocks + k // 128, mask=live, other=0.0)
-    return part, later, factor
+    return part, factor
 
 
 @triton.jit
@@ -149,13 +104,13 @@ def _gate_up(
         gate = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
     up = gate
     for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        part, later, factor = _tokens(x, x_factors, token, live, k, K, FORMAT, BLOCK_T, BLOCK_K)
+        part, factor = _tokens(x, x_factors, token, live, k, K, FORMAT, BLOCK_T, BLOCK_K)
         gate = _add(
-            gate, part, later, factor, gate_w, gate_factors, block * BLOCK_W, k, N, K,
+            gate, part, factor, gate_w, gate_factors, block * BLOCK_W, k, N, K,
             FORMAT, SWAP, BLOCK_W, BLOCK_K,
         )  # fmt: skip
         up = _add(
-            up, part, later, factor, gate_w + matrix, gate_factors + matrix_factors,
+            up, part, factor, gate_w + matrix, gate_factors + matrix_factors,
             block * BLOCK_W, k, N, K, FORMAT, SWAP, BLOCK_W, BLOCK_K,
         )  # fmt: skip
     return gate, up
@@ -275,9 +230,9 @@ def _down_step(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Add one step of BLOCK_K columns from `k` on to acc."""
-    part, later, factor = _tokens(x, x_factors, row, live, k, K, FORMAT, BLOCK_T, BLOCK_K)
+    part, factor = _tokens(x, x_factors, row, live, k, K, FORMAT, BLOCK_T, BLOCK_K)
     return _add(
-        acc, part, later, factor, w + expert * matrix, factors + expert * matrix_factors,
+        acc, part, factor, w + expert * matrix, factors + expert * matrix_factors,
         first_row, k, N, K, FORMAT, SWAP, BLOCK_W, BLOCK_K,
     )  # fmt: skip
 
