@@ -54,7 +54,7 @@ def _scale(packed, group: tl.constexpr):
 def int4_tile(w, factors, first_row, k, N, x_dtype: tl.constexpr, BLOCK_W: tl.constexpr):
     """Return weights [BLOCK_W, 128] of one matrix, as `pack_int4` puts them, columns `k` on.
 
-    BLOCK_W: at most 128; 64 is a warpgroup's. In x_dtype; in float32 where the interpreter computes.
+    BLOCK_W: at most 128; 64 is a warpgroup's. In x_dtype; interpreted in float32.
     """
     tl.static_assert(BLOCK_W <= 128)  # of which `pack_int4` fills up whole blocks
     height = (N + 127) // 128 * 128
