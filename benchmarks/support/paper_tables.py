@@ -306,9 +306,9 @@ EXPERIMENTS = {
         heading="Figure 5: mean TTFT by scheduling, conversation trace, 16 nodes",
         plays=policies(6, 10, max_output=CUT),
         table=fig5_table,
-        remark="5 prefill and 11 decode instances: the paper does not say its split; at this one "
+        remark="6 prefill and 10 decode instances: the paper does not say its split; at this one "
         "means lie nearest to its own. Outputs are cut to 16 tokens, which the first one does not "
-        "feel. Random and load balance suffer more here: our prefill has no more than it needs.",
+        "feel.",
     ),
     "fig1": Experiment(
         heading="Figure 1: effective requests of 16 nodes, TTFT <= 30 s",
