@@ -15,7 +15,7 @@ from mooncake_kernels.tuning import TABLES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import attention, correctness, estimate, measure, predict
+from benchmarks.gpu import attention, correctness, estimate, host_time, measure, predict
 from benchmarks.gpu.__main__ import CASES, main
 from benchmarks.gpu.rank_slice import KIMI_K2, step_bytes, whole_spec
 from benchmarks.gpu.work import Bench, Case, Work
@@ -239,6 +239,10 @@ def test_the_estimate_says_what_it_stands_on() -> None:
     text = "\n".join(estimate.lines(rows))
     assert "measured, slice-b64-dcp8" in text
     assert "695" in text
+
+
+def test_the_hosts_part_of_steps_is_measured() -> None:
+    assert len(host_time.step_ms(2, 70, 5)) == 4
 
 
 def test_the_readme_shows_the_estimates() -> None:
