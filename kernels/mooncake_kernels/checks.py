@@ -162,33 +162,25 @@ def _rotate(s: ModelShape, device: torch.device) -> Case:
     return Case(lambda f: [f(x, turn, True)], BF16_GATE)
 
 
-def _kv_write(s: ModelShape, device: torch.device) -> Case:
-    make = Maker(device)
-    joined, turn = make.normal(5, s.kv_width), _rotation(make, 5, s.rope // 2)
-    norm = make.normal(s.rank), 1e-6
-    places = torch.tensor([3, -1, 17, 0, 30], device=device)
+def _kv_write(query: bool) -> Callable[[ModelShape, torch.device], Case]:
+    """query: with the norm of the query."""
 
-    def run(write: Any) -> Outputs:
-        kv = torch.zeros(2, s.block_tokens, s.kv_width, dtype=torch.bfloat16, device=device)
-        write(joined[:, : s.rank], joined[:, s.rank :], turn, places, norm, kv)
-        return [kv]
+    def case(s: ModelShape, device: torch.device) -> Case:
+        make = Maker(device)
+        joined, turn = make.normal(5, s.hidden + s.kv_width), _rotation(make, 5, s.rope // 2)
+        latent, key = joined[:, s.hidden : -s.rope], joined[:, -s.rope :]
+        norms = (make.normal(s.hidden), 1e-6), (make.normal(s.rank), 1e-6)
+        places = torch.tensor([3, -1, 17, 0, 30], device=device)
 
-    return Case(run, BF16_GATE)
+        def run(write: Any) -> Outputs:
+            kv = torch.zeros(2, s.block_tokens, s.kv_width, dtype=torch.bfloat16, device=device)
+            of_query = (joined[:, : s.hidden], norms[0]) if query else ()
+            normed = write(*of_query, latent, key, turn, places, norms[1], kv)
+            return [normed, kv] if query else [kv]
 
+        return Case(run, BF16_GATE)
 
-def _query_and_kv(s: ModelShape, device: torch.device) -> Case:
-    make = Maker(device)
-    joined, turn = make.normal(5, s.hidden + s.kv_width), _rotation(make, 5, s.rope // 2)
-    latent, key = joined[:, s.hidden : -s.rope], joined[:, -s.rope :]
-    norms = (make.normal(s.hidden), 1e-6), (make.normal(s.rank), 1e-6)
-    places = torch.tensor([3, -1, 17, 0, 30], device=device)
-
-    def run(write: Any) -> Outputs:
-        kv = torch.zeros(2, s.block_tokens, s.kv_width, dtype=torch.bfloat16, device=device)
-        query = joined[:, : s.hidden]
-        return [write(query, norms[0], latent, key, turn, places, norms[1], kv), kv]
-
-    return Case(run, BF16_GATE)
+    return case
 
 
 def _absorb_queries(s: ModelShape, device: torch.device) -> Case:
@@ -320,7 +312,7 @@ CASES: dict[str, Callable[[ModelShape, torch.device], Case]] = {
     "experts_fp8": _experts("fp8"),
     "experts_int4": _experts("int4"),
     "gated": _gated,
-    "kv_write": _kv_write,
+    "kv_write": _kv_write(query=False),
     "linear": _plain_linear,
     "linear_fp8": _linear,
     "linear_heads": _linear_heads,
@@ -331,7 +323,7 @@ CASES: dict[str, Callable[[ModelShape, torch.device], Case]] = {
     "mla_prefill": _prefill,
     "penalize": _penalize,
     "quantize_rows": _quantize,
-    "query_and_kv": _query_and_kv,
+    "query_and_kv": _kv_write(query=True),
     "rms_norm": _norm("rms_norm"),
     "rotate": _rotate,
     "route": _route,

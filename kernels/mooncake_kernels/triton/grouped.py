@@ -93,8 +93,7 @@ def _gate_up(
     `last`.
     """
     expert = tl.load(tile_expert + tile).to(tl.int64)
-    row = tl.load(tile_begin + tile) + tl.arange(0, BLOCK_T)
-    live = row < tl.load(tile_end + tile)
+    row, live = tile_rows(tile_begin, tile_end, tile, BLOCK_T)
     token = tl.load(order + row, mask=live, other=0) // choices
     gate_w = w + expert * 2 * matrix
     gate_factors = factors + expert * 2 * matrix_factors
@@ -117,21 +116,41 @@ def _gate_up(
 
 
 @triton.jit
-def _store_gated(
-    gate, up, out, tile_begin, tile_end, tile, block, N,
-    SWAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
+def tile_rows(tile_begin, tile_end, tile, BLOCK_T: tl.constexpr):
+    """Return (the sorted rows of a tile, which of them there are)."""
     row = tl.load(tile_begin + tile) + tl.arange(0, BLOCK_T)
-    live = row < tl.load(tile_end + tile)
-    n = block * BLOCK_W + tl.arange(0, BLOCK_W)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    return row, row < tl.load(tile_end + tile)
+
+
+@triton.jit
+def _store(result, out, row, live, first, N, SWAP: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Write a tile's product with weight rows `first` on to rows `row` of out [., N]."""
+    n = first + tl.arange(0, BLOCK_W)
+    row = row.to(tl.int64)
     if SWAP:
-        at = row.to(tl.int64)[None, :] * N + n[:, None]
+        at = row[None, :] * N + n[:, None]
         mask = live[None, :] & (n < N)[:, None]
     else:
-        at = row.to(tl.int64)[:, None] * N + n[None, :]
+        at = row[:, None] * N + n[None, :]
         mask = live[:, None] & (n < N)[None, :]
     tl.store(out + at, narrow(result, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_gated(gate, up, out, row, live, first, N, SWAP: tl.constexpr, BLOCK_W: tl.constexpr):
+    """out[sorted row] = silu(gate) * up."""
+    _store(gate / (1.0 + tl.exp(-gate)) * up, out, row, live, first, N, SWAP, BLOCK_W)
+
+
+@triton.jit
+def store_weighted(
+    acc, out, order, pair_weights, row, live, first, N, SWAP: tl.constexpr, BLOCK_W: tl.constexpr
+):
+    """out[pair] = weight * acc."""
+    pair = tl.load(order + row, mask=live, other=0).to(tl.int64)
+    weight = tl.load(pair_weights + pair, mask=live, other=0.0)
+    acc = acc * (weight[None, :] if SWAP else weight[:, None])
+    _store(acc, out, pair, live, first, N, SWAP, BLOCK_W)
 
 
 @triton.jit
@@ -154,7 +173,8 @@ def gate_up_kernel(
             N, K, matrix, matrix_factors, choices,
             FORMAT, SWAP, BLOCK_W, BLOCK_T, BLOCK_K, STAGES,
         )  # fmt: skip
-        _store_gated(gate, up, out, tile_begin, tile_end, tile, block, N, SWAP, BLOCK_W, BLOCK_T)
+        row, live = tile_rows(tile_begin, tile_end, tile, BLOCK_T)
+        store_gated(gate, up, out, row, live, block * BLOCK_W, N, SWAP, BLOCK_W)
 
 
 @triton.jit
@@ -217,9 +237,8 @@ def gate_up_ranges_kernel(
                     gate += tl.load(slot + inside, cache_modifier=".cg")
                     up += tl.load(slot + SIZE + inside, cache_modifier=".cg")
         if whole:
-            _store_gated(
-                gate, up, out, tile_begin, tile_end, tile, block, N, SWAP, BLOCK_W, BLOCK_T
-            )
+            row, live = tile_rows(tile_begin, tile_end, tile, BLOCK_T)
+            store_gated(gate, up, out, row, live, block * BLOCK_W, N, SWAP, BLOCK_W)
         step += taken
 
 
@@ -253,9 +272,7 @@ def down_kernel(
     for index in range(tl.program_id(0), tiles * blocks, tl.num_programs(0)):
         tile, block = place(index, tiles, blocks, GROUP_T)
         expert = tl.load(tile_expert + tile).to(tl.int64)
-        row = tl.load(tile_begin + tile) + tl.arange(0, BLOCK_T)
-        live = row < tl.load(tile_end + tile)
-        n = block * BLOCK_W + tl.arange(0, BLOCK_W)
+        row, live = tile_rows(tile_begin, tile_end, tile, BLOCK_T)
         if SWAP:
             acc = tl.zeros([BLOCK_W, BLOCK_T], tl.float32)
         else:
@@ -273,17 +290,7 @@ def down_kernel(
                     acc, x, x_factors, row, live, w, factors, expert, matrix, matrix_factors,
                     block * BLOCK_W, k, N, K, FORMAT, SWAP, BLOCK_W, BLOCK_T, BLOCK_K,
                 )  # fmt: skip
-        pair = tl.load(order + row, mask=live, other=0).to(tl.int64)
-        weight = tl.load(pair_weights + pair, mask=live, other=0.0)
-        if SWAP:
-            acc = acc * weight[None, :]
-            at = pair[None, :] * N + n[:, None]
-            mask = live[None, :] & (n < N)[:, None]
-        else:
-            acc = acc * weight[:, None]
-            at = pair[:, None] * N + n[None, :]
-            mask = live[:, None] & (n < N)[None, :]
-        tl.store(out + at, narrow(acc, out.dtype.element_ty), mask=mask)
+        store_weighted(acc, out, order, pair_weights, row, live, block * BLOCK_W, N, SWAP, BLOCK_W)
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mooncake_kernels.triton.device import dot, narrow
-from mooncake_kernels.triton.grouped import place
+from mooncake_kernels.triton.device import dot
+from mooncake_kernels.triton.grouped import place, store_gated, store_weighted
 
 
 @triton.jit
@@ -52,11 +52,7 @@ def gate_up_fp8_kernel(
             gate += dot(a, tl.trans(b), zero) * (of_row * tl.load(of_block + step))[:, None]
             of_up = tl.load(of_block + of_matrix + step)
             up += dot(a, tl.trans(c), zero) * (of_row * of_up)[:, None]
-        n = block * BLOCK_W + tl.arange(0, BLOCK_W)
-        result = gate / (1.0 + tl.exp(-gate)) * up
-        at = row.to(tl.int64)[:, None] * N + n[None, :]
-        mask = live[:, None] & (n < N)[None, :]
-        tl.store(out + at, narrow(result, out.dtype.element_ty), mask=mask)
+        store_gated(gate, up, out, row, live, block * BLOCK_W, N, False, BLOCK_W)
 
 
 @triton.jit
@@ -88,12 +84,7 @@ def down_fp8_kernel(
             of_row = tl.load(x_factors + step * rows + row, mask=live, other=0.0)
             zero = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
             acc += dot(a, tl.trans(b), zero) * (of_row * tl.load(of_block + step))[:, None]
-        n = block * BLOCK_W + tl.arange(0, BLOCK_W)
-        pair = tl.load(order + row, mask=live, other=0).to(tl.int64)
-        weight = tl.load(pair_weights + pair, mask=live, other=0.0)
-        at = pair[:, None] * N + n[None, :]
-        mask = live[:, None] & (n < N)[None, :]
-        tl.store(out + at, narrow(acc * weight[:, None], out.dtype.element_ty), mask=mask)
+        store_weighted(acc, out, order, pair_weights, row, live, block * BLOCK_W, N, False, BLOCK_W)
 
 
 def allocate(size: int, alignment: int, stream: Any) -> torch.Tensor:
