@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from mooncake.base import Failure, Grammar, InternalError, TokenLogprobs
+from mooncake.base.parallel import stage_layers
 from mooncake.engine.plan import (
     Counted,
     LayerDone,
@@ -164,7 +165,8 @@ class ModelRunner:
         if not model.stage.is_first:  # it is the last one, and the others are to be ahead of it
             self._untold = queue.SimpleQueue()
             assert lead is not None
-            self._stages = StageTimes(lead.num_stages)
+            layers = stage_layers(model.spec.num_hidden_layers, lead.num_stages)
+            self._stages = StageTimes([len(each) for each in layers])
             self._threads.append(threading.Thread(target=self._tell_ahead, name="step-log"))
         for thread in self._threads:
             thread.start()

@@ -20,11 +20,15 @@ from mooncake.model.parallel.group import Group
 SLOW_WINDOW_S = 10.0
 """Seconds of steps after which it is looked at which stage was slow in them."""
 SLOW_SHARE = 0.5
-"""Of those seconds: a stage that computes for so much longer than any other is slow."""
+"""Of those seconds: a stage that computes for so much longer than any other would, with as many
+layers, is slow.
+"""
 SLOW = "stage_slow_s_"
 """Before the number of a stage: for how long others waited for it while it was slow, a counter."""
 WAITED_FOR = "stage_waited_for_s_"
-"""Before the number of a stage: how much longer than any other it has computed, as a counter."""
+"""Before the number of a stage: how much longer it has computed than any other would have, with as
+many layers, as a counter.
+"""
 _SLOW_TOLD_S = 60.0
 """Between two words in the log on a stage that is slow."""
 
@@ -98,25 +102,29 @@ class Stage:
 
 
 class StageTimes:
-    """For how long stages computed, step by step: names those that the others wait for. All have
-    as many layers but for one, so none should take much longer than the rest.
+    """For how long stages computed, step by step: names those that the others wait for. A layer
+    should take as long in all of them.
     """
 
-    def __init__(self, num_stages: int) -> None:
-        self.counters = {f"{WAITED_FOR}{stage}": 0.0 for stage in range(num_stages)}
+    def __init__(self, num_layers: Sequence[int]) -> None:
+        """num_layers: of each stage, two or more."""
+        self.counters = {f"{WAITED_FOR}{stage}": 0.0 for stage in range(len(num_layers))}
+        self._num_layers = num_layers
         self._window_s = 0.0
-        self._late_s = [0.0] * num_stages
+        self._late_s = [0.0] * len(num_layers)
         self._told_s: dict[int, float] = {}
 
     def add(self, seconds: Sequence[float], now: float) -> None:
-        """Count a step in which each stage, two or more, computed for so many `seconds`; log who
-        was slow. `now`: monotonic seconds.
+        """Count a step in which each stage computed for so many `seconds`; log who was slow. `now`:
+        monotonic seconds.
         """
-        *_, second_s, most_s = sorted(seconds)
-        slowest = seconds.index(most_s)
-        self._late_s[slowest] += most_s - second_s
-        self.counters[f"{WAITED_FOR}{slowest}"] += most_s - second_s
-        self._window_s += most_s
+        of_layer_s = [s / num for s, num in zip(seconds, self._num_layers, strict=True)]
+        *_, second_s, most_s = sorted(of_layer_s)
+        slowest = of_layer_s.index(most_s)
+        late_s = (most_s - second_s) * self._num_layers[slowest]
+        self._late_s[slowest] += late_s
+        self.counters[f"{WAITED_FOR}{slowest}"] += late_s
+        self._window_s += seconds[slowest]
         if self._window_s < SLOW_WINDOW_S:
             return
         for stage, late_s in enumerate(self._late_s):

@@ -13,7 +13,7 @@ def test_a_stage_that_computes_much_longer_than_the_others_is_slow(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """By what it took in a window of steps; the log says it once a minute."""
-    times = StageTimes(3)
+    times = StageTimes([2, 2, 2])
     for step in range(10):
         times.add([0.25, 1.0, 0.25], float(step))
     assert times.counters[f"{SLOW}1"] == 7.5
@@ -44,7 +44,7 @@ def test_a_stage_that_computes_much_longer_than_the_others_is_slow(
 def test_no_stage_is_slow(steps: list[list[float]], caplog: pytest.LogCaptureFixture) -> None:
     """Each second of one stage that no other computes is counted as waited for."""
     caplog.set_level(logging.WARNING)
-    times = StageTimes(len(steps[0]))
+    times = StageTimes([1] * len(steps[0]))
     for number, seconds in enumerate(steps):
         times.add(seconds, float(number))
     assert not [name for name in times.counters if name.startswith(SLOW)]
@@ -52,3 +52,12 @@ def test_no_stage_is_slow(steps: list[list[float]], caplog: pytest.LogCaptureFix
     waited = [times.counters[f"{WAITED_FOR}{stage}"] for stage in range(len(steps[0]))]
     ahead = [sorted(seconds)[-1] - sorted(seconds)[-2] for seconds in steps]
     assert sum(waited) == pytest.approx(sum(ahead))
+
+
+def test_a_stage_of_more_layers_may_take_longer() -> None:
+    times = StageTimes([4, 1])
+    for number in range(18):
+        times.add([4.0, 1.0], float(number))
+    assert times.counters == {f"{WAITED_FOR}0": 0.0, f"{WAITED_FOR}1": 0.0}
+    times.add([20.0, 2.0], 30.0)
+    assert times.counters[f"{SLOW}0"] == times.counters[f"{WAITED_FOR}0"] == 12.0
