@@ -24,7 +24,13 @@ from mooncake.sim.measure import Measures
 from mooncake.sim.timeline import Watch
 from mooncake.sim.workload import STOP_TOKEN, TRACE_BLOCK_TOKENS, Arrival, Workload
 from mooncake.sim.world.clock import EventHeap
-from mooncake.sim.world.cost_model import HardwareFigures, InstanceCost, ModelFigures, sim_layout
+from mooncake.sim.world.cost_model import (
+    ExpertSends,
+    HardwareFigures,
+    InstanceCost,
+    ModelFigures,
+    sim_layout,
+)
 from mooncake.sim.world.disk import SimDiskConfig
 from mooncake.sim.world.network import NetworkConfig
 from mooncake.sim.world.process import AfterEvent
@@ -52,6 +58,8 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     hardware: HardwareFigures
     shape: Shape | None = None
     """Of every instance; None: all GPUs of as few nodes as hold the weights, KV shared out."""
+    expert_sends: ExpertSends | None = None
+    """How rows get to experts that instances have in common; None: all ranks gather all rows."""
     num_prefill: int
     """Engines: of those whose experts are shared each is as many instances as share them."""
     num_decode: int
@@ -116,7 +124,7 @@ class Simulation:
         self._on_output = on_output
         self.config = config
         self.workload = workload
-        self.cost = InstanceCost(config.model, config.hardware, config.shape)
+        self.cost = InstanceCost(config.model, config.hardware, config.shape, config.expert_sends)
         if self.cost.shape.pp > LAYER_GROUPS:
             raise ConfigError(f"shape: at most {LAYER_GROUPS} stages are simulated")
         self.layout = sim_layout(config.model, TRACE_BLOCK_TOKENS, LAYER_GROUPS)

@@ -8,6 +8,7 @@ own. So do the instances of a shape with experts in common, which step together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -111,18 +112,47 @@ class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     sources: dict[str, str] = {}
 
 
+class ExpertSends(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rows go to the ranks of their experts alone: once over the network to each other node that
+    has one of them, to the rank in the sender's place there, and on from it over the node's own
+    links. Without this all ranks gather all rows, as engines here do today.
+    """
+
+    there_bytes: int = 1
+    """Of a number on its way to the experts: FP8."""
+    back_bytes: int = ACTIVATION_BYTES
+    hidden: bool = False
+    """A step is computed as two halves in turn, so that one's sends hide behind the other's
+    products; each half reads the weights."""
+    balance: float = 1.0
+    """Mean of the ranks' rows by the most."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.balance <= 1:
+            raise ConfigError(f"balance: {self.balance} is not above 0 and at most 1")
+
+
 class InstanceCost:
     """One instance of a model on hardware: implements `sim.runner.StepCost`."""
 
     def __init__(
-        self, model: ModelFigures, hardware: HardwareFigures, shape: Shape | None = None
+        self,
+        model: ModelFigures,
+        hardware: HardwareFigures,
+        shape: Shape | None = None,
+        sends: ExpertSends | None = None,
     ) -> None:
         """`shape`: its ranks, those of a stage on one node; None: all GPUs of as few nodes as hold
-        the weights, the KV shared out among those of each node.
+        the weights, the KV shared out among those of each node. `sends`: how rows get to experts
+        that instances have in common; None: all ranks gather all rows.
 
         Raises:
-            ConfigError: the model does not fit, or not in this shape.
+            ConfigError: the model does not fit, or not in this shape; or `sends` without experts
+                in common.
         """
+        if sends is not None and (model.experts is None or shape is None or shape.dp == 1):
+            raise ConfigError("sends to experts: there are no instances with experts in common")
+        self._sends = sends
         if model.precision not in hardware.flops:
             raise ConfigError(
                 f"{model.name} computes in {model.precision}, which {hardware.name} does not have"
@@ -147,6 +177,8 @@ class InstanceCost:
         experts = model.experts.flops_per_token if model.experts is not None else 0.0
         self._token_s = (model.flops_per_token - experts) / reached(model.precision)
         self._expert_token_s = experts / reached(model.precision) / self.shape.dp
+        if sends is not None:
+            self._expert_token_s /= sends.balance
         # Attention runs in bf16 whatever the weights are.
         self._pair_s = model.flops_per_pair / reached("bf16")
         holders = self.num_nodes * _kv_shares(model, self.shape)
@@ -237,17 +269,23 @@ class InstanceCost:
         if others is None:
             others = (num_tokens,) * (self.shape.dp - 1)
         all_tokens = num_tokens + sum(others)
-        weights_s = self._weights_s.get(all_tokens)
-        if weights_s is None:
-            weights_s = self._rank_bytes_read(all_tokens) / self._gpu_hbm
-            self._weights_s[all_tokens] = weights_s
+        halves = 2 if self._sends is not None and self._sends.hidden else 1
+        weights_s = halves * self._weights_read_s(all_tokens // halves)
         flops_s = num_tokens * self._token_s + all_tokens * self._expert_token_s
         products_s = max(flops_s, weights_s)
         attention_s = max(num_pairs * self._pair_s, num_context * self._context_s)
         sync_s = self._sync_s(num_tokens / self.num_nodes, exchanged / self.num_nodes)
-        sync_s += self._spread_s(max(num_tokens, *others) if others else 0)
-        layers_s = sync_s + products_s + attention_s
+        computed_s = sync_s + products_s + attention_s
+        spread_s = self._spread_s(max(num_tokens, *others) if others else 0)
+        layers_s = max(computed_s, spread_s) if halves > 1 else computed_s + spread_s
         return self.hardware.step_overhead_s + layers_s / self.shape.pp
+
+    def _weights_read_s(self, num_tokens: int) -> float:
+        seconds = self._weights_s.get(num_tokens)
+        if seconds is None:
+            seconds = self._rank_bytes_read(num_tokens) / self._gpu_hbm
+            self._weights_s[num_tokens] = seconds
+        return seconds
 
     def _rank_bytes_read(self, num_tokens: int) -> float:
         """Return the weight bytes that the ranks with the same part of each layer, one a stage,
@@ -278,6 +316,8 @@ class InstanceCost:
         model, hardware, shape = self.model, self.hardware, self.shape
         if shape.dp == 1:
             return 0.0
+        if self._sends is not None:
+            return self._sent_s(num_rows, self._sends)
         row_bytes = model.hidden_size * ACTIVATION_BYTES
         away = shape.dp - min(shape.dp, hardware.num_gpus // shape.tp)  # on other nodes
         if not away:
@@ -285,6 +325,32 @@ class InstanceCost:
         card = hardware.link_bytes_per_s / hardware.num_gpus
         each_s = hardware.exchange_latency_s + away * num_rows * row_bytes / card
         return model.num_layers * 2 * each_s
+
+    def _sent_s(self, num_rows: int, sends: ExpertSends) -> float:
+        """Return the seconds in which rows go to the ranks of their experts and sums come back,
+        over all layers; network and links of a node carry them at the same time. The experts of a
+        row are drawn evenly; `num_rows`: of the instance that has most.
+        """
+        model, hardware, shape = self.model, self.hardware, self.shape
+        assert model.experts is not None
+        chosen, ranks = model.experts.num_per_token, shape.ep
+        nodes = math.ceil(ranks / hardware.num_gpus)
+        of_rank = num_rows / shape.tp / sends.balance
+        row_bytes = model.hidden_size * (sends.there_bytes + sends.back_bytes)
+        away = (nodes - 1) * (1 - (1 - 1 / nodes) ** chosen)
+        all_ranks = (ranks - 1) * (1 - (1 - 1 / ranks) ** chosen)
+        network_s = of_rank * away * row_bytes * hardware.num_gpus / hardware.link_bytes_per_s
+        inside_s = of_rank * all_ranks * row_bytes / self._node_link
+        latency_s = 2 * hardware.exchange_latency_s if nodes > 1 else 0.0
+        return model.num_layers * (latency_s + max(network_s, inside_s))
+
+    @property
+    def _node_link(self) -> float:
+        """Bytes per second that a GPU sends to others of its node: a ring sums a tensor by sending
+        twice all but one GPU's part of it.
+        """
+        num = self.hardware.num_gpus
+        return max(way.bytes_per_s for way in self.hardware.all_reduce) * 2 * (num - 1) / num
 
     def _all_reduce_s(self, num_bytes: float) -> float:
         return min(way.latency_s + num_bytes / way.bytes_per_s for way in self.hardware.all_reduce)

@@ -8,7 +8,7 @@ import pytest
 from mooncake.base import ConfigError, Role, Shape
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.plan import StepPlan, StepSlot
-from mooncake.sim.world.cost_model import AllReduce, InstanceCost, sim_layout
+from mooncake.sim.world.cost_model import AllReduce, ExpertSends, InstanceCost, sim_layout
 from tests.support.sim.traces import hardware, model
 
 PAIRS = [
@@ -268,6 +268,48 @@ def test_rows_cross_the_network_where_instances_lie_on_several_nodes() -> None:
     assert near._spread_s(rows) == pytest.approx(61 * 2 * (3e-5 + 2 * row_bytes / card))
     one = InstanceCost(figures, hardware("h200x8"), Shape(tp=4, dcp=4, dp=2, ep=8))
     assert 0 < one._spread_s(rows) < 0.3 * near._spread_s(rows), "all on one node"
+
+
+def test_rows_that_go_to_their_experts_alone_are_counted_by_bytes() -> None:
+    figures, rows = (model("kimi-k2-instruct"), hardware("h200x8")), 480
+    shape, numbers = Shape(dp=32, ep=32), 7168 * 3
+    away = 3 * (1 - (3 / 4) ** 8)
+    sent_s = rows * away * numbers / (1.9e11 / 8)
+    even = InstanceCost(*figures, shape, ExpertSends())
+    assert even._spread_s(rows) == pytest.approx(61 * (6e-5 + sent_s))
+    uneven = InstanceCost(*figures, shape, ExpertSends(balance=0.8))
+    assert uneven._spread_s(rows) == pytest.approx(61 * (6e-5 + sent_s / 0.8))
+    assert uneven._expert_token_s == pytest.approx(even._expert_token_s / 0.8)
+    gathered = InstanceCost(*figures, shape)
+    assert gathered._spread_s(rows) > 5 * even._spread_s(rows), "all rows go to all ranks"
+    node = InstanceCost(*figures, Shape(dp=16, ep=16, tp=1), ExpertSends(there_bytes=2))
+    inside = msgspec.structs.replace(figures[1], link_bytes_per_s=1e15, exchange_latency_s=0.0)
+    links = InstanceCost(figures[0], inside, Shape(dp=16, ep=16), ExpertSends(there_bytes=2))
+    assert 0 < links._spread_s(rows) < node._spread_s(rows), "NVLink carries them then"
+    ranks = 15 * (1 - (15 / 16) ** 8)
+    assert links._spread_s(rows) == pytest.approx(61 * rows * ranks * 7168 * 4 / 3.605e11)
+
+
+@pytest.mark.parametrize("rows", [1, 480, 8192])
+def test_sends_hide_behind_products_or_the_other_way_round(rows: int) -> None:
+    figures = model("kimi-k2-instruct"), hardware("h200x8")
+    shape, plan = Shape(dp=32, ep=32), plan_of(*((0, 1) for _ in range(rows)))
+    turn = InstanceCost(*figures, shape, ExpertSends())
+    hidden = InstanceCost(*figures, shape, ExpertSends(hidden=True))
+    sent_s = turn._spread_s(rows)
+    overhead_s = figures[1].step_overhead_s
+    assert hidden.seconds(plan) >= overhead_s + sent_s
+    computed_s = turn.seconds(plan) - overhead_s - sent_s
+    assert hidden.seconds(plan) >= overhead_s + computed_s, "each half reads the weights"
+    assert hidden.seconds(plan) <= overhead_s + max(2 * computed_s, sent_s)
+
+
+def test_sends_without_experts_in_common_are_refused() -> None:
+    figures = model("kimi-k2-instruct"), hardware("h200x8")
+    with pytest.raises(ConfigError, match="experts in common"):
+        InstanceCost(*figures, None, ExpertSends())
+    with pytest.raises(ConfigError, match="balance"):
+        ExpertSends(balance=0.0)
 
 
 @pytest.mark.parametrize(
