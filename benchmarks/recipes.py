@@ -297,6 +297,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     num_each: int
     """Requests of a GPU."""
+    num_played: int | None
+    """GPUs, if not all."""
     published: int
     """Tokens a second and node."""
 
@@ -305,9 +307,9 @@ GOAL_MODEL, GOAL_HARDWARE = "kimi-k2-instruct", "h200x8"
 GOAL_SOURCE = "LMSYS, 07/2025: K2-Instruct FP8, prompts of 2,000, answers of 100, 128 H200"
 GOALS = (
     Goal(role="prefill", num_nodes=4, engine="coupled-chunked", input_tokens=2000,
-         output_tokens=1, num_each=41, published=56_000),
+         output_tokens=1, num_each=41, num_played=None, published=56_000),
     Goal(role="decode", num_nodes=12, engine="coupled-prefix", input_tokens=2049,
-         output_tokens=16, num_each=480, published=24_000),
+         output_tokens=100, num_each=480, num_played=8, published=24_000),
 )  # fmt: skip
 DEEPEP_LINK = 8 * 45e9
 """Bytes a second of a node's eight cards, by DeepEP's own measure."""
@@ -327,6 +329,8 @@ GOAL_ASSUMED = {
     "decode": "480 sequences a GPU (the published size of its graphs), all at once; prompts are 4 "
     "blocks of 512 tokens that are cached after the first, and a token of their own, in place of a "
     "hand-over; tokens are counted from the last first token to the first last one",
+    "instances": "prefill plays all 32, which step together; decode plays 8 of 96, each as if all "
+    "others had as many rows, since all are alike; round robin places requests",
     "sends": "a row goes in FP8 once to each other node that has one of its 8 experts, on from "
     "there over NVLink, and comes back in bfloat16 (DeepEP's kernels for prefill; those of low "
     "latency, which send a row to each expert, would send more)",
@@ -350,7 +354,8 @@ def play_goal(goal: Goal, sends: ExpertSends, link: float | None, num_nodes: int
     if link is not None:
         hardware = msgspec.structs.replace(hardware, link_bytes_per_s=link)
     gpus = num_nodes * hardware.num_gpus
-    own, prompts = math.ceil(goal.input_tokens / TRACE_BLOCK_TOKENS), goal.num_each * gpus
+    played = goal.num_played or gpus
+    own, prompts = math.ceil(goal.input_tokens / TRACE_BLOCK_TOKENS), goal.num_each * played
     decodes = goal.role == "decode"
     shared = own - 1 if decodes else 0
     lines = [
@@ -381,6 +386,7 @@ def play_goal(goal: Goal, sends: ExpertSends, link: float | None, num_nodes: int
             hardware=hardware,
             shape=Shape(dp=gpus, ep=gpus),
             expert_sends=sends,
+            num_played=goal.num_played,
             num_prefill=0,
             num_decode=1,
             engine=goal.engine,
@@ -395,10 +401,11 @@ def play_goal(goal: Goal, sends: ExpertSends, link: float | None, num_nodes: int
     )
     simulation.run()
     if not decodes:
-        return prompts * goal.input_tokens / (max(ends) - START_S) / num_nodes
+        tokens, seconds = prompts * goal.input_tokens, max(ends) - START_S
+        return tokens / seconds / played * hardware.num_gpus
     first, last = max(starts), min(ends)
     counted = sum(num for at_s, num in times.items() if first < at_s <= last)
-    return counted / (last - first) / num_nodes
+    return counted / (last - first) / played * hardware.num_gpus
 
 
 def print_goals(console: Console) -> None:

@@ -60,6 +60,10 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of every instance; None: all GPUs of as few nodes as hold the weights, KV shared out."""
     expert_sends: ExpertSends | None = None
     """How rows get to experts that instances have in common; None: all ranks gather all rows."""
+    num_played: int | None = None
+    """Of the instances of an engine that share experts, so many are played, each as if all others
+    had as many rows as itself; None: all, which step together.
+    """
     num_prefill: int
     """Engines: of those whose experts are shared each is as many instances as share them."""
     num_decode: int
@@ -220,12 +224,13 @@ class Simulation:
     def _specs(self) -> list[WorkerSpec]:
         config = self.config
         workers: list[WorkerSpec] = []
-        shared = self.cost.shape.dp
+        shared = config.num_played or self.cost.shape.dp
+        alone = config.num_played is not None or shared == 1
         pools = {Role.PREFILL: config.engine == "mooncake", Role.DECODE: config.decode_pools}
         for role, count in ((Role.PREFILL, config.num_prefill), (Role.DECODE, config.num_decode)):
             for index in range(count * shared):
                 node = f"{role.value}-node-{index}"
-                experts = f"{role.value}-engine-{index // shared}" if shared > 1 else ""
+                experts = f"{role.value}-engine-{index // shared}" if not alone else ""
                 workers.append(
                     WorkerSpec(
                         worker_id=f"{role.value}-{index}", role=role, node_id=node, experts=experts
