@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ APART = (
     "prefill.shape.podPerStage=true", "prefill.shape.pipelineParallelSize=3",
     "prefill.shape.tensorParallelSize=2", "prefill.replicas=4", "prefill.drainSeconds=77",
 )  # fmt: skip
+ENVIRONMENT = str(Path(sys.executable).parent)
+"""Where `dumb-init` is."""
 LEADER = "one-mooncake-prefill-2.one-mooncake-prefill.default"
 
 
@@ -42,7 +45,7 @@ def words_of(template: dict[str, Any], folder: Path) -> dict[str, list[str]]:
     given = {"POD_IP": "10.1.2.3", "NODE_NAME": "node-7", "LWS_LEADER_ADDRESS": LEADER}
     subprocess.run(
         [*container["command"], *container["args"]], check=True,
-        env={"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **given},
+        env={"PATH": os.pathsep.join((str(folder), ENVIRONMENT, os.environ["PATH"])), **given},
     )  # fmt: skip
     return {file.stem: file.read_text().splitlines() for file in folder.glob("*.words")}
 
