@@ -131,6 +131,9 @@ class Simulation:
         self.cost = InstanceCost(config.model, config.hardware, config.shape, config.expert_sends)
         if self.cost.shape.pp > LAYER_GROUPS:
             raise ConfigError(f"shape: at most {LAYER_GROUPS} stages are simulated")
+        most = self.cost.shape.dp
+        if config.num_played is not None and not 1 <= config.num_played <= most:
+            raise ConfigError(f"num_played: {config.num_played} of {most} instances of an engine")
         self.layout = sim_layout(config.model, TRACE_BLOCK_TOKENS, LAYER_GROUPS)
         self.measures = Measures()
         self._lengths = workload.output_lengths

@@ -158,6 +158,14 @@ def test_impossible_clusters_are_refused(fields: dict[str, object], said: str) -
         SimulationConfig(model=model(), hardware=hardware(), **settings)  # type: ignore[arg-type]
 
 
+def test_no_more_instances_are_played_than_share_the_experts() -> None:
+    config = SimulationConfig(
+        model=model(), hardware=hardware(), num_prefill=1, num_decode=1, num_played=2
+    )
+    with pytest.raises(ConfigError, match="2 of 1 instances"):
+        Simulation(config, Workload.replay(TRACE))
+
+
 def test_bytes_come_to_each_rank_that_holds_a_page() -> None:
     moved = []
     for shape in ("tp8", "tp8-dcp8"):
