@@ -130,6 +130,10 @@ class WorkerHello(Message, frozen=True, tag="hello"):
     max_batched_tokens: int = 0
     num_stages: int = 1
     """Through which each step of an engine goes, one after the other."""
+    expert_group: str = ""
+    """The same of all workers that share routed experts: when one of them ends, all do. Empty: it
+    has its own.
+    """
     profile: list[CostSample] = []
     """Steps measured at start; the Conductor fits its cost models to them."""
     health_url: str = ""

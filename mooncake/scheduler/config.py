@@ -53,8 +53,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """While requests are pending, up to this many bytes of their prefixes are loaded from SSD ahead
     of time. 0 = blocks are loaded when a worker fetches them.
     """
-    replace_wait_s: float = 30.0
-    """How long a request whose worker was lost waits for another worker."""
+    replace_wait_s: float = 300.0
+    """How long a request whose worker was lost waits for another worker: as long as an engine may
+    need to load its weights.
+    """
     heartbeat_timeout_s: float = 10.0
     """A worker that has sent nothing for this long is lost. Dead processes are noticed at once by
     their supervisor; this is for processes that hang.

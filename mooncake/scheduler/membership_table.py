@@ -29,6 +29,10 @@ class Member:
     joined_s: float
     last_heard_s: float
     snapshot_asked_s: float
+    is_ending: bool = False
+    """A worker with which it shares routed experts was lost: it will be too, through no fault of
+    what it does.
+    """
 
 
 class MembershipTable:
@@ -190,14 +194,14 @@ class MembershipTable:
         if now - member.snapshot_asked_s >= REPEAT_S:
             self.welcome(worker, now, send_snapshot=True)
 
-    def remove(self, worker_id: str, now: float) -> WorkerHello | None:
+    def remove(self, worker_id: str, now: float) -> Member | None:
         """Remove a lost worker, fence its epoch and notify all others. None: it is no member."""
-        hello = self.cut_off(worker_id, now)
-        if hello is not None:
-            self.declare_lost(hello.worker)
-        return hello
+        member = self.cut_off(worker_id, now)
+        if member is not None:
+            self.declare_lost(member.hello.worker)
+        return member
 
-    def cut_off(self, worker_id: str, now: float) -> WorkerHello | None:
+    def cut_off(self, worker_id: str, now: float) -> Member | None:
         """Remove a worker that is not heard here but may live: once it is heard, it can join
         again in the same epoch. None: it is no member.
         """
@@ -206,7 +210,9 @@ class MembershipTable:
             return None
         if member.hello.role == Role.KVSTORE:
             self._welcome_node(member.hello.node_id, now)
-        return member.hello
+        for other in self._members.values() if member.hello.expert_group else ():
+            other.is_ending |= other.hello.expert_group == member.hello.expert_group
+        return member
 
     def broadcast(self, message: AnyMessage) -> None:
         """Send a message to every live worker."""

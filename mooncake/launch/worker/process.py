@@ -370,6 +370,7 @@ def build(
         block_tokens=settings.layout.block_tokens,
         num_blocks=0,
         block_bytes=settings.layout.block_bytes,
+        expert_group=settings.expert_group.name if settings.expert_group is not None else "",
         health_url=health_url,
     )
     ports = WorkerPorts(channel=channel, transfer=transfer, clock=MonotonicClock())

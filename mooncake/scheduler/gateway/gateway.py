@@ -42,7 +42,7 @@ from mooncake.scheduler.gateway.status import (
     pool_status,
     worker_status,
 )
-from mooncake.scheduler.membership_table import MembershipTable
+from mooncake.scheduler.membership_table import Member, MembershipTable
 from mooncake.scheduler.placement.admission import draining
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.scheduler.placement.views import InstanceView
@@ -161,19 +161,19 @@ class Gateway:
 
     def worker_lost(self, worker_id: str, now: float, reason: str = "its process died") -> None:
         """Remove a worker, tell the others, and place its requests again."""
-        hello = self._membership.remove(worker_id, now)
-        if hello is not None:
-            self._peers.broadcast(PeerLost(worker=hello.worker))
-            self._on_removed(hello, now, reason)
+        member = self._membership.remove(worker_id, now)
+        if member is not None:
+            self._peers.broadcast(PeerLost(worker=member.hello.worker))
+            self._on_removed(member, now, reason)
 
     def _on_silent(self, worker_ids: Sequence[str], now: float) -> None:
         """Use silent workers no more; they are lost when no other gateway hears them either."""
         cut_off = [self._membership.cut_off(worker_id, now) for worker_id in worker_ids]
-        hellos = [hello for hello in cut_off if hello is not None]
-        self._losses.open(hello.worker for hello in hellos)
+        members = [member for member in cut_off if member is not None]
+        self._losses.open(member.hello.worker for member in members)
         self._agree_on_losses(now)
-        for hello in hellos:
-            self._on_removed(hello, now, "no heartbeat")
+        for member in members:
+            self._on_removed(member, now, "no heartbeat")
 
     def _agree_on_losses(self, now: float) -> float | None:
         """Declare the workers lost that no gateway hears. A gateway that hears no worker and no
@@ -188,9 +188,9 @@ class Gateway:
             self._membership.declare_lost(worker)
         return self._losses.next_s
 
-    def _on_removed(self, hello: WorkerHello, now: float, reason: str) -> None:
+    def _on_removed(self, member: Member, now: float, reason: str) -> None:
         """Place the requests of a worker that was removed elsewhere."""
-        worker_id = hello.worker.worker_id
+        hello, worker_id = member.hello, member.hello.worker.worker_id
         level = logging.INFO if hello.role is Role.CLIENT else logging.WARNING  # they come and go
         logger.log(level, "worker %s (%s) is lost: %s", worker_id, hello.role.value, reason)
         self._conductor.on_lost(worker_id)
@@ -200,7 +200,7 @@ class Gateway:
         self._recorder.record(
             WorkerLeft(worker_id=worker_id, at_s=now, role=hello.role, reason=reason)
         )
-        self._request_manager.worker_lost(worker_id, now)
+        self._request_manager.worker_lost(worker_id, now, blameless=member.is_ending)
 
     def change_role(self, worker_id: str, role: Role, now: float) -> bool:
         """Tell a prefill or decode worker to finish its requests and restart in the other role.

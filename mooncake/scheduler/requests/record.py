@@ -49,7 +49,7 @@ class RequestRecord:
     """How often it was placed."""
     num_paused: int = 0
     """How many of these placements ended through no failure: it yielded, its worker changed its
-    role, or its worker was full.
+    role, its worker was full, or ended with one that it shared experts with.
     """
     placement: Placement | None = None
     """None while the request waits to be placed."""

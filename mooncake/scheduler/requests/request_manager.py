@@ -157,13 +157,15 @@ class RequestManager:
         if record is not None:
             self._finish(record, FinishReason.ABORT, now)
 
-    def worker_lost(self, worker_id: str, now: float) -> None:
+    def worker_lost(self, worker_id: str, now: float, *, blameless: bool = False) -> None:
         """Place again the requests that needed this worker. The membership table and the Conductor
-        have removed it already.
+        have removed it already. `blameless`: it ended because another one did, so that this counts
+        as no failure of theirs.
         """
         for request_id in self._attempts.remove_worker(worker_id):
             record = self._requests.get(request_id)
             if record is not None and record.needs(worker_id):
+                record.num_paused += blameless
                 self._requeue(record, f"worker {worker_id} was lost", now)
 
     def move_requests_from(self, worker_id: str, now: float, *, kept_only: bool = False) -> None:

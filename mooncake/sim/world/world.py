@@ -529,5 +529,6 @@ class World:
             max_num_seqs=engine.max_num_seqs if engine else 0,
             max_batched_tokens=engine.max_batched_tokens if engine else 0,
             num_stages=engine.num_stages if engine else 1,
+            expert_group=spec.experts,
             profile=self.config.profile.get(spec.role, []),
         )

@@ -63,7 +63,9 @@ def test_a_worker_that_joins_after_its_pool_learns_of_it_at_once(
 def test_a_loss_is_told_to_all_others(membership: MembershipTable, channel: Inbox) -> None:
     for worker in (P0, D0, KV0):
         membership.join(worker, 0.0)
-    assert membership.remove("p0", 1.0) == P0
+    removed = membership.remove("p0", 1.0)
+    assert removed is not None
+    assert removed.hello == P0
     told = [to for to, message in channel.sent if message == PeerLost(worker=P0.worker)]
     assert told == [D0.worker.address, KV0.worker.address]
     assert membership.remove("p0", 1.0) is None

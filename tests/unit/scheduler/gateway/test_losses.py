@@ -13,6 +13,7 @@ from mooncake.base import (
     PeerLost,
     Role,
     Welcome,
+    WorkerRef,
 )
 from mooncake.base.messages import FinishInfo
 from mooncake.telemetry.events import Requeued, WorkerLeft
@@ -140,7 +141,8 @@ def test_it_waits_for_a_worker_that_restarts(harness: Pair) -> None:
     harness.close()
 
 
-def test_it_does_not_wait_for_ever(harness: Pair) -> None:
+def test_it_does_not_wait_for_ever() -> None:
+    harness = Pair(replace_wait_s=30.0)
     client = harness.submit(request("r"))
     harness.gateway.worker_lost("d0", harness.now)
     for _ in range(40):
@@ -198,6 +200,41 @@ def test_the_worker_that_failed_is_used_again_for_want_of_another(harness: Pair)
     assert harness.aborts(harness.d0) == []
     harness.output(harness.p0, "r", 0, [1], FinishReason.LENGTH, attempt=2)
     assert client.tokens == [1]
+    harness.close()
+
+
+def test_workers_that_share_experts_are_lost_as_one(harness: Pair) -> None:
+    """Where they end one after another, a request that finds itself on each of them has failed
+    once; and once more for each time that they come back and one of them is lost again.
+    """
+    harness.gateway.worker_lost("d0", harness.now)
+    names = [f"shared-{number}" for number in range(5)]
+
+    def join(epoch: int) -> dict[str, WorkerRef]:
+        fields = {"epoch": f"e{epoch}", "expert_group": "g"}
+        return {name: harness.join(name, Role.DECODE, **fields) for name in names}
+
+    decodes = join(0)
+    client = harness.submit(request("r"))
+    for epoch in (1, 2, 3):
+        for _ in names:
+            assert not client.finals
+            latest = harness.attempts("r")[-1]
+            at = next(
+                name for name, decode in decodes.items()
+                if any(task.attempt == latest for task in harness.tasks(decode))
+            )  # fmt: skip
+            del decodes[at]
+            harness.gateway.worker_lost(at, harness.now)
+            harness.gateway.check_integrity()
+            if client.finals:
+                break
+        if epoch < 3:
+            assert not decodes
+            decodes = join(epoch)
+    assert client.final.failure is not None
+    assert "failed 3 times" in client.final.failure.message
+    assert len(harness.attempts("r")) == 2 * len(names) + 1
     harness.close()
 
 
