@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 MULTIPROCESSORS, CLOCK_HZ, ISSUES, BYTES_S, LAUNCH_S = 132, 1.755e9, 4, 4.3e12, 1e-6
+FORK_S = 1e-6
 BF16_FLOPS = 788e12
 FP8_FLOPS = 2 * BF16_FLOPS
 ASSUMED = {
@@ -26,6 +27,7 @@ ASSUMED = {
     "788 TFLOP/s in bfloat16": "a plain product, likewise; its data sheet says 989",
     "1,576 TFLOP/s in FP8": "twice as much, as in the data sheet",
     "1 us a launch": "inside a captured graph; assumed: a kernel's start and end",
+    "1 us a fork and join": "of a captured graph's branches; assumed: one more dependency each",
 }
 """What goes in, and where it is from. No number was measured here."""
 KEPT = Path(__file__).parent / "sm90.json"
@@ -39,6 +41,8 @@ SHARED_OUT = 16
 STEP_LAUNCHES = {True: 1834, False: 1227}
 """Of a step of 61 layers of INT4 experts on one of eight ranks: before, and now; see
 `tests/kernels/test_step_launches.py`."""
+BESIDE = 2
+"""Launches of a layer now that run beside others: the shared expert's up to its last product."""
 SLICE_BYTES = {1: 6.318e9, 64: 59.65e9}
 """What a step of so many sequences reads, see `rank_slice.step_bytes`: of one at 4k, of 64 with an
 eighth of 4k."""
@@ -179,6 +183,8 @@ def slice_step(batch: int, kernels: Sequence[Mapping[str, Any]], before: bool) -
         whole_s += layers * found.whole_s
         num_bytes -= layers * sum(part.num_bytes for part in of_layer)
     whole_s += num_bytes / BYTES_S + STEP_LAUNCHES[before] * LAUNCH_S
+    if not before:
+        whole_s -= (LAYERS - 1) * (BESIDE * LAUNCH_S - FORK_S)
     return Prediction(issue_s, tensor_s, SLICE_BYTES[batch] / BYTES_S, whole_s)
 
 

@@ -22,6 +22,7 @@ from mooncake.engine.plan import StepSlot
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.tensor_cuts import Part, cut_of, part_shape
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.device.cuda import CudaSide
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -157,7 +158,8 @@ class Steps(EagerSteps):
 @functools.lru_cache(maxsize=1)
 def _model(device: torch.device, tiny: bool) -> tuple[KimiK2, SharedContext]:
     """Return a rank and what its attention is switched by; 75 GB that two lines share."""
-    backends = SharedContext(TRITON, TRITON)
+    side = CudaSide(device) if device.type == "cuda" else None
+    backends = SharedContext(TRITON, TRITON, side=side)
     source = RandomRank(whole_spec(tiny), device)
     with torch.inference_mode():
         model = load_model(

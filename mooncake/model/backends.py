@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from mooncake_kernels import dispatch, wide
@@ -30,6 +31,16 @@ _FIXED_ROWS_OF_EXPERT = 32
 """The load whose tiles are taken for every load, where they may not depend on the batch."""
 
 
+class SideStream(Protocol):
+    """A second queue of a device, for what does not depend on the work of the first."""
+
+    def beside(self, work: Callable[[], torch.Tensor]) -> AbstractContextManager[torch.Tensor]:
+        """Begin `work` behind all that the device was given so far, beside what it is given inside
+        the context; what it is given after the context waits for both. The tensor that `work`
+        returns may be read after the context.
+        """
+
+
 @dataclass(frozen=True)
 class Backends:
     """The resolved choice. `attention` covers norms, rotation and the KV write too.
@@ -37,11 +48,13 @@ class Backends:
     deterministic: no result of a row may depend on what else is in the batch, nor, by `FIXED` on
     the CPU, on how many ranks compute it. Costs speed: fixed cuts and tiles, dense products of this
     project's own kernel, prompts in the absorbed form.
+    side: None: the device does one thing after the other.
     """
 
     attention: str = REFERENCE
     moe: str = AUTO
     deterministic: bool = False
+    side: SideStream | None = None
 
     def keeps(self, dtype: torch.dtype, *widths: int) -> bool:
         """Whether FP8 and INT4 weights of these widths stay so in memory: where our kernels

@@ -4,6 +4,7 @@ memory of its KV pages. The same choices for a lead and its followers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -12,7 +13,7 @@ from mooncake.base import ConfigError, PageArray
 from mooncake.base.kv_layout import ALL_PAGES, Home
 from mooncake.model.backends import settle
 from mooncake.model.copies import Copies
-from mooncake.model.device.cuda import CudaCopies, CudaGraphs, CudaMeter
+from mooncake.model.device.cuda import CudaCopies, CudaGraphs, CudaMeter, CudaSide
 from mooncake.model.device.cuda_memory import CudaDevice
 from mooncake.model.device.graphs import GraphPort
 from mooncake.model.device.pages import PageDevice, PageMemory
@@ -43,6 +44,8 @@ class RankDevice:
             deterministic=options.deterministic,
             dtype=dtype,
         )
+        if self.is_gpu and not apart:
+            self.backends = dataclasses.replace(self.backends, side=CudaSide(self.device))
         self.expert_backends = None
         if apart:
             if options.deterministic:

@@ -4,7 +4,8 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +71,33 @@ class CudaCopies:
         done = self._cuda.Event(blocking=True)
         done.record(self._cuda.current_stream(self._device))
         return CudaMark(done)
+
+
+class CudaSide:
+    """`backends.SideStream`. Also inside a captured step, whose graph then has both branches.
+
+    What `work` makes comes from the memory of the side stream and is freed to it; as each `beside`
+    begins behind the main stream, whoever gets that memory next comes after all its readers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda: Any = torch.cuda
+        self._device = device
+        self._side = self._cuda.Stream(device)
+
+    @contextmanager
+    def beside(self, work: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Run `work` on the side stream, from an event of the current one to one that it waits
+        for, also where the context raises: a captured step may leave no branch open.
+        """
+        main = self._cuda.current_stream(self._device)
+        self._side.wait_stream(main)
+        try:
+            with self._cuda.stream(self._side):
+                made = work()
+            yield made
+        finally:
+            main.wait_stream(self._side)
 
 
 class CudaMark:

@@ -213,18 +213,26 @@ class GatedMlp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `mlp(x)`, [rows, hidden]."""
-        return self._down(self._gated(self._gate_up(x)))
+        return self._down(self.inner(x))
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + mlp(x)`; x and to: [rows, hidden], `to` may be overwritten."""
         if self._few is not None and x.shape[0] <= self._few.most:
             return self._few(x, to)
-        return self._down.add(self._gated(self._gate_up(x)), to)
+        return self.add_inner(self.inner(x), to)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what `down` multiplies, [rows, inner]."""
+        return self._gated(self._gate_up(x))
+
+    def add_inner(self, inner: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        """Return `to + mlp(x)`, where `inner` is that of x; `to` may be overwritten."""
+        return self._down.add(inner, to)
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's slabs of `mlp(x)`, of a layer that is made of them."""
         assert isinstance(self._down, SlabbedProduct)
-        return self._down.parts(self._gated(self._gate_up(x)))
+        return self._down.parts(self.inner(x))
 
     def prepare(self, rows: int) -> None:
         """Have a library build what `add` needs for `rows` rows; see `Product`."""

@@ -18,6 +18,11 @@ from mooncake.model.layers.linear import GatedMlp
 from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.group import Group, Solo
 
+BESIDE_ROWS = 256
+"""Up to so many rows the shared expert runs beside the routed ones. Kernels of so few rows wait for
+memory and for each other's ends more than they compute; those of more rows fill a GPU alone.
+"""
+
 
 @dataclass(frozen=True)
 class MoeWeights:
@@ -88,6 +93,7 @@ class Moe:
                 sharing, spec.n_routed_experts, num_slots, self._experts, self._routed
             )
         self._route = backends.route
+        self._side = backends.side
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Return `to + moe(x)`; x and to: [rows, hidden]."""
@@ -95,15 +101,24 @@ class Moe:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `moe(x)`, [rows, hidden], the same on all ranks."""
-        experts, weights = self._route(x, self._router, self._router_bias, self._routing)
         if self._slabs:
-            return self._slabbed(x, self._routed(x, experts, weights))
+            return self._slabbed(x, self._chosen(x))
         if self._copies is not None:
-            return self._apart(self._copies, (x, experts, weights))
-        total: torch.Tensor = self._routed(x, experts, weights)
-        if self._shared is not None:
-            total = self._shared.add(x, total)
-        return self._group.sum(total)
+            return self._apart(self._copies, x)
+        if self._shared is None:
+            return self._group.sum(self._chosen(x))
+        if self._side is None or x.shape[0] > BESIDE_ROWS:
+            return self._group.sum(self._shared.add(x, self._chosen(x)))
+        # The same sums in the same order: `down` adds the shared one's to the routed ones'.
+        with self._side.beside(partial(self._shared.inner, x)) as inner:
+            routed = self._chosen(x)
+        return self._group.sum(self._shared.add_inner(inner, routed))
+
+    def _chosen(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the routed experts add, or, of slabs, what each choice adds."""
+        experts, weights = self._route(x, self._router, self._router_bias, self._routing)
+        routed: torch.Tensor = self._routed(x, experts, weights)
+        return routed
 
     def serve(self, x: torch.Tensor) -> None:
         """Compute the experts of other ranks' rows, this one having none; x: [0, hidden]."""
@@ -135,11 +150,12 @@ class Moe:
             x = torch.zeros(rows, self._router.shape[1], dtype=torch.bfloat16)
             by_library(x, torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1))
 
-    def _apart(self, copies: Copies, of_routed: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return `moe(x)`: the host computes the routed experts of (x, experts, weights) while the
-        device computes the shared one.
+    def _apart(self, copies: Copies, x: torch.Tensor) -> torch.Tensor:
+        """Return `moe(x)`: the host computes the routed experts while the device computes the
+        shared one.
         """
+        of_routed = x, *self._route(x, self._router, self._router_bias, self._routing)
         coming: list[Arriving] = [copies.fetch(part) for part in of_routed]
-        shared = None if self._shared is None else self._shared(of_routed[0])
+        shared = None if self._shared is None else self._shared(x)
         routed: torch.Tensor = copies.send(self._routed(*(part.wait() for part in coming)))
         return self._group.sum(routed if shared is None else shared.add_(routed))

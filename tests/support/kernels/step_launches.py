@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu.predict import MULTIPROCESSORS
 from benchmarks.gpu.rank_slice import KIMI_K2, RANKS, FirstRank, Steps, held
 from mooncake.base import KvLayout, ModelSpec
-from mooncake.model.backends import Backends
+from mooncake.model.backends import Backends, SideStream
 from mooncake.model.checkpoint.quant import QuantizedWeight
 from mooncake.model.checkpoint.tensor_cuts import Part
 from mooncake.model.device.graphs import DecodeGraphs
@@ -93,9 +93,11 @@ class _Noted(TorchDispatchMode):
 
 
 @contextmanager
-def noted() -> Iterator[list[str]]:
-    """Yield a list to which every launch inside adds its name; no kernel runs."""
-    names: list[str] = []
+def noted(names: list[str] | None = None) -> Iterator[list[str]]:
+    """Yield a list, this one or a new one, to which every launch inside adds its name; no kernel
+    runs.
+    """
+    names = [] if names is None else names
 
     def note(self: Any, *args: Any, **options: Any) -> None:
         names.append(self.fn.__name__)
@@ -116,6 +118,7 @@ def model_of(
     num_experts: int = FEW_EXPERTS,
     num_ranks: int = RANKS,
     deterministic: bool = False,
+    side: SideStream | None = None,
 ) -> KimiK2:
     """Return the first of so many ranks' model, of `kind` (see `NoNumbers`)."""
     spec = ModelSpec.from_config(
@@ -128,24 +131,34 @@ def model_of(
         NoNumbers(spec, kind),
         dtype=torch.bfloat16,
         device=META,
-        backends=Backends("triton", "triton", deterministic=deterministic),
+        backends=Backends("triton", "triton", deterministic=deterministic, side=side),
         group=FirstRank() if num_ranks == RANKS else None,
     )
 
 
-def launches(kind: str, num_layers: int, num_dense: int, rows: int = 16) -> list[str]:
-    """Return what a decode step of `rows` sequences launches, in order, on one of eight ranks."""
-    model = model_of(kind, num_layers, num_dense)
+def launches(
+    kind: str,
+    num_layers: int,
+    num_dense: int,
+    rows: int = 16,
+    *,
+    side: SideStream | None = None,
+    names: list[str] | None = None,
+) -> list[str]:
+    """Return what a decode step of `rows` sequences launches, in order, on one of eight ranks; in
+    `names`, where given, beside what else was noted there meanwhile.
+    """
+    model = model_of(kind, num_layers, num_dense, side=side)
     layout = KvLayout.for_model(
         model.spec, block_tokens=64, dtype="bfloat16", weights_revision="none"
     )
     steps = Steps()
-    with torch.inference_mode(), noted() as names:
+    with torch.inference_mode(), noted(names) as found:
         kv = KvTensors.allocate(layout, 1, META)
         DecodeGraphs(model, kv, steps, most_rows=rows, most_pages=4)
-        names.clear()
+        found.clear()
         steps.by_rows[rows]()
-    return names
+    return found
 
 
 def of_a_layer(kind: str) -> list[str]:

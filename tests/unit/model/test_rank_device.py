@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from mooncake.base import ConfigError, KvLayout, PageArray, Shape
 from mooncake.base.kv_layout import Home
 from mooncake.base.parallel import stage_layers
 from mooncake.model import rank_device
+from mooncake.model.backends import Backends
 from mooncake.model.device import cuda
 from mooncake.model.options import ModelOptions
 from mooncake.model.rank_device import RankDevice
@@ -26,7 +27,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(rank_device, "settle", lambda *of, **_: SimpleNamespace(device=of[2]))
+    monkeypatch.setattr(rank_device, "settle", lambda *of, **_: Backends(moe=str(of[2])))
+    monkeypatch.setattr(rank_device, "CudaSide", lambda device: f"side of {device}")
     monkeypatch.setattr(rank_device, "CudaGraphs", lambda: "graphs")
     return taken
 
@@ -40,7 +42,8 @@ def test_each_rank_has_a_gpu_and_all_that_belongs_to_it(gpus: list[torch.device]
     assert found.device == second
     assert gpus == [second], "NCCL exchanges and graphs are of the thread's GPU"
     assert found.owns_pages
-    assert found.backends.device == second  # type: ignore[attr-defined]
+    side: Any = "side of cuda:1"
+    assert found.backends == Backends(moe=str(second), side=side)
     assert isinstance(found.open_copies(), cuda.CudaCopies)
     assert isinstance(found.open_meter(), cuda.CudaMeter)
     assert found.open_graphs() == "graphs"
@@ -58,6 +61,7 @@ def test_one_rank_on_a_gpu_and_ranks_on_cpus_are_as_they_were(gpus: list[torch.d
     assert found.device == torch.device("cpu")
     assert (found.open_copies(), found.open_graphs(), found.open_meter()) == (None, None, None)
     assert not found.owns_pages
+    assert found.backends.side is None
     assert (options.group_kind, options.own_memories) == ("auto", False)
     assert ModelOptions(shape=Shape(tp=2), rank_backend="gloo").own_memories
     stages = ModelOptions(shape=Shape(tp=2, pp=2, dcp=2), rank_backend="gloo")
