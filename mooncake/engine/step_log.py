@@ -34,6 +34,17 @@ class Way(enum.IntEnum):
     """By what an `Ahead` began."""
 
 
+class CapturedSizes(msgspec.Struct, frozen=True, array_like=True):
+    """What steps are captured; 0: none."""
+
+    most_rows: int = 0
+    """Sequences of a decode step."""
+    most_pages: int = 0
+    """Of one sequence in any."""
+    most_tokens: int = 0
+    """Rows of a step with prompts."""
+
+
 class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
     """Compute over these pages from now on: no sequence is known, and steps count from 1. A
     descriptor of their memory follows the message, unless each rank has its own.
@@ -42,10 +53,7 @@ class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
     pages: PageArray
     """As they would lie in one memory."""
     num_threads: int | None
-    most_rows: int = 0
-    """Sequences of a captured decode step; 0: none is captured."""
-    most_pages: int = 0
-    """Of one sequence in it."""
+    captured: CapturedSizes = CapturedSizes()
     own: bool = False
     """Each rank makes a memory for those that it holds."""
     transfer: bytes = b""

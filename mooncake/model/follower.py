@@ -35,6 +35,7 @@ from mooncake.engine.rank_moves import (
 from mooncake.engine.ranks import SIGN_S
 from mooncake.engine.step_log import (
     Ahead,
+    CapturedSizes,
     Held,
     Measure,
     RankMessage,
@@ -51,7 +52,8 @@ from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.device.pages import PageMemory
 from mooncake.model.drafts.model_drafts import ModelDrafts
 from mooncake.model.drafts.mtp import MtpRows
-from mooncake.model.inputs import PageTables, SlotRows, build_inputs
+from mooncake.model.forward_pass import ForwardPass, capture_steps
+from mooncake.model.inputs import SlotRows
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
@@ -149,15 +151,13 @@ class Follower:
         self._last: Sequence[StepSlot] = ()
         self.rank = group.rank
         self._reader = StepReader()
-        self._kv: KvTensors | None = None
-        self._tables = PageTables()
+        self._forward: ForwardPass | None = None
         self._drafts: ModelDrafts | None = None
 
-    def use(self, kv: KvTensors, most_rows: int = 0, most_pages: int = 0) -> None:
-        """Compute over these pages; no sequence is known any more. Decode steps of `most_rows`
-        sequences are captured, where that is more than 0.
+    def use(self, kv: KvTensors, sizes: CapturedSizes) -> None:
+        """Compute over these pages; no sequence is known any more. Steps of `sizes` are captured
+        with the lead's.
         """
-        self._kv = kv
         self._reader = StepReader()
         self._num_steps = 0
         if self._model.mtp is not None:
@@ -165,25 +165,19 @@ class Follower:
             num_layers = self._model.spec.num_hidden_layers
             self._drafts = ModelDrafts(layer, num_layers, self._copier, self._group)
         self._group.meet()
-        if most_rows:
+        prompts = None
+        if sizes.most_rows:
             graphs = self._open_graphs()
             assert graphs is not None, "the lead captures steps and this rank does not"
-            with torch.inference_mode():
-                self._decoder = DecodeGraphs(
-                    self._model,
-                    kv,
-                    graphs,
-                    most_rows=most_rows,
-                    most_pages=most_pages,
-                    copies=self._copies,
-                )
-            decoder = self._decoder
+            captured = capture_steps(self._model, kv, graphs, sizes, self._copies)
+            self._decoder, prompts = captured.decode, captured.prompts
             if self._memory is not None:
-                self._memory.last_guess = lambda: decoder.last_guess
+                self._memory.last_guess = lambda: captured.decode.last_guess
+        self._forward = ForwardPass(self._model, kv, prompts)
 
     def step(self, step: RankStep) -> None:
         """Compute this rank's part of a step, all exchanges in the lead's order."""
-        assert self._kv is not None, "a step came before pages"
+        assert self._forward is not None, "a step came before pages"
         slots = self._last = self._reader.slots(step)
         self._num_steps += 1
         self._reached(0)
@@ -205,21 +199,18 @@ class Follower:
 
     def _compute(self, slots: Sequence[StepSlot], step: RankStep) -> None:
         """Compute a step as it comes, as the lead's runner does."""
-        assert self._kv is not None
-        wanted, read, kv = frozenset(step.logprob_rows), None, self._kv
+        assert self._forward is not None
+        wanted, read = frozenset(step.logprob_rows), None
         if self._drafts is not None:
             self._drafts.forget(step.forgotten)
             slots, read = self._drafts.make(slots), self._drafts.read_states()
             wanted = frozenset(slot.sequence_id for slot in slots)
-        rule = self._model.prefers_absorbed
-        inputs = build_inputs(slots, wanted, kv.page_shape, rule, self._tables, kv.home)
-        inputs = inputs.to(self._model.device)
 
         def after_write(layer: int) -> None:
             of_stage = self._speaks and layer in self._model.stage.layers
             self._reached(layer + 1, step.reported_as if of_stage else None)
 
-        hidden = self._model.forward(inputs, kv, after_write, read)
+        inputs, hidden = self._forward(slots, wanted, after_write, read)
         if self._model.stage.is_last:
             self._make_logits(inputs.output_rows, hidden, step.logprob_rows)
         if self._drafts is not None and read is not None:
@@ -278,7 +269,7 @@ class Follower:
                 self.measure(message)
             elif isinstance(message, UsePages):
                 kv = self._pages(message, descriptor)
-                self.use(kv, message.most_rows, message.most_pages)
+                self.use(kv, message.captured)
                 if message.num_threads is not None:
                     torch.set_num_threads(message.num_threads)
 
@@ -292,7 +283,7 @@ class Follower:
             if self._device_pages is None:
                 return KvTensors.view(array, self._moves.open(array, message.transfer, None))
             if self._memory is not None:
-                self._kv = self._decoder = None  # a device has no room for two
+                self._forward = self._decoder = None  # a device has no room for two
                 self._memory.free()
             self._memory = self._device_pages(array)
             self._moves.open(array, message.transfer, self._memory)

@@ -21,16 +21,17 @@ from mooncake.base import CheckpointError, InternalError, KvLayout, PageArray
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.rank_moves import Opened
-from mooncake.engine.step_log import Measure, UsePages
+from mooncake.engine.step_log import CapturedSizes, Measure, UsePages
 from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies, HostCopies
-from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.device.pages import PageMemory
+from mooncake.model.device.prefill_graphs import MOST_TOKENS
 from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows
 from mooncake.model.drafts.model_drafts import DraftLayer
 from mooncake.model.drafts.mtp import MtpRows
 from mooncake.model.follower import join_experts
+from mooncake.model.forward_pass import CapturedSteps, capture_steps
 from mooncake.model.grammar import Grammars
 from mooncake.model.grammar_tokens import load_grammar_tokens
 from mooncake.model.kimi_k2 import KimiK2
@@ -241,14 +242,14 @@ class ModelSource:
             own = self._options.own_memories
             if descriptor is None and not own:
                 raise InternalError("several ranks need pages that other processes can map")
-            rows, width = self._captured(config)
-            pages_of_all = UsePages(array, num_threads, rows, width, own, transfer)
+            sizes = self._captured(config)
+            pages_of_all = UsePages(array, num_threads, sizes, own, transfer)
             self.memories = self.lead.use_pages(pages_of_all, None if own else descriptor)
         self._grammars.read_vocabulary()
         copies = self._device.open_copies()
-        decoder = self._decoder(model, kv, config, copies)
-        if isinstance(pages, PageMemory) and decoder is not None:
-            pages.last_guess = lambda: decoder.last_guess
+        captured = self._capture(model, kv, config, copies)
+        if isinstance(pages, PageMemory) and captured is not None:
+            pages.last_guess = lambda: captured.decode.last_guess
         on_device = self._device.backends.draws_on_device
         runner = ModelRunner(
             model,
@@ -261,7 +262,7 @@ class ModelSource:
                 penalize=kernel("penalize", TRITON if on_device else REFERENCE),
             ),
             num_threads=num_threads,
-            decoder=decoder,
+            captured=captured,
             copies=copies,
             lead=self.lead,
             peers=self._peers,
@@ -288,29 +289,19 @@ class ModelSource:
         peers.use(ranks.all)
         return ranks
 
-    def _decoder(
+    def _capture(
         self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies | None
-    ) -> DecodeGraphs | None:
-        """Return captured decode steps where there are any; all ranks capture them at once."""
-        rows, width = self._captured(config)
-        graphs = self._device.open_graphs() if rows else None
-        if graphs is None:
-            return None
-        with torch.inference_mode():
-            return DecodeGraphs(
-                model,
-                kv,
-                graphs,
-                most_rows=rows,
-                most_pages=width,
-                copies=copies,
-            )
+    ) -> CapturedSteps | None:
+        """Return captured steps where there are any; all ranks capture them at once."""
+        sizes = self._captured(config)
+        graphs = self._device.open_graphs() if sizes.most_rows else None
+        return None if graphs is None else capture_steps(model, kv, graphs, sizes, copies)
 
-    def _captured(self, config: EngineConfig) -> tuple[int, int]:
-        """Return the sequences of the largest captured decode step, and pages of each: 0 where the
-        device or the backends do not allow any, what drafts reads the states of each step, or the
-        host takes part: it computes experts, stages tell each other what they timed, ranks that
-        share experts how many rows they have.
+    def _captured(self, config: EngineConfig) -> CapturedSizes:
+        """Return what steps are captured: none where the device or the backends do not allow any,
+        what drafts reads the states of each step, or the host takes part: it computes experts,
+        stages tell each other what they timed, ranks that share experts how many rows they have.
+        None with prompts where ranks share contexts out and gather those of prompts.
         """
         model, shape = self._model, self._options.shape
         assert model is not None
@@ -320,5 +311,7 @@ class ModelSource:
         can = can and self._device.expert_backends is None and not drafts
         can = can and shape.pp == shape.ep == 1 and model.spec.rope_interleave
         if not (can and self._options.graphs):
-            return 0, 0
-        return config.max_num_seqs, config.num_pages(config.max_model_len)
+            return CapturedSizes()
+        most_tokens = min(MOST_TOKENS, config.max_batched_tokens) if config.num_homes == 1 else 0
+        pages = config.num_pages(config.max_model_len)
+        return CapturedSizes(config.max_num_seqs, pages, most_tokens)

@@ -36,12 +36,8 @@ from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts
-from mooncake.model.inputs import (
-    PageTables,
-    SlotRows,
-    StepInputs,
-    build_inputs,
-)
+from mooncake.model.forward_pass import CapturedSteps, ForwardPass
+from mooncake.model.inputs import SlotRows, StepInputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Drawn
@@ -105,7 +101,7 @@ class ModelRunner:
         sampler: TokenSampler,
         *,
         num_threads: int | None = None,
-        decoder: DecodeGraphs | None = None,
+        captured: CapturedSteps | None = None,
         copies: Copies | None = None,
         lead: Lead | None = None,
         peers: Peers | None = None,
@@ -113,7 +109,7 @@ class ModelRunner:
     ) -> None:
         """Start the thread. `num_threads`: torch's CPU threads, of the whole process; None = as is.
 
-        decoder: captured steps over the same pages; None = every step is run as it comes.
+        captured: steps over the same pages; None = every step is run as it comes.
         copies: to the model's device; None = it is the host.
         lead: the followers that compute each step with this rank; None = there are none.
         peers: the instances that share experts with this one, and step with it; None = none do.
@@ -122,10 +118,10 @@ class ModelRunner:
         are stages).
         """
         self._model = model
-        self._kv = kv
+        self._forward = ForwardPass(model, kv, None if captured is None else captured.prompts)
         self._sampler = sampler
         self._num_threads = num_threads
-        self._decoder = decoder
+        self._decoder = None if captured is None else captured.decode
         self._copies = copies or HostCopies()
         self._lead = lead
         self._drafts: ModelDrafts | None = None
@@ -141,7 +137,6 @@ class ModelRunner:
         self._asked = 0
         """The last step that another instance has begun."""
         self._starts: dict[int, SequenceStart] = {}
-        self._tables = PageTables()
         self._plans: queue.SimpleQueue[StepPlan | int | None] = queue.SimpleQueue()
         """With the numbers of steps that others begin; None: the last."""
         self._untold: queue.SimpleQueue[StepPlan | None] | None = None
@@ -232,7 +227,7 @@ class ModelRunner:
         with self._lock:  # a follower's answer may just be coming
             os.close(self._readable)
             os.close(self._signal)
-        del self._model, self._kv, self._decoder, self._sampler, self._drafts
+        del self._model, self._forward, self._decoder, self._sampler, self._drafts
 
     def _wake(self) -> None:
         """Have the driver call `poll`."""
@@ -426,9 +421,6 @@ class ModelRunner:
             slots, read = self._drafts.make(slots), self._drafts.read_states()
             if self._drafts.reads_all_outputs:
                 wanted = frozenset(slot.sequence_id for slot in slots)
-        kv, rule = self._kv, self._model.prefers_absorbed
-        inputs = build_inputs(slots, wanted, kv.page_shape, rule, self._tables, kv.home)
-        inputs = inputs.to(self._model.device)
 
         def after_write(layer: int) -> None:
             if lead is not None:
@@ -436,7 +428,7 @@ class ModelRunner:
             self._layers.add(LayerDone(step_id=plan.step_id, layer=layer), self._copies.mark())
 
         reports = after_write if plan.report_layers else None
-        hidden = self._model.forward(inputs, kv, reports, read)
+        inputs, hidden = self._forward(slots, wanted, reports, read)
         logprobs = {
             rows.slot.sequence_id: self._prompt_logprobs(rows, hidden)
             for rows in inputs.output_rows

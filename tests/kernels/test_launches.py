@@ -20,10 +20,11 @@ from mooncake_kernels.reference.sampling import DrawSettings, Penalties
 from mooncake_kernels.triton import mla_decode, mla_prefill
 from mooncake_kernels.tuning import DecodeTile
 
-from benchmarks.gpu.rank_slice import Steps
 from mooncake.base import KvLayout
-from mooncake.engine.step_log import Measure
-from mooncake.model.device.graphs import DecodeGraphs
+from mooncake.engine.step_log import CapturedSizes, Measure
+from mooncake.model.device import prefill_graphs
+from mooncake.model.device.graphs import EagerSteps
+from mooncake.model.forward_pass import capture_steps
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -157,8 +158,7 @@ def test_once_started_no_step_compiles(kind: str, num_ranks: int, deterministic:
     asked = Measure(kv.layout, 1, MOST_TOKENS, 64, MOST_CONTEXT)
     with noted_launches() as known:
         measure_memory(model, NoMeter(), asked)
-        with torch.inference_mode():
-            DecodeGraphs(model, kv, Steps(), most_rows=64, most_pages=4)
+        capture_steps(model, kv, EagerSteps(), CapturedSizes(64, 4, 256), None)
     with noted_launches() as found:
         for number in (1, 3, 4, 16, 48, 77, 208, 400, 999, 1504, 3000, 5008, 8192):
             run(model, kv, [(number, 0)])
@@ -204,14 +204,10 @@ def check_grids(launches: Sequence[Launch]) -> None:
 
 
 def captured(model: KimiK2) -> None:
-    """Decode of the most sequences, each as long as may be."""
-    steps = Steps()
-    with torch.inference_mode():
-        DecodeGraphs(
-            model, pages_for(model), steps, most_rows=MOST_SEQUENCES,
-            most_pages=MOST_CONTEXT // PAGE,
-        )  # fmt: skip
-        steps.by_rows[MOST_SEQUENCES]()
+    """Decode of the most sequences, each as long as may be; short prompts beside some."""
+    most_pages = MOST_CONTEXT // PAGE
+    sizes = CapturedSizes(MOST_SEQUENCES, most_pages, prefill_graphs.MOST_TOKENS)
+    capture_steps(model, pages_for(model), EagerSteps(), sizes, None)
 
 
 def eager(model: KimiK2) -> None:

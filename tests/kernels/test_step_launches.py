@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 
 from benchmarks.gpu import predict
+from mooncake.base import KvLayout
+from mooncake.model.device.prefill_graphs import PrefillGraphs
+from mooncake.model.forward_pass import ForwardPass
+from mooncake.model.kv_tensors import KvTensors
 from tests.support.kernels import hopper_table
-from tests.support.kernels.step_launches import of_a_layer, of_a_step
+from tests.support.kernels.step_launches import META, model_of, noted, of_a_layer, of_a_step
+from tests.support.model.tiny_models import slot
+
+
+class Graphs:
+    """Replays start what was captured at once, as far as the host is concerned."""
+
+    def __init__(self) -> None:
+        self.captured: dict[int, list[str]] = {}
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        with noted() as names:
+            out = step()
+        self.captured[out.shape[0]] = names
+        return lambda: out
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int4", 20), ("fp8", 22)])
@@ -20,3 +41,25 @@ def test_launches_of_a_layer_of_experts(kind: str, most: int) -> None:
     assert f"-> {step:,} |" in row
     assert "`" + "` `".join(names) + "`" in row
     assert kind == "fp8" or step == predict.STEP_LAUNCHES[False]
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+def test_a_short_prompt_starts_a_graph_and_no_kernel_of_a_layer(kind: str) -> None:
+    """Prompts and a sequence that decodes: eager, the host launches all of it."""
+    model, graphs = model_of(kind, 3, 1), Graphs()
+    layout = KvLayout.for_model(
+        model.spec, block_tokens=64, dtype="bfloat16", weights_revision="none"
+    )
+    slots = [slot(1, 0, [1] * 70, [0, 1]), slot(2, 200, [1], [2] * 4), slot(3, 64, [1] * 9, [3, 3])]
+    with torch.inference_mode():
+        kv = KvTensors.allocate(layout, 4, META)
+        steps = PrefillGraphs(model, kv, graphs, most_tokens=256, most_sequences=16, most_pages=4)
+        with noted() as eager:
+            ForwardPass(model, kv)(slots, frozenset())
+        with noted() as replayed:
+            ForwardPass(model, kv, steps)(slots, frozenset())
+    assert sorted(graphs.captured) == [16, 32, 48, 64, 96, 128, 192, 256]
+    assert len(eager) > len(graphs.captured[96]) > 60
+    of_layers = {"mm", "_linear", "_norm", "_attend", "_choose", "down_kernel", "_gated", "add_"}
+    assert len(of_layers & set(eager)) >= 7
+    assert not of_layers & set(replayed), "what is left are the step's tensors"

@@ -298,7 +298,7 @@ class ServeConfig:
         "no result depends on the rest of the batch nor, on CPUs, on the number of ranks; slower",
         switch=True)
     enforce_eager: bool = setting(False, truth, ENGINE, "",
-        "capture no CUDA graphs of decode steps", switch=True)
+        "capture no CUDA graphs of decode steps and of short prompts", switch=True)
     num_threads: int | None = setting(None, count(1, 1024), ENGINE, "N",
         "CPU threads of each engine (default: a fair share)")
     self_profile: bool = setting(True, truth, ENGINE, "",

@@ -308,20 +308,32 @@ class Mla:
         return every.view(-1, *chosen.shape[1:]).view(pages.dtype)
 
 
-def absorbed_is_cheaper(spec: ModelSpec) -> PrefersAbsorbed:
-    """Return the rule that picks a form for `new` tokens at the end of `context`, by FLOPs a head.
+def flops_of_forms(spec: ModelSpec) -> Callable[[int, int], tuple[float, float]]:
+    """Return (new tokens, context) -> FLOPs a head of the absorbed and of the expanded form.
 
     Expanding costs each context token one product with kv_b; absorbing costs each new token the
-    same, and makes every score wider. A single token is always absorbed: those batch best.
+    same, and makes every score wider.
     """
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
     nope, value = spec.qk_nope_head_dim, spec.v_head_dim
     made = 2 * rank * (nope + value)
 
-    def rule(new: int, context: int) -> bool:
+    def flops(new: int, context: int) -> tuple[float, float]:
         pairs = new * context - new * (new - 1) // 2
         absorbed = made * new + 2 * (2 * rank + rope) * pairs
-        expanded = made * context + 2 * (nope + rope + value) * pairs + _FLOPS_PER_HEAD_CALL
-        return new == 1 or absorbed <= expanded
+        return absorbed, made * context + 2 * (nope + rope + value) * pairs
+
+    return flops
+
+
+def absorbed_is_cheaper(spec: ModelSpec) -> PrefersAbsorbed:
+    """Return the rule that picks a form for `new` tokens at the end of `context`. A single token is
+    always absorbed: those batch best.
+    """
+    flops = flops_of_forms(spec)
+
+    def rule(new: int, context: int) -> bool:
+        absorbed, expanded = flops(new, context)
+        return new == 1 or absorbed <= expanded + _FLOPS_PER_HEAD_CALL
 
     return rule

@@ -64,7 +64,7 @@ def test_a_closed_engine_keeps_no_memory(plain: Path) -> None:
     try:
         with DirectEngine.open(str(plain), **SETTINGS) as engine:
             engine.generate(PROMPTS, [GREEDY] * len(PROMPTS))
-            kept = [weakref.ref(engine._runner._kv), weakref.ref(engine._runner._model)]
+            kept = [weakref.ref(engine._runner._forward), weakref.ref(engine._runner._model)]
         assert [ref() for ref in kept] == [None, None]
     finally:
         gc.enable()

@@ -33,11 +33,11 @@ from mooncake.engine.plan import (
     StepSlot,
 )
 from mooncake.engine.rank_moves import Alive, encode_answer
-from mooncake.engine.step_log import Measure, UsePages
+from mooncake.engine.step_log import CapturedSizes, Measure, UsePages
 from mooncake.model.copies import HostCopies
-from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.drafts.mtp import MtpRows
 from mooncake.model.follower import Follower, heard
+from mooncake.model.forward_pass import capture_steps
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
@@ -146,19 +146,17 @@ class Instance:
         self.lead.wait_until_loaded()
         array = PageArray(layout_for(source.spec, with_mtp=with_mtp), NUM_PAGES, num_homes)
         pages, descriptor = allocate_shared(array.num_bytes, "pages")
-        rows, width = (4, 8) if captured else (0, 0)
-        self.lead.use_pages(UsePages(array, None, rows, width), descriptor)
+        tokens = 32 if num_homes == 1 else 0
+        sizes = CapturedSizes(4, 8, tokens) if captured else CapturedSizes()
+        self.lead.use_pages(UsePages(array, None, sizes), descriptor)
         os.close(descriptor)
-        kv = KvTensors.view(array, memoryview(pages))
-        decoder = None
+        kv = self.kv = KvTensors.view(array, memoryview(pages))
+        steps = None
         if captured:
-            with torch.inference_mode():
-                decoder = DecodeGraphs(
-                    models[0], kv, self.graphs[0], most_rows=rows, most_pages=width
-                )
+            steps = capture_steps(models[0], kv, self.graphs[0], sizes, None)
         sampler = self.sampler = Gated(source.spec.vocab_size)
         self.runner = ModelRunner(
-            models[0], kv, sampler, decoder=decoder, lead=self.lead,
+            models[0], kv, sampler, captured=steps, lead=self.lead,
             draft_layer=MtpRows(models[0], kv, HostCopies()) if with_mtp else None,
         )  # fmt: skip
 
@@ -342,8 +340,8 @@ def test_drafts_are_made_by_all_ranks(words: str) -> None:
         assert drafted(made.run) == expected
         made.runner.check_integrity()
         assert made.lead.lost is None
-        if made.runner._kv.home.num_homes == 1:
-            torch.testing.assert_close(made.runner._kv.pages, kv.pages, rtol=1e-4, atol=1e-4)
+        if made.kv.home.num_homes == 1:
+            torch.testing.assert_close(made.kv.pages, kv.pages, rtol=1e-4, atol=1e-4)
     finally:
         made.close()
 
@@ -358,7 +356,7 @@ def test_memory_is_measured_by_all_ranks_in_one_step(
     models = [made.runner._model, *(follower._model for follower in made.followers)]
     for meter, model in zip(made.meters, models, strict=True):
         meter.exchanges = lambda ranks=model.stage.ranks: ranks.traffic.num_calls  # type: ignore[misc]
-    homes = made.runner._kv.home.num_homes
+    homes = made.kv.home.num_homes
     asked = Measure(layout, homes, step_tokens=40, step_sequences=3, context_tokens=100)
 
     def own() -> list[GpuMemory]:
@@ -419,8 +417,12 @@ def test_captured_steps_are_replayed_by_all_ranks(
     assert streams(made.runner) == expected
     made.runner.check_integrity()
     first, *others = made.graphs
-    assert first.captured == [4, 2, 1]
-    assert len(first.replayed) == 12 + 2, "of twelve steps, one dropped and one not asked for"
+    prompts_too = made.kv.home.num_homes == 1
+    assert first.captured == [4, 2, 1] + [32, 16] * prompts_too
+    assert len([size for size in first.replayed if size < 16]) == 12 + 2, (
+        "of twelve steps, one dropped and one not asked for"
+    )
+    assert [size for size in first.replayed if size > 4] == [32, 16] * prompts_too
     for other in others:
         assert (other.captured, other.replayed) == (first.captured, first.replayed)
 
@@ -463,7 +465,7 @@ def test_chunks_in_flight_give_the_bits_of_one_rank(
     assert found.samples == expected.samples, "log-probabilities too, bit by bit"
     own = made.runner._model.stage.layers
     assert set(layers) >= {own[0] - 1, *own}, "the lead knows that stages before it have ended"
-    assert torch.equal(made.runner._kv.pages[:, pages], kv.pages[:, pages])
+    assert torch.equal(made.kv.pages[:, pages], kv.pages[:, pages])
     assert {"stage_waited_for_s_0", "stage_waited_for_s_1"} <= made.runner._counters().keys()
 
 

@@ -26,6 +26,7 @@ from mooncake.engine.sequence import Sequence
 from mooncake.model.backends import Backends
 from mooncake.model.copies import Here
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
+from mooncake.model.forward_pass import CapturedSteps
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
@@ -199,7 +200,7 @@ class Bench:
             )
         self.runner = ModelRunner(
             model, kv, Sampler(VOCAB, copies=copies), num_threads=1,
-            decoder=decoder if captured else None, copies=copies,
+            captured=CapturedSteps(decoder) if captured else None, copies=copies,
         )  # fmt: skip
         config = EngineConfig(
             num_blocks=40, max_num_seqs=4, max_batched_tokens=64, max_chunk_tokens=64,

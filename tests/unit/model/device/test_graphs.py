@@ -14,6 +14,7 @@ from mooncake.base import ConfigError, Failure, KvLayout, PageArray, SamplingPar
 from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
 from mooncake.model.backends import Backends
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, ladder
+from mooncake.model.forward_pass import CapturedSteps
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
@@ -113,7 +114,7 @@ def test_the_runner_samples_from_replays() -> None:
             decoder = DecodeGraphs(model, kv, recorder, most_rows=4, most_pages=3)
         runner = ModelRunner(
             model, kv, PickySampler(211), num_threads=1,
-            decoder=decoder if captured else None,
+            captured=CapturedSteps(decoder) if captured else None,
         )  # fmt: skip
         try:
             results.append(run(runner, prompts, tables))
