@@ -36,13 +36,17 @@ class MemoryMeter(Protocol):
 
 
 def measure_memory(
-    model: KimiK2, meter: MemoryMeter, asked: Measure, group: Group | None = None
+    model: KimiK2,
+    meter: MemoryMeter,
+    asked: Measure,
+    group: Group | None = None,
+    sample: Callable[[torch.Tensor], None] = lambda _: None,
 ) -> list[GpuMemory]:
     """Return the memory of each rank, in their order. All ranks call this at once.
 
     The steps are over pages of their own, which count as free: those of one context, which all
     sequences share, and of one layer, which all layers do. Logits are those of as many rows as
-    there may be sequences.
+    there may be sequences; `sample` does with them what the rank that samples does.
 
     Raises:
         GroupError: another rank was lost.
@@ -57,7 +61,7 @@ def measure_memory(
             inputs = build_inputs(slots, whole, kv.page_shape, rule, home=home)
             hidden = model.forward(inputs.to(model.device), kv)
             if model.stage.is_last:
-                model.logits(hidden[: asked.step_sequences])
+                sample(model.logits(hidden[: asked.step_sequences]))
 
         def largest() -> None:
             for slots in largest_steps(asked):

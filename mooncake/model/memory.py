@@ -73,7 +73,7 @@ def pages_that_fit(
     """Return how many KV pages are left on each of the ranks of `utilization` of its memory,
     captured steps reserved.
 
-    Captured decode steps keep their own workspace: never larger than the largest step's, so that
+    Captured steps keep their own workspace: never larger than the largest step's, so that
     much is kept back a second time.
 
     Raises:

@@ -39,7 +39,7 @@ from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.measuring import measure_memory
-from mooncake.model.memory import pages_that_fit
+from mooncake.model.memory import GpuMemory, pages_that_fit
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.lead import Lead
@@ -179,13 +179,14 @@ class ModelSource:
 
     def num_pages(self, layout: KvLayout, config: EngineConfig) -> int:
         """Return how many KV pages there are: as configured, or what the GPU has room for that has
-        least, all ranks measuring in one step.
+        least, all ranks measuring in one step. On GPUs that is measured in either case: kernels
+        are compiled for it that no request then waits for.
 
         Raises:
             ConfigError: not even one sequence of full length fits.
         """
         meter = self._device.open_meter()
-        if meter is None or not self._options.measure_pages:
+        if meter is None:
             return config.num_blocks
         self.load()
         assert self._model is not None
@@ -193,11 +194,15 @@ class ModelSource:
         asked = Measure(
             layout, homes, config.max_batched_tokens, config.max_num_seqs, config.max_model_len
         )
-        if self.lead is None:
-            ranks = measure_memory(self._model, meter, asked)
-        else:
-            model, group = self._model, self.lead.group
-            ranks = self.lead.measure(asked, lambda: measure_memory(model, meter, asked, group))
+        model, sampler = self._model, self._sampler(self._device.open_copies())
+        group = None if self.lead is None else self.lead.group
+
+        def measure() -> list[GpuMemory]:
+            return measure_memory(model, meter, asked, group, sampler.try_out)
+
+        ranks = measure() if self.lead is None else self.lead.measure(asked, measure)
+        if not self._options.measure_pages:
+            return config.num_blocks
         if self._head is not None:
             windows = self._head.spec.window_bytes(config.max_num_seqs, self._dtype.itemsize)
             ranks = [rank.beside(windows) for rank in ranks]
@@ -250,17 +255,10 @@ class ModelSource:
         captured = self._capture(model, kv, config, copies)
         if isinstance(pages, PageMemory) and captured is not None:
             pages.last_guess = lambda: captured.decode.last_guess
-        on_device = self._device.backends.draws_on_device
         runner = ModelRunner(
             model,
             kv,
-            Sampler(
-                model.spec.vocab_size,
-                self._grammars,
-                copies=copies,
-                draw_tokens=kernel("draw", TRITON) if on_device else None,
-                penalize=kernel("penalize", TRITON if on_device else REFERENCE),
-            ),
+            self._sampler(copies),
             num_threads=num_threads,
             captured=captured,
             copies=copies,
@@ -271,6 +269,17 @@ class ModelSource:
         if self._peers is not None:
             self._peers.wait_until_ready()
         return runner
+
+    def _sampler(self, copies: Copies | None) -> Sampler:
+        """Return a sampler whose kernels run where the model's do."""
+        on_device = self._device.backends.draws_on_device
+        return Sampler(
+            self._checkpoint.spec.vocab_size,
+            self._grammars,
+            copies=copies,
+            draw_tokens=kernel("draw", TRITON) if on_device else None,
+            penalize=kernel("penalize", TRITON if on_device else REFERENCE),
+        )
 
     def _draft_layer(
         self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies

@@ -20,7 +20,8 @@ from mooncake_kernels.reference.sampling import DrawSettings, Penalties
 from mooncake_kernels.triton import mla_decode, mla_prefill
 from mooncake_kernels.tuning import DecodeTile
 
-from mooncake.base import KvLayout
+from mooncake.base import KvLayout, SamplingParams
+from mooncake.engine.plan import SequenceStart
 from mooncake.engine.step_log import CapturedSizes, Measure
 from mooncake.model.device import prefill_graphs
 from mooncake.model.device.graphs import EagerSteps
@@ -28,6 +29,7 @@ from mooncake.model.forward_pass import capture_steps
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layers.sampler import Sampler
 from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory
 from tests.support.kernels import hopper_table
@@ -169,6 +171,30 @@ def test_once_started_no_step_compiles(kind: str, num_ranks: int, deterministic:
             run(model, kv, [(50, 0), (500, 7)] * number)
     new = {name: len(each - variants(known)[name]) for name, each in variants(found).items()}
     assert not any(new.values()), new
+
+
+def test_once_tried_out_sampling_compiles_nothing() -> None:
+    """Whatever number of sequences there is, and how many of them are penalized."""
+    sampler = Sampler(
+        1000, draw_tokens=kernel("draw", "triton"), penalize=kernel("penalize", "triton")
+    )
+    with noted_launches() as known:
+        sampler.try_out(torch.zeros(64, 1000))
+    with noted_launches() as found:
+        for rows, penalized in ((1, 1), (2, 2), (3, 0), (5, 3), (7, 6), (64, 33), (64, 64)):
+            for row in range(rows):
+                penalty = 1.5 if row < penalized else 1.0
+                sampling = SamplingParams(repetition_penalty=penalty, temperature=row % 2)
+                sampler.start(
+                    SequenceStart(
+                        sequence_id=row, sampling=sampling, prompt_tokens=[1], output_tokens=[]
+                    )
+                )
+            sampler.begin(torch.zeros(rows, 1000), range(rows))
+    assert {name: len(each) for name, each in variants(known).items()} == {
+        "_draw": 1, "_penalize": 1
+    }  # fmt: skip
+    assert variants(found) == variants(known)
 
 
 def test_products_are_compiled_once_a_size_of_tiles() -> None:

@@ -170,6 +170,20 @@ class Sampler:
             for row, (sequence_id, token) in enumerate(zip(drawn.sequence_ids, tokens, strict=True))
         ]
 
+    def try_out(self, logits: torch.Tensor) -> None:
+        """Begin to sample a token of each row of `logits` [rows, vocab] fp32 with all that takes
+        kernels or memory. No sequence may have been started; none is there afterwards.
+        """
+        assert not self._sequences, "there are sequences already"
+        costly = SamplingParams(temperature=0.5, top_k=50, top_p=0.9, min_p=0.01,
+                                repetition_penalty=1.1, presence_penalty=0.1)  # fmt: skip
+        for row in range(len(logits)):
+            self.start(
+                SequenceStart(sequence_id=row, sampling=costly, prompt_tokens=[], output_tokens=[])
+            )
+        self.begin(logits, range(len(logits)))
+        self._sequences.clear()
+
     def prompt_logprobs(
         self, logits: torch.Tensor, next_tokens: Sequence[int], num: int
     ) -> list[TokenLogprobs]:
@@ -249,16 +263,20 @@ class Sampler:
         part = logits if len(rows) == len(logits) else logits.index_select(0, there)
         unseen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
         uncounted = torch.zeros(logits.shape[1], dtype=torch.int32, device=logits.device)
-        settings = [
-            [each.sampling.repetition_penalty for each in sequences],
-            [each.sampling.presence_penalty for each in sequences],
-            [each.sampling.frequency_penalty for each in sequences],
-        ]
+        # Rows of a multiple of four: Triton compiles a kernel anew for one at an odd place.
+        settings = torch.zeros(3, -(-len(sequences) // 4) * 4)
+        settings[:, : len(sequences)] = torch.tensor(
+            [
+                [each.sampling.repetition_penalty for each in sequences],
+                [each.sampling.presence_penalty for each in sequences],
+                [each.sampling.frequency_penalty for each in sequences],
+            ]
+        )
         self._penalize(
             part,
             torch.stack([unseen if each.seen is None else each.seen for each in sequences]),
             torch.stack([uncounted if each.counts is None else each.counts for each in sequences]),
-            on_device.Penalties(*self._copies.send(torch.tensor(settings, dtype=torch.float32))),
+            on_device.Penalties(*self._copies.send(settings)[:, : len(sequences)]),
         )
         if part is not logits:
             logits.index_copy_(0, there, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from mooncake.engine.config import EngineConfig
 from mooncake.model import opening
 from mooncake.model.checkpoint.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
+from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.sampler import Sampler
+from mooncake.model.memory import GpuMemory
 from mooncake.model.options import ModelOptions
+from mooncake.model.rank_device import RankDevice
 
 
 @pytest.mark.parametrize("backend", ["auto", TRITON])
@@ -43,3 +47,43 @@ def test_tokens_are_drawn_and_penalized_where_the_model_computes(
     assert given["draw_tokens"] == (kernel("draw", TRITON) if backend == TRITON else None)
     wanted = TRITON if backend == TRITON else REFERENCE
     assert given["penalize"] == kernel("penalize", wanted)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_gpu_runs_steps_of_all_sizes_before_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: bool
+) -> None:
+    """Also where pages are of a given number: else the first requests wait for compilers."""
+    ran: list[tuple[int, ...]] = []
+
+    class Meter:
+        def measure(self, step: Callable[[], None]) -> GpuMemory:
+            step()
+            return GpuMemory(total_bytes=10**9, resident_bytes=0, step_bytes=10**6)
+
+    forward, try_out = KimiK2.forward, Sampler.try_out
+    monkeypatch.setattr(RankDevice, "open_meter", lambda _: Meter())
+    monkeypatch.setattr(
+        KimiK2, "forward",
+        lambda model, inputs, *more: (
+            ran.append(tuple(inputs.tokens.shape)), forward(model, inputs, *more)
+        )[1],
+    )  # fmt: skip
+    sampled: list[int] = []
+    monkeypatch.setattr(
+        Sampler, "try_out", lambda self, x: (sampled.append(len(x)), try_out(self, x))[1]
+    )
+    path = init_checkpoint("k2-nano", 0, tmp_path / "nano", dtype="float32")
+    source = opening.ModelSource(path, "float32", ModelOptions(measure_pages=measured))
+    layout = KvLayout.for_model(
+        Checkpoint.open(path).spec, block_tokens=16, dtype="float32", weights_revision="none"
+    )
+    config = EngineConfig(
+        num_blocks=77, max_num_seqs=4, max_batched_tokens=16, max_chunk_tokens=16,
+        max_model_len=32, max_waiting=1, block_tokens=16,
+    )  # fmt: skip
+    found = source.num_pages(layout, config)
+    assert found > 77 if measured else found == 77
+    assert {(1,), (2,), (4,), (8,), (16,)} <= set(ran)
+    assert len(sampled) == len(ran)
+    assert max(sampled) == 4
