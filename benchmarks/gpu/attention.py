@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -60,7 +59,7 @@ def decode(bench: Bench, *, heads: int, batch: int, context: int, fp8: bool = Fa
             f"{step} tokens a step, {stages} stages": partial(
                 decode_op, q, kv, paged, rank, tile=DecodeTile(stages, step)
             )
-            for step, stages in itertools.product((page, page // 2), (2, 3))
+            for step, stages in ((page, 2), (page // 2, 2), (page // 2, 3), (page // 2, 4))
             if step >= LEAST_STEP
         }
         | ({} if tiny else {"warpgroups": partial(decode_op, q, kv, paged, rank, tile=WARPGROUPS)}),

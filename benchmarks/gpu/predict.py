@@ -82,12 +82,12 @@ def lines(before: bool) -> dict[str, tuple[Sequence[Part], int]]:
     whose kernels have changed.
     """
     made = {f"moe-int4-{tokens}": _int4(tokens, before) for tokens in (1, 16, 64, 128)}
-    made["mla-decode-b128"] = _decode(128, 4096)
-    made["mla-decode-b32"] = _decode(32, 8192)
-    made["mla-decode-b1"] = _decode(1, 131072)
-    made["mla-decode-8-heads"] = _decode(128, 4096, heads=8)
-    made["mla-decode-fp8"] = _decode(128, 4096, fp8=True)
-    made["mla-decode-dcp8"] = _decode(64, 512)
+    made["mla-decode-b128"] = _decode(128, 4096, before)
+    made["mla-decode-b32"] = _decode(32, 8192, before)
+    made["mla-decode-b1"] = _decode(1, 131072, before)
+    made["mla-decode-8-heads"] = _decode(128, 4096, before, heads=8)
+    made["mla-decode-fp8"] = _decode(128, 4096, before, fp8=True)
+    made["mla-decode-dcp8"] = _decode(64, 512, before)
     if not before:
         made["prefill-8k"] = _prefill(8192)
         made["moe-fp8-64"] = _fp8(64)
@@ -114,14 +114,17 @@ def _int4(tokens: int, before: bool) -> tuple[Sequence[Part], int]:
 
 
 def _decode(
-    batch: int, context: int, *, heads: int = 64, fp8: bool = False
+    batch: int, context: int, before: bool, *, heads: int = 64, fp8: bool = False
 ) -> tuple[Sequence[Part], int]:
+    """A turn of the loop is a page, now half of one for 64 heads of a bfloat16 cache."""
+    turns = 1 if before or fp8 or heads != 64 else 2
     pages = batch * context // 64
     programs = min(pages, MULTIPROCESSORS * (1 if heads == 64 else 2))
     flops = 2 * batch * context * max(heads, 16) * (576 + 512)
     attend = Part(
         f"decode, {heads} heads" + (", fp8 cache" if fp8 else ""), "_attend", programs,
-        pages / programs, pages * PAGE_BYTES / (2 if fp8 else 1), tensor_s=flops / BF16_FLOPS,
+        turns * pages / programs, pages * PAGE_BYTES / (2 if fp8 else 1),
+        tensor_s=flops / BF16_FLOPS,
     )  # fmt: skip
     return [attend], 2
 
@@ -173,7 +176,7 @@ def slice_step(batch: int, kernels: Sequence[Mapping[str, Any]], before: bool) -
     """Return a step of a rank: its experts and attention layer by layer, the rest of its bytes as
     if all else hid behind them, and its launches.
     """
-    attention = _decode(batch, 4096 if batch == 1 else 512)[0]
+    attention = _decode(batch, 4096 if batch == 1 else 512, before)[0]
     parts = [(_int4(batch, before)[0], LAYERS - 1), (attention, LAYERS)]
     issue_s = tensor_s = whole_s = 0.0
     num_bytes = SLICE_BYTES[batch]

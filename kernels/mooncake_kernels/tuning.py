@@ -36,18 +36,17 @@ class ProductTile:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How the absorbed decode walks a context. step_tokens: of a page, at a time; 0: all of it.
-
-    Fewer tokens leave more registers, and less in flight from memory. warpgroups: Hopper's own form
+    """How the absorbed decode walks a context: step_tokens of a page at a time, in so many stages;
+    0: as suits the number of rows and the cache. warpgroups: Hopper's own form
     (`triton.mla_decode_hopper`), which has steps and stages of its own.
     """
 
-    stages: int = 2
+    stages: int = 0
     step_tokens: int = 0
     warpgroups: bool = False
 
 
-WHOLE_PAGES = DecodeTile()
+DEFAULT_DECODE = DecodeTile()
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,10 @@ from tests.support.kernels import hopper_table
 from tests.support.kernels.hopper_compiler import HOPPER_SHARED_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_WGMMA = ("8 heads", "16 rows", "layer ops", "router", "float32")
+WITHOUT_WGMMA = ("decode, 8 heads", "32 heads", "16 rows", "layer ops", "router", "float32")
 """Launches that need not, or cannot, fill wgmma's 64 rows, and products it cannot do exactly."""
-KNOWN_SPILLS = {
-    "decode, 64 heads": 464,
-    "decode, 64 heads, 4 rows": 464,
-    "decode, 64 heads, fixed cuts": 496,
-    "decode, 64 heads, half pages": 240,
-    "decode, 64 heads, fp8 cache": 576,
-    "decode, 8 heads": 128,
-    "experts_fp8, few experts": 8,
-}
-"""Most bytes a thread. A 64 x 512 accumulator is half of all registers: of the rest some spills.
-Two of 64 x 64 beside tiles of 128 FP8 columns take nearly all."""
+MAY_SPILL = ("decode, 64 heads, whole pages", "float32")
+"""What runs only where it is asked for: to be measured, and exact products for comparisons."""
 
 
 pytestmark = pytest.mark.timeout(900)
@@ -102,15 +93,6 @@ def test_products_run_on_wgmma(launches: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_registers_suffice(launches: list[dict[str, Any]]) -> None:
-    spilling = [
-        made
-        for made in launches
-        if made["stack_bytes"]
-        and made["launch"] not in KNOWN_SPILLS
-        and "float32" not in made["launch"]  # exact float32 products are for comparisons only
-    ]
-    assert spilling == []
-    over = [
-        made for made in launches if made["stack_bytes"] > KNOWN_SPILLS.get(made["launch"], 2**20)
-    ]
-    assert over == []
+    served = [made for made in launches if not any(mark in made["launch"] for mark in MAY_SPILL)]
+    assert {made["kernel"] for made in served} == {made["kernel"] for made in launches}
+    assert [made for made in served if made["stack_bytes"]] == []

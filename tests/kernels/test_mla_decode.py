@@ -89,6 +89,17 @@ def test_parts_of_a_page_at_a_time(step: int) -> None:
     assert_log_sums(lse, wanted_lse)
 
 
+@pytest.mark.parametrize(("heads", "tile_rows"), [(4, 16), (20, 32), (40, 64)])
+def test_tiles_of_few_and_many_rows(heads: int, tile_rows: int) -> None:
+    case = make_case([70, 33, 0], [1, 1, 1], heads=heads, page=64, seed=23)
+    check(case)
+    assert {key[3] for key in case.batch.plans} == {tile_rows}
+
+
+def test_widths_that_fill_no_tile() -> None:
+    check(make_case([37, 5], [1, 2], rank=24, rope=8, seed=24))
+
+
 def test_one_long_context_is_cut_into_several_items() -> None:
     check(make_case([150], [1], seed=1))
 

@@ -198,8 +198,8 @@ def gate_up_ranges_kernel(
     program = tl.program_id(0)
     all_steps = tiles * blocks * steps
     each = tl.maximum(tl.cdiv(all_steps, tl.num_programs(0)), 1)
-    step = program * each
-    end = tl.minimum(step + each, all_steps)
+    start = program * each
+    end = tl.minimum(start + each, all_steps)
     SIZE: tl.constexpr = BLOCK_W * BLOCK_T
     if SWAP:
         w_axis = tl.arange(0, BLOCK_W)[:, None]
@@ -207,10 +207,10 @@ def gate_up_ranges_kernel(
     else:
         w_axis = tl.arange(0, BLOCK_W)[None, :]
         inside = tl.arange(0, BLOCK_T)[:, None] * BLOCK_W + w_axis
-    while step < end:
-        index = step // steps
+    # Addresses of the output, kept while a product's steps go by, would be spilled.
+    for index in tl.range(start // steps, tl.cdiv(end, steps), disable_licm=True):
         begin = index * steps
-        first = step - begin
+        first = tl.maximum(start - begin, 0)
         last = tl.minimum(end - begin, steps)
         tile, block = place(index, tiles, blocks, GROUP_T)
         gate, up = _gate_up(
@@ -239,7 +239,6 @@ def gate_up_ranges_kernel(
         if whole:
             row, live = tile_rows(tile_begin, tile_end, tile, BLOCK_T)
             store_gated(gate, up, out, row, live, block * BLOCK_W, N, SWAP, BLOCK_W)
-        step += taken
 
 
 @triton.jit

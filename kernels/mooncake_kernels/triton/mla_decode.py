@@ -16,6 +16,8 @@ FlashMLA's metadata kernel.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -31,11 +33,9 @@ from mooncake_kernels.triton.device import (
     num_programs,
     pow2,
 )
-from mooncake_kernels.tuning import WHOLE_PAGES, DecodeTile
+from mooncake_kernels.tuning import DEFAULT_DECODE, DecodeTile
 
 TILE_ROWS = 64
-_FLOAT32_ROWS, _FLOAT32_STEP = 16, 32
-"""Of float32, for comparisons only: larger tiles ask for more shared memory than there is."""
 _SEQUENCES_AT_ONCE = 256
 _COMBINE_PARTS = 16
 _COMBINE_PROGRAMS = 1024
@@ -91,11 +91,11 @@ def _find(ends, value, num, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _part(
-    row_start, lengths, first_unit, first_tile, seq, unit, end, heads,
+def _item(
+    row_start, lengths, first_unit, first_tile, seq, item, unit, end, heads,
     PAGE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """Return (rows m of the strip, whether they are there, their places in q and out; the part's
+    """Return (rows m of the strip, whether they are there, their places in q and out; the item's
     first unit of the strip, the one behind its last, how many the strip has).
 
     Reads anew whatever is known of it: cheaper than registers held while the pages go by.
@@ -104,10 +104,16 @@ def _part(
     num_rows = tl.load(row_start + seq + 1, volatile=True) - row0
     length = tl.load(lengths + seq, volatile=True)
     units = (length + PAGE * WIDTH - 1) // (PAGE * WIDTH)
-    inside = unit - tl.load(first_unit + seq, volatile=True)
-    tile = tl.load(first_tile + seq, volatile=True) + inside // units
-    begin = inside % units
-    stop = begin + 1 if FIXED else tl.minimum(begin + end - unit, units)
+    tile = tl.load(first_tile + seq, volatile=True)
+    if FIXED:
+        tile += item // units
+        begin = item % units
+        stop = begin + 1
+    else:
+        tile += item
+        line = tl.load(first_unit + seq, volatile=True) + item * units
+        begin = tl.maximum(unit - line, 0)
+        stop = tl.minimum(end - line, units)
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     at = (row0 * heads + m).to(tl.int64)
     return m, m < num_rows * heads, at, begin, stop, units
@@ -115,33 +121,48 @@ def _part(
 
 @triton.jit
 def _attend_pages(
-    q_latent, q_rope, kv, table, first, last, length, limit, kv_scale,
+    q_latent, q_rope, kv, table, first, last, length, limit, least, kv_scale,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return (unnormalized output, sum, running maximum in base 2) of a tile over some pages."""
+    """Return (output neither scaled nor divided, sum, running maximum in base 2) of a tile over
+    some pages; `limit` is what each row sees, `least` what all do.
+    """
     n = tl.arange(0, BLOCK_N)
     c = tl.arange(0, BLOCK_C)
     r = tl.arange(0, BLOCK_R)
+    if BLOCK_C > RANK:  # of no weight: the query has zeros there, and they are not stored
+        c = tl.minimum(c, RANK - 1)
+    if BLOCK_R > ROPE:
+        r = tl.minimum(r, ROPE - 1)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    scale = kv_scale * LOG2_E
     parts: tl.constexpr = PAGE // BLOCK_N
-    for block in tl.range(first * parts, last * parts, num_stages=STAGES):
-        page = tl.load(table + block // parts).to(tl.int64)
-        token = block * BLOCK_N + n
-        live = (token < length)[:, None]  # what lies behind the end may be NaN: never load it
-        row = kv + (page * PAGE + block % parts * BLOCK_N + n)[:, None] * (RANK + ROPE)
-        latent = tl.load(row + c[None, :], mask=live & (c < RANK)[None, :], other=0.0)
-        rope = tl.load(row + RANK + r[None, :], mask=live & (r < ROPE)[None, :], other=0.0)
+    begin = first * parts
+    end = tl.minimum(last * parts, (length + BLOCK_N - 1) // BLOCK_N)
+    ahead = tl.load(table + first)  # a step before it is needed, so that pages can be too
+    for block in tl.range(begin, end, num_stages=STAGES):
+        start = kv + (ahead.to(tl.int64) * PAGE + block % parts * BLOCK_N) * (RANK + ROPE)
+        ahead = tl.load(table + tl.minimum(block + 1, end - 1) // parts)
+        # What lies behind the end may be NaN: the last token is read in its place, of no weight.
+        row = (tl.minimum(n, length - 1 - block * BLOCK_N) * (RANK + ROPE))[:, None]
+        latent = tl.load(start + (row + c[None, :]))
+        rope = tl.load(start + (row + (RANK + r)[None, :]))
         if INTERPRETED:
             latent = latent.to(tl.float32)
         else:
             latent = latent.to(q_latent.dtype)
             rope = rope.to(q_latent.dtype)
-        scores = dot(q_latent, tl.trans(latent), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-        scores = dot(q_rope, tl.trans(rope), scores) * (kv_scale * LOG2_E)
-        scores = tl.where(token[None, :] < limit[:, None], scores, float("-inf"))
+        # Of a product whose result goes straight into another one the compiler gives each half of
+        # the warps all of it, not half: hence two products side by side, and an `if`.
+        nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        scores = dot(q_latent, tl.trans(latent), nothing)
+        scores = scores * scale + dot(q_rope, tl.trans(rope), nothing) * scale
+        if (block + 1) * BLOCK_N > least:
+            token = block * BLOCK_N + n
+            scores = tl.where(token[None, :] < limit[:, None], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
         probs = tl.exp2(scores - base[:, None])
@@ -151,7 +172,7 @@ def _attend_pages(
             probs = probs.to(q_latent.dtype)
         acc = dot(probs, latent, acc * shrink[:, None])
         best = new_best
-    return acc * kv_scale, total, best
+    return acc, total, best
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
@@ -162,8 +183,12 @@ def _attend(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr, FIXED_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend over a range of units; a strip that is whole here is done, others go to slots."""
-    WIDTH: tl.constexpr = FIXED_PAGES if FIXED_PAGES > 0 else 1
+    """Attend over a range of units; a strip that is whole here is done, others go to slots.
+
+    An item is what the range has of a strip, or a unit where FIXED_PAGES is not 0.
+    """
+    FIXED: tl.constexpr = FIXED_PAGES > 0
+    WIDTH: tl.constexpr = FIXED_PAGES if FIXED else 1
     program = tl.program_id(0)
     all_units = tl.load(first_unit + num_seqs)
     each = (all_units + tl.num_programs(0) - 1) // tl.num_programs(0)
@@ -173,42 +198,55 @@ def _attend(
     r = tl.arange(0, BLOCK_R)
     while unit < end:
         seq = _find(first_unit + 1, unit, num_seqs, BLOCK_S)
-        m, there, at, begin, stop, _ = _part(
-            row_start, lengths, first_unit, first_tile, seq, unit, end, heads,
-            PAGE, WIDTH, BLOCK_M, FIXED_PAGES > 0,
-        )  # fmt: skip
         length = tl.load(lengths + seq)
-        num_rows = tl.load(row_start + seq + 1) - tl.load(row_start + seq)
-        limit = length - num_rows + m // heads + 1
-        row = q + at[:, None] * (RANK + ROPE)
-        mask_c = there[:, None] & (c < RANK)[None, :]
-        mask_r = there[:, None] & (r < ROPE)[None, :]
-        q_latent = tl.load(row + c[None, :], mask=mask_c, other=0.0)
-        q_rope = tl.load(row + RANK + r[None, :], mask=mask_r, other=0.0)
-        acc, total, best = _attend_pages(
-            q_latent, q_rope, kv, page_table + seq.to(tl.int64) * table_stride, begin * WIDTH,
-            tl.minimum(stop * WIDTH, (length + PAGE - 1) // PAGE), length, limit, kv_scale,
-            RANK, ROPE, BLOCK_C, BLOCK_R, PAGE, BLOCK_M, BLOCK_N, STAGES,
-        )  # fmt: skip
-        seen = total > 0
-        safe = tl.where(seen, total, 1.0)
-        result = acc / safe[:, None]
-        log_sum = tl.where(seen, (best + tl.log2(safe)) * LN_2, float("-inf"))
-        m, there, at, begin, stop, units = _part(
-            row_start, lengths, first_unit, first_tile, seq, unit, end, heads,
-            PAGE, WIDTH, BLOCK_M, FIXED_PAGES > 0,
-        )  # fmt: skip
-        mask_c = there[:, None] & (c < RANK)[None, :]
-        if (begin == 0) & (stop == units):
-            to = out + at[:, None] * RANK + c[None, :]
-            tl.store(to, narrow(result, out.dtype.element_ty), mask_c)
-            tl.store(lse + at, log_sum, there)
-        else:
-            slot = unit if FIXED_PAGES > 0 else 2 * program + (begin == 0).to(tl.int32)
-            part = slot.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            tl.store(part_out + part[:, None] * RANK + c[None, :], result, mask_c)
-            tl.store(part_lse + part, log_sum, there)
-        unit += stop - begin
+        line = tl.load(first_unit + seq)
+        of_item = 1 if FIXED else (length + PAGE - 1) // PAGE
+        behind = tl.minimum(tl.load(first_unit + seq + 1), end)
+        # Addresses of the queries and the output, kept while the pages go by, would be spilled.
+        for item in tl.range(
+            (unit - line) // of_item, tl.cdiv(behind - line, of_item), disable_licm=True
+        ):
+            m, there, at, begin, stop, _ = _item(
+                row_start, lengths, first_unit, first_tile, seq, item, unit, end, heads,
+                PAGE, WIDTH, BLOCK_M, FIXED,
+            )  # fmt: skip
+            length = tl.load(lengths + seq)
+            num_rows = tl.load(row_start + seq + 1) - tl.load(row_start + seq)
+            limit = length - num_rows + m // heads + 1
+            least = length - num_rows + 1
+            row = q + at[:, None] * (RANK + ROPE)
+            mask_c = there[:, None] & (c < RANK)[None, :]
+            mask_r = there[:, None] & (r < ROPE)[None, :]
+            q_latent = tl.load(row + c[None, :], mask=mask_c, other=0.0)
+            q_rope = tl.load(row + RANK + r[None, :], mask=mask_r, other=0.0)
+            acc, total, best = _attend_pages(
+                q_latent, q_rope, kv, page_table + seq.to(tl.int64) * table_stride, begin * WIDTH,
+                tl.minimum(stop * WIDTH, (length + PAGE - 1) // PAGE), length, limit,
+                least, kv_scale,
+                RANK, ROPE, BLOCK_C, BLOCK_R, PAGE, BLOCK_M, BLOCK_N, STAGES,
+            )  # fmt: skip
+            seen = total > 0
+            safe = tl.where(seen, total, 1.0)
+            result = acc * (kv_scale / safe)[:, None]
+            log_sum = tl.where(seen, (best + tl.log2(safe)) * LN_2, float("-inf"))
+            m, there, at, begin, stop, units = _item(
+                row_start, lengths, first_unit, first_tile, seq, item, unit, end, heads,
+                PAGE, WIDTH, BLOCK_M, FIXED,
+            )  # fmt: skip
+            mask_c = there[:, None] & (c < RANK)[None, :]
+            if (begin == 0) & (stop == units):
+                to = out + at[:, None] * RANK + c[None, :]
+                tl.store(to, narrow(result, out.dtype.element_ty), mask_c)
+                tl.store(lse + at, log_sum, there)
+            else:
+                if FIXED:
+                    slot = tl.load(first_unit + seq) + item
+                else:
+                    slot = 2 * program + (begin == 0).to(tl.int32)
+                part = slot.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+                tl.store(part_out + part[:, None] * RANK + c[None, :], result, mask_c)
+                tl.store(part_lse + part, log_sum, there)
+        unit = tl.minimum(tl.load(first_unit + seq + 1, volatile=True), end)
 
 
 @triton.jit
@@ -289,7 +327,7 @@ def mla_decode(
     out_dtype: torch.dtype | None = None,
     *,
     split_pages: int = 0,
-    tile: DecodeTile = WHOLE_PAGES,
+    tile: DecodeTile = DEFAULT_DECODE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out [rows, heads, rank], lse [rows, heads] float32); see the reference.
 
@@ -299,21 +337,20 @@ def mla_decode(
     """
     rows, heads, width = q.shape
     page, seqs = kv.shape[1], batch.num_sequences
-    exact = q.dtype == torch.float32
-    step_tokens = tile.step_tokens or (min(page, _FLOAT32_STEP) if exact else page)
     if page < 16 or page & (page - 1):
         raise ValueError(f"pages of {page} tokens; the kernel takes powers of two from 16 on")
-    if step_tokens < 16 or page % step_tokens:
-        raise ValueError(f"steps of {step_tokens} tokens do not cut pages of {page}")
     if not (q.is_contiguous() and kv.is_contiguous() and batch.page_table.is_contiguous()):
         raise ValueError("q, kv and page_table must be contiguous")
-    tile_rows = _FLOAT32_ROWS if exact else TILE_ROWS
     if tile.warpgroups:
         _check_warpgroups(q, page, rank)
-    elif not split_pages:  # the size of a tile chooses the instruction, and that the order of sums
-        tile_rows = min(tile_rows, pow2(batch.max_rows * heads, 16))
-    few = tile_rows < TILE_ROWS  # then two programs fit a multiprocessor
-    programs = num_programs(q.device) * (2 if few else 1)
+    # The size of a tile chooses the instruction, and that the order of sums.
+    rows_of_any = TILE_ROWS if split_pages or tile.warpgroups else batch.max_rows * heads
+    form = _form(q.dtype, kv.dtype, rows_of_any)
+    tile_rows = form.rows
+    step_tokens = tile.step_tokens or min(page, form.step_tokens)
+    if step_tokens < 16 or page % step_tokens:
+        raise ValueError(f"steps of {step_tokens} tokens do not cut pages of {page}")
+    programs = num_programs(q.device) * form.programs
     most_pages = batch.page_table.shape[1]
     most_strips = rows * heads // tile_rows + seqs
     slots, group = 2 * programs, most_strips
@@ -343,8 +380,8 @@ def mla_decode(
             _attend[(programs,)](
                 *tensors, RANK=rank, ROPE=width - rank, BLOCK_C=pow2(rank, 16),
                 BLOCK_R=pow2(width - rank, 16), PAGE=page, BLOCK_M=tile_rows, BLOCK_N=step_tokens,
-                BLOCK_S=_SEQUENCES_AT_ONCE, STAGES=tile.stages, FIXED_PAGES=split_pages,
-                num_warps=4 if few else 8,
+                BLOCK_S=_SEQUENCES_AT_ONCE, STAGES=tile.stages or form.stages,
+                FIXED_PAGES=split_pages, num_warps=form.warps,
             )  # fmt: skip
         _combine[(rows, min(heads, triton.cdiv(_COMBINE_PROGRAMS, rows)))](
             batch.row_start, batch.lengths, *plan, part_out, part_lse, out, lse,
@@ -353,6 +390,37 @@ def mla_decode(
             BLOCK_S=_SEQUENCES_AT_ONCE, FIXED_PAGES=split_pages, num_warps=4,
         )  # fmt: skip
     return out, lse
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How `_attend` is compiled: rows of a tile, most tokens of a step, stages (steps that are held
+    or arriving), warps; `programs` a multiprocessor.
+    """
+
+    rows: int
+    step_tokens: int
+    stages: int
+    warps: int
+    programs: int = 1
+
+
+_FLOAT32 = _Form(16, 32, 2, 4, 2)
+"""For comparisons only: larger tiles ask for more shared memory than there is."""
+_FEW_ROWS = _Form(16, 64, 2, 4, 2), _Form(32, 64, 3, 8)
+_BF16_CACHE, _FP8_CACHE = _Form(TILE_ROWS, 32, 4, 8), _Form(TILE_ROWS, 64, 3, 8)
+"""None spills (`tests/kernels/test_compiles_for_hopper.py`; kernels/README.md has what was tried).
+Few rows of an FP8 cache are filled up with zeros: widening for a small tile's products takes longer
+than what is computed for nothing."""
+
+
+def _form(dtype: torch.dtype, kv_dtype: torch.dtype, rows: int) -> _Form:
+    """Return the form for at most `rows` (token, head) rows of a sequence."""
+    if dtype == torch.float32:
+        return _FLOAT32
+    if kv_dtype.itemsize == 1:
+        return _FP8_CACHE
+    return next((form for form in _FEW_ROWS if rows <= form.rows), _BF16_CACHE)
 
 
 def _check_warpgroups(q: torch.Tensor, page: int, rank: int) -> None:

@@ -24,7 +24,7 @@ from mooncake_kernels.reference.paged_batch import PagedBatch
 from mooncake_kernels.reference.router import Routing
 from mooncake_kernels.reference.sampling import DrawSettings, Penalties
 from mooncake_kernels.triton import experts as experts_module
-from mooncake_kernels.tuning import DecodeTile, default_experts_config
+from mooncake_kernels.tuning import DEFAULT_DECODE, DecodeTile, default_experts_config
 
 from tests.support.kernels import hopper_table
 from tests.support.kernels.hopper_compiler import Compiled, compiling
@@ -35,6 +35,7 @@ FEW_TOKENS = 16
 STACKED = 2
 """Experts that are really made: how many there are is no part of the code."""
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+WARPGROUPS = DecodeTile(warpgroups=True)
 
 
 def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -50,16 +51,13 @@ def decode(
     rows: int,
     dtype: torch.dtype = BF16,
     kv_dtype: torch.dtype = BF16,
-    step_tokens: int = 0,
     split_pages: int = 0,
-    warpgroups: bool = False,
+    page: int = 64,
+    tile: DecodeTile = DEFAULT_DECODE,
 ) -> None:
     batch = PagedBatch(ints(9), ints(8), ints(8, 64), rows)
-    q, kv = zeros(8 * rows, heads, 576, dtype=dtype), zeros(2, 64, 576, dtype=kv_dtype)
-    kernel("mla_decode", "triton")(
-        q, kv, batch, 512, 1.0, split_pages=split_pages,
-        tile=DecodeTile(2, step_tokens, warpgroups),
-    )  # fmt: skip
+    q, kv = zeros(8 * rows, heads, 576, dtype=dtype), zeros(2, page, 576, dtype=kv_dtype)
+    kernel("mla_decode", "triton")(q, kv, batch, 512, 1.0, split_pages=split_pages, tile=tile)
 
 
 def prefill(rows: int) -> None:
@@ -147,17 +145,27 @@ def sampling() -> None:
 
 LAUNCHES: dict[str, Callable[[], None]] = {
     "decode, 64 heads": lambda: decode(64, 1),
-    "decode, 64 heads, half pages": lambda: decode(64, 1, step_tokens=32),
+    "decode, 64 heads, whole pages": lambda: decode(64, 1, tile=DecodeTile(2, 64)),
     "decode, 64 heads, fp8 cache": lambda: decode(64, 1, kv_dtype=FP8),
+    "decode, 32 heads": lambda: decode(32, 1),
     "decode, 8 heads": lambda: decode(8, 1),
+    "decode, 8 heads, fp8 cache": lambda: decode(8, 1, kv_dtype=FP8),
+    **{
+        f"decode, 64 heads{of}, pages of {page}": lambda page=page, kind=kind: decode(  # type: ignore[misc]
+            64, 1, kv_dtype=kind, page=page
+        )
+        for of, kind in (("", BF16), (", fp8 cache", FP8))
+        for page in (16, 128)
+    },
+    "decode, 8 heads, pages of 128": lambda: decode(8, 1, page=128),
     "decode, 64 heads, 4 rows": lambda: decode(64, 4),
     "decode, 64 heads, fixed cuts": lambda: decode(64, 1, split_pages=64),
-    "decode, 64 heads, warpgroups": lambda: decode(64, 1, warpgroups=True),
-    "decode, 64 heads, warpgroups, fp8 cache": lambda: decode(64, 1, kv_dtype=FP8, warpgroups=True),
+    "decode, 64 heads, warpgroups": lambda: decode(64, 1, tile=WARPGROUPS),
+    "decode, 64 heads, warpgroups, fp8 cache": lambda: decode(64, 1, kv_dtype=FP8, tile=WARPGROUPS),
     "decode, 64 heads, warpgroups, fixed cuts": lambda: decode(
-        64, 1, split_pages=64, warpgroups=True
+        64, 1, split_pages=64, tile=WARPGROUPS
     ),
-    "decode, 8 heads, warpgroups": lambda: decode(8, 1, warpgroups=True),
+    "decode, 8 heads, warpgroups": lambda: decode(8, 1, tile=WARPGROUPS),
     "decode, 8 heads, float32": lambda: decode(8, 1, torch.float32, torch.float32),
     "decode, 64 heads, float32": lambda: decode(64, 2, torch.float32, torch.float32),
     "prefill, 256 rows": lambda: prefill(256),
