@@ -168,6 +168,11 @@ class Backends:
         # Packed anew in their own memory; a second time they fill a GPU's.
         in_place = {"in_place": True} if (op, name) == ("experts_int4", TRITON) else {}
         made = kernel(op, name)(*stored, **in_place)
+        if in_place and made.num_bytes > (given := sum(part.nbytes for part in stored)):
+            why = (
+                f", its weights filled up to whole blocks of 128 rows and columns, which takes "
+                f"{made.num_bytes / given:.1f} times their memory; fewer ranks leave less to fill"
+            )
         if self.deterministic and name == TRITON:
             made.fix_tiles(_FIXED_ROWS_OF_EXPERT)
         return made, name + why

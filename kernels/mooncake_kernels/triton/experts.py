@@ -56,6 +56,12 @@ class _GroupedExperts:
         self.config: ExpertsConfig | None = None
         self._whole_products = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Return what the weights take, filled up where the format needs it."""
+        products = self._gate_up, self._down
+        return sum(each.values.nbytes + each.factors.nbytes for each in products)
+
     def fix_tiles(self, rows: int) -> None:
         """Take for every batch the tiles of `rows` rows an expert, and no product in parts: bits
         then depend on no batch.

@@ -19,6 +19,18 @@ from mooncake_kernels.triton.grouped import place, store_gated, store_weighted
 
 
 @triton.jit
+def _product(
+    index, tiles, blocks, tile_expert, tile_begin, tile_end,
+    GROUP_T: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Return (expert, block of weight rows, first sorted row, all rows, which there are)."""
+    tile, block = place(index, tiles, blocks, GROUP_T)
+    begin = tl.load(tile_begin + tile)
+    row = begin + tl.arange(0, BLOCK_T)
+    return tl.load(tile_expert + tile), block, begin, row, row < tl.load(tile_end + tile)
+
+
+@triton.jit
 def gate_up_fp8_kernel(
     x, x_factors, w, factors, out, tile_expert, tile_begin, tile_end, num_tiles,
     rows, matrices, N, K,
@@ -34,11 +46,9 @@ def gate_up_fp8_kernel(
     x_boxes = tl.make_tensor_descriptor(x, [rows, K], [K, 1], [BLOCK_T, 128])
     w_boxes = tl.make_tensor_descriptor(w, [matrices * N, K], [K, 1], [BLOCK_W, 128])
     for index in range(tl.program_id(0), tiles * blocks, tl.num_programs(0)):
-        tile, block = place(index, tiles, blocks, GROUP_T)
-        expert = tl.load(tile_expert + tile)
-        begin = tl.load(tile_begin + tile)
-        row = begin + tl.arange(0, BLOCK_T)
-        live = row < tl.load(tile_end + tile)
+        expert, block, begin, row, live = _product(
+            index, tiles, blocks, tile_expert, tile_begin, tile_end, GROUP_T, BLOCK_T
+        )
         line = expert * 2 * N + block * BLOCK_W
         of_block = factors + expert.to(tl.int64) * 2 * of_matrix + block * BLOCK_W // 128 * steps
         gate = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
@@ -68,11 +78,9 @@ def down_fp8_kernel(
     x_boxes = tl.make_tensor_descriptor(x, [rows, K], [K, 1], [BLOCK_T, 128])
     w_boxes = tl.make_tensor_descriptor(w, [matrices * N, K], [K, 1], [BLOCK_W, 128])
     for index in range(tl.program_id(0), tiles * blocks, tl.num_programs(0)):
-        tile, block = place(index, tiles, blocks, GROUP_T)
-        expert = tl.load(tile_expert + tile)
-        begin = tl.load(tile_begin + tile)
-        row = begin + tl.arange(0, BLOCK_T)
-        live = row < tl.load(tile_end + tile)
+        expert, block, begin, row, live = _product(
+            index, tiles, blocks, tile_expert, tile_begin, tile_end, GROUP_T, BLOCK_T
+        )
         line = expert * N + block * BLOCK_W
         of_block = (
             factors + (expert.to(tl.int64) * tl.cdiv(N, 128) + block * BLOCK_W // 128) * steps

@@ -26,11 +26,11 @@ _ZERO_CODE = 8
 
 
 @triton.jit
-def _pairs(words, SHIFT: tl.constexpr, x_dtype: tl.constexpr):
+def _pairs(words, mask, SHIFT: tl.constexpr, x_dtype: tl.constexpr):
     """Return [..., 2] of words [...]: the codes `SHIFT` and 16 + `SHIFT` bits up; plus 128 in
     compiled bfloat16.
     """
-    pair = (words >> SHIFT) & 0x000F000F
+    pair = (words >> SHIFT) & mask
     if x_dtype == tl.bfloat16 and not INTERPRETED:
         # 0x4300 is 128, whose last bit of mantissa is 1: 128 + code by an `or`, exactly.
         pair = pair | 0x43004300
@@ -62,8 +62,11 @@ def int4_tile(w, factors, first_row, k, N, x_dtype: tl.constexpr, BLOCK_W: tl.co
     at = w + height.to(tl.int64) * (k // 8) + thread[None, :, None] * 4
     at += tl.arange(0, 2)[:, None, None] * (8 * height) + tl.arange(0, 4)[None, None, :]
     words = tl.load(at)
-    left = tl.join(_pairs(words, 0, x_dtype), _pairs(words, 4, x_dtype))
-    right = tl.join(_pairs(words, 8, x_dtype), _pairs(words, 12, x_dtype))
+    # An instruction holds one constant of two: the other, were it known, would be moved to a
+    # register before each. N is positive.
+    mask = 0x000F000F | (N >> 31)
+    left = tl.join(_pairs(words, mask, 0, x_dtype), _pairs(words, mask, 4, x_dtype))
+    right = tl.join(_pairs(words, mask, 8, x_dtype), _pairs(words, mask, 12, x_dtype))
     codes = tl.join(left, right).reshape([2, BLOCK_W // 16, 8, 4, 4, 2, 2, 2])
     codes = codes.permute([1, 6, 2, 0, 4, 7, 3, 5]).reshape([BLOCK_W, 4, 32])
     line = k // 128 * height + first_row + tl.arange(0, BLOCK_W)
