@@ -42,6 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[api,ray,dev]'
+	@$(BIN)/python -m compileall -q mooncake kernels tests
 	@touch $@
 
 checkpoints/%/config.json: | $(STAMP)
@@ -69,7 +70,7 @@ test: check helm
 
 # Soaks, clusters of processes, comparisons with transformers: what `make test` leaves out.
 test-slow: $(STAMP) helm
-	$(PYTEST) --no-loadscope-reorder -v -p tests.support.timed_tests -m slow -n 3 tests/integration $(PURE_TESTS)
+	$(PYTEST) --no-loadscope-reorder -v -p tests.support.timed_tests -m slow -n 3 $(PURE_TESTS) tests/integration
 
 test-all: EXAMPLES = all
 test-all: test test-slow test-browser test-rdma
