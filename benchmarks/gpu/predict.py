@@ -43,11 +43,27 @@ STEP_LAUNCHES = {True: 1834, False: 1227}
 `tests/kernels/test_step_launches.py`."""
 BESIDE = 2
 """Launches of a layer now that run beside others: the shared expert's up to its last product."""
-SLICE_BYTES = {1: 6.318e9, 64: 59.65e9}
-"""What a step of so many sequences reads, see `rank_slice.step_bytes`: of one at 4k, of 64 with an
-eighth of 4k."""
 INT4_BYTES, FP8_BYTES = 0.5 + 2 / 32, 1 + 4 / 128**2
 PAGE_BYTES = 64 * 576 * 2
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A step of a rank: of so many rows, over so many sequences of so many tokens; `num_bytes`:
+    what it reads, see `rank_slice.step_bytes`.
+    """
+
+    rows: int
+    sequences: int
+    context: int
+    num_bytes: float
+
+
+SLICES = {
+    "slice-b1": Slice(1, 1, 4096, 6.318e9),
+    "slice-b64-dcp8": Slice(64, 64, 512, 59.65e9),
+    "slice-prompt-16": Slice(16, 1, 64, 24.95e9),
+}
 
 
 @dataclass(frozen=True)
@@ -172,14 +188,14 @@ def _grouped(rows: int) -> tuple[tuple[Sequence[Part], int], tuple[Sequence[Part
     return ([gate_up], 1), ([down], 1)
 
 
-def slice_step(batch: int, kernels: Sequence[Mapping[str, Any]], before: bool) -> Prediction:
+def slice_step(of: Slice, kernels: Sequence[Mapping[str, Any]], before: bool) -> Prediction:
     """Return a step of a rank: its experts and attention layer by layer, the rest of its bytes as
     if all else hid behind them, and its launches.
     """
-    attention = _decode(batch, 4096 if batch == 1 else 512, before)[0]
-    parts = [(_int4(batch, before)[0], LAYERS - 1), (attention, LAYERS)]
+    attention = _decode(of.sequences, of.context, before)[0]
+    parts = [(_int4(of.rows, before)[0], LAYERS - 1), (attention, LAYERS)]
     issue_s = tensor_s = whole_s = 0.0
-    num_bytes = SLICE_BYTES[batch]
+    num_bytes = of.num_bytes
     for of_layer, layers in parts:
         found = predict(of_layer, 0, kernels)
         issue_s, tensor_s = issue_s + layers * found.issue_s, tensor_s + layers * found.tensor_s
@@ -188,7 +204,7 @@ def slice_step(batch: int, kernels: Sequence[Mapping[str, Any]], before: bool) -
     whole_s += num_bytes / BYTES_S + STEP_LAUNCHES[before] * LAUNCH_S
     if not before:
         whole_s -= (LAYERS - 1) * (BESIDE * LAUNCH_S - FORK_S)
-    return Prediction(issue_s, tensor_s, SLICE_BYTES[batch] / BYTES_S, whole_s)
+    return Prediction(issue_s, tensor_s, of.num_bytes / BYTES_S, whole_s)
 
 
 def predict(
@@ -221,9 +237,9 @@ def table() -> list[str]:
     for name, line in lines(before=False).items():
         old = predict(*was[name], before) if name in was else None
         shown.append(_row(name, old, predict(*line, now)))
-    for name, batch in (("slice-b1", 1), ("slice-b64-dcp8", 64)):
-        old, new = slice_step(batch, before, before=True), slice_step(batch, now, before=False)
-        shown.append(_row(name, old, new))
+    for name, of in SLICES.items():
+        old = slice_step(of, before, before=True) if of.rows == of.sequences else None
+        shown.append(_row(name, old, slice_step(of, now, before=False)))
     return shown
 
 

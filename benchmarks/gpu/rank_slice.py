@@ -24,6 +24,8 @@ from mooncake.model.checkpoint.tensor_cuts import Part, cut_of, part_shape
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.device.cuda import CudaSide
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
+from mooncake.model.device.prefill_graphs import PrefillGraphs
+from mooncake.model.forward_pass import ForwardPass
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import QuantizedWeight, load_model
@@ -192,20 +194,43 @@ def slice_step(bench: Bench, *, batch: int, context: int, dcp: bool) -> Work:
             for row in range(batch)
         ]  # fmt: skip
         graphs.logits(slots)
+    return _repeated(steps.by_rows[batch], step_bytes(spec, batch, context))
+
+
+def prompt_step(bench: Bench, *, tokens: int) -> Work:
+    """Return a rank's captured step of a prompt, up to its final hidden states."""
+    tokens = bench.size(tokens, 4)
+    model, backends = _model(bench.device, bench.tiny)
+    backends.shares[0] = 1
+    page = bench.size(64, 16)
+    layout = KvLayout.for_model(
+        model.spec, block_tokens=page, dtype="bfloat16", weights_revision="random"
+    )
+    with torch.inference_mode():
+        kv = KvTensors.allocate(layout, 1, bench.device)
+        steps = Steps()
+        graphs = PrefillGraphs(model, kv, steps, most_tokens=tokens, most_sequences=1, most_pages=1)
+        prompt = [7 * row + 1 for row in range(tokens)]
+        slot = StepSlot(sequence_id=0, start=0, tokens=prompt, pages=[0], sample=True)
+        ForwardPass(model, kv, graphs)([slot], frozenset())
+    return _repeated(steps.by_rows[tokens], step_bytes(model.spec, tokens, page, 1))
+
+
+def _repeated(step: Callable[[], torch.Tensor], num_bytes: int) -> Work:
+    """Return a step whose results must be finite, and the same when computed again."""
 
     def run() -> torch.Tensor:
         with torch.inference_mode():
-            return steps.by_rows[batch]()
+            return step()
 
     def off() -> float:
-        """All logits are finite, and the same when computed again."""
         first, again = run().clone(), run()
         same = bool(torch.isfinite(first).all()) and torch.equal(first, again)
         return 0.0 if same else 1.0
 
     return Work(
         run=run,
-        num_bytes=step_bytes(spec, batch, context),
+        num_bytes=num_bytes,
         flops=0,
         difference=off,
         gate=0.0,
@@ -213,8 +238,10 @@ def slice_step(bench: Bench, *, batch: int, context: int, dcp: bool) -> Work:
     )
 
 
-def step_bytes(spec: ModelSpec, batch: int, context: int) -> int:
-    """Return the bytes a rank's step reads: weights (experts as often as expected), and KV."""
+def step_bytes(spec: ModelSpec, rows: int, context: int, sequences: int | None = None) -> int:
+    """Return the bytes a rank's step reads: weights (experts as often as expected), and KV of
+    `sequences`, None: as many as rows.
+    """
     total = 0.0
     missed = 1 - spec.num_experts_per_tok / spec.n_routed_experts
     for name, shape in tensor_shapes(spec).items():
@@ -222,10 +249,11 @@ def step_bytes(spec: ModelSpec, batch: int, context: int) -> int:
         if "embed_tokens" in name:
             continue
         if ".mlp.experts." in name:
-            total += size * (0.5 + 2 / 32) * (1 - missed**batch)
+            total += size * (0.5 + 2 / 32) * (1 - missed**rows)
         else:
             total += size * 2
-    return round(total + 2 * spec.num_hidden_layers * batch * context * spec.kv_width)
+    kv = spec.num_hidden_layers * (sequences or rows) * context * spec.kv_width
+    return round(total + 2 * kv)
 
 
 CASES = (
@@ -233,6 +261,8 @@ CASES = (
          partial(slice_step, batch=1, context=4096, dcp=False)),
     Case("slice-b64-dcp8", "rank slice INT4 TP8, 61 layers, B=64 at 4k, DCP8 shard", "ms", 22, 18,
          partial(slice_step, batch=64, context=4096, dcp=True)),
+    Case("slice-prompt-16", "rank slice INT4 TP8, 61 layers, a prompt of 16 tokens, captured", "ms",
+         10, 8, partial(prompt_step, tokens=16)),
     Case("mla-decode-dcp8", "attention of that slice: 64 heads, b64 s512", "us", 60, 30,
          partial(decode, heads=64, batch=64, context=512)),
 )  # fmt: skip

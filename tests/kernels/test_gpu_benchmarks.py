@@ -283,7 +283,6 @@ def test_the_readme_shows_the_predictions() -> None:
     rows = [line.split("`")[1] for line in predict.table()[2:]]
     assert sorted(rows) == sorted(case.name for case in CASES), "a line each"
     spec = whole_spec(tiny=False)
-    for batch, context in ((1, 4096), (64, 512)):
-        assert predict.SLICE_BYTES[batch] == pytest.approx(
-            step_bytes(spec, batch, context), rel=1e-3
-        )
+    for each in predict.SLICES.values():
+        wanted = step_bytes(spec, each.rows, each.context, each.sequences)
+        assert each.num_bytes == pytest.approx(wanted, rel=1e-3)
