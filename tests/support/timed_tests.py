@@ -1,20 +1,10 @@
-"""A pytest plugin that prints every test with its seconds, and has long files begin first:
-`-v -p tests.support.timed_tests`.
-"""
+"""A pytest plugin that prints every test with its seconds: `-v -p tests.support.timed_tests`."""
 
 from __future__ import annotations
 
 import pytest
 
 _setup_s: dict[str, float] = {}
-_LONG = ("test_compiles_for_hopper.py", "test_rank_processes.py")
-"""Files that one process takes many minutes for: begun late, the others would wait for them."""
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first, and leave all else in order."""
-    items.sort(key=lambda item: item.path.name not in _LONG)
 
 
 @pytest.hookimpl(tryfirst=True)

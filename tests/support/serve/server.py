@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
-START_S = 120.0
+START_S = 300.0
 STOP_S = 60.0
 _SERVING = re.compile(r"serving \S+ on (http://\S+)/v1")
 
