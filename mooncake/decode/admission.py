@@ -17,3 +17,33 @@ def can_ever_fit(num_blocks: int, num_total: int) -> bool:
     pages, with one page to grow into.
     """
     return num_blocks + 1 <= num_total
+
+
+MAX_PASSED = 32
+"""Requests that may go past one which waits, where it might run before resting pages return."""
+MAX_WAITING_LOOKED_AT = 16
+"""Requests without room behind which no further one is looked at."""
+
+
+def may_be_passed(
+    num_needed: int,
+    num_available: int,
+    num_resting: int,
+    num_running: int,
+    num_total: int,
+    num_passed: int,
+) -> bool:
+    """Return whether requests that fit may go past one which does not.
+
+    They may where it waits for resting pages: those that a lost peer might still write to. Where
+    it cannot run before these return, any number may pass: none makes it wait longer than its own
+    time, for nobody passes any more once the pages are back. Where it could also run when others
+    end, `MAX_PASSED` may.
+    """
+    if num_resting == 0:
+        return False
+    if not can_ever_fit(num_needed, num_total - num_resting):
+        return True
+    return num_passed < MAX_PASSED and has_room(
+        num_needed, num_available + num_resting, num_running
+    )

@@ -40,6 +40,8 @@ class DecodeJob(Job[DecodeTask]):
         """No prefill worker pushes KV: gather what is cached and compute the rest here."""
         self.pages: list[int] = []
         """Held for the KV to come: blocks of this worker's cache first, then reserved pages."""
+        self.num_passed = 0
+        """Later requests that were given room before this one."""
         self.num_matched = 0
         """The number of leading `pages` that came from this worker's cache."""
         self.comparison = Comparison()

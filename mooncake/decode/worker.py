@@ -2,8 +2,9 @@
 arrived.
 
 Queues: tasks without room wait in `_waiting`, by class and turn (bound `max_reservations`; a full
-queue turns the task away). Pages that a prefill worker may be writing to are not freed before its
-`PushEnded` or `KVReady` has come, or it was lost and the pages have rested in quarantine.
+queue turns the task away). Others go past one that waits for resting pages only. Pages that a
+prefill worker may be writing to are not freed before its `PushEnded` or `KVReady` has come, or it
+was lost and the pages have rested in quarantine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ from mooncake.base.messages import (
     WorkerRef,
 )
 from mooncake.base.request import Failure
-from mooncake.decode.admission import can_ever_fit, has_room
+from mooncake.decode.admission import (
+    MAX_WAITING_LOOKED_AT,
+    can_ever_fit,
+    has_room,
+    may_be_passed,
+)
 from mooncake.decode.task import DecodeJob, Stage
 from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import Sequence, SequenceOutput
@@ -79,8 +85,7 @@ class DecodeWorker:
     def tick(self, now: float) -> float | None:
         for gateway in self.instance.lost_gateways():
             self._on_gateway_lost(gateway, now)
-        while self._waiting and self._admit(self._waiting[0], now):
-            self._waiting.pop(0)
+        self._admit_waiting(now)
         self._take(self.instance.start_steps(now), now)
         return min(self._ask_again(now), self.instance.tick(now))
 
@@ -126,6 +131,30 @@ class DecodeWorker:
             self._fail(job, Failure.turned_away("the decode queue is full"))
         else:
             insort(self._waiting, job, key=DecodeJob.rank)
+
+    def _admit_waiting(self, now: float) -> None:
+        """Start those for which there is room, in order; `may_be_passed` has the exception."""
+        passed: list[DecodeJob] = []
+        for job in list(self._waiting):
+            if self._admit(job, now):
+                self._waiting.remove(job)
+                for other in passed:
+                    other.num_passed += 1
+            elif len(passed) < MAX_WAITING_LOOKED_AT and self._may_be_passed(job):
+                passed.append(job)
+            else:
+                return
+
+    def _may_be_passed(self, job: DecodeJob) -> bool:
+        instance, pool = self.instance, self.instance.pool
+        return may_be_passed(
+            instance.layout.num_blocks(job.num_tokens),
+            pool.num_available,
+            instance.quarantine.num_pages,
+            instance.engine.num_running,
+            pool.num_blocks,
+            job.num_passed,
+        )
 
     def _admit(self, job: DecodeJob, now: float) -> bool:
         """Start a waiting job if there is room; return whether it was started."""

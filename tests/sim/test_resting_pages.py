@@ -1,0 +1,54 @@
+"""A decode worker whose pages rest, because a lost peer may still write to them: requests that fit
+go past one that waits for these pages, and it runs once they are back.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mooncake.base import WorkerRef
+from mooncake.base.messages import DecodeTask, PeerLost, Reserved
+from mooncake.instance import InstanceConfig
+from mooncake.sim.world.network import Endpoint, NetworkConfig
+from tests.support.sim.cluster import Cluster, engine_config, request, specs
+
+REST_S = 20.0
+LOST = WorkerRef("prefill-9", "e1", "nowhere")
+LIVING = WorkerRef("prefill-0", "e1", "living")
+GATEWAY = WorkerRef("gateway", "e0", "gateway")
+
+
+def test_requests_that_fit_go_past_one_that_waits_for_resting_pages() -> None:
+    # 48 pages of 4 tokens: 38 for each long request, 3 for each short one.
+    cluster = Cluster(
+        specs(0, 1, kvstores=False),
+        decode=engine_config(48),
+        network=NetworkConfig(),
+        instance=InstanceConfig(quarantine_s=REST_S, ask_again_s=1000.0),
+    )
+    world = cluster.world
+    process = world.workers["decode-0"].process
+    assert process is not None
+    reserved: list[str] = []
+
+    def hear(message: msgspec.Struct) -> None:
+        if isinstance(message, Reserved):
+            reserved.append(message.request_id)
+
+    for prefill in (LOST, LIVING):
+        world.network.attach(Endpoint(prefill.address, "elsewhere", hear))
+
+    def ask(name: str, num_tokens: int, prefill: WorkerRef) -> None:
+        asked = request(name, [1] * num_tokens)
+        process.deliver(DecodeTask(request=asked, attempt=1, gateway=GATEWAY, prefill=prefill))
+
+    ask("first", 150, LOST)
+    process.deliver(PeerLost(worker=LOST))
+    ask("long", 150, LIVING)
+    ask("short", 10, LIVING)
+    ask("other", 10, LIVING)
+    cluster.run(REST_S - 1)
+    assert reserved == ["first", "short", "other"]
+    cluster.run(2)
+    assert reserved == ["first", "short", "other", "long"]
+    cluster.check_integrity()
