@@ -197,5 +197,6 @@ def main(argv: list[str]) -> int:
     for name, part in (("tenants", _tenants), ("classes", _classes), ("roles", _roles)):
         if arguments.only in (None, name):
             part(table, arguments.seed)
+    table.caption = figures("a800x8", HardwareFigures).remark
     Console(width=120).print(table)
     return 0

@@ -106,4 +106,5 @@ def main(argv: list[str]) -> int:
         print(f"| prompt | one node | {' | '.join(ways)} |\n|{'---|' * (2 + len(ways))}")
         for num_tokens in LENGTHS:
             print(f"| {' | '.join(row(setup, num_tokens))} |")
+        print(f"\n{setup.cost().hardware.remark}")
     return 0

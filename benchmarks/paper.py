@@ -20,10 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.support.paper_tables import EXPERIMENTS, MODEL, Experiment, Play
+from mooncake.launch.config.shipped import figures
 from mooncake.sim.files import read_trace
 from mooncake.sim.results.report import comparison_page
 from mooncake.sim.results.result import SimulationResult
 from mooncake.sim.workload import TraceLine
+from mooncake.sim.world.cost_model import HardwareFigures
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     trace, out = read_trace(arguments.trace), Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
     console, tables = Console(), []
+    fitted = figures(arguments.hardware, HardwareFigures).remark
     names = arguments.only.split(",")
     experiments = {name: _on(arguments, EXPERIMENTS[name]) for name in names}
     _run_missing(experiments, trace, arguments.trace, out, arguments.jobs)
@@ -49,13 +52,14 @@ def main(argv: list[str] | None = None) -> int:
         results = {label: _read(out, label, play) for label, play in experiment.plays.items()}
         rows = experiment.table({k: v for k, v in results.items() if v is not None}, trace)
         heading = f"{experiment.heading} ({arguments.model} on {arguments.hardware})"
-        table = Table(title=heading, caption=experiment.remark)
+        remark = " ".join(filter(None, (experiment.remark, fitted)))
+        table = Table(title=heading, caption=remark)
         for cell in rows[0]:
             table.add_column(cell)
         for row in rows[1:]:
             table.add_row(*row)
         console.print(table)
-        tables.append((heading, rows, experiment.remark))
+        tables.append((heading, rows, remark))
     (out / "report.html").write_text(comparison_page("Mooncake, side by side", tables))
     return 0
 

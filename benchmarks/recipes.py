@@ -85,7 +85,7 @@ VLLM_K2 = "vLLM's recipe for Kimi-K2-Instruct (vllm-project/recipes, moonshotai/
 def _costs(model: str, hardware: str) -> str:
     return (
         f"the rooflines of configs/models/{model}.json and configs/hardware/{hardware}.json, whose "
-        "every figure has its source there"
+        f"every figure has its source there. {figures(hardware, HardwareFigures).remark}"
     )
 
 
@@ -340,8 +340,8 @@ GOAL_ASSUMED = {
     "which reads the weights, and takes as long as its products or its sends, whichever is more",
     "cards": "190 GB/s a node (Mooncake, FAST'25), or 45 a card: DeepEP's README has 61 GB/s for 4 "
     "nodes of H800 with 400 Gbit/s, of which a quarter stays in the node",
-    "step costs": _costs(GOAL_MODEL, GOAL_HARDWARE) + "; reached FP8 was fitted to the published "
-    "prefill with its sends included, so prefill is not independent of it",
+    "step costs": _costs(GOAL_MODEL, GOAL_HARDWARE) + " That is the run of this "
+    "table, sends included: prefill is not independent of it",
     "missing for it on machines": "GPUs that serve with -ep, ranks of one group on several hosts, "
     "rows sent to their experts' ranks alone, FP8 on the way, two half batches in turn, and 128 "
     "GPUs",

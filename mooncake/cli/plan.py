@@ -43,10 +43,14 @@ def run(wanted: PlanSettings) -> int:
     write(wanted.json, as_json(tried))
     rows = terminal.tried_rows(tried)
     title = f"{base.model.name} on {base.hardware.name}: what was tried"
-    remark = "Chosen: the fewest instances with 99 % of requests inside both limits."
+    remark = (
+        "Chosen: the fewest instances with 99 % of requests inside both limits. "
+        + base.hardware.remark
+    )
     plots = [("Requests inside both limits, best split tried", terminal.plan_plot(tried))]
     write(wanted.report, comparison_page(title, [("Clusters", rows, remark)], plots))
     terminal.show_rows(title, rows, Console())
+    Console().print(base.hardware.remark)
     best = next((one for one in tried if one.chosen), None)
     if best is None:
         raise MooncakeError(f"no cluster of up to {wanted.max_nodes} nodes keeps 99 % inside")

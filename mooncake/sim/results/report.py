@@ -63,6 +63,7 @@ def rows_of(result: SimulationResult) -> list[tuple[str, str]]:
         ),
         ("prefill time a request", f"{result.prefill_s_per_request:.2f} s"),
         ("moved between nodes", f"{result.transfer_bytes / 1e12:.2f} TB"),
+        ("fitted figures", result.fitted),
     ]
 
 

@@ -59,6 +59,8 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill: int
     num_decode: int
     num_nodes: int
+    fitted: str = ""
+    """Which figures of the hardware were fitted, for people."""
     instance: str
     """The shape of an instance and the tokens of KV it holds, for people."""
     seed: int
@@ -122,6 +124,7 @@ def result_of(simulation: Simulation) -> SimulationResult:
         num_prefill=config.num_prefill,
         num_decode=config.num_decode,
         num_nodes=simulation.num_nodes,
+        fitted=config.hardware.remark,
         instance=simulation.cost.described,
         seed=config.seed,
         duration_s=round(duration_s, 3),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -110,6 +111,22 @@ class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     dram_bytes: float | None = None
     """Of a node, where experts may lie; None: not said."""
     sources: dict[str, str] = {}
+    fitted: dict[str, str] = {}
+    """Figure that was fitted, not measured or published by itself -> what it was fitted to. A
+    simulation of that very run shows nothing."""
+
+    @property
+    def remark(self) -> str:
+        """A sentence for below tables: which figures were fitted, and to what."""
+        if not self.fitted:
+            return f"No figure of {self.name} was fitted."
+        parts = []
+        for path, target in self.fitted.items():
+            value: Any = self
+            for name in path.split("."):
+                value = value[name] if isinstance(value, dict) else getattr(value, name)
+            parts.append(f"{path} = {value:g}, to {target}")
+        return f"Fitted figures of {self.name}: {'; '.join(parts)}."
 
 
 class ExpertSends(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
