@@ -128,18 +128,27 @@ def test_workers_are_processes_of_their_own(server: Server) -> None:
 
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0", "kvstore-0"])
 def test_kill_9_in_mid_stream(server: Server, victim: str) -> None:
+    """Streams are open when it dies. A prefill worker dies with prompts that it was given."""
     wait_until(lambda: idle_and_whole(server), 60, "all workers up and idle")
     prompts = [prompt(40 + 20 * index, seed=index) for index in range(8)]
+    late = [prompt(500, seed=20 + index) for index in range(4)] if "prefill" in victim else []
     calm = [stream(server, tokens, MANY_TOKENS)["ids"] for tokens in prompts]
     pid, begun = server.pid_of(victim), threading.Semaphore(0)
-    with ThreadPoolExecutor(len(prompts)) as pool:
+    with ThreadPoolExecutor(len(prompts) + len(late)) as pool:
         answers = [
             pool.submit(stream, server, tokens, MANY_TOKENS, begun=begun) for tokens in prompts
         ]
         for _ in prompts:
             assert begun.acquire(timeout=30)
+        if late:
+            os.kill(pid, signal.SIGSTOP)
+            answers += [
+                pool.submit(stream, server, tokens, FEW_TOKENS, begun=begun) for tokens in late
+            ]
+            assert not all(begun.acquire(timeout=5) for _ in late), "it was given no prompt"
         os.kill(pid, signal.SIGKILL)
         found = [answer.result(120) for answer in answers]
+    calm += [stream(server, tokens, FEW_TOKENS)["ids"] for tokens in late]
     for answer, expected in zip(found, calm, strict=True):
         assert len(answer["ends"]) == 1, answer
         if answer["ends"] == ["length"]:

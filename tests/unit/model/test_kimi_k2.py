@@ -33,7 +33,7 @@ from tests.support.model.tiny_models import (
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
 def pair(request: pytest.FixtureRequest):
     """(transformers' model, ours with the same weights) of each configuration."""
-    model = truth(request.param)
+    model = truth(request.param, max_position_embeddings=2048)
     return model, ours(source_of(model))
 
 
@@ -57,14 +57,15 @@ def greedy(model: KimiK2, kv: KvTensors, prompt: list[int], chunk: int, count: i
 
 
 @pytest.mark.parametrize("absorbed", [True, False])
-def test_logits_equal_transformers(pair, absorbed: bool) -> None:
+@pytest.mark.parametrize("length", [1, 150, 1500])
+def test_logits_equal_transformers(pair, absorbed: bool, length: int) -> None:
     reference, model = pair
-    tokens = random_tokens(150, seed=1)
+    tokens = random_tokens(length, seed=1)
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0]
-    kv = kv_for(model.spec)
+    kv = kv_for(model.spec, num_pages=94)
     found = forward(
-        model, kv, [slot(7, 0, tokens, range(10))], whole=True, rule=lambda new, context: absorbed
+        model, kv, [slot(7, 0, tokens, range(94))], whole=True, rule=lambda new, context: absorbed
     )[7]
     assert expected.std() > 1, "flat logits would make this comparison empty"
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)

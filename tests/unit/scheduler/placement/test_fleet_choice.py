@@ -186,3 +186,17 @@ def test_columns_and_views_agree(first: int) -> None:
         num_fetched += twins.num_fetched
     assert num_placed > 400
     assert num_fetched > 20, "nothing was ever fetched: the worlds are too poor"
+
+
+def test_columns_and_views_agree_on_2000_workers() -> None:
+    twins = Twins(seed=3)
+    for _ in range(2000):
+        twins.join()
+    for _ in range(4):
+        for _ in range(30):
+            twins.load()
+            twins.blocks()
+        twins.place()
+    twins.check()
+    assert len(twins.workers) == 2000
+    assert len(twins.running) > 2
