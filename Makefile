@@ -21,7 +21,7 @@ help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
 	@echo "make serve     serve k2-demo on 127.0.0.1:8000 (PRESET=k2-nano|k2-tiny|k2-small: random weights, written once; ARGS='--port 9000')"
 	@echo "make test      checks and short tests        make check  the checks alone      make fmt  format"
-	@echo "make test-all  all tests: also the slow ones (make test-slow), browser and RDMA"
+	@echo "make test-all  all tests: also the slow ones (make test-slow), browser, RDMA and api-cases"
 	@echo "make test-browser  the web page in a headless chromium (Debian's, installed by apt where it is missing)"
 	@echo "make test-rdma  transfer over real verbs, on a virtual machine with two Soft-RoCE devices"
 	@echo "make api-cases 2,000 schemathesis cases of the OpenAPI document against a live k2-nano (CASES=2000)"
@@ -73,7 +73,7 @@ test-slow: $(STAMP) helm
 	$(PYTEST) --no-loadscope-reorder -v -p tests.support.timed_tests -m slow -n 3 $(PURE_TESTS) tests/integration
 
 test-all: EXAMPLES = all
-test-all: test test-slow test-browser test-rdma
+test-all: test test-slow test-browser test-rdma api-cases
 
 # The chart's tests need helm; they skip where there is neither helm nor npm.
 helm:
