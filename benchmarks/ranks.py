@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.support.servers import KEPT_HEAP, ROOT, load, machine
+from benchmarks.support.servers import KEPT_HEAP, ROOT, WAIT_POLICY, load, machine
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.step_log import StepWriter, encode
 from mooncake.model.parallel.lead import receive, send
@@ -103,7 +103,7 @@ class Engine:
             stdout=subprocess.PIPE,
             text=True,
             cwd=checkout,
-            env={**os.environ, **KEPT_HEAP, "PYTHONPATH": paths},
+            env={**os.environ, **KEPT_HEAP, WAIT_POLICY: "PASSIVE", "PYTHONPATH": paths},
         )
         self._hear()
 

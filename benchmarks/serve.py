@@ -27,6 +27,7 @@ from benchmarks.support.servers import (
     KEPT_HEAP,
     ROOT,
     SERVED_NAME,
+    WAIT_POLICY,
     Layout,
     Server,
     machine,
@@ -205,7 +206,7 @@ def transformers_line(args: argparse.Namespace) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.support.transformers_generate", *words],
         cwd=ROOT,
-        env={**os.environ, **KEPT_HEAP},
+        env={**os.environ, **KEPT_HEAP, WAIT_POLICY: "PASSIVE"},
         check=True,
         stdout=subprocess.PIPE,
         text=True,

@@ -24,7 +24,7 @@ from mooncake_kernels.native import build
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.support.servers import KEPT_HEAP, machine
+from benchmarks.support.servers import KEPT_HEAP, WAIT_POLICY, machine
 from mooncake.base import KvLayout, ModelSpec
 from mooncake.engine.plan import StepSlot
 from mooncake.launch.host import environment
@@ -199,7 +199,7 @@ def main(argv: list[str]) -> int:
         return 0
     print(machine())
     print("     shape  median ms   best ms  best CPU  calls/layer  x floor  primitives")
-    settings = {**os.environ, **KEPT_HEAP, "ONEDNN_VERBOSE": "profile_create"}
+    settings = {**os.environ, **KEPT_HEAP, WAIT_POLICY: "PASSIVE", "ONEDNN_VERBOSE": "profile_create"}
     command = [sys.executable, "-m", "benchmarks", "step", "--here", *argv]
     with subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

