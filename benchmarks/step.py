@@ -199,7 +199,8 @@ def main(argv: list[str]) -> int:
         return 0
     print(machine())
     print("     shape  median ms   best ms  best CPU  calls/layer  x floor  primitives")
-    settings = {**os.environ, **KEPT_HEAP, WAIT_POLICY: "PASSIVE", "ONEDNN_VERBOSE": "profile_create"}
+    ours = {**KEPT_HEAP, WAIT_POLICY: "PASSIVE", "ONEDNN_VERBOSE": "profile_create"}
+    settings = {**os.environ, **ours}
     command = [sys.executable, "-m", "benchmarks", "step", "--here", *argv]
     with subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
