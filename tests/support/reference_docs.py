@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,10 @@ from prometheus_client import CollectorRegistry
 
 from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig
+from mooncake.api.schema.chat import ChatRequest
+from mooncake.api.schema.completion import CompletionRequest
+from mooncake.api.schema.messages import MessagesRequest
+from mooncake.api.schema.responses import ResponsesRequest
 from mooncake.base import messages, pool_messages
 from mooncake.base.any_message import AnyMessage
 from mooncake.cli.registry import EXIT_CODES, CommandDoc, FlagDoc, describe
@@ -225,7 +230,37 @@ def http() -> list[str]:
             for field, about in schema["properties"].items()
         ]
         lines += ["", f"## {name}", "", *table(["field", "type", "default"], rows)]
-    return lines
+    return [*lines, *_refused_fields()]
+
+
+def _refused_fields() -> list[str]:
+    """Return the section of fields that users of other servers know and this one does not honour."""
+    refused: dict[tuple[str, str, str], list[str]] = {}
+    quiet: dict[str, list[str]] = {}
+    for body in (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest):
+        honoured = body.model_json_schema()["properties"]
+        for name, (neutral, advice) in body.unsupported.items():
+            if name in honoured:
+                continue
+            allowed = ", ".join(code(json.dumps(value)) for value in neutral)
+            refused.setdefault((name, allowed, advice), []).append(body.__name__)
+        for name in body.quiet:
+            quiet.setdefault(name, []).append(body.__name__)
+    rows = [
+        [code(name), ", ".join(bodies), allowed, advice]
+        for (name, allowed, advice), bodies in sorted(refused.items())
+    ]
+    return [
+        "", "## Fields that are refused", "",
+        "A value other than null and those in the third column gets 400, with the advice as its "
+        "message. So does content that is no text (images, audio, files), and "
+        "`structured_outputs.structural_tag`: declare tools, or send a grammar. A field that is "
+        "in no table of this page is ignored, and named in the log.", "",
+        *table(["field", "of", "allowed", "advice"], rows),
+        "", "## Fields without effect", "",
+        "They are accepted, and change no token.", "",
+        *table(["field", "of"], [[code(n), ", ".join(of)] for n, of in sorted(quiet.items())]),
+    ]  # fmt: skip
 
 
 def _kind(about: Mapping[str, Any]) -> str:
