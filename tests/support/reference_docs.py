@@ -234,7 +234,7 @@ def http() -> list[str]:
 
 
 def _refused_fields() -> list[str]:
-    """Return the section of fields that users of other servers know and this one does not honour."""
+    """Return the sections of fields that users of other servers know and this one cannot honour."""
     refused: dict[tuple[str, str, str], list[str]] = {}
     quiet: dict[str, list[str]] = {}
     for body in (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest):
