@@ -62,7 +62,7 @@ check: $(STAMP)
 # What a person runs after a change: minutes. EXAMPLES=all gives properties their full rounds. A file's tests run in
 # one process, files beside one another; those that mostly wait for processes of their own get a process more.
 EXAMPLES ?= few
-PURE_TESTS := tests/unit tests/kernels tests/sim tests/property tests/fuzz
+PURE_TESTS := tests/unit tests/kernels tests/sim tests/property tests/fuzz tests/conformance
 PYTEST := $(BIN)/pytest --maxprocesses 4 --dist loadfile
 test: check helm
 	@for folder in $(PURE_TESTS) tests/integration; do echo "== $$folder" && MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) \

@@ -30,6 +30,7 @@ SUMMARIES = {
     "certificates": "make certificates for TLS between hosts",
     "bench": "measure a server or an engine",
     "eval": "count right answers of an OpenAI endpoint",
+    "conformance": "ask a server what users of disaggregated servers complain of",
     "simulate": "play a trace, or faults, on a simulated cluster",
     "plan": "the smallest cluster for a trace and limits",
     "trace": "look at a trace",

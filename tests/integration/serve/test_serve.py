@@ -17,6 +17,7 @@ import pytest
 
 import mooncake
 from mooncake.base import InvalidRequest
+from mooncake.cli import main
 from mooncake.launch.host import credentials
 from mooncake.launch.host.descendants import Descendants
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
@@ -185,6 +186,20 @@ def test_the_cluster_gives_the_tokens_of_one_process(
             llm.generate("x", temperature=9)
     for prompt, generation in zip(prompts, alone, strict=True):
         assert server.complete(prompt, 24) == list(generation.outputs[0].token_ids)
+
+
+def test_it_passes_what_the_conformance_suite_can_ask_over_http(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--base-url", server.url, "--prompt-tokens", "400", "--json", "--deadline-s", "120"]
+    code = main.run(["conformance", *words])
+    verdicts = json.loads(capsys.readouterr().out)["verdicts"]
+    results = {verdict["check"]: verdict["result"] for verdict in verdicts}
+    assert code == 0, verdicts
+    passed = {check for check, result in results.items() if result == "pass"}
+    assert passed == {
+        "aborts", "handles", "cold-warm", "one-end", "refusals", "transport", "hits",
+    }, results  # fmt: skip
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill", "kvstore"])

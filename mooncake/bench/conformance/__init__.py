@@ -1,0 +1,1 @@
+"""What users of disaggregated servers complain of, asked of a server over HTTP."""

@@ -1,0 +1,136 @@
+"""`mooncake conformance`: what users complain of at disaggregated servers, asked of a server. The
+work is done by `bench.conformance`; here are the lines and the exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Sequence
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from mooncake.base import ConfigError, MooncakeError
+from mooncake.bench.conformance.complaints import COMPLAINTS
+from mooncake.cli.command import Command
+from mooncake.launch.config.conformance_settings import Conformance
+
+if TYPE_CHECKING:
+    from mooncake.bench.conformance.endpoint import Endpoint
+    from mooncake.bench.conformance.processes import Processes
+    from mooncake.bench.conformance.verdict import Verdict
+
+
+def run(wanted: Conformance) -> int:
+    """Run the checks; 1 where one fails.
+
+    Raises:
+        ConfigError: an address is none, or processes are named that are not to be touched.
+        Unavailable: the server does not answer, or lists no model.
+    """
+    from mooncake.api.http.event_loop import run_in_loop
+
+    try:
+        processes = _processes(wanted)
+        return run_in_loop(_run(wanted, processes))
+    except MooncakeError as error:
+        if wanted.json:
+            print(json.dumps({"error": {"message": error.message}}))
+        raise
+
+
+def _processes(wanted: Conformance) -> Processes | None:
+    from mooncake.bench.conformance.processes import Processes
+
+    pids = {"prefill": list(wanted.prefill_pid), "decode": list(wanted.decode_pid)}
+    if not wanted.processes:
+        if any(pids.values()):
+            raise ConfigError("prefill-pid, decode-pid: processes are killed only with --processes")
+        return None
+    commands = {"prefill": wanted.prefill_command, "decode": wanted.decode_command}
+    return Processes(pids, {role: text for role, text in commands.items() if text is not None})
+
+
+async def _run(wanted: Conformance, processes: Processes | None) -> int:
+    from mooncake.bench.conformance import suite
+    from mooncake.bench.conformance.target import Target
+
+    main = await _endpoint(wanted, wanted.base_url)
+    prefill, other = [
+        None if url is None else await _endpoint(wanted, url)
+        for url in (wanted.prefill_url, wanted.other_url)
+    ]
+    seed = secrets.randbits(32) if wanted.seed is None else wanted.seed
+    target = Target(
+        main=main, prefill=prefill, other=other, processes=processes, draw=Random(seed),
+        kv_gauge=wanted.kv_gauge, deadline_s=wanted.deadline_s,
+        prompt_tokens=wanted.prompt_tokens, output_tokens=wanted.output_tokens,
+        stop_s=wanted.stop_s, lease_s=wanted.lease_s, num_replacements=wanted.replacements,
+    )  # fmt: skip
+    verdicts: list[Verdict] = []
+    try:
+        async for verdict in suite.run(target, wanted.checks):
+            verdicts.append(verdict)
+            if not wanted.json:
+                print(_line(verdict), flush=True)
+    finally:
+        for endpoint in (main, prefill, other):
+            if endpoint is not None:
+                endpoint.close()
+    if wanted.json:
+        json.dump(_document(wanted.base_url, main.model, seed, verdicts), sys.stdout, indent=1)
+        print()
+    return int(any(verdict.result == "fail" for verdict in verdicts))
+
+
+async def _endpoint(wanted: Conformance, url: str) -> Endpoint:
+    """Return an endpoint with the model that it serves. Raises Unavailable: it lists none."""
+    from mooncake.bench.conformance.endpoint import Endpoint
+    from mooncake.bench.http_client import HttpClient
+    from mooncake.bench.serve import first_model
+
+    headers = {"Authorization": f"Bearer {wanted.api_key}"} if wanted.api_key else {}
+    model = wanted.model
+    if model is None:
+        client = HttpClient(url, insecure=wanted.insecure)
+        try:
+            model = await first_model(client, headers)
+        finally:
+            client.close()
+    return Endpoint(url, model, headers, insecure=wanted.insecure)
+
+
+def _line(verdict: Verdict) -> str:
+    complaint = COMPLAINTS[verdict.complaint]
+    return (
+        f"{verdict.result.upper():<18}{verdict.check}: {verdict.why or verdict.evidence}\n"
+        f"{'':<18}({complaint.words}: {', '.join(complaint.issues)})"
+    )
+
+
+def _document(url: str, model: str, seed: int, verdicts: Sequence[Verdict]) -> dict[str, object]:
+    told = [
+        {**msgspec.to_builtins(each), **msgspec.to_builtins(COMPLAINTS[each.complaint])}
+        for each in verdicts
+    ]
+    return {"url": url, "model": model, "seed": seed, "verdicts": told}
+
+
+COMMANDS = (
+    Command(
+        words="conformance", summary="ask a server what users of disaggregated servers complain of",
+        settings=Conformance, run=run, takes_file=True,
+        examples="mooncake conformance\n"
+        "mooncake conformance --base-url http://10.0.0.7:8000 --checks aborts,cold-warm --json\n"
+        "mooncake conformance --other-url http://127.0.0.1:8001 --processes --stop-s 20\n"
+        "mooncake conformance --base-url http://127.0.0.1:8200 --prefill-url "
+        "http://127.0.0.1:8100 --processes --prefill-pid 4711 --decode-pid 4712",
+        notes="One line a check: PASS, FAIL, or NOT POSSIBLE HERE with what it would take. Exit "
+        "code 1: a check\nfails. Without --processes nothing but requests is sent. Prompts are "
+        "token ids that no request\nhad before; answers are greedy and compared token by token, "
+        "so serve in float32 where logits\nare flat.",
+    ),
+)  # fmt: skip
