@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mooncake.base import Priority
+
 
 @dataclass(frozen=True, kw_only=True)
 class ApiKey:
@@ -20,6 +22,10 @@ class ApiKey:
     """Of prompts and answers together."""
     max_concurrent: int | None = None
     """Requests at a time."""
+    priorities: tuple[Priority, ...] = (Priority.INTERACTIVE,)
+    """The classes of service that its requests may ask for."""
+    operator: bool = False
+    """Whether it may see the cluster: hosts, processes and the requests of all tenants."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +55,9 @@ class ApiConfig:
     served_model_names: tuple[str, ...] = ()
     """Names that `model` may have, the first is reported back; empty = those of the model."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Each of them opens all routes; empty = no key is needed."""
+    """Each of them is an operator's, of all classes; without these and `keys` none is needed."""
     keys: tuple[ApiKey, ...] = ()
-    """Further keys, each with a tenant and limits."""
+    """Further keys, each with a tenant, classes and limits."""
     tls: TlsConfig | None = None
     """None: plain HTTP."""
     cors_origins: tuple[str, ...] = ()

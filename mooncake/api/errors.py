@@ -46,6 +46,11 @@ class ApiError(MooncakeError):
         self.error_type = error_type
 
 
+def forbidden(message: str, *, param: str | None = None) -> ApiError:
+    """Return the error for what this client may not do."""
+    return ApiError(403, "PermissionDeniedError", message, param=param)
+
+
 class ErrorInfo(msgspec.Struct, frozen=True):
     """The inner object of an error reply."""
 

@@ -462,6 +462,8 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --role gateway \
 {{- end }}
 {{- if .values.tlsSecret }} \
   --ssl-certfile /etc/mooncake-tls/tls.crt --ssl-keyfile /etc/mooncake-tls/tls.key
+{{- else if .root.Values.tls.allowClear }} \
+  --http-without-tls
 {{- end }}
 {{- end -}}
 

@@ -16,10 +16,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake.api.config import ApiKey
-from mooncake.api.errors import ApiError
+from mooncake.api.errors import forbidden
 from mooncake.api.http.limits import Account, Limited
 from mooncake.api.http.response import ErrorResponse
-from mooncake.base import Clock, IdSource, MooncakeError, Unauthorized
+from mooncake.base import Clock, IdSource, MooncakeError, Priority, Unauthorized
 from mooncake.telemetry.events import Recorder, Refused
 
 OPEN_PATHS = frozenset(
@@ -33,15 +33,21 @@ OPEN_PATHS = frozenset(
 PAGE_PATH = "/page/"
 """Where the web page's own files are; they need no key either."""
 
+OPERATOR_PATH = "/v1/cluster/"
+"""Paths that begin with this tell of hosts, processes and all requests: for operators' keys."""
+
 _PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def unlimited_keys(keys: Sequence[str]) -> list[ApiKey]:
-    """Return plain keys as `ApiKey`s without limits, numbered."""
+    """Return plain keys as operators' `ApiKey`s of all classes without limits, numbered."""
     return [
-        ApiKey(digest=hashlib.sha256(key.encode()).digest(), name=f"key {number}")
+        ApiKey(
+            digest=hashlib.sha256(key.encode()).digest(), name=f"key {number}",
+            priorities=tuple(Priority), operator=True,
+        )
         for number, key in enumerate(keys, 1)
-    ]
+    ]  # fmt: skip
 
 
 class Keyring:
@@ -82,8 +88,8 @@ class Access:
     """ASGI middleware that checks the key and its limits and puts `X-Request-Id` on every reply.
 
     Every POST holds one of its account's permits until the reply has ended, in whatever way. It
-    sets in the scope's state: `request_id`, `key_name`, `tenant` and `charge`, a function that
-    counts tokens against the key's limit.
+    sets in the scope's state: `request_id`, `key_name`, `tenant`, `priorities` (the classes that it
+    may ask for) and `charge`, a function that counts tokens against the key's limit.
 
     Where no key is needed and only this machine is served, the name in `Host` must be this
     machine's: a page of another site may have its own name resolve to 127.0.0.1.
@@ -123,9 +129,7 @@ class Access:
             await send(message)
 
         if self._is_local and not len(self._keyring) and not _is_loopback(_host_name(headers)):
-            error: MooncakeError = ApiError(
-                403,
-                "PermissionDeniedError",
+            error: MooncakeError = forbidden(
                 "without API keys this server answers to the names of its own machine only: send "
                 "'Host: localhost', or set --api-key",
             )
@@ -140,6 +144,13 @@ class Access:
                 return
         if account is not None:
             state["key_name"] = account.key.name
+            if scope["path"].startswith(OPERATOR_PATH) and not account.key.operator:
+                error = forbidden(
+                    f"{scope['path']} tells of hosts, processes and the requests of all tenants: "
+                    "use an operator's key (`operator: true` in --api-keys-file, or --api-key)"
+                )
+                await ErrorResponse(error)(scope, receive, named_send)
+                return
         if account is None or scope["method"] != "POST":
             await self._app(scope, receive, named_send)
             return
@@ -150,6 +161,7 @@ class Access:
             await ErrorResponse(limited)(scope, receive, named_send)
             return
         state["tenant"] = account.key.tenant or account.key.name
+        state["priorities"] = account.key.priorities
         state["charge"] = lambda num_tokens: account.charge(num_tokens, self._clock.now())
         try:
             await self._app(scope, receive, named_send)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 from starlette.requests import Request
@@ -14,10 +15,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mooncake.api.api_server import ApiServer
-from mooncake.api.errors import ANTHROPIC_PATH, anthropic_error, error_headers, error_reply
+from mooncake.api.errors import (
+    ANTHROPIC_PATH,
+    anthropic_error,
+    error_headers,
+    error_reply,
+    forbidden,
+)
 from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
-from mooncake.base import InternalError, MooncakeError
+from mooncake.base import GenerateRequest, InternalError, MooncakeError, Priority
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +104,9 @@ class CallResponse(Response):
         state = scope.get("state", {})
         if tenant := state.get("tenant"):
             call.run_as(tenant)
+        if refusal := _refused_class(call.requests, state.get("priorities", tuple(Priority))):
+            await ErrorResponse(refusal)(scope, receive, send)
+            return
         charge = state.get("charge", _free)
         charge(call.num_prompt_tokens)
         watcher = asyncio.create_task(_watch_disconnect(receive, call))
@@ -151,6 +161,21 @@ class CallResponse(Response):
             _log.exception("a stream failed")
             events = self._renderer.failed(self._call, InternalError(_FAILED))
         await send({"type": "http.response.body", "body": b"".join(events), "more_body": False})
+
+
+def _refused_class(
+    requests: Sequence[GenerateRequest], allowed: Sequence[Priority]
+) -> MooncakeError | None:
+    """Return the error for a call whose class its key may not ask for. One call has one class."""
+    asked = requests[0].priority
+    if asked in allowed:
+        return None
+    return forbidden(
+        f"priority: this API key may not ask for {asked.value} (it may for "
+        f"{', '.join(priority.value for priority in allowed)}); `priorities` of --api-keys-file "
+        "says so, and `priority` and `service_tier` of a request choose",
+        param="priority",
+    )
 
 
 def _free(num_tokens: int) -> None:

@@ -217,14 +217,19 @@ def _check_tls(config: ServeConfig, written: Mapping[str, object]) -> None:
         raise ConfigError("ssl-cert-reqs: say whose certificates: --ssl-ca-certs FILE")
     if config.ray_ssl_certfile and config.ray_ssl_ca_certs is None:
         raise ConfigError("ray-ssl-certfile: say whom Ray trusts: --ray-ssl-ca-certs FILE")
-    for port in ("admin", "health"):
-        host, certfile = getattr(config, f"{port}_host"), f"{port}_ssl_certfile"
+    has_keys = bool(config.api_key) or config.api_keys_file is not None
+    for port, what in (
+        ("admin_", "--admin-port would speak plain HTTP"),
+        ("health_", "--health-port would speak plain HTTP"),
+        *([("", "API keys would travel in plain HTTP")] if has_keys else []),
+    ):
+        host, certfile = getattr(config, f"{port}host"), f"{port}ssl_certfile"
         plain = getattr(config, certfile) is None and not config.http_without_tls
         if plain and not is_loopback(host):
             raise ConfigError(
-                f"{port}-host: at {host} --{port}-port would speak plain HTTP: add "
-                f"--{flag(certfile)} FILE (`mooncake certificates` makes one), or "
-                "--http-without-tls where the network is private"
+                f"{flag(port)}host: at {host} {what}: add --{flag(certfile)} FILE "
+                "(`mooncake certificates` makes one), or --http-without-tls where the network is "
+                "private or a proxy before it speaks HTTPS"
             )
 
 

@@ -1,5 +1,5 @@
-"""Reads `--api-keys-file`: a YAML list of keys, each with its name, tenant and limits; again when
-it changes. A server that runs keeps the keys it has when the new ones cannot be read.
+"""Reads `--api-keys-file`: a YAML list of keys, each with its name, tenant, classes and limits;
+again when it changes. A server that runs keeps the keys it has when new ones cannot be read.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 import yaml
 
 from mooncake.api import ApiKey
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Priority
 from mooncake.launch.config.options import nearest
 
 LIMITS = ("requests_per_min", "tokens_per_min", "max_concurrent")
-FIELDS = ("name", "key", "sha256", "tenant", *LIMITS)
+FIELDS = ("name", "key", "sha256", "tenant", "priorities", "operator", *LIMITS)
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 LOOK_S = 2.0
 """How often the file is looked at."""
@@ -112,6 +112,9 @@ def _read(entry: Any, where: str) -> ApiKey:
         raise ConfigError(f"api-keys-file: {where} needs a name")
     if not isinstance(tenant, str):
         raise ConfigError(f"api-keys-file: {where} ({name}): tenant must be a text")
+    operator = entry.get("operator", False)
+    if not isinstance(operator, bool):
+        raise ConfigError(f"api-keys-file: {where} ({name}): operator must be true or false")
     limits = {}
     for field in LIMITS:
         value = entry.get(field)
@@ -120,7 +123,21 @@ def _read(entry: Any, where: str) -> ApiKey:
         if value is not None and value < 1:
             raise ConfigError(f"api-keys-file: {where} ({name}): {field} must be at least 1")
         limits[field] = value
-    return ApiKey(digest=_digest(entry, f"{where} ({name})"), name=name, tenant=tenant, **limits)
+    return ApiKey(
+        digest=_digest(entry, f"{where} ({name})"), name=name, tenant=tenant,
+        priorities=_priorities(entry, f"{where} ({name})"), operator=operator, **limits,
+    )  # fmt: skip
+
+
+def _priorities(entry: dict[str, Any], where: str) -> tuple[Priority, ...]:
+    if "priorities" not in entry:
+        return (Priority.INTERACTIVE,)
+    words, known = entry["priorities"], [priority.value for priority in Priority]
+    if not isinstance(words, list) or not words or any(word not in known for word in words):
+        raise ConfigError(
+            f"api-keys-file: {where}: priorities must be a list of some of {', '.join(known)}"
+        )
+    return tuple(priority for priority in Priority if priority.value in words)
 
 
 def _digest(entry: dict[str, Any], where: str) -> bytes:

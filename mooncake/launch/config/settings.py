@@ -192,8 +192,9 @@ class ServeConfig:
     health_ssl_ca_certs: str | None = setting(None, text, CLUSTER, "FILE",
         "authorities of the probes that are let in (default: probes need no certificate; those of "
         "Kubernetes have none)")
-    http_without_tls: bool = setting(False, truth, CLUSTER, "", "health and admin ports may speak "
-        "plain HTTP beyond this machine", switch=True, env="MOONCAKE_HTTP_WITHOUT_TLS")
+    http_without_tls: bool = setting(False, truth, CLUSTER, "", "the API with keys, health and "
+        "admin ports may speak plain HTTP beyond this machine", switch=True,
+        env="MOONCAKE_HTTP_WITHOUT_TLS")
     health_host: str = setting("127.0.0.1", text, CLUSTER, "HOST", "address of --health-port")
     health_port: int = setting(0, count(0, 65535), CLUSTER, "PORT",
         "/health and /metrics of each worker's process (with --headless also of this one, which "
@@ -242,9 +243,10 @@ class ServeConfig:
     port: int = owned(ApiConfig, "port", count(0, 65535), API, "PORT",
         "port of the API; 0: any free one")
     api_key: tuple[str, ...] = owned(ApiConfig, "api_keys", texts, API, "KEY",
-        "accepted key, may be repeated", repeat=True, env="MOONCAKE_API_KEY", secret=True)
+        "accepted key, an operator's and of all classes; may be repeated", repeat=True,
+        env="MOONCAKE_API_KEY", secret=True)
     api_keys_file: str | None = setting(None, text, API, "FILE", "YAML list of keys, each with "
-        "name, tenant, requests_per_min, tokens_per_min, max_concurrent")
+        "name, tenant, priorities, operator, requests_per_min, tokens_per_min, max_concurrent")
     ssl_certfile: str | None = setting(None, text, API, "FILE",
         "certificate chain in PEM: the API is then HTTPS")
     ssl_keyfile: str | None = setting(None, text, API, "FILE",

@@ -40,6 +40,7 @@ from mooncake.scheduler.gateway.status import (
     load_status,
     missing_roles,
     pool_status,
+    shown_address,
     worker_status,
 )
 from mooncake.scheduler.membership_table import Member, MembershipTable
@@ -142,7 +143,7 @@ class Gateway:
         missing = missing_roles(views, needs_prefill=self._config.needs_prefill)
         own = GatewayStatus(
             id=self._own.worker_id,
-            address=self._own.address,
+            address=shown_address(self._own.address),
             state="draining" if is_draining else "up",
             num_inflight=len(self._request_manager),
         )

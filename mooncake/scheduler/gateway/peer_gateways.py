@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mooncake.base import AnyMessage, WorkerRef
 from mooncake.base.messages import OWN_RELEASE, GatewayNews, Release
 from mooncake.rpc.channel import Channel
-from mooncake.scheduler.gateway.status import GatewayStatus
+from mooncake.scheduler.gateway.status import GatewayStatus, shown_address
 from mooncake.scheduler.placement.booking_table import BookingTable, BookingUpdate
 
 HEARTBEAT_S = 1.0
@@ -76,7 +76,7 @@ class PeerGateways:
         return [
             GatewayStatus(
                 id=name,
-                address=peer.ref.address,
+                address=shown_address(peer.ref.address),
                 state="silent" if peer.silent else "up",
                 silent_s=round(now - peer.heard_s, 3),
                 num_inflight=self._bookings.num_bookings(name),

@@ -32,7 +32,7 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     address: str
-    """The address of its channel, for workers and other gateways."""
+    """Host and port of its channel, for workers and other gateways; without the channel's key."""
     state: str
     silent_s: float = 0.0
     """Seconds since its last message; 0 for the gateway that reports."""
@@ -80,6 +80,11 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadStatus
     counters: dict[str, int]
     """Counts of this gateway since it started."""
+
+
+def shown_address(address: str) -> str:
+    """Return a channel's address without the key by which its traffic is encrypted."""
+    return address.partition("#")[0]
 
 
 def worker_status(member: Member, view: InstanceView, now: float) -> WorkerStatus:

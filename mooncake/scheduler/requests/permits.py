@@ -1,8 +1,9 @@
 """Admission permits: how many requests this gateway serves at a time, and whose turn is next.
 
 A tenant may hold at most `TENANT_RATIO` times the permits that are free (dynamic thresholds:
-Choudhury and Hahne, IEEE/ACM ToN 1998). So even one that is alone leaves some, and a newcomer finds
-one however many tenants have flooded before it.
+Choudhury and Hahne, IEEE/ACM ToN 1998), so that one which is alone leaves some. Nothing that floods
+leave is enough for any number of tenants, and a permit is never taken back. Therefore a tenant
+without a request in a class is always admitted: above `max_inflight`, each (tenant, class) has one.
 
 Owned by the request manager. Whether the cluster can serve a request within its limits is the
 Conductor's decision.
@@ -14,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Collection
 
-from mooncake.base import GenerateRequest, Overloaded
+from mooncake.base import GenerateRequest, Overloaded, Priority
 from mooncake.scheduler.fairness import QueuePosition, Turns
 from mooncake.scheduler.placement.admission import Rejection, reject
 
@@ -23,26 +24,29 @@ TENANT_RATIO = 6
 
 
 class AdmissionPermits:
-    """At most `max_inflight` permits, one for each sequence, by request id so that none is released
-    twice; and the turns of those that hold one.
+    """At most `max_inflight` permits, and one more for each further (tenant, class): one for each
+    sequence, by request id so that none is released twice; and the turns of those that hold one.
     """
 
     def __init__(self, max_inflight: int) -> None:
         self._max_inflight = max_inflight
         self._held: set[str] = set()
-        self._held_by: Counter[str] = Counter()
-        """Tenant -> permits."""
+        self._held_by: Counter[tuple[Priority, str]] = Counter()
+        """(class, tenant) -> permits."""
         self._turns = Turns()
 
     def acquire(self, request: GenerateRequest, now: float) -> QueuePosition | Rejection:
         """Take a permit; `confirm` or `cancel` must follow. Returns the request's queue position,
-        or a rejection when no permit is left that a request of its class and tenant may use.
+        or a rejection when its tenant has one of its class already and may use no more.
         """
         self._turns.note_arrival(request.priority, request.tenant, now)
         queue_position = self._turns.queue_position(request.priority, request.tenant, now)
-        num_held, num_own = len(self._held), self._held_by[request.tenant]
+        num_held = len(self._held)
+        num_own = sum(self._held_by[priority, request.tenant] for priority in Priority)
         none_left = num_held >= math.ceil(self._max_inflight * queue_position.share)
-        if none_left or num_own >= TENANT_RATIO * (self._max_inflight - num_held):
+        none_for_it = num_own >= TENANT_RATIO * (self._max_inflight - num_held)
+        flow = request.priority, request.tenant
+        if self._held_by[flow] and (none_left or none_for_it):
             return reject(
                 Overloaded,
                 "too_many_requests",
@@ -52,16 +56,17 @@ class AdmissionPermits:
             )
         assert request.request_id not in self._held, "a permit was taken twice"
         self._held.add(request.request_id)
-        self._held_by[request.tenant] += 1
+        self._held_by[flow] += 1
         return queue_position
 
     def cancel(self, request: GenerateRequest) -> None:
         """Give back the permit of a request that was refused after all."""
         assert request.request_id in self._held, "a permit was given back twice"
         self._held.remove(request.request_id)
-        self._held_by[request.tenant] -= 1
-        if not self._held_by[request.tenant]:
-            del self._held_by[request.tenant]
+        flow = request.priority, request.tenant
+        self._held_by[flow] -= 1
+        if not self._held_by[flow]:
+            del self._held_by[flow]
 
     def confirm(self, request: GenerateRequest, queue_position: QueuePosition) -> None:
         """Accept the request: its tenant's next turn begins after it."""
@@ -82,6 +87,7 @@ class AdmissionPermits:
         """Raise AssertionError unless exactly these requests hold a permit."""
         holders = {request.request_id for request in requests}
         assert self._held == holders, "permits and requests disagree"
-        assert len(self._held) <= self._max_inflight
-        assert self._held_by == Counter(request.tenant for request in requests)
-        self._turns.check_integrity(Counter((r.priority, r.tenant) for r in requests))
+        flows = Counter((request.priority, request.tenant) for request in requests)
+        assert self._held_by == flows
+        assert len(self._held) <= self._max_inflight + max(0, len(flows) - 1)
+        self._turns.check_integrity(flows)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.server import serve
-from mooncake.base import Failure, FinishReason, GenerateRequest
+from mooncake.base import Failure, FinishReason, GenerateRequest, Priority
 from mooncake.telemetry.events import EventList, Refused
 from tests.support.api.server import Script, ScriptedBackend, answer, refusal, says, tiny_model
 
@@ -84,6 +84,51 @@ def test_requests_run_for_the_tenant_of_their_key() -> None:
             assert (await client.post(CHAT, json=ASK, headers=bearer("dan"))).status_code == 401
         tenants = [request.tenant for request in backend.requests]
         assert tenants == ["blue"] * 3 + ["red"] * 3 + ["carl"] * 3
+
+    asyncio.run(main())
+
+
+def test_a_key_asks_for_its_own_classes_only() -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        keys = (key("alice"), key("vip", priorities=(Priority.PREMIUM, Priority.BATCH)))
+        async with limited_api_server(backend, *keys) as client:
+            for name, fields, refused in (
+                ("alice", {}, None),
+                ("alice", {"priority": 0, "service_tier": "priority"}, None),
+                ("alice", {"service_tier": "priority"}, "premium"),
+                ("alice", {"priority": -1, "n": 2}, "premium"),
+                ("alice", {"service_tier": "flex", "stream": True}, "batch"),
+                ("vip", {"service_tier": "priority"}, None),
+                ("vip", {"priority": "batch"}, None),
+                ("vip", {}, "interactive"),
+            ):
+                reply = await client.post(CHAT, json=ASK | fields, headers=bearer(name))
+                if refused is None:
+                    assert reply.status_code == 200, reply.text
+                    continue
+                assert reply.status_code == 403
+                assert reply.json()["error"]["param"] == "priority"
+                assert f"may not ask for {refused}" in reply.json()["error"]["message"]
+        classes = [request.priority for request in backend.requests]
+        premium, batch = Priority.PREMIUM, Priority.BATCH
+        assert classes == [Priority.INTERACTIVE, Priority.INTERACTIVE, premium, batch]
+
+    asyncio.run(main())
+
+
+def test_the_cluster_is_shown_to_operators_only() -> None:
+    async def main() -> None:
+        keys = (key("alice", priorities=tuple(Priority)), key("root", operator=True))
+        async with limited_api_server(ScriptedBackend(says("hello")), *keys) as client:
+            for path in ("/v1/cluster/status", "/v1/cluster/events"):
+                reply = await client.get(path, headers=bearer("alice"))
+                assert reply.status_code == 403
+                assert "use an operator's key" in reply.json()["error"]["message"]
+                assert (await client.get(path)).status_code == 401
+                async with client.stream("GET", path, headers=bearer("root")) as shown:
+                    assert shown.status_code == 200
+            assert (await client.get("/v1/models", headers=bearer("alice"))).is_success
 
     asyncio.run(main())
 

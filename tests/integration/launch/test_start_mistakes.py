@@ -162,6 +162,14 @@ MISTAKES = [
         "health-host: at 0.0.0.0 --health-port would speak plain HTTP: add --health-ssl-certfile",
     ),
     (
+        "serve good --api-key k --host 0.0.0.0",
+        "host: at 0.0.0.0 API keys would travel in plain HTTP: add --ssl-certfile FILE",
+    ),
+    (
+        "serve --role gateway --join h:1 --api-keys-file nowhere.yaml --host 192.0.2.1",
+        "or --http-without-tls where the network is private or a proxy before it speaks HTTPS",
+    ),
+    (
         "serve --role decode --join h:1 --health-host 192.0.2.1",
         "or --http-without-tls where the network is private",
     ),

@@ -43,7 +43,7 @@ from mooncake.telemetry.events import EventList
 
 FINGERPRINT = "layout-1"
 BLOCK_TOKENS = 4
-GATEWAY = WorkerRef("gateway", "g0", "gateway-address")
+GATEWAY = WorkerRef("gateway", "g0", "gateway-address#90abcdef")
 
 TOKEN_S = 1e-3
 PROFILE = [

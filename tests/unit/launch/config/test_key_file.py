@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Priority
 from mooncake.launch.config.key_file import KeyFile, follow, read_keys
 
 GOOD = """
@@ -19,6 +19,8 @@ keys:
     requests_per_min: 60
     tokens_per_min: 100000
     max_concurrent: 4
+    priorities: [batch, premium]
+    operator: true
   - name: bob
     sha256: {digest}
 """
@@ -39,6 +41,8 @@ def test_keys_with_their_limits(tmp_path: Path) -> None:
     assert (alice.name, alice.tenant, alice.digest) == ("alice", "research", digest("sk-alice"))
     assert (alice.requests_per_min, alice.tokens_per_min, alice.max_concurrent) == (60, 100000, 4)
     assert (bob.digest, bob.tenant, bob.requests_per_min) == (digest("sk-bob"), "", None)
+    assert (alice.priorities, alice.operator) == ((Priority.PREMIUM, Priority.BATCH), True)
+    assert (bob.priorities, bob.operator) == ((Priority.INTERACTIVE,), False)
     assert "sk-alice" not in repr(alice)
 
 
@@ -55,6 +59,10 @@ def test_keys_with_their_limits(tmp_path: Path) -> None:
         ("keys: [{name: a, key: secret, sha256: '00'}]", "needs one of key and sha256"),
         ("keys: [{name: a, sha256: abc}]", "64 hexadecimal digits"),
         ("keys: [{name: a, key: 12345}]", "in quotes"),
+        ("keys: [{name: a, key: secret, priorities: premium}]", "priorities must be a list"),
+        ("keys: [{name: a, key: secret, priorities: []}]", "priorities must be a list"),
+        ("keys: [{name: a, key: secret, priorities: [first]}]", "premium, interactive, batch"),
+        ("keys: [{name: a, key: secret, operator: 1}]", "operator must be true or false"),
         ("keys: [{name: a, key: 'secret '}]", "in quotes"),
         ("keys: [{name: a, key: sécret}]", "in quotes"),
         ("keys: [{name: a, key: secret, request_per_min: 1}]", "did you mean requests_per_min"),

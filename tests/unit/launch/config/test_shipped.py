@@ -140,7 +140,7 @@ def test_faults_happen_to_the_small_cluster() -> None:
 def test_keys() -> None:
     keys = read_keys(str(shipped.configs() / "api-keys.example.yaml"))
     assert [(key.name, key.tenant, key.max_concurrent) for key in keys] == [
-        ("alice", "red", 32), ("nightly-batch", "blue", 4)
+        ("alice", "red", 32), ("operations", "", None), ("nightly-batch", "blue", 4)
     ]  # fmt: skip
 
 

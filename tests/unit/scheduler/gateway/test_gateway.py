@@ -372,6 +372,7 @@ def test_status_adds_up(harness: Pair) -> None:
     load = status.load
     assert (load.num_inflight, load.num_prefilling, load.num_decoding) == (2, 1, 1)
     assert (load.num_free_blocks, load.num_total_blocks) == (900, 1000)
+    assert [one.address for one in status.gateways] == ["gateway-address"], "not the key"
     worker = status.workers[1]
     assert (worker.id, worker.role, worker.pid) == ("d0", Role.DECODE, 1)
     assert worker.silent_s == 4.0
