@@ -16,6 +16,10 @@ from mooncake.base.sampling import SamplingParams
 MIN_NAMED_BYTES = 4096
 """Smaller settings travel with each request: a name would save little."""
 
+MAX_SETTINGS_BYTES = 4 << 20
+"""Of the large settings of one request, by `settings_bytes`: the API server refuses more, so that
+what gateways and workers keep has room for those of several clients."""
+
 Setting = Grammar | dict[int, float] | list[int] | list[list[int]]
 
 
