@@ -45,6 +45,7 @@ class Price:
     """Beyond one permit for the request, its prompt's tokens and its answer's; "" = nothing."""
 
 
+BAD_WORDS = Bound(256, "words")
 BAD_WORD_TOKENS = Bound(4096, "tokens in all spellings of all words", "send fewer or shorter words")
 WORD_TOKENS = Bound(32, "tokens in one word", "send a shorter word")
 STOP_IDS = Bound(1024, "token ids")
@@ -55,7 +56,14 @@ SETTINGS_BYTES = Bound(
 )
 BEAM_WIDTH = Bound(32, "beams", "ask for fewer answers")
 BEAM_TOKENS = Bound(
-    65_536, "tokens of all beams together (beams x max_tokens)", "set max_tokens to a smaller number"
+    65_536,
+    "tokens of all beams together (beams x max_tokens)",
+    "set max_tokens to a smaller number",
+)
+BEAM_CONTEXT = Bound(
+    1 << 20,
+    "tokens of all beams' contexts (beams x (prompt + max_tokens))",
+    "shorten the prompt, or ask for fewer answers",
 )
 PROMPT_LOGPROBS = Bound(
     1 << 18,
@@ -78,7 +86,10 @@ _STEPS = "at each step a permit for each beam, and its whole length in tokens of
 PRICES: Mapping[str, Price] = {
     "n": Price((_CHOICES, _SEQUENCES), "a permit for each choice"),
     "best_of": Price((_CHOICES, _SEQUENCES), "a permit for each choice, and all their tokens"),
-    "use_beam_search": Price((BEAM_WIDTH, BEAM_TOKENS), f"{_STEPS}; the tokens of all beams"),
+    "use_beam_search": Price(
+        (BEAM_WIDTH, BEAM_TOKENS, BEAM_CONTEXT),
+        f"{_STEPS}; the tokens of all beams",
+    ),
     "logprobs": Price((_LOGPROBS, ANSWER_LOGPROBS)),
     "top_logprobs": Price((_LOGPROBS, ANSWER_LOGPROBS)),
     "prompt_logprobs": Price((_LOGPROBS, PROMPT_LOGPROBS), "prompt tokens x (k + 1), once"),
@@ -90,7 +101,7 @@ PRICES: Mapping[str, Price] = {
         )
     ),
     "stop_token_ids": Price((STOP_IDS,)),
-    "bad_words": Price((BAD_WORD_TOKENS, WORD_TOKENS)),
+    "bad_words": Price((BAD_WORDS, BAD_WORD_TOKENS, WORD_TOKENS)),
     "logit_bias": Price((BIASED_IDS,)),
     "allowed_token_ids": Price((ALLOWED_IDS,)),
     "structured_outputs": Price((SETTINGS_BYTES,)),

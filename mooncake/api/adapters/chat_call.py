@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
-
 from mooncake.api.api_server import ApiServer
 from mooncake.api.constrained.constraints import Thinking, chat_constraint
 from mooncake.api.generation.generation import Call
@@ -17,8 +15,10 @@ from mooncake.api.generation.sampling import (
     check_chars,
     fit_output,
     fit_prompt,
+    most_tokens,
     sampling_params,
     text_options,
+    with_grammar,
 )
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.text.conversation import render_conversation
@@ -53,10 +53,11 @@ def _prompt(
     wanted = _wanted(body)
     sampling = sampling_params(body, wanted, api_server.model, api_server.config)
     tokens = fit_prompt(chat_prompt(api_server, body), body, sampling, api_server.model)
-    sampling = fit_output(len(tokens), sampling, wanted, api_server.model)
+    most = most_tokens(body, sampling, len(tokens))
+    sampling = fit_output(len(tokens), sampling, wanted, api_server.model, most)
     ids, thinking = _marker_ids(api_server) if calls else {}, _thinking(api_server, body, tokens)
     constraint = chat_constraint(body, api_server.model, ids, thinking)
-    sampling = msgspec.structs.replace(sampling, grammar=constraint.grammar)
+    sampling = with_grammar(sampling, constraint.grammar, constraint.param)
     return tokens, sampling, api_server.review(constraint)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
-
 from mooncake.api.api_server import ApiServer
 from mooncake.api.constrained.constraints import answer_form, form_constraint
 from mooncake.api.generation.generation import Call
@@ -19,9 +17,10 @@ from mooncake.api.generation.sampling import (
     fit_prompt,
     sampling_params,
     text_options,
+    with_grammar,
 )
 from mooncake.api.schema.completion import DEFAULT_MAX_TOKENS, CompletionRequest
-from mooncake.base import Grammar, InvalidRequest, SamplingParams
+from mooncake.base import InvalidRequest, SamplingParams
 
 
 async def new_completion_call(
@@ -36,11 +35,8 @@ async def new_completion_call(
     wanted = _wanted(body)
     asked = body.prompts
     check_sequences(len(asked), body, api_server.config)
-    # Checking a large schema takes milliseconds, in which no stream may stutter.
-    grammar, review = await asyncio.to_thread(_form, api_server, body)
-    shared = msgspec.structs.replace(
-        sampling_params(body, wanted, api_server.model, api_server.config), grammar=grammar
-    )
+    # Checking a large schema and many bad words takes milliseconds, in which no stream may stutter.
+    shared, review = await asyncio.to_thread(_sampling, api_server, body, wanted)
     if not asked:
         raise InvalidRequest("prompt: must not be empty", param="prompt")
     prompts: list[tuple[list[int], SamplingParams]] = []
@@ -66,10 +62,14 @@ async def new_completion_call(
     return api_server.new_call(name, prompts, body, text_options(body), review), texts
 
 
-def _form(api_server: ApiServer, body: CompletionRequest) -> tuple[Grammar | None, Review | None]:
-    """Return the grammar and the review of the answers. Runs in a thread."""
+def _sampling(
+    api_server: ApiServer, body: CompletionRequest, wanted: Wanted
+) -> tuple[SamplingParams, Review | None]:
+    """Return the sampling and the review of the answers. Runs in a thread."""
+    sampling = sampling_params(body, wanted, api_server.model, api_server.config)
     constraint = form_constraint(answer_form(body), api_server.model)
-    return constraint.grammar, api_server.review(constraint)
+    sampling = with_grammar(sampling, constraint.grammar, constraint.param)
+    return sampling, api_server.review(constraint)
 
 
 def _wanted(body: CompletionRequest) -> Wanted:
