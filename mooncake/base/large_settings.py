@@ -43,8 +43,7 @@ class LargeSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 LARGE_SETTINGS = LargeSettings.__struct_fields__
 
-_ENCODER = msgspec.msgpack.Encoder(order="deterministic")
-"""Equal sets have one encoding, whatever their order in memory."""
+_ENCODER = msgspec.msgpack.Encoder()
 _CHAR_BYTES, _INT_BYTES, _ENTRY_BYTES, _LIST_BYTES = 4, 40, 160, 64
 """Bytes of memory of a character, an int in a list, an int with its float in a dictionary, and of
 an empty list: at most, so that what is bounded by them keeps its bound."""
@@ -64,7 +63,8 @@ def large_settings(sampling: SamplingParams) -> dict[str, Setting]:
 
 def name_setting(field: str, value: Setting) -> SettingName:
     """Return the name of a setting: equal values of one field have equal names."""
-    content = field.encode() + b"\0" + _ENCODER.encode(value)
+    ordered = sorted(value) if isinstance(value, frozenset) else value
+    content = field.encode() + b"\0" + _ENCODER.encode(ordered)
     digest = hashlib.blake2b(content, digest_size=24).digest()
     return SettingName(digest, _num_bytes(value))
 
