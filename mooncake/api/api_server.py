@@ -20,17 +20,14 @@ from mooncake.api.errors import shorten
 from mooncake.api.generation.beam_search import BeamStream
 from mooncake.api.generation.generation import Call, Choice, TextOptions
 from mooncake.api.generation.review import Review
-from mooncake.api.generation.sampling import (
-    check_amounts,
-    check_sequences,
-    choice_seed,
-    request_priority,
-)
+from mooncake.api.generation.sampling import check_sequences, choice_seed, request_priority
+from mooncake.api.lane import Lane
 from mooncake.api.model import ServedModel
 from mooncake.api.schema.fields import GenerationFields, SharedFields
 from mooncake.api.schema.json_object import RequestBody
 from mooncake.api.text.guard import Guard
 from mooncake.api.text.message_parser import THINK_MARKERS, TOOL_MARKERS, Marker, find_markers
+from mooncake.api.text.tokenizer import Window
 from mooncake.base import (
     GenerateRequest,
     IdSource,
@@ -48,6 +45,8 @@ _log = logging.getLogger(__name__)
 
 THREAD_CHARS = 20_000
 """Longer texts are encoded in a thread (about 5 ms of work), so that streams do not stutter."""
+LANE_PLACES = 4096
+"""Of work that waits in each lane. A script may ask for a thousand answers at once."""
 
 MAX_LOGGED_NAMES = 16
 
@@ -92,6 +91,11 @@ class ApiServer:
         """Whether the model reasons by itself: its template knows of think blocks."""
         self._ids = ids or SystemIds()
         self._wall_s = wall_s
+        self.tokenizing = Lane("tokenizing", 2, LANE_PLACES)
+        """For texts: rendering, encoding, decoding. Its threads are few: they share Python's lock
+        with the event loop for part of their work."""
+        self.compiling = Lane("compiling-schemas", 2, LANE_PLACES)
+        """For the forms of answers, which take longer: no text waits behind a schema."""
         self._checker = SchemaChecker()
         self._calls: set[Call] = set()
         self._call_ended = asyncio.Event()
@@ -150,19 +154,16 @@ class ApiServer:
             names = ", ".join(shorten(name) for name in sorted(unknown)[:MAX_LOGGED_NAMES])
             _log.warning("%d unknown request fields were ignored: %s", len(unknown), names)
 
-    async def encode(self, text: str, *, add_special: bool) -> list[int]:
-        """Tokenize `text`, in a thread when it is long."""
-        encode = self.model.tokenizer.encode
-        if len(text) <= THREAD_CHARS:
-            return encode(text, add_special=add_special)
-        return await asyncio.to_thread(encode, text, add_special=add_special)
-
-    def encode_chat(self, text: str, *, add_special: bool) -> list[int]:
-        """Tokenize a rendered conversation. Control tokens that messages merely spell are text,
-        unless the settings allow them (`allow_special_tokens_in_chat`).
+    def encode(
+        self, text: str, *, add_special: bool, window: Window, chat: bool = False
+    ) -> list[int]:
+        """Tokenize a prompt as far as `window` asks, or a rendered conversation, in which control
+        tokens that messages merely spell are text, unless the settings allow them
+        (`allow_special_tokens_in_chat`). Slow where `text` is long: call it in a thread.
         """
-        encode = self.model.tokenizer.encode if self.guard is None else self.guard.encode
-        return encode(text, add_special=add_special)
+        if chat and self.guard is not None:
+            return self.guard.encode(text, add_special=add_special, window=window)
+        return self.model.tokenizer.encode(text, add_special=add_special, window=window)
 
     def new_id(self) -> str:
         """Return a fresh random id."""
@@ -195,8 +196,7 @@ class ApiServer:
 
         Raises:
             Unavailable: the server is draining.
-            InvalidRequest: too many sequences, beams or log-probabilities, or beam search together
-                with a grammar.
+            InvalidRequest: too many sequences, or beam search together with a grammar.
         """
         if self.draining:
             raise self._shutting_down()
@@ -206,7 +206,6 @@ class ApiServer:
                 param="use_beam_search",
             )
         check_sequences(len(prompts), fields, self.config)
-        check_amounts(prompts, fields)
         width = max(fields.n or 1, fields.best_of or 1)
         n = (fields.n or 1) if fields.use_beam_search else width
         seed = self._ids.integer(64) if fields.seed is None else fields.seed
@@ -214,16 +213,14 @@ class ApiServer:
         requests: list[GenerateRequest] = []
         for tokens, sampling in prompts:
             prompt = pack_tokens(tokens)
-            others = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
-            for which in range(len(requests), len(requests) + n):
-                # The prompt's are computed once: the first choice alone carries them.
-                settings = others if which % n else sampling
+            for _ in range(n):
+                which = len(requests)
                 requests.append(
                     GenerateRequest(
                         request_id=f"{base}-{which}",
                         prompt=prompt,
                         sampling=msgspec.structs.replace(
-                            settings, seed=choice_seed(seed, which % n)
+                            sampling, seed=choice_seed(seed, which % n)
                         ),
                         cache_salt=fields.cache_salt or "",
                         priority=request_priority(fields),
@@ -272,5 +269,9 @@ class ApiServer:
             call.fail(error)
 
     def close(self) -> None:
-        """End what helps the calls: the process that checks answers. No call runs any more."""
+        """End what helps the calls: threads, the process that checks answers. No call runs any
+        more.
+        """
+        self.tokenizing.close()
+        self.compiling.close()
         self._checker.close()

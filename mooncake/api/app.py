@@ -21,6 +21,7 @@ from mooncake.api.config import ApiConfig
 from mooncake.api.errors import AnthropicError, ApiError, ErrorReply
 from mooncake.api.http.access import Access, Keyring, unlimited_keys
 from mooncake.api.http.access_log import AccessLog
+from mooncake.api.http.loop_watch import watch_loop
 from mooncake.api.http.response import ErrorResponse
 from mooncake.api.model import ServedModel
 from mooncake.api.routes.chat import chat_routes
@@ -104,7 +105,7 @@ def create_app(
 
     Its `state.api_server` is the `ApiServer` (which explains `recent` and `vitals`), its
     `state.keyring` the `Keyring`. `recorder` gets an event, timed by `clock`, for every request
-    that a key's limit refuses.
+    that a key's limit refuses or that has no valid key, and for each hold of the event loop.
     """
     clock = clock or MonotonicClock()
     ids = ids or SystemIds()
@@ -116,7 +117,9 @@ def create_app(
         redoc_url=None,
         openapi_url="/openapi.json" if config.docs else None,
     )
+    recorder = recorder or Recorders()
     app.state.api_server = api_server
+    app.state.watch_loop = lambda: watch_loop(clock, recorder)
     app.state.keyring = keyring = Keyring(unlimited_keys(config.api_keys), config.keys)
     for routes in _ROUTES:
         app.include_router(routes(api_server))
@@ -129,8 +132,8 @@ def create_app(
         keyring=keyring,
         ids=ids,
         clock=clock,
-        recorder=recorder or Recorders(),
-        host=config.host,
+        recorder=recorder,
+        config=config,
     )
     if config.cors_origins:
         app.add_middleware(

@@ -67,6 +67,12 @@ class ApiConfig:
     max_body_cost: int = 1 << 19
     """Bodies of more values get 413 too: parsing them would stop all streams. `http.json_cost` says
     how values count."""
+    max_inflight_body_bytes: int = 512 * 1024 * 1024
+    """Bytes of bodies that running requests may have in memory together; more get 429."""
+    max_concurrent: int = 2048
+    """Requests with a body that may run at a time, whether they have a permit or not."""
+    max_connections: int = 4096
+    """Of more, the oldest on which no request has proven a key is closed."""
     max_choices: int = 128
     """Largest `n`."""
     max_sequences: int = 1024

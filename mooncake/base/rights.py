@@ -77,6 +77,16 @@ KEY_FIELDS: dict[type[m.Message], tuple[str, ...]] = {
     for kind in SENDERS
 }
 """The fields of each message of a client that name blocks."""
+_ABOUT_BLOCKS = frozenset(
+    {
+        m.PutStart, m.PutEnd, m.PinBlocks, m.Unpin, m.Replicate, m.Prefetch, p.RemoveBlocks,
+        p.ForgetBlocks, p.SetPins, p.DescribeBlocks, p.FindBlocks, p.FindReplicas, p.FindHomes,
+    }
+)  # fmt: skip
+MAX_KEYS = 1 << 15
+"""The most blocks that one of these may name, those of two million tokens: its receiver does all of
+one message before it does anything for others.
+"""
 _OF_TENANTS = frozenset(kind for kind in SENDERS if "tenant" in kind.__struct_fields__)
 _ENGINES = frozenset((m.Role.PREFILL, m.Role.DECODE, m.Role.KVSTORE))
 _MARK_BYTES = 6
@@ -152,6 +162,8 @@ def refusal(sender: Sender, message: AnyMessage) -> str | None:
             f"{sender.name} ({', '.join(sorted(role.value for role in sender.roles))}) may not "
             f"send {kind.__name__}: it takes a credential with {wanted}"
         )
+    if kind in _ABOUT_BLOCKS and (num_keys := _num_keys(message)) > MAX_KEYS:
+        return f"{kind.__name__} names {num_keys} blocks, more than {MAX_KEYS}: send it in parts"
     if sender.speaks_for_itself:
         return _beyond_itself(sender, message)
     if kind is m.WorkerHello and isinstance(message, m.WorkerHello):
@@ -183,6 +195,12 @@ def _beyond_itself(sender: Sender, message: AnyMessage) -> str | None:
     else:
         return None
     return f"{sender.name} may name keys of tenant {sender.tenant!r} only"
+
+
+def _num_keys(message: AnyMessage) -> int:
+    """Return how many blocks a message names, a block in two fields twice."""
+    found = (getattr(message, name) for name in KEY_FIELDS[type(message)])
+    return sum(len(each.keys if isinstance(each, m.ChainHead) else each) for each in found)
 
 
 def speaker_of(message: AnyMessage) -> m.WorkerRef | None:

@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 import select
+import socket
 import threading
 import time
 from collections import OrderedDict
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.clock import Clock, MonotonicClock
@@ -46,6 +48,12 @@ _ZAP = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks about the key of each new connection."""
 _MAX_KNOWN = 4096
 """Certificates remembered as checked, and peers remembered as complained about."""
+MAX_UNPROVEN = 128
+"""Connections on which no valid message has come; of more, the oldest is hung up. So a flood of
+them takes the place of no peer: one that has something to say says it within milliseconds, and one
+that is hung up connects again.
+"""
+_HANDSHAKE_MS = 5000
 _SPARE_SOCKETS = 1023
 """ZeroMQ's own limit, added to ours: closed sockets count until the last message has left."""
 
@@ -118,6 +126,7 @@ class ZmqChannel:
         self._context.set(zmq.MAX_SOCKETS, self._limits.num_peers + _SPARE_SOCKETS)
         self._doorbell = self._context.socket(zmq.REP)
         self._inbox = self._context.socket(zmq.PULL)
+        self._strangers = _Strangers(self._inbox, self._context)
         try:
             self._doorbell.bind(_ZAP)
             seed = (credential.listening_seed if is_typed else None) or credential.channel_seed
@@ -126,6 +135,7 @@ class ZmqChannel:
             self._context.destroy(linger=0)
             among = "-".join(str(port) for port in dict.fromkeys(ports or (0,)))
             raise ConfigError(f"cannot listen on {bind_host}:{among}: {error}") from error
+        self._port = bound_port
         self._address = f"tcp://{_bracketed(advertise_host or bind_host)}:{bound_port}"
         if seed == credential.channel_seed:
             self._address += f"#{credential.certificate.channel_key.hex()}"
@@ -135,6 +145,7 @@ class ZmqChannel:
         self._ready = select.epoll()
         self._ready.register(self._inbox.FD, select.EPOLLIN)
         self._ready.register(self._doorbell.FD, select.EPOLLIN)
+        self._ready.register(self._strangers.fileno(), select.EPOLLIN)
         self._ready.register(self._again_fd, select.EPOLLIN)
         # What came between binding and now may have fired already: look once.
         os.eventfd_write(self._again_fd, 1)
@@ -145,6 +156,7 @@ class ZmqChannel:
         inbox.setsockopt(zmq.RCVHWM, self._limits.queue_messages)
         inbox.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes)
         inbox.setsockopt(zmq.IPV6, int(":" in host))
+        inbox.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         inbox.setsockopt(zmq.CURVE_SERVER, 1)
         inbox.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(seed))
         inbox.setsockopt(zmq.ZAP_DOMAIN, b"mooncake")
@@ -255,6 +267,7 @@ class ZmqChannel:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._again_fd)
         self._open_door()
+        self._strangers.look(self._port)
         for _ in range(_MAX_PER_RECEIVE):
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
@@ -299,6 +312,7 @@ class ZmqChannel:
         except Forbidden as error:
             self._refuse(key, error.message)
             return None
+        self._strangers.proven(frame.get(zmq.SRCFD))
         try:
             message = decode(data, len(holder.head))
         except UnknownMessage as error:
@@ -342,9 +356,62 @@ class ZmqChannel:
             self._peers.clear()
         self._ready.close()
         os.close(self._again_fd)
+        self._strangers.close()
         self._inbox.close()
         self._doorbell.close()
         self._context.destroy(linger=self._limits.linger_ms)
+
+
+class _Strangers:
+    """The connections to the bound socket on which no valid message has come, the oldest first, by
+    descriptor. ZeroMQ tells of connections and gives no way to close one.
+    """
+
+    def __init__(self, inbox: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._inbox = inbox
+        self._open: dict[int, None] = {}
+        self._events = context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.LINGER, 0)
+        self._events.setsockopt(zmq.RCVHWM, 0)  # the sender is ZeroMQ's thread: it must not wait
+        inbox.monitor("inproc://strangers", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._events.connect("inproc://strangers")
+
+    def fileno(self) -> int:
+        descriptor: int = self._events.FD
+        return descriptor
+
+    def proven(self, descriptor: int) -> None:
+        """Take in that a valid message has come on a connection."""
+        self._open.pop(descriptor, None)
+
+    def look(self, port: int) -> None:
+        """Take in what ZeroMQ tells, and hang up the oldest where there are too many; `port` is
+        that of the bound socket.
+        """
+        with contextlib.suppress(zmq.Again):
+            while True:
+                told = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
+                self._open.pop(told["value"], None)
+                if told["event"] == zmq.EVENT_ACCEPTED:
+                    self._open[told["value"]] = None
+                if len(self._open) > MAX_UNPROVEN:
+                    oldest = next(iter(self._open))
+                    del self._open[oldest]
+                    _hang_up(oldest, port)
+
+    def close(self) -> None:
+        self._inbox.disable_monitor()
+        self._events.close()
+
+
+def _hang_up(descriptor: int, port: int) -> None:
+    """Shut down a connection to our `port` that ZeroMQ owns, and will then close. Its descriptor
+    may have another meaning by now; then nothing, or a connection of the same port, is hung up.
+    """
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.getsockname()[1:2] == (port,):
+            connection.shutdown(socket.SHUT_RDWR)
+            _LOG.warning("a control connection was hung up: %d prove nothing", MAX_UNPROVEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from mooncake.base.messages import OWN_RELEASE, Refused, WhoAreYou
 from mooncake.rpc.channel import Channel
 
 MAX_FENCED = 4096
+MAX_MEMBERS = 4096
+"""Of more workers and clients, a client that has said nothing since its hello gives way."""
 REPEAT_S = 1.0
 """The same message is repeated to a worker at most this often."""
 
@@ -126,6 +128,18 @@ class MembershipTable:
         self._fenced[worker.worker_id, worker.epoch] = float("-inf")
         while len(self._fenced) > MAX_FENCED:
             self._fenced.popitem(last=False)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more member is one too many."""
+        return len(self._members) >= MAX_MEMBERS
+
+    def oldest_silent_client(self) -> str | None:
+        """Return the client of the pool that joined first of those that have said nothing since."""
+        for worker_id, member in self._members.items():
+            if member.hello.role is Role.CLIENT and member.last_heard_s == member.joined_s:
+                return worker_id
+        return None
 
     def foreign(self, hello: WorkerHello) -> str | None:
         """Return with whom a worker cannot work together, because they understand no common version

@@ -120,9 +120,15 @@ class WorkerLeft(LifetimeEvent, frozen=True, tag="worker_left"):
     reason: str
 
 
+class LoopHeld(LifetimeEvent, frozen=True, tag="loop_held"):
+    """Something kept the gateway's event loop from all else: no stream moved."""
+
+    held_s: float
+
+
 AnyRequestEvent = Accepted | Refused | Placed | FirstToken | Tokens | Requeued | Finished
 AnyWorkerEvent = WorkerJoined | WorkerReported | WorkerLeft
-AnyEvent = AnyRequestEvent | AnyWorkerEvent
+AnyEvent = AnyRequestEvent | AnyWorkerEvent | LoopHeld
 
 
 class Recorder(Protocol):

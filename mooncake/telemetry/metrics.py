@@ -17,6 +17,7 @@ from mooncake.telemetry.events import (
     AnyEvent,
     Finished,
     FirstToken,
+    LoopHeld,
     Placed,
     Refused,
     Requeued,
@@ -82,6 +83,8 @@ class Metrics:
                 self._on_requeued(event)
             case Finished():
                 self._on_finished(event)
+            case LoopHeld():
+                self._requests.loop_held_s.observe(event.held_s)
             case WorkerJoined():
                 self._counters[event.worker_id] = {}
                 self._workers.joined(event.worker_id, event.role, event.num_blocks)

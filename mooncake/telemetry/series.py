@@ -13,6 +13,7 @@ _TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
     80, 160, 640, 2560,
 )  # fmt: skip
+_HELD_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 5, 10)
 _GAP_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5,
     10, 20, 40,
@@ -97,6 +98,11 @@ class RequestSeries:
             "request_prefill_time_seconds", "First placement to first token.", _REQUEST_S
         )
         self.decode_s = histogram("request_decode_time_seconds", "First token to end.", _REQUEST_S)
+        self.loop_held_s = histogram(
+            "event_loop_held_seconds",
+            "Time in which one piece of the gateway's own work kept its streams from moving.",
+            _HELD_S,
+        )
         self.ttft_error_s = histogram(
             "ttft_prediction_error_seconds", "Absolute error of the predicted TTFT.", _TTFT_S
         )

@@ -43,10 +43,7 @@ def penalize(
     repetition = penalties.repetition[:, None]
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     adjusted = torch.where(seen, repeated, logits)
-    times = counts.float()
-    adjusted -= penalties.frequency[:, None] * times + penalties.presence[:, None] * times.clamp(
-        max=1.0
-    )
+    adjusted -= penalties.frequency[:, None] * counts + penalties.presence[:, None] * (counts > 0)
     logits.copy_(adjusted)
 
 

@@ -4,10 +4,10 @@ chat APIs are translated to that request. No state.
 
 from __future__ import annotations
 
-import asyncio
+import msgspec
 
 from mooncake.api.api_server import ApiServer
-from mooncake.api.constrained.constraints import Thinking, chat_constraint
+from mooncake.api.constrained.constraints import Thinking, asks_form, chat_constraint
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.review import Review
 from mooncake.api.generation.sampling import (
@@ -15,60 +15,78 @@ from mooncake.api.generation.sampling import (
     check_chars,
     fit_output,
     fit_prompt,
-    most_tokens,
+    prompt_window,
     sampling_params,
     text_options,
-    with_grammar,
 )
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.text.conversation import render_conversation
 from mooncake.api.text.message_parser import Marker, reasoning_is_open
+from mooncake.api.text.tokenizer import Window
 from mooncake.base import InvalidRequest, SamplingParams
 
 
-async def new_chat_call(api_server: ApiServer, body: ChatRequest, name: str) -> Call:
+async def new_chat_call(
+    api_server: ApiServer, body: ChatRequest, name: str, tenant: str = ""
+) -> Call:
     """Return the call that answers `body`, not yet started.
 
     Raises:
         InvalidRequest: the request contradicts itself, or asks for what cannot be done.
+        Unavailable: too many requests wait to be tokenized, or for their schemas.
     """
     _check_chat(body)
     calls = bool(body.tools) and body.tool_choice != "none"
     if calls and not api_server.tool_markers:
         raise InvalidRequest("tools: this model has no tool-call format we know", param="tools")
     # A long conversation or a large schema takes seconds, in which no stream may stutter.
-    tokens, sampling, review = await asyncio.to_thread(_prompt, api_server, body, calls=calls)
+    tokens, sampling = await api_server.tokenizing.run(lambda: _prompt(api_server, body), tenant)
+    review = None
+    if calls or asks_form(body):
+        sampling, review = await api_server.compiling.run(
+            lambda: _constrained(api_server, body, tokens, sampling, calls=calls), tenant
+        )
     markers = api_server.think_markers | (api_server.tool_markers if calls else {})
     max_calls = 1 if body.parallel_tool_calls is False else None
     options = text_options(body, markers=markers, max_calls=max_calls)
     return api_server.new_call(name, [(tokens, sampling)], body, options, review)
 
 
-def _prompt(
-    api_server: ApiServer, body: ChatRequest, *, calls: bool
-) -> tuple[list[int], SamplingParams, Review | None]:
-    """Return the conversation's tokens, and the sampling and the review of the answer. Runs in a
-    thread.
-    """
-    wanted = _wanted(body)
-    sampling = sampling_params(body, wanted, api_server.model, api_server.config)
-    tokens = fit_prompt(chat_prompt(api_server, body), body, sampling, api_server.model)
-    most = most_tokens(body, sampling, len(tokens))
-    sampling = fit_output(len(tokens), sampling, wanted, api_server.model, most)
+def _prompt(api_server: ApiServer, body: ChatRequest) -> tuple[list[int], SamplingParams]:
+    """Return the conversation's tokens, and the sampling but for a grammar. Runs in a thread."""
+    wanted, model = _wanted(body), api_server.model
+    sampling = sampling_params(body, wanted, model, api_server.config)
+    found = chat_prompt(api_server, body, prompt_window(body, model))
+    tokens = fit_prompt(found, body, sampling, model)
+    return tokens, fit_output(len(tokens), sampling, wanted, model)
+
+
+def _constrained(
+    api_server: ApiServer,
+    body: ChatRequest,
+    tokens: list[int],
+    sampling: SamplingParams,
+    *,
+    calls: bool,
+) -> tuple[SamplingParams, Review | None]:
+    """Return the sampling with the grammar of the answer, and its review. Runs in a thread."""
     ids, thinking = _marker_ids(api_server) if calls else {}, _thinking(api_server, body, tokens)
     constraint = chat_constraint(body, api_server.model, ids, thinking)
-    sampling = with_grammar(sampling, constraint.grammar, constraint.param)
-    return tokens, sampling, api_server.review(constraint)
+    sampling = msgspec.structs.replace(sampling, grammar=constraint.grammar)
+    return sampling, api_server.review(constraint)
 
 
-def chat_prompt(api_server: ApiServer, body: ChatRequest) -> list[int]:
-    """Return the tokens of the conversation after the chat template. Slow: call it in a thread.
+def chat_prompt(api_server: ApiServer, body: ChatRequest, window: Window) -> list[int]:
+    """Return the tokens of the conversation after the chat template, as far as `window` asks. Slow:
+    call it in a thread.
 
     Raises:
         InvalidRequest: the chat template refused it, or it is too long for any tokens.
     """
-    num_chars = sum(len(message.text) for message in body.messages)
-    check_chars(num_chars, body, api_server.model, "messages")
+    is_cut = body.truncate_prompt_tokens is not None
+    if not is_cut:
+        num_chars = sum(len(message.text) for message in body.messages)
+        check_chars(num_chars, api_server.model, "messages")
     kwargs = body.template_kwargs
     if body.documents is not None:
         kwargs["documents"] = body.documents
@@ -81,8 +99,10 @@ def chat_prompt(api_server: ApiServer, body: ChatRequest) -> list[int]:
         kwargs=kwargs,
         guard=api_server.guard,
     )
-    check_chars(len(text), body, api_server.model, "messages")
-    return api_server.encode_chat(text, add_special=bool(body.add_special_tokens))
+    if not is_cut:
+        check_chars(len(text), api_server.model, "messages")
+    special = bool(body.add_special_tokens)
+    return api_server.encode(text, add_special=special, window=window, chat=True)
 
 
 def _marker_ids(api_server: ApiServer) -> dict[Marker, int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import msgspec
 
-from mooncake.api.api_server import ApiServer
-from mooncake.api.constrained.constraints import answer_form, form_constraint
+from mooncake.api.api_server import THREAD_CHARS, ApiServer
+from mooncake.api.constrained.constraints import answer_form, asks_form, form_constraint
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.review import Review
 from mooncake.api.generation.sampling import (
@@ -15,61 +15,77 @@ from mooncake.api.generation.sampling import (
     check_sequences,
     fit_output,
     fit_prompt,
+    prompt_window,
     sampling_params,
     text_options,
-    with_grammar,
 )
 from mooncake.api.schema.completion import DEFAULT_MAX_TOKENS, CompletionRequest
-from mooncake.base import InvalidRequest, SamplingParams
+from mooncake.base import Grammar, InvalidRequest, SamplingParams
 
 
 async def new_completion_call(
-    api_server: ApiServer, body: CompletionRequest, name: str
+    api_server: ApiServer, body: CompletionRequest, name: str, tenant: str = ""
 ) -> tuple[Call, list[str]]:
     """Return the call that answers `body`, not yet started, and of each prompt the text to echo.
 
     Raises:
         InvalidRequest: the request contradicts itself, or asks for what cannot be done.
+        Unavailable: too many requests wait to be tokenized, or for their schemas.
     """
     _check_completion(body)
-    wanted = _wanted(body)
     asked = body.prompts
     check_sequences(len(asked), body, api_server.config)
-    # Checking a large schema and many bad words takes milliseconds, in which no stream may stutter.
-    shared, review = await asyncio.to_thread(_sampling, api_server, body, wanted)
     if not asked:
         raise InvalidRequest("prompt: must not be empty", param="prompt")
+    grammar, review = None, None
+    if asks_form(body):  # checking a large schema takes milliseconds: no stream may stutter
+        grammar, review = await api_server.compiling.run(lambda: _form(api_server, body), tenant)
+    if sum(map(len, asked)) <= THREAD_CHARS:
+        prompts, texts = _prompts(api_server, body, grammar)
+    else:
+        prompts, texts = await api_server.tokenizing.run(
+            lambda: _prompts(api_server, body, grammar), tenant
+        )
+    return api_server.new_call(name, prompts, body, text_options(body), review), texts
+
+
+def _prompts(
+    api_server: ApiServer, body: CompletionRequest, grammar: Grammar | None
+) -> tuple[list[tuple[list[int], SamplingParams]], list[str]]:
+    """Return the tokens and the sampling of each prompt, and the text to echo. Slow where prompts
+    are long.
+    """
+    wanted, model = _wanted(body), api_server.model
+    shared = msgspec.structs.replace(
+        sampling_params(body, wanted, model, api_server.config), grammar=grammar
+    )
+    window = prompt_window(body, model)
     prompts: list[tuple[list[int], SamplingParams]] = []
     texts: list[str] = []
-    for prompt in asked:
+    for prompt in body.prompts:
         if isinstance(prompt, str):
-            check_chars(len(prompt), body, api_server.model, "prompt")
-            tokens = await api_server.encode(
-                prompt, add_special=body.add_special_tokens is not False
-            )
-            await asyncio.sleep(0)  # other tasks' turn: there may be a thousand prompts
+            if body.truncate_prompt_tokens is None:
+                check_chars(len(prompt), model, "prompt")
+            special = body.add_special_tokens is not False
+            tokens = api_server.encode(prompt, add_special=special, window=window)
         else:
-            check_ids("prompt", prompt, api_server.model)
+            check_ids("prompt", prompt, model)
             tokens = prompt
-        fitted = fit_prompt(tokens, body, shared, api_server.model)
-        prompts.append((fitted, fit_output(len(fitted), shared, wanted, api_server.model)))
+        fitted = fit_prompt(tokens, body, shared, model)
+        prompts.append((fitted, fit_output(len(fitted), shared, wanted, model)))
         if not body.echo:
             texts.append("")
         elif isinstance(prompt, str) and fitted is tokens:
             texts.append(prompt)
         else:
-            texts.append(api_server.model.tokenizer.decode(fitted))
-    return api_server.new_call(name, prompts, body, text_options(body), review), texts
+            texts.append(model.tokenizer.decode(fitted))
+    return prompts, texts
 
 
-def _sampling(
-    api_server: ApiServer, body: CompletionRequest, wanted: Wanted
-) -> tuple[SamplingParams, Review | None]:
-    """Return the sampling and the review of the answers. Runs in a thread."""
-    sampling = sampling_params(body, wanted, api_server.model, api_server.config)
+def _form(api_server: ApiServer, body: CompletionRequest) -> tuple[Grammar | None, Review | None]:
+    """Return the grammar and the review of the answers. Runs in a thread."""
     constraint = form_constraint(answer_form(body), api_server.model)
-    sampling = with_grammar(sampling, constraint.grammar, constraint.param)
-    return sampling, api_server.review(constraint)
+    return constraint.grammar, api_server.review(constraint)
 
 
 def _wanted(body: CompletionRequest) -> Wanted:

@@ -19,12 +19,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+
+from mooncake.api.fair_queue import FairQueue
 
 CPU_LIMIT_S = 0.5
 """Of one check; real ones take about a millisecond."""
@@ -32,8 +34,6 @@ WALL_LIMIT_S = 5.0
 """Of one check on a busy machine, and of the start of the process."""
 QUEUE_LIMIT_S = 2.0
 MAX_WAITING = 256
-MAX_TENANTS = 512
-"""Of more, those with nothing to check are forgotten."""
 MAX_TOO_COSTLY = 256
 MAX_VALUE_CHARS = 4_000_000
 
@@ -78,55 +78,6 @@ class _Question(NamedTuple):
     found: Future[list[Fault]]
 
 
-class Queue:
-    """What waits, by tenant: whose checks have taken the least time comes first. No tenant has more
-    than half of the places that others leave. Threads may share it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[str, deque[_Question]] = {}
-        self._num_waiting = 0
-        self._used_s: dict[str, float] = {}
-        """What a tenant's checks took; of one who comes anew as much as of the last one served."""
-        self._served_s = 0.0
-
-    def add(self, tenant: str, question: _Question) -> bool:
-        """Add a question; return whether there was room."""
-        with self._lock:
-            own = self._waiting.get(tenant, deque())
-            others = self._num_waiting - len(own)
-            if 2 * len(own) >= MAX_WAITING - others:
-                return False
-            if not own:
-                self._used_s[tenant] = max(self._used_s.get(tenant, 0.0), self._served_s)
-                self._waiting[tenant] = own
-            own.append(question)
-            self._num_waiting += 1
-            return True
-
-    def take(self) -> tuple[str, _Question]:
-        """Return the next question, and whose it is; there must be one."""
-        with self._lock:
-            tenant = min(self._waiting, key=lambda each: self._used_s[each])
-            own = self._waiting[tenant]
-            question = own.popleft()
-            self._num_waiting -= 1
-            self._served_s = self._used_s[tenant]
-            if not own:
-                del self._waiting[tenant]
-            return tenant, question
-
-    def charge(self, tenant: str, seconds: float) -> None:
-        """Record how long a check of this tenant took."""
-        with self._lock:
-            self._used_s[tenant] += seconds
-            is_full = len(self._used_s) > MAX_TENANTS
-            for name in self._used_s.keys() - self._waiting.keys():
-                if is_full or self._used_s[name] <= self._served_s:  # it would begin there anyway
-                    del self._used_s[name]
-
-
 class SchemaChecker:
     """Checks values one after another, on a thread that waits for the process."""
 
@@ -141,7 +92,7 @@ class SchemaChecker:
         self._wall_limit_s = wall_limit_s
         self._queue_limit_s = queue_limit_s
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="schema-check")
-        self._queue = Queue()
+        self._queue: FairQueue[_Question] = FairQueue(MAX_WAITING)
         self._closing = threading.Event()
         # The rest is touched by the pool's only thread.
         self._process: subprocess.Popen[bytes] | None = None
@@ -170,7 +121,9 @@ class SchemaChecker:
 
     def _next(self) -> None:
         """Answer the question whose turn it is: there is one for each call."""
-        tenant, question = self._queue.take()
+        taken = self._queue.take()
+        assert taken is not None
+        tenant, question = taken
         began_s = time.monotonic()
         if question.found.set_running_or_notify_cancel():
             try:

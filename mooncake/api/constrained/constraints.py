@@ -48,8 +48,6 @@ class Constraint(msgspec.Struct, frozen=True):
     """The schema of the answer's text; None = nothing to check."""
     tools: dict[str, Any] = {}
     """Name of a tool -> the schema of its arguments."""
-    param: str = ""
-    """The field that most of the grammar comes from."""
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -60,6 +58,17 @@ class Thinking(msgspec.Struct, frozen=True):
     end: int | None = None
     is_open: bool = False
     """Whether the prompt ends inside a think block."""
+
+
+_FORMS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar",
+)  # fmt: skip
+
+
+def asks_form(fields: GenerationFields) -> bool:
+    """Return whether a request has a field that asks for a form of its answer."""
+    return any(getattr(fields, name) is not None for name in _FORMS)
 
 
 def answer_form(fields: GenerationFields) -> Form | None:
@@ -112,8 +121,7 @@ def form_constraint(form: Form | None, model: ServedModel) -> Constraint:
     """Return the constraint of an answer without reasoning: `form` holds from the first token."""
     if form is None:
         return Constraint()
-    grammar = Grammar(text=_text(form), end_ids=_ends(model))
-    return Constraint(grammar, form.schema, param=form.param)
+    return Constraint(Grammar(text=_text(form), end_ids=_ends(model)), form.schema)
 
 
 def chat_constraint(
@@ -132,8 +140,7 @@ def chat_constraint(
     if not ids:
         if form is None:
             return Constraint()
-        held = _held(_text(form), model, thinking, [])
-        return Constraint(held, form.schema, param=form.param)
+        return Constraint(_held(_text(form), model, thinking, []), form.schema)
     tools = chosen_tools(body)
     forced = body.tool_choice not in (None, "auto")
     if form is not None and form.grammar:
@@ -151,8 +158,7 @@ def chat_constraint(
             start = f"start: calls | answer\nanswer: {form.rule}"
             answer = form.schema
         held = _held("\n".join([start, *rules]), model, thinking, triggers)
-        param = "tools" if form is None or len(form.rule) < sum(map(len, rules)) else form.param
-        return Constraint(held, answer, to_check, param)
+        return Constraint(held, answer, to_check)
     grammar = Grammar(
         text="\n".join(["start: calls", *rules]),
         end_ids=_ends(model),
@@ -160,7 +166,7 @@ def chat_constraint(
         optional=True,
         triggers=triggers,
     )
-    return Constraint(grammar, tools=to_check, param="tools")
+    return Constraint(grammar, tools=to_check)
 
 
 def chosen_tools(body: ChatRequest) -> list[ToolRule]:

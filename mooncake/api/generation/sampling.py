@@ -4,36 +4,22 @@ the model. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 import msgspec
 
-from mooncake.api.bounds import (
-    ALLOWED_IDS,
-    ANSWER_LOGPROBS,
-    BAD_WORD_TOKENS,
-    BAD_WORDS,
-    BEAM_CONTEXT,
-    BEAM_TOKENS,
-    BEAM_WIDTH,
-    BIASED_IDS,
-    PROMPT_IDS,
-    PROMPT_LOGPROBS,
-    SETTINGS_BYTES,
-    STOP_IDS,
-    WORD_TOKENS,
-)
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import shorten
 from mooncake.api.generation.generation import TextOptions
 from mooncake.api.model import ServedModel
 from mooncake.api.schema.fields import GenerationFields
 from mooncake.api.text.message_parser import Marker
-from mooncake.base import ContextTooLong, Grammar, InvalidRequest, Priority, SamplingParams
-from mooncake.base.large_settings import setting_bytes
+from mooncake.api.text.tokenizer import Window
+from mooncake.base import ContextTooLong, InvalidRequest, Priority, SamplingParams
 
 SEED_SPACE = 2**64
+MAX_BAD_WORDS = 256
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures count as 0: logits divided by less would leave the range of float32."""
@@ -66,13 +52,11 @@ def sampling_params(
     _check_limits(fields, wanted, config)
     defaults = model.defaults
     temperature = _first(fields.temperature, defaults.temperature)
-    stop_ids = frozenset(fields.stop_token_ids or [])
-    STOP_IDS.check("stop_token_ids", len(stop_ids))
+    stop_ids = list(fields.stop_token_ids or [])
     check_ids("stop_token_ids", stop_ids, model)
     if not fields.ignore_eos:
-        stop_ids |= frozenset(model.eos_token_ids)
+        stop_ids += model.eos_token_ids
     allowed = list(fields.allowed_token_ids or [])
-    ALLOWED_IDS.check("allowed_token_ids", len(allowed))
     check_ids("allowed_token_ids", allowed, model)
     if fields.allowed_token_ids is not None and not allowed:
         raise InvalidRequest("allowed_token_ids: must not be empty", param="allowed_token_ids")
@@ -88,7 +72,7 @@ def sampling_params(
         frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=_logit_bias(fields, model),
         allowed_token_ids=allowed,
-        stop_token_ids=stop_ids,
+        stop_token_ids=list(dict.fromkeys(stop_ids)),
         ignore_eos=bool(fields.ignore_eos),
         bad_words=_bad_words(fields, model, config),
         num_logprobs=_num_logprobs(fields, wanted),
@@ -96,31 +80,47 @@ def sampling_params(
     )
 
 
-def with_grammar(sampling: SamplingParams, grammar: Grammar | None, param: str) -> SamplingParams:
-    """Return `sampling` with the grammar that the field `param` asks for.
-
-    Raises:
-        InvalidRequest: all large settings together are too large; names the largest one's field.
-    """
-    sampling = msgspec.structs.replace(sampling, grammar=grammar)
-    sizes = setting_bytes(sampling)
-    largest = max(sizes, key=lambda name: sizes[name])
-    SETTINGS_BYTES.check(param if largest == "grammar" else largest, sum(sizes.values()))
-    return sampling
-
-
-def check_chars(num_chars: int, fields: GenerationFields, model: ServedModel, param: str) -> None:
+def check_chars(num_chars: int, model: ServedModel, param: str) -> None:
     """Refuse a text that cannot fit the context, however long its tokens are, before it is
-    tokenized; `param` is the field it came in.
+    tokenized; `param` is the field it came in. Of one that is to be cut, no more is tokenized than
+    `prompt_window` asks for.
 
     Raises:
         ContextTooLong: says how many characters fit at most.
     """
     limit = model.max_model_len * model.tokenizer.longest_token
-    if fields.truncate_prompt_tokens is None and num_chars > limit:
+    if num_chars > limit:
         raise ContextTooLong(
             f"This model's maximum context length is {model.max_model_len} tokens, at most {limit} "
             f"characters. However, the prompt has {num_chars} characters. Please shorten it.",
+            param=param,
+        )
+
+
+def prompt_window(fields: GenerationFields, model: ServedModel) -> Window:
+    """Return which tokens of a prompt `fit_prompt` and `fit_output` look at."""
+    keep, limit = fields.truncate_prompt_tokens, model.max_model_len
+    if keep is None:
+        return Window(limit)
+    return Window(limit if keep == -1 else min(keep, limit), fields.truncation_side != "right")
+
+
+MAX_COUNTED_CONTEXTS = 4
+"""How long a text may be that is only tokenized or counted, in contexts of the model."""
+
+
+def counted_window(model: ServedModel) -> Window:
+    """Return how many tokens of a text that is only counted are looked at."""
+    return Window(MAX_COUNTED_CONTEXTS * model.max_model_len)
+
+
+def check_counted(tokens: Collection[int], model: ServedModel, param: str) -> None:
+    """Refuse a text of more tokens than `counted_window` has; `param` is the field it came in."""
+    limit = counted_window(model).num_tokens
+    if len(tokens) > limit:
+        raise ContextTooLong(
+            f"{param}: more than {limit} tokens, {MAX_COUNTED_CONTEXTS} times this model's "
+            "context; send it in parts",
             param=param,
         )
 
@@ -146,14 +146,9 @@ def fit_prompt(
 
 
 def fit_output(
-    num_prompt_tokens: int,
-    sampling: SamplingParams,
-    wanted: Wanted,
-    model: ServedModel,
-    most: int | None = None,
+    num_prompt_tokens: int, sampling: SamplingParams, wanted: Wanted, model: ServedModel
 ) -> SamplingParams:
-    """Return `sampling` with this prompt's `max_tokens`: as given, else the rest of the context,
-    of which it may be `most` (`most_tokens`).
+    """Return `sampling` with this prompt's `max_tokens`: as given, else the rest of the context.
 
     Raises:
         ContextTooLong: prompt and output do not fit the context together.
@@ -162,11 +157,12 @@ def fit_output(
     if num_prompt_tokens >= limit:
         raise ContextTooLong(
             f"This model's maximum context length is {limit} tokens. However, the prompt has "
-            f"{num_prompt_tokens} tokens, which leaves no room for an answer. Please shorten it.",
+            f"at least {num_prompt_tokens} tokens, which leaves no room for an answer. Please "
+            "shorten it.",
             param="messages" if wanted.max_tokens_param == "max_completion_tokens" else "prompt",
         )
     if wanted.max_tokens is None:
-        left = min(limit - num_prompt_tokens, most or limit)
+        left = limit - num_prompt_tokens
         default = wanted.default_max_tokens
         sampling = msgspec.structs.replace(
             sampling, max_tokens=left if default is None else min(default, left)
@@ -185,50 +181,6 @@ def fit_output(
             param="min_tokens",
         )
     return sampling
-
-
-def most_tokens(
-    fields: GenerationFields, sampling: SamplingParams, num_prompt_tokens: int
-) -> int | None:
-    """Return the longest answer that the bounds on beams and log-probabilities leave; None = they
-    set no limit.
-    """
-    width = max(fields.n or 1, fields.best_of or 1)
-    limits: list[int] = []
-    if fields.use_beam_search:
-        limits += [BEAM_TOKENS.limit // width, BEAM_CONTEXT.limit // width - num_prompt_tokens]
-    if sampling.num_logprobs is not None:
-        limits.append(ANSWER_LOGPROBS.limit // (width * (sampling.num_logprobs + 1)))
-    return max(1, min(limits)) if limits else None
-
-
-def check_amounts(
-    prompts: Sequence[tuple[list[int], SamplingParams]], fields: GenerationFields
-) -> None:
-    """Refuse a call whose beams, log-probabilities and returned token ids are together too many.
-
-    Raises:
-        InvalidRequest: names the field, what it asks for and what is left.
-    """
-    width = max(fields.n or 1, fields.best_of or 1)
-    prompt_ids = prompt_entries = answer_tokens = answer_entries = context = 0
-    for tokens, sampling in prompts:
-        prompt_ids += len(tokens)
-        answer_tokens += width * sampling.max_tokens
-        context += width * (len(tokens) + sampling.max_tokens)
-        if sampling.num_prompt_logprobs is not None:
-            prompt_entries += len(tokens) * (sampling.num_prompt_logprobs + 1)
-        if sampling.num_logprobs is not None:
-            answer_entries += width * sampling.max_tokens * (sampling.num_logprobs + 1)
-    scored = "logprobs" if fields.prompt_logprobs is None else "prompt_logprobs"
-    PROMPT_LOGPROBS.check(scored, prompt_entries)
-    ANSWER_LOGPROBS.check("logprobs", answer_entries)
-    if fields.return_token_ids:
-        PROMPT_IDS.check("return_token_ids", prompt_ids)
-    if fields.use_beam_search:
-        BEAM_WIDTH.check("best_of" if fields.best_of else "n", width)
-        BEAM_TOKENS.check("max_tokens", answer_tokens)
-        BEAM_CONTEXT.check("use_beam_search", context)
 
 
 def check_sequences(num_prompts: int, fields: GenerationFields, config: ApiConfig) -> None:
@@ -330,22 +282,18 @@ def _num_logprobs(fields: GenerationFields, wanted: Wanted) -> int | None:
 def _bad_words(fields: GenerationFields, model: ServedModel, config: ApiConfig) -> list[list[int]]:
     """Return the tokens of each bad word, without and with a space before it."""
     words = fields.bad_words or []
-    BAD_WORDS.check("bad_words", len(words))
-    if any(not word.strip() for word in words):
-        raise InvalidRequest("bad_words: none of the words may be blank", param="bad_words")
+    if len(words) > MAX_BAD_WORDS or any(not word.strip() for word in words):
+        raise InvalidRequest(
+            f"bad_words: at most {MAX_BAD_WORDS} words, none of them blank", param="bad_words"
+        )
     if any(len(word) > config.max_stop_chars for word in words):
         raise InvalidRequest(
             f"bad_words: a word has at most {config.max_stop_chars} characters", param="bad_words"
         )
-    found: dict[tuple[int, ...], None] = {}
-    num_tokens = 0
-    for spelled in (f"{space}{word.strip()}" for word in words for space in ("", " ")):
-        tokens = tuple(model.tokenizer.encode(spelled, allow_special=False))
-        WORD_TOKENS.check("bad_words", len(tokens))
-        num_tokens += len(tokens)
-        BAD_WORD_TOKENS.check("bad_words", num_tokens)
-        found[tokens] = None
-    return [list(tokens) for tokens in found]
+    encode = model.tokenizer.encode
+    spelled = (f"{space}{word.strip()}" for word in words for space in ("", " "))
+    found = [tuple(encode(word, allow_special=False)) for word in spelled]
+    return [list(tokens) for tokens in dict.fromkeys(found)]
 
 
 def _check_best_of(fields: GenerationFields, config: ApiConfig) -> None:
@@ -387,7 +335,6 @@ _NOT_WITH_BEAMS = (
 
 def _logit_bias(fields: GenerationFields, model: ServedModel) -> dict[int, float]:
     bias: dict[int, float] = {}
-    BIASED_IDS.check("logit_bias", len(fields.logit_bias or {}))
     for key, value in (fields.logit_bias or {}).items():
         if not key.isdecimal() or not key.isascii() or len(key) > 10:
             raise InvalidRequest(

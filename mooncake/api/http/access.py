@@ -6,18 +6,20 @@ the accounts of all keys.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mooncake.api.config import ApiKey
+from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.errors import forbidden
-from mooncake.api.http.limits import Account, Limited
+from mooncake.api.http.limits import Account, InFlight, Limited, Shares
 from mooncake.api.http.response import ErrorResponse
 from mooncake.base import Clock, IdSource, MooncakeError, Priority, Unauthorized
 from mooncake.telemetry.events import Recorder, Refused
@@ -89,7 +91,9 @@ class Access:
 
     Every POST holds one of its account's permits until the reply has ended, in whatever way. It
     sets in the scope's state: `request_id`, `key_name`, `tenant`, `priorities` (the classes that it
-    may ask for) and `charge`, a function that counts tokens against the key's limit.
+    may ask for), `charge`, a function that counts tokens against the key's limit, `in_flight`, what
+    this request holds of the memory for all bodies, and `is_proven`: whether the connection may
+    outlive others.
 
     Where no key is needed and only this machine is served, the name in `Host` must be this
     machine's: a page of another site may have its own name resolve to 127.0.0.1.
@@ -103,11 +107,12 @@ class Access:
         clock: Clock,
         recorder: Recorder,
         *,
-        host: str,
+        config: ApiConfig,
     ) -> None:
-        """`host`: the name or address that the server listens on."""
         self._app = app
-        self._is_local = _is_loopback(host)
+        self._is_local = _is_loopback(config.host)
+        self._requests = Shares(config.max_concurrent)
+        self._bodies = Shares(config.max_inflight_body_bytes)
         self._keyring = keyring
         self._ids = ids
         self._clock = clock
@@ -140,6 +145,7 @@ class Access:
             account = self._account(headers)
             if account is None:
                 error = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
+                self._refused(request_id, error.http_status, "no_valid_key")
                 await ErrorResponse(error)(scope, receive, named_send)
                 return
         if account is not None:
@@ -151,31 +157,48 @@ class Access:
                 )
                 await ErrorResponse(error)(scope, receive, named_send)
                 return
-        if account is None or scope["method"] != "POST":
+        state["is_proven"] = account is not None or not len(self._keyring)
+        if scope["method"] != "POST":
             await self._app(scope, receive, named_send)
             return
         try:
-            account.enter(self._clock.now())
+            with self._entered(account, state):
+                await self._app(scope, receive, named_send)
         except Limited as limited:
-            self._refused(request_id, limited)
             await ErrorResponse(limited)(scope, receive, named_send)
-            return
-        state["tenant"] = account.key.tenant or account.key.name
-        state["priorities"] = account.key.priorities
-        state["charge"] = lambda num_tokens: account.charge(num_tokens, self._clock.now())
-        try:
-            await self._app(scope, receive, named_send)
-        finally:
-            account.leave()
 
-    def _refused(self, request_id: str, limited: Limited) -> None:
+    @contextlib.contextmanager
+    def _entered(self, account: Account | None, state: dict[str, Any]) -> Iterator[None]:
+        """Count a request as running in this block; Limited: it may not."""
+
+        def refused(limited: Limited) -> None:
+            self._refused(state["request_id"], limited.http_status, limited.reason)
+
+        key = None if account is None else account.key.name
+        in_flight = state["in_flight"] = InFlight(self._requests, self._bodies, key, refused)
+        try:
+            if account is None:
+                yield
+                return
+            try:
+                account.enter(self._clock.now())
+            except Limited as limited:
+                refused(limited)
+                raise
+            state["tenant"] = account.key.tenant or account.key.name
+            state["priorities"] = account.key.priorities
+            state["charge"] = lambda num_tokens: account.charge(num_tokens, self._clock.now())
+            try:
+                yield
+            finally:
+                account.leave()
+        finally:
+            in_flight.end()
+
+    def _refused(self, request_id: str, status: int, reason: str) -> None:
+        at_s = self._clock.now()
         self._recorder.record(
-            Refused(
-                request_id=request_id,
-                at_s=self._clock.now(),
-                status=limited.http_status,
-                reason=limited.reason,
-            )
+            Refused(request_id=request_id, at_s=at_s, status=status, reason=reason)
         )
 
     def _account(self, headers: Headers) -> Account | None:

@@ -1,4 +1,5 @@
-"""Limits on HTTP connections: slow or oversized requests and clients that do not read are cut off.
+"""Limits on HTTP connections: slow or oversized requests and clients that do not read are cut off,
+and so is the oldest connection that has proven no key when there are too many.
 
 Owns how much one connection has sent and taken so far, and one timer for each direction. uvicorn
 closes idle connections between requests (`keep_alive_s`).
@@ -28,6 +29,9 @@ UVICORN = "0.54.0"
 
 _ATTRIBUTES = frozenset({"cycle", "flow", "headers", "loop", "pipeline", "transport"})
 """uvicorn's attributes of a connection that are used here, all set by its constructor."""
+
+_OWN = frozenset({"forget", "is_idle", "promote"})
+"""What connections ask of each other; uvicorn knows nothing of it."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +66,8 @@ def limited_protocol(config: ApiConfig) -> type[HttpToolsProtocol]:
         ConfigError: the installed uvicorn does not have what this module extends.
     """
     check_uvicorn(HttpToolsProtocol)
-    return type("LimitedProtocol", (_LimitedProtocol,), {"limits": config})
+    kept = {"limits": config, "unproven": {}, "proven": {}}
+    return type("LimitedProtocol", (_LimitedProtocol,), kept)
 
 
 def check_uvicorn(base: type) -> None:
@@ -71,7 +76,7 @@ def check_uvicorn(base: type) -> None:
     Raises:
         ConfigError: names what is missing and the release to install.
     """
-    overridden = {name for name in vars(_LimitedProtocol) if not name.startswith("_")}
+    overridden = {name for name in vars(_LimitedProtocol) if not name.startswith("_")} - _OWN
     missing = {name for name in overridden if not hasattr(base, name)}
     missing |= _ATTRIBUTES - set(vars(base)["__init__"].__code__.co_names)
     if missing:
@@ -85,6 +90,9 @@ class _LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which also refuses slow or large requests and cuts off slow readers."""
 
     limits: ApiConfig
+    unproven: dict[_LimitedProtocol, None]
+    """Connections, the oldest first, as far as is known without a key: most prove one soon."""
+    proven: dict[_LimitedProtocol, None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,8 +113,43 @@ class _LimitedProtocol(HttpToolsProtocol):
         # uvloop's transports have all the methods and are not of this class.
         super().connection_made(cast(asyncio.Transport, transport))
         self._watch_head()
+        self.unproven[self] = None
+        if len(self.unproven) + len(self.proven) > self.limits.max_connections:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Close the oldest connection that has proven no key; if all have, the oldest of those
+        between two requests, else this one.
+        """
+        for connection in list(self.unproven):
+            connection.promote()
+        strangers = (each for each in self.unproven if each is not self)
+        idle = (each for each in self.proven if each.is_idle)
+        closed = next(strangers, None) or next(idle, self)
+        _log.warning(
+            "a connection was closed: more than %d are open (--max-connections)",
+            self.limits.max_connections,
+        )
+        closed.forget()
+        closed.transport.abort()
+
+    def promote(self) -> None:
+        """Count this connection as proven from now on if its last request was let in."""
+        if self in self.unproven and self.cycle and self.cycle.scope["state"].get("is_proven"):
+            del self.unproven[self]
+            self.proven[self] = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is between two requests."""
+        return self._phase is _Phase.IDLE and (self.cycle is None or self.cycle.response_complete)
+
+    def forget(self) -> None:
+        self.unproven.pop(self, None)
+        self.proven.pop(self, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.forget()
         self._stop_read_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
@@ -129,6 +172,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._watch_head()  # something came that begins no request, and ended the idle time
 
     def on_message_begin(self) -> None:
+        self.promote()
         super().on_message_begin()
         self._phase = _Phase.HEAD
         self._num_head_bytes = 0

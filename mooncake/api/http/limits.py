@@ -1,9 +1,13 @@
-"""The limits of one API key: requests and tokens a minute, requests at a time. Takes `now`.
+"""The limits of one API key (requests and tokens a minute, requests at a time), and what all
+requests share (bodies in memory, requests at a time). Takes `now`.
 
 An `Account` owns its key's budgets and permits; only `http.access` enters and leaves.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
 
 from mooncake.api.config import ApiKey
 from mooncake.base import Overloaded
@@ -105,6 +109,83 @@ class Account:
         """Count tokens of prompts or answers; a negative number gives them back."""
         if self._tokens is not None:
             self._tokens.spend(num_tokens, now)
+
+
+class Shares:
+    """Units of which running requests hold some: bytes of bodies, or the requests themselves. No
+    key holds more than half of what the others leave, so that a newcomer finds some.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: dict[str | None, int] = {}
+
+    def take(self, holder: str | None, amount: int) -> bool:
+        """Take `amount` for a key; None: keys are not needed, and all is one client's. Return
+        whether there is so much; if not, nothing is taken.
+        """
+        own = self._held.get(holder, 0)
+        left = self._limit - (sum(self._held.values()) - own)
+        if own + amount > (left if holder is None else left // 2):
+            return False
+        if amount:
+            self._held[holder] = own + amount
+        return True
+
+    def give_back(self, holder: str | None, amount: int) -> None:
+        """Give back what was taken."""
+        left = self._held.pop(holder, 0) - amount
+        assert left >= 0, "more is given back than was taken"
+        if left:
+            self._held[holder] = left
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when more is held than there is."""
+        assert sum(self._held.values()) <= self._limit
+        assert all(held > 0 for held in self._held.values())
+
+
+class InFlight:
+    """What one running request holds of the shares of all. `refused` is told of each refusal."""
+
+    def __init__(
+        self,
+        requests: Shares,
+        bodies: Shares,
+        key: str | None,
+        refused: Callable[[Limited], None],
+    ) -> None:
+        """Raises:
+        Limited: too many requests run.
+        """
+        self._requests, self._bodies, self._key, self._refused = requests, bodies, key, refused
+        self._num_bytes = 0
+        if not requests.take(key, 1):
+            self._refuse("too many requests run here at a time", "requests_in_flight")
+
+    def add_bytes(self, num_bytes: int) -> None:
+        """Hold more bytes of a body.
+
+        Raises:
+            Limited: the bodies of running requests fill the memory for them.
+        """
+        if not self._bodies.take(self._key, num_bytes):
+            self._refuse(
+                "the bodies of running requests fill the memory for them "
+                "(--max-inflight-body-bytes)",
+                "body_bytes_in_flight",
+            )
+        self._num_bytes += num_bytes
+
+    def end(self) -> None:
+        """Give everything back."""
+        self._requests.give_back(self._key, 1)
+        self._bodies.give_back(self._key, self._num_bytes)
+
+    def _refuse(self, message: str, reason: str) -> NoReturn:
+        limited = Limited(message, reason, BUSY_RETRY_S)
+        self._refused(limited)
+        raise limited
 
 
 def _budget(per_min: int | None) -> Budget | None:

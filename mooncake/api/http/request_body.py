@@ -22,8 +22,8 @@ async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -
     """Read the body of `request` and check it: size, JSON, fields, the model's name.
 
     Raises:
-        MooncakeError: 413 too large, 415 not JSON, 404 another model, 400 not valid; the message
-            names the field.
+        MooncakeError: 413 too large, 415 not JSON, 404 another model, 400 not valid, 429 too much
+            in memory; the message names the field or the limit.
     """
     config = api_server.config
     content_type = request.headers.get("content-type", "")
@@ -42,6 +42,7 @@ async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -
         size += len(part)
         cost.add(part)
         _check_size(size, cost.total, config)
+        request.state.in_flight.add_bytes(len(part))
         parts.append(part)
     body = b"".join(parts)
     try:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -29,6 +29,8 @@ from mooncake.base import GenerateRequest, InternalError, MooncakeError, Priorit
 _log = logging.getLogger(__name__)
 
 _FAILED = "the server failed on this request; its log says why"
+
+Made = TypeVar("Made")
 
 DONE = b"data: [DONE]\n\n"
 
@@ -193,6 +195,29 @@ def event(data: bytes, name: str | None = None) -> bytes:
     """Return one server-sent event. `data` is JSON and so has no line breaks."""
     head = b"" if name is None else b"event: %b\n" % name.encode()
     return b"%bdata: %b\n\n" % (head, data)
+
+
+async def unless_gone(request: Request, making: Coroutine[Any, Any, Made]) -> Made:
+    """Return what `making` returns; if the client leaves before, it is cancelled, and so frees what
+    it holds. The body of `request` has been read.
+
+    Raises:
+        ClientDisconnect: the client has left.
+    """
+    made, gone = asyncio.ensure_future(making), asyncio.ensure_future(until_gone(request.receive))
+    try:
+        await asyncio.wait({made, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not made.done():
+            raise ClientDisconnect
+        return made.result()
+    finally:
+        for task in (made, gone):
+            task.cancel()
+
+
+def tenant_of(request: Request) -> str:
+    """Return whose request it is; "": nobody needs a key."""
+    return getattr(request.state, "tenant", "")
 
 
 async def until_gone(receive: Receive) -> None:

@@ -154,6 +154,7 @@ async def serve(
         renewing = asyncio.create_task(_renew(config.tls, settings.ssl))
     running = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
+    watching = asyncio.create_task(app.state.watch_loop())
     try:
         while not server.started and not running.done():
             await asyncio.sleep(START_POLL_S)
@@ -175,6 +176,7 @@ async def serve(
         await running
     finally:
         stopping.cancel()
+        watching.cancel()
         if renewing is not None:
             renewing.cancel()
         if not running.done():

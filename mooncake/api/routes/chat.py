@@ -14,7 +14,14 @@ from mooncake.api.errors import ErrorReply
 from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
 from mooncake.api.http.request_body import read_body
-from mooncake.api.http.response import DONE, CallResponse, call_id, event
+from mooncake.api.http.response import (
+    DONE,
+    CallResponse,
+    call_id,
+    event,
+    tenant_of,
+    unless_gone,
+)
 from mooncake.api.routes.openai_renderer import OpenAiRenderer, call_usage
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.openapi import operation
@@ -40,7 +47,8 @@ def chat_routes(api_server: ApiServer) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""
         body = await read_body(request, ChatRequest, api_server)
-        call = await new_chat_call(api_server, body, call_id("chatcmpl", request, body.request_id))
+        name = call_id("chatcmpl", request, body.request_id)
+        call = await unless_gone(request, new_chat_call(api_server, body, name, tenant_of(request)))
         renderer = ChatRenderer(api_server, body)
         return CallResponse(api_server, call, renderer, stream=bool(body.stream))
 

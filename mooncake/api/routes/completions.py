@@ -15,7 +15,14 @@ from mooncake.api.errors import ErrorReply
 from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
 from mooncake.api.http.request_body import read_body
-from mooncake.api.http.response import DONE, CallResponse, call_id, event
+from mooncake.api.http.response import (
+    DONE,
+    CallResponse,
+    call_id,
+    event,
+    tenant_of,
+    unless_gone,
+)
 from mooncake.api.routes.openai_renderer import OpenAiRenderer, call_usage
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.openapi import operation
@@ -41,7 +48,9 @@ def completion_routes(api_server: ApiServer) -> APIRouter:
         """Continue one or more prompts, whole or as a stream of events."""
         body = await read_body(request, CompletionRequest, api_server)
         name = call_id("cmpl", request, body.request_id)
-        call, texts = await new_completion_call(api_server, body, name)
+        call, texts = await unless_gone(
+            request, new_completion_call(api_server, body, name, tenant_of(request))
+        )
         renderer = CompletionRenderer(api_server, body, texts)
         return CallResponse(api_server, call, renderer, stream=bool(body.stream))
 

@@ -4,8 +4,6 @@ Errors have Anthropic's shape (`mooncake.api.errors`).
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,8 +16,16 @@ from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import AnthropicError, anthropic_error
 from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
+from mooncake.api.generation.sampling import check_counted, counted_window
 from mooncake.api.http.request_body import read_body
-from mooncake.api.http.response import CallResponse, call_id, event, json_response
+from mooncake.api.http.response import (
+    CallResponse,
+    call_id,
+    event,
+    json_response,
+    tenant_of,
+    unless_gone,
+)
 from mooncake.api.schema.message_replies import MessageReply, MessageUsage, TokenCount
 from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
 from mooncake.api.schema.openapi import operation
@@ -38,9 +44,15 @@ def messages_routes(api_server: ApiServer) -> APIRouter:
     async def messages(request: Request) -> Response:
         """Answer a conversation given as blocks, whole or as a stream of events."""
         body = await read_body(request, MessagesRequest, api_server)
+        name, tenant = call_id("msg", request, body.request_id), tenant_of(request)
+
+        async def new_call() -> Call:
+            # A thousand turns take long.
+            chat = await api_server.tokenizing.run(lambda: messages_chat(body), tenant)
+            return await new_chat_call(api_server, chat, name, tenant)
+
         with named_as(PARAMS):
-            chat = await asyncio.to_thread(messages_chat, body)  # a thousand turns take long
-            call = await new_chat_call(api_server, chat, call_id("msg", request, body.request_id))
+            call = await unless_gone(request, new_call())
         return CallResponse(
             api_server, call, MessagesRenderer(api_server, call), stream=bool(body.stream)
         )
@@ -52,9 +64,18 @@ def messages_routes(api_server: ApiServer) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         """Return how many tokens the prompt of such a message has."""
         body = await read_body(request, CountTokensRequest, api_server)
+
+        def count() -> int:
+            window = counted_window(api_server.model)
+            tokens = chat_prompt(api_server, messages_chat(body), window)
+            check_counted(tokens, api_server.model, "messages")
+            return len(tokens)
+
         with named_as(PARAMS):
-            tokens = await asyncio.to_thread(lambda: chat_prompt(api_server, messages_chat(body)))
-        return json_response(encode(TokenCount(len(tokens))))
+            num_tokens = await unless_gone(
+                request, api_server.tokenizing.run(count, tenant_of(request))
+            )
+        return json_response(encode(TokenCount(num_tokens)))
 
     return router
 

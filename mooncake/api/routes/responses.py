@@ -4,7 +4,6 @@ another gateway.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -21,7 +20,7 @@ from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.http.request_body import read_body
-from mooncake.api.http.response import CallResponse, call_id
+from mooncake.api.http.response import CallResponse, call_id, tenant_of, unless_gone
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
@@ -46,9 +45,15 @@ def responses_routes(api_server: ApiServer) -> APIRouter:
     async def responses(request: Request) -> Response:
         """Answer a conversation given as items, whole or as a stream of events."""
         body = await read_body(request, ResponsesRequest, api_server)
+        name, tenant = call_id("resp", request, body.request_id), tenant_of(request)
+
+        async def new_call() -> tuple[ChatRequest, Call]:
+            # Many items take long.
+            chat = await api_server.tokenizing.run(lambda: responses_chat(body), tenant)
+            return chat, await new_chat_call(api_server, chat, name, tenant)
+
         with named_as(PARAMS):
-            chat = await asyncio.to_thread(responses_chat, body)  # many items take long
-            call = await new_chat_call(api_server, chat, call_id("resp", request, body.request_id))
+            chat, call = await unless_gone(request, new_call())
         renderer = ResponsesRenderer(api_server, body, chat, call)
         return CallResponse(api_server, call, renderer, stream=bool(body.stream))
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ErrorReply
-from mooncake.api.generation.sampling import check_ids
+from mooncake.api.generation.sampling import (
+    check_chars,
+    check_counted,
+    check_ids,
+    counted_window,
+)
 from mooncake.api.http.request_body import read_body
-from mooncake.api.http.response import json_response
+from mooncake.api.http.response import json_response, tenant_of, unless_gone
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import (
     DetokenizeReply,
@@ -22,6 +25,7 @@ from mooncake.api.schema.replies import (
 )
 from mooncake.api.schema.tokens import DetokenizeRequest, TokenizeRequest
 from mooncake.api.text.conversation import render_conversation
+from mooncake.base import InvalidRequest
 
 
 def token_routes(api_server: ApiServer) -> APIRouter:
@@ -33,7 +37,8 @@ def token_routes(api_server: ApiServer) -> APIRouter:
         """Return the ids of a prompt, or of a conversation after the chat template."""
         body = await read_body(request, TokenizeRequest, api_server)
         # A long text takes seconds, in which no stream may stutter.
-        return json_response(await asyncio.to_thread(_tokenized, api_server, body))
+        work = api_server.tokenizing.run(lambda: _tokenized(api_server, body), tenant_of(request))
+        return json_response(await unless_gone(request, work))
 
     @router.post(
         "/detokenize", openapi_extra=operation(DetokenizeRequest, DetokenizeReply, ErrorReply)
@@ -42,8 +47,16 @@ def token_routes(api_server: ApiServer) -> APIRouter:
         """Return the text of token ids, special tokens included."""
         body = await read_body(request, DetokenizeRequest, api_server)
         check_ids("tokens", body.tokens, api_server.model)
-        text = await asyncio.to_thread(api_server.model.tokenizer.decode, body.tokens)
-        return json_response(encode(DetokenizeReply(text)))
+        limit = api_server.model.max_model_len
+        if len(body.tokens) > limit:
+            raise InvalidRequest(
+                f"tokens: at most {limit} ids, as many as the model's context has", param="tokens"
+            )
+        decode = api_server.model.tokenizer.decode
+        work = api_server.tokenizing.run(
+            lambda: encode(DetokenizeReply(decode(body.tokens))), tenant_of(request)
+        )
+        return json_response(await unless_gone(request, work))
 
     @router.get("/tokenizer_info", openapi_extra=operation(None, TokenizerInfoReply, ErrorReply))
     async def tokenizer_info() -> Response:
@@ -59,10 +72,13 @@ def token_routes(api_server: ApiServer) -> APIRouter:
 
 def _tokenized(api_server: ApiServer, body: TokenizeRequest) -> bytes:
     """Return the reply to `body`."""
-    tokenizer = api_server.model.tokenizer
+    model = api_server.model
+    tokenizer, window = model.tokenizer, counted_window(model)
     if body.messages is not None:
+        param = "messages"
+        check_chars(sum(len(message.text) for message in body.messages), model, param)
         text = render_conversation(
-            api_server.model.template,
+            model.template,
             body.messages,
             body.tools,
             add_generation_prompt=body.add_generation_prompt,
@@ -70,11 +86,15 @@ def _tokenized(api_server: ApiServer, body: TokenizeRequest) -> bytes:
             kwargs=body.chat_template_kwargs,
             guard=api_server.guard,
         )
-        tokens = api_server.encode_chat(text, add_special=bool(body.add_special_tokens))
+        special = bool(body.add_special_tokens)
     else:
-        add_special = body.add_special_tokens is not False
-        tokens = tokenizer.encode(body.prompt or "", add_special=add_special)
-    reply = TokenizeReply(len(tokens), api_server.model.max_model_len, tokens)
+        param, text = "prompt", body.prompt or ""
+        special = body.add_special_tokens is not False
+    check_chars(len(text), model, param)
+    chat = body.messages is not None
+    tokens = api_server.encode(text, add_special=special, window=window, chat=chat)
+    check_counted(tokens, model, param)
+    reply = TokenizeReply(len(tokens), model.max_model_len, tokens)
     if body.return_token_strs:
         reply.token_strs = [tokenizer.decode([token]) for token in tokens]
     return encode(reply)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from mooncake.api.text.tokenizer import Tokenizer
+from mooncake.api.text.tokenizer import Tokenizer, Window, joined
 
 MARK = "\ue0c3"
 """A private-use character; it never reaches the model."""
@@ -47,24 +47,30 @@ class Guard:
         """Return tools, documents or template settings with those spellings marked."""
         return _marked(value, self._all)
 
-    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
-        """Return the ids of a rendered text; marked spellings become plain text."""
+    def encode(
+        self, text: str, *, add_special: bool = False, window: Window | None = None
+    ) -> list[int]:
+        """Return the ids of a rendered text, or those that `window` asks for; marked spellings
+        become plain text.
+        """
         if MARK not in text:
-            return self._tokenizer.encode(text, add_special=add_special)
-        ids = self._tokenizer.encode("", add_special=add_special)
+            return self._tokenizer.encode(text, add_special=add_special, window=window)
+        pieces: list[str | int] = list(self._tokenizer.encode("", add_special=add_special))
         end = 0
         for found in self._all.find(text):
             token = self._tokenizer.special_id(found[0])
             if token is not None:
-                ids += self._plain(text[end : found.start()])
-                ids.append(token)
+                pieces += [text[end : found.start()], token]
                 end = found.end()
-        return ids + self._plain(text[end:])
+        pieces.append(text[end:])
+        return joined(pieces, lambda piece: self._ids_of(piece, window), window)
 
-    def _plain(self, text: str) -> list[int]:
-        pieces = (text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
-        plain = "".join(piece.replace(MARK, "") for piece in pieces)
-        return self._tokenizer.encode(plain, allow_special=False)
+    def _ids_of(self, piece: str | int, window: Window | None) -> list[int]:
+        if isinstance(piece, int):
+            return [piece]
+        chunks = (piece[at : at + PIECE_CHARS] for at in range(0, len(piece), PIECE_CHARS))
+        plain = "".join(chunk.replace(MARK, "") for chunk in chunks)
+        return self._tokenizer.encode(plain, allow_special=False, window=window)
 
 
 class _Names:

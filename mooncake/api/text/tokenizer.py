@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import tiktoken
 import tokenizers
@@ -32,8 +32,23 @@ MAX_RUN_CHARS = 25_000
 """Longer texts, and longer runs of or without white space, are cut before they are encoded, as
 Kimi-K2's own tokenizer does: the merge loop is quadratic in the length of a run."""
 
+MAX_COUNTED_CHARS = 1 << 17
+"""Of a longer text so many characters at a time are counted, where it is to be encoded as a whole:
+a library needs a hundred bytes and more for each token.
+"""
+
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{MAX_RUN_CHARS + 1},}}|(?<!\s)\s{{{MAX_RUN_CHARS + 1},}}")
 """Looked for where a run begins only: from each of its characters, it would be quadratic."""
+
+
+class Window(NamedTuple):
+    """Which tokens of a text its reader wants. An encoder may stop once it has one more: from a
+    short text it returns all tokens, from a long one those and some more.
+    """
+
+    num_tokens: int
+    from_end: bool = False
+    """The last ones rather than the first."""
 
 
 class Tokenizer(Protocol):
@@ -66,9 +81,14 @@ class Tokenizer(Protocol):
         """Whether the first token's leading space is an artefact (sentencepiece)."""
 
     def encode(
-        self, text: str, *, allow_special: bool = True, add_special: bool = False
+        self,
+        text: str,
+        *,
+        allow_special: bool = True,
+        add_special: bool = False,
+        window: Window | None = None,
     ) -> list[int]:
-        """Return the ids of `text`.
+        """Return the ids of `text`, or those that `window` asks for.
 
         `allow_special`: text that spells a special token becomes that token. `add_special`: add
         the tokens that the checkpoint puts around a text, such as BOS.
@@ -168,16 +188,20 @@ class TiktokenTokenizer(_ByteTable):
         return self._ids.get(name)
 
     def encode(
-        self, text: str, *, allow_special: bool = True, add_special: bool = False
+        self,
+        text: str,
+        *,
+        allow_special: bool = True,
+        add_special: bool = False,
+        window: Window | None = None,
     ) -> list[int]:
         del add_special  # these checkpoints add nothing
-        ids: list[int] = []
-        for piece in cut_text(text):
-            if allow_special:
-                ids += self._encoding.encode(piece, allowed_special="all")
-            else:
-                ids += self._encoding.encode_ordinary(piece)
-        return ids
+        return joined(cut_text(text), lambda piece: self._ids_of(piece, allow_special), window)
+
+    def _ids_of(self, piece: str, allow_special: bool) -> list[int]:
+        if allow_special:
+            return self._encoding.encode(piece, allowed_special="all")
+        return self._encoding.encode_ordinary(piece)
 
 
 class JsonTokenizer(_ByteTable):
@@ -217,10 +241,51 @@ class JsonTokenizer(_ByteTable):
         return token_id
 
     def encode(
-        self, text: str, *, allow_special: bool = True, add_special: bool = False
+        self,
+        text: str,
+        *,
+        allow_special: bool = True,
+        add_special: bool = False,
+        window: Window | None = None,
     ) -> list[int]:
         tokenizer = self._special_aware if allow_special else self._special_blind
+        if window is not None:
+            text = _enough(text, window, lambda piece: len(tokenizer.encode(piece).ids))
         return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
+
+
+Piece = TypeVar("Piece")
+
+
+def joined(
+    pieces: Sequence[Piece], encode: Callable[[Piece], list[int]], window: Window | None
+) -> list[int]:
+    """Return the ids of `pieces` in their order, as many from one end as `window` asks for."""
+    from_end = window is not None and window.from_end
+    parts: list[list[int]] = []
+    num_tokens = 0
+    for piece in reversed(pieces) if from_end else pieces:
+        parts.append(encode(piece))
+        num_tokens += len(parts[-1])
+        if window is not None and num_tokens > window.num_tokens:
+            break
+    return list(itertools.chain.from_iterable(reversed(parts) if from_end else parts))
+
+
+def _enough(text: str, window: Window, count: Callable[[str], int]) -> str:
+    """Return a part of a long text, from its beginning or end, in which the tokens of `window` are
+    those of the whole: it has twice as many, and only those at the cut can differ.
+    """
+    num_tokens, size = 0, 0
+    while size + MAX_COUNTED_CHARS < len(text):
+        piece = text[len(text) - size - MAX_COUNTED_CHARS : len(text) - size]
+        if not window.from_end:
+            piece = text[size : size + MAX_COUNTED_CHARS]
+        num_tokens += count(piece)
+        size += MAX_COUNTED_CHARS
+        if num_tokens > 2 * window.num_tokens + 1:
+            return text[len(text) - size :] if window.from_end else text[:size]
+    return text
 
 
 def cut_text(text: str) -> list[str]:

@@ -229,6 +229,7 @@ class KvNode:
     def check_integrity(self) -> None:
         """Raise AssertionError when memory, grants and pins do not add up."""
         self._peers.check_integrity()
+        self._puts.check_integrity()
         self._pins.check_integrity()
         self._inquiries.check_integrity()
         self._removals.check_integrity()

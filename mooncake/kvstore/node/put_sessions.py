@@ -8,7 +8,7 @@ used again.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 
 from mooncake.base import PutEnd, PutGranted, PutStart, WorkerRef
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
@@ -23,7 +23,8 @@ class PutSessions:
         self._blocks = blocks
         self._peers = peers
         self._counters = ports.counters
-        self._overdue_at: deque[tuple[float, Grant]] = deque()
+        self._overdue_at: OrderedDict[Grant, float] = OrderedDict()
+        """When each open grant is overdue, the soonest first; those counted have left."""
 
     def on_start(self, message: PutStart, now: float) -> None:
         """Grant memory for blocks that are not here, and answer with `PutGranted`."""
@@ -52,7 +53,7 @@ class PutSessions:
             return None
         self._peers.state_of(message.writer, now).grants[message.ticket] = grant
         self._blocks.lend(message.writer, list(grant.pending), write=True)
-        self._overdue_at.append((now + self._ports.config.put_timeout_s, grant))
+        self._overdue_at[grant] = now + self._ports.config.put_timeout_s
         return grant
 
     def answer(self, writer: WorkerRef, ticket: int, grant: Grant | None) -> None:
@@ -94,6 +95,7 @@ class PutSessions:
         if not grant.pending:
             self._blocks.use(grant.run, frozenset(grant.before), message.writer, now)
             grant.run = []
+            self._overdue_at.pop(grant, None)
             del self._peers.find(message.writer).grants[message.ticket]
             self._peers.remember_ended(message.writer, "put", message.ticket)
             self._peers.drop_if_idle(message.writer)
@@ -108,9 +110,15 @@ class PutSessions:
             self._counters["grants_reclaimed"] += 1
             self._counters["blocks_quarantined"] += len(grant.pending)
             grant.pending, grant.run = {}, []
+            self._overdue_at.pop(grant, None)
 
     def tick(self, now: float) -> float | None:
         """Count the puts that have been open for too long; return when to be called again."""
-        while self._overdue_at and self._overdue_at[0][0] <= now:
-            self._counters["puts_overdue"] += bool(self._overdue_at.popleft()[1].pending)
-        return self._overdue_at[0][0] if self._overdue_at else None
+        while (at_s := next(iter(self._overdue_at.values()), None)) is not None and at_s <= now:
+            self._overdue_at.popitem(last=False)
+            self._counters["puts_overdue"] += 1
+        return at_s
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a put is watched that is over."""
+        assert all(grant.pending for grant in self._overdue_at), "a put that is over is watched"

@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mooncake.base import BlockKey
+from mooncake.base.messages import Refused
 from mooncake.base.pool_messages import BlocksRemoved, RemoveBlocks
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
+
+MAX_REMOVALS = 4096
+"""Requests that may wait for disks; of more, the newest is told to come again."""
 
 
 @dataclass(slots=True)
@@ -33,7 +37,17 @@ class Removals:
         self._removals: list[_Removal] = []
 
     def on_remove(self, request: RemoveBlocks, now: float) -> None:
-        """Remove blocks, which no reader finds from now on."""
+        """Remove blocks, which no reader finds from now on. Refused, with nothing removed, while
+        too many requests wait for disks.
+        """
+        if len(self._removals) >= MAX_REMOVALS:
+            reason = f"{MAX_REMOVALS} removals wait for the disks of this node: try again"
+            refused = Refused(
+                asker=request.asker, ticket=request.ticket, message=type(request).__name__,
+                reason=reason,
+            )  # fmt: skip
+            self._ports.channel.send(request.asker.address, refused)
+            return
         removal = _Removal(request)
         for key in dict.fromkeys(request.keys):
             if self._blocks.dram.is_hard_pinned(key):

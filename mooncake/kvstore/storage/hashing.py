@@ -6,7 +6,7 @@ reader that comes before its block's checksum is known simply gets none.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from mooncake.base import BlockKey
@@ -29,7 +29,9 @@ class Hashing:
         self._dram = dram
         self._disks = disks
         self._damaged = damaged
-        self._queue: deque[BlockKey] = deque()
+        self._queue: dict[BlockKey, None] = {}
+        """Blocks in DRAM in the order in which they came, and some that have left it since: never
+        more than twice as many as DRAM has."""
         self._op_blocks = max(1, MAX_OP_BYTES // dram.block_bytes)
         self._op_id: int | None = None
         self._keys: list[BlockKey] = []
@@ -37,12 +39,17 @@ class Hashing:
     def stored(self, keys: Iterable[BlockKey]) -> None:
         """Hash blocks that have become whole, unless their checksums are known."""
         if self._disks is not None:
-            self._queue.extend(key for key in keys if self._dram.block(key).checksum is None)
+            self._add(key for key in keys if self._dram.block(key).checksum is None)
 
     def suspect(self, keys: Iterable[BlockKey]) -> None:
         """Hash blocks again that reached a reader damaged: was it the wire, or the memory?"""
         if self._disks is not None:
-            self._queue.extend(key for key in keys if self._dram.has(key))
+            self._add(key for key in keys if self._dram.has(key))
+
+    def _add(self, keys: Iterable[BlockKey]) -> None:
+        self._queue.update(dict.fromkeys(keys))
+        if len(self._queue) > 2 * self._dram.num_blocks:
+            self._queue = {key: None for key in self._queue if self._dram.has(key)}
 
     def start(self) -> None:
         """Begin with the blocks that wait, unless an operation is under way."""
@@ -50,7 +57,8 @@ class Hashing:
             return
         keys: dict[BlockKey, None] = {}
         while self._queue and len(keys) < self._op_blocks:
-            key = self._queue.popleft()
+            key = next(iter(self._queue))
+            del self._queue[key]
             if self._dram.has(key):
                 keys[key] = None
         if keys:

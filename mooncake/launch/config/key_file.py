@@ -19,6 +19,7 @@ import yaml
 from mooncake.api import ApiKey
 from mooncake.base import ConfigError, Priority
 from mooncake.launch.config.options import nearest
+from mooncake.launch.host.credentials import check_mode
 
 LIMITS = ("requests_per_min", "tokens_per_min", "max_concurrent")
 FIELDS = ("name", "key", "sha256", "tenant", "priorities", "operator", *LIMITS)
@@ -83,6 +84,7 @@ def read_keys(path: str) -> tuple[ApiKey, ...]:
             repeats a key.
     """
     try:
+        check_mode(Path(path), "api-keys-file")
         loaded = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api-keys-file: cannot read {path}: {error}") from error

@@ -259,6 +259,11 @@ class ServeConfig:
         "web origin whose pages may call, may be repeated", repeat=True)
     max_body_bytes: int = owned(ApiConfig, "max_body_bytes", size(1), API, "SIZE",
         "largest body of a request; larger ones get 413")
+    max_inflight_body_bytes: int = owned(ApiConfig, "max_inflight_body_bytes", size(1), API,
+        "SIZE", "bodies of running requests in memory together; more get 429, and one key has at "
+        "most half of what the others leave")
+    max_connections: int = owned(ApiConfig, "max_connections", count(1), API, "N",
+        "open connections; of more, the oldest that has proven no key is closed")
     max_body_cost: int = owned(ApiConfig, "max_body_cost", count(1), API, "N",
         "most values in a body: fields, objects and lists count 8, items of lists 1; streams "
         "stall about 1 ms for every 5,000")

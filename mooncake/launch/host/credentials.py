@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import functools
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import stat
@@ -35,8 +37,12 @@ CERTIFICATE SIGNATURE`.
 """
 SIGNED_S = 60.0
 """A challenge may be answered for so long, by the server's clock; each signature counts once."""
-MAX_NONCES = 4096
-"""Signed requests remembered; more within `SIGNED_S` are refused."""
+MAX_NONCES = 1024
+"""Signed requests of one credential that are remembered; more within `SIGNED_S` are refused, and
+hold up nobody else.
+"""
+
+_log = logging.getLogger(__name__)
 
 
 def seal(data: bytes, credential: Credential, purpose: str) -> bytes:
@@ -97,8 +103,8 @@ class RequestVerifier:
         self._now = now
         self._unix_time = unix_time
         self._lock = threading.Lock()
-        self._used: dict[str, float] = {}
-        """Nonce -> when it may be forgotten."""
+        self._used: dict[bytes, dict[str, float]] = {}
+        """Key of a signer -> nonce -> when it may be forgotten."""
 
     def challenge(self) -> str:
         """Return what a signature must answer: the time, and a proof that this verifier named it.
@@ -130,17 +136,22 @@ class RequestVerifier:
         at_s = challenge.partition("-")[0]
         if not hmac.compare_digest(challenge.encode(), self._challenge_at(at_s).encode()):
             return None
-        now_s, end_s, used = (
-            self._now(),
-            int(at_s) + SIGNED_S,
-            f"{signer.signing_key.hex()} {nonce}",
-        )
+        now_s, end_s = self._now(), int(at_s) + SIGNED_S
         with self._lock:
-            self._used = {each: end for each, end in self._used.items() if end >= now_s}
-            if end_s < now_s or used in self._used or len(self._used) >= MAX_NONCES:
+            self._forget(now_s)
+            used = self._used.setdefault(signer.signing_key, {})
+            if end_s < now_s or nonce in used or len(used) >= MAX_NONCES:
                 return None
-            self._used[used] = end_s
+            used[nonce] = end_s
             return signer
+
+    def _forget(self, now_s: float) -> None:
+        """Forget the nonces whose challenges count no more: no credential is known for longer."""
+        for key, used in list(self._used.items()):
+            left = {nonce: end_s for nonce, end_s in used.items() if end_s >= now_s}
+            self._used[key] = left
+            if not left:
+                del self._used[key]
 
 
 def private_dir() -> Path:
@@ -187,13 +198,38 @@ def secret_file(address: str) -> Path:
     return private_dir() / f"{address.replace('/', '_')}.secret"
 
 
+def check_mode(path: Path, named: str) -> None:
+    """Look at who else may read or change a file of secrets that the flag `named` gives.
+
+    Raises:
+        ConfigError: every user of this machine may change it. One that they may read is logged.
+    """
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{named}: every user of this machine may change {path} (mode {mode:04o}): "
+            f"chmod 600 {path}"
+        )
+    if mode & (stat.S_IROTH | stat.S_IWGRP):
+        _warn_once(
+            f"{named}: other users of this machine may read or change {path} (mode {mode:04o}): "
+            f"chmod 600 {path}"
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)  # files are read again and again
+
+
 def read_secret(path: Path, named: str = "cluster-secret-file") -> str:
     """Return the secret in a file that the flag `named` gives, without space around it.
 
     Raises:
-        ConfigError: it cannot be read, or is empty.
+        ConfigError: it cannot be read, is empty, or may be changed by anybody.
     """
     try:
+        check_mode(path, named)
         found = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{named}: cannot read {path}: {error}") from error

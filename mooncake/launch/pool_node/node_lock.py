@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import CancelledError
 
 from mooncake.base import ConfigError
+from mooncake.launch.host.abstract_name import foreign_holder
 from mooncake.launch.host.driver import Driver
 
 LOOK_S = 0.05
@@ -29,7 +30,7 @@ def lock_name(worker_id: str, node_id: str, pool_address: str) -> socket.socket:
     On one machine, where both have the same host name, starting a second one is a mistake.
 
     Raises:
-        ConfigError: another process on this machine has locked the name.
+        ConfigError: another process on this machine has locked the name, a node or a stranger.
     """
     host, _, port = pool_address.removeprefix("tcp://").rpartition(":")
     try:
@@ -39,10 +40,17 @@ def lock_name(worker_id: str, node_id: str, pool_address: str) -> socket.socket:
         where = pool_address
     digest = hashlib.sha256(f"{where} {worker_id}".encode()).hexdigest()
     held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    name = f"\0mooncake-pool-{digest}"
     try:
-        held.bind(f"\0mooncake-pool-{digest}")
+        held.bind(name)
+        held.listen()  # so that others can ask the kernel who holds it
     except OSError as error:
         held.close()
+        if (holder := foreign_holder(name, socket.SOCK_STREAM)) is not None:
+            raise ConfigError(
+                f"node-id: {holder} holds the name of node {node_id} of the pool at {pool_address} "
+                "on this machine; end that process, or take another --node-id"
+            ) from error
         raise ConfigError(
             f"node-id: {node_id} of the pool at {pool_address} runs on this machine already; stop "
             "it first, or give this one a name, and a port, of its own: --node-id NAME "

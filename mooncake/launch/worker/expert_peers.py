@@ -16,12 +16,12 @@ import logging
 import os
 import select
 import socket
-import struct
 import time
 
 from mooncake.base import InternalError, SystemIds
 from mooncake.base.errors import MooncakeError
 from mooncake.identity import Credential
+from mooncake.launch.host.abstract_name import credentials_of, foreign_holder
 from mooncake.launch.worker.rank_processes import EXCHANGE_S
 from mooncake.model.options import ExpertGroup, ModelOptions
 from mooncake.model.parallel.joining import make_file
@@ -33,8 +33,6 @@ MEET_S = 300.0
 _AGAIN_S = 0.1
 _ANSWER_S = 10.0
 _MOST_BYTES = 1 << 16
-_PEER = struct.Struct("3i")
-"""The process, user and group at the other end of a socket, as the kernel says."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +82,7 @@ def _gather(group: ExpertGroup, credential: Credential, file: int, deadline_s: f
                     del found[other]
         processes = {0: os.pidfd_open(os.getpid())}
         for number, sock in found.items():
-            processes[number] = os.pidfd_open(_credentials_of(sock)[0])
+            processes[number] = os.pidfd_open(credentials_of(sock)[0])
         ends: dict[int, dict[int, socket.socket]] = {number: {} for number in range(group.size)}
         for one in range(group.size):
             for other in range(one):
@@ -151,7 +149,15 @@ def _bind(listener: socket.socket, name: str, deadline_s: float) -> None:
             listener.listen()
             return
         except OSError as error:  # one that is ending still has it
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            holder = foreign_holder(_address(name), socket.SOCK_SEQPACKET)
+            if holder is not None:
+                raise InternalError(
+                    f"{name}: {holder} holds the address at which workers that share experts meet "
+                    "on this machine; end that process"
+                ) from error
+            if time.monotonic() > deadline_s:
                 raise
             time.sleep(_AGAIN_S)
 
@@ -170,7 +176,7 @@ def _wait(
 
 def _is_of_this_user(sock: socket.socket) -> bool:
     """Whether the process that has come runs as this one's user, as the kernel says."""
-    pid, user = _credentials_of(sock)
+    pid, user = credentials_of(sock)
     if user == os.geteuid():
         return True
     _log.warning(
@@ -178,13 +184,6 @@ def _is_of_this_user(sock: socket.socket) -> bool:
         "%d's: it is not heard", pid, user, os.geteuid()
     )  # fmt: skip
     return False
-
-
-def _credentials_of(sock: socket.socket) -> tuple[int, int]:
-    """Return the process and user at the other end."""
-    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    pid, user, _ = _PEER.unpack(found)
-    return pid, user
 
 
 def _socket(descriptor: int) -> socket.socket:

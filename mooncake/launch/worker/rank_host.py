@@ -6,6 +6,7 @@ and is its link; whichever of the two ends, the other does. Owns listener, child
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -22,7 +23,9 @@ from mooncake.model.options import ModelOptions
 
 MAX_RANKS = 64
 MAX_UNPROVEN = 64
-"""Connections that have not proven themselves yet: they take no rank's place."""
+"""Connections that have not proven themselves yet: they take no rank's place, and of more the
+oldest is hung up. A lead proves itself within milliseconds.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -39,7 +42,9 @@ class RankHost:
             raise ConfigError(f"bind-host: cannot listen at {host}:{port}: {error}") from error
         self.port: int = self._listener.getsockname()[1]
         self._places = threading.BoundedSemaphore(MAX_RANKS)
-        self._unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
+        self._lock = threading.Lock()
+        self._unproven: dict[socket.socket, str] = {}
+        """Where each connection comes from, the oldest first."""
 
     def run(self) -> None:
         """Start a follower for each lead that comes, until `close`."""
@@ -48,13 +53,22 @@ class RankHost:
                 sock, whence = self._listener.accept()
             except OSError:
                 return
-            if not self._unproven.acquire(blocking=False):
-                sock.close()
-                _log.warning(
-                    "%s was hung up on: %d connections prove themselves", whence[0], MAX_UNPROVEN
-                )
-                continue
+            self._admit(sock, whence[0])
             threading.Thread(target=self._serve, args=(sock, whence[0]), daemon=True).start()
+
+    def _admit(self, sock: socket.socket, whence: str) -> None:
+        """Have a connection prove itself; of too many that do, hang up the oldest."""
+        with self._lock:
+            self._unproven[sock] = whence
+            if len(self._unproven) <= MAX_UNPROVEN:
+                return
+            oldest = next(iter(self._unproven))
+            from_oldest = self._unproven.pop(oldest)
+            with contextlib.suppress(OSError):  # its thread closes it
+                oldest.shutdown(socket.SHUT_RDWR)
+        _log.warning(
+            "%s was hung up on: %d connections prove themselves", from_oldest, MAX_UNPROVEN
+        )
 
     def close(self) -> None:
         """Listen no more; ranks end with this process."""
@@ -78,7 +92,8 @@ class RankHost:
                 except EOFError:  # a probe
                     return
                 finally:
-                    self._unproven.release()
+                    with self._lock:
+                        self._unproven.pop(sock, None)
                 if not self._places.acquire(blocking=False):
                     raise Unavailable(f"{MAX_RANKS} ranks run here, and no more may")
                 try:

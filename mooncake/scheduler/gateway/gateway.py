@@ -320,6 +320,8 @@ class Gateway:
             return
         self._losses.close(worker)
         self.worker_lost(worker.worker_id, now, "it was started again")
+        if self._membership.is_full and (silent := self._membership.oldest_silent_client()):
+            self.worker_lost(silent, now, "it has said nothing, and others came")
         reason = self._admit(hello)
         if reason is not None:
             self._membership.refuse(worker, reason)
@@ -339,6 +341,8 @@ class Gateway:
         """Return why a worker cannot be used, or None. Clients of the pool are not given to the
         Conductor, because no request is placed on them.
         """
+        if self._membership.is_full:
+            return f"this cluster has {len(self._membership)} workers and clients already"
         foreign = self._membership.foreign(hello)
         if foreign is not None:
             return foreign

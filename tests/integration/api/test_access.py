@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake.api.adapters import chat_call
 from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.server import serve
+from mooncake.api.model import ServedModel
 from mooncake.base import Failure, FinishReason, GenerateRequest, Priority
 from mooncake.telemetry.events import EventList, Refused
 from tests.support.api.server import Script, ScriptedBackend, answer, refusal, says, tiny_model
@@ -49,11 +54,15 @@ def hangs(request: GenerateRequest) -> list[Any]:
 
 @asynccontextmanager
 async def limited_api_server(
-    backend: ScriptedBackend, *keys: ApiKey, **served: Any
+    backend: ScriptedBackend,
+    *keys: ApiKey,
+    limits: dict[str, int] | None = None,
+    model: ServedModel | None = None,
+    **served: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Serve with `keys`, and yield a client."""
-    config = ApiConfig(port=0, keys=keys, drain_s=0.2)
-    app = create_app(backend, tiny_model(), config, **served)
+    config = ApiConfig(port=0, keys=keys, drain_s=0.2, **limits or {})
+    app = create_app(backend, model or tiny_model(), config, **served)
     stop = asyncio.Event()
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(
@@ -117,6 +126,137 @@ def test_a_key_asks_for_its_own_classes_only() -> None:
     asyncio.run(main())
 
 
+def test_requests_without_a_valid_key_are_recorded() -> None:
+    async def main() -> None:
+        events = EventList()
+        backend = ScriptedBackend(says("hello"))
+        async with limited_api_server(backend, key("alice"), recorder=events) as client:
+            for name in ("bob", "alice", "x"):
+                await client.get("/v1/models", headers=bearer(name))
+        refused = [event for event in events.events if isinstance(event, Refused)]
+        assert [(each.status, each.reason) for each in refused] == [(401, "no_valid_key")] * 2
+
+    asyncio.run(main())
+
+
+def test_bodies_of_running_requests_have_a_bound_and_no_key_takes_all() -> None:
+    async def main() -> None:
+        events = EventList()
+        backend = ScriptedBackend(hangs)
+        keys = (key("alice"), key("bob"))
+        long = ASK | {"user": "x" * 30_000}
+        limits = {"max_inflight_body_bytes": 100_000}
+        async with (
+            limited_api_server(backend, *keys, limits=limits, recorder=events) as client,
+            streams(client, backend, long | {"stream": True}, "alice"),
+        ):
+            reply = await client.post(CHAT, json=long, headers=bearer("alice"))
+            assert reply.status_code == 429
+            assert reply.headers["retry-after"] == "1"
+            assert "--max-inflight-body-bytes" in reply.json()["error"]["message"]
+            async with streams(client, backend, long | {"stream": True}, "bob"):
+                pass
+            reply = await client.post(CHAT, json={}, headers=bearer("alice"))
+            assert reply.status_code == 400
+        (refused,) = [event for event in events.events if isinstance(event, Refused)]
+        assert (refused.status, refused.reason) == (429, "body_bytes_in_flight")
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def streams(
+    client: httpx.AsyncClient, backend: ScriptedBackend, body: dict[str, Any], name: str
+) -> AsyncIterator[None]:
+    """Keep a request running."""
+    num_before = backend.num_running
+    async with client.stream("POST", CHAT, json=body, headers=bearer(name)) as reply:
+        assert reply.status_code == 200
+        yield
+    async with asyncio.timeout(LIMIT_S):
+        while backend.num_running > num_before:
+            await asyncio.sleep(0)
+
+
+def test_requests_at_a_time_have_a_bound() -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(hangs)
+        stream = ASK | {"stream": True}
+        async with limited_api_server(backend, limits={"max_concurrent": 2}) as client:
+            async with streams(client, backend, stream, "x"), streams(client, backend, stream, "x"):
+                reply = await client.post(CHAT, json=ASK)
+                assert reply.status_code == 429
+                assert (await client.get("/v1/models")).is_success
+            assert (await client.post(CHAT, json={})).status_code == 400
+
+    asyncio.run(main())
+
+
+class SlowTokenizer:
+    """A tokenizer that says when it begins, and goes on when it is told to."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+        self.num_begun = 0
+        self.go_on = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+    def encode(self, text: str, **how: Any) -> list[int]:
+        self.num_begun += 1
+        self.go_on.wait(LIMIT_S)
+        found: list[int] = self._of.encode(text, **how)
+        return found
+
+
+BEFORE_ANY_TOKEN = [
+    (CHAT, ASK),
+    ("/v1/completions", {"prompt": "x" * 21_000, "truncate_prompt_tokens": 5}),
+    ("/v1/messages", ASK | {"model": "tiny", "max_tokens": 5}),
+    ("/v1/messages/count_tokens", ASK | {"model": "tiny"}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/tokenize", {"prompt": "hi"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BEFORE_ANY_TOKEN)
+def test_a_client_that_leaves_during_tokenizing_frees_its_place_at_once(
+    path: str, body: dict[str, Any]
+) -> None:
+    """Its permit and its bytes are free while the tokenizer is still busy with its text."""
+
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        model = tiny_model()
+        slow = SlowTokenizer(model.tokenizer)
+        model = dataclasses.replace(model, tokenizer=slow)  # type: ignore[arg-type]
+        limits = {"max_inflight_body_bytes": 100_000}
+        alice = key("alice", max_concurrent=1)
+        async with limited_api_server(backend, alice, limits=limits, model=model) as client:
+            asking = asyncio.ensure_future(client.post(path, json=body, headers=bearer("alice")))
+            async with asyncio.timeout(LIMIT_S):
+                while not slow.num_begun:
+                    await asyncio.sleep(0.01)
+                assert (
+                    await client.post(CHAT, json={}, headers=bearer("alice"))
+                ).status_code == 429
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                while (
+                    reply := await client.post(CHAT, json={}, headers=bearer("alice"))
+                ).status_code == 429:
+                    await asyncio.sleep(0.01)
+            assert reply.status_code == 400
+            assert not slow.go_on.is_set()
+            slow.go_on.set()
+            last = await client.post(CHAT, json=ASK, headers=bearer("alice"))
+            assert last.status_code == 200
+        assert len(backend.requests) == 1, "what was left was never submitted"
+
+    asyncio.run(main())
+
+
 def test_the_cluster_is_shown_to_operators_only() -> None:
     async def main() -> None:
         keys = (key("alice", priorities=tuple(Priority)), key("root", operator=True))
@@ -129,6 +269,39 @@ def test_the_cluster_is_shown_to_operators_only() -> None:
                 async with client.stream("GET", path, headers=bearer("root")) as shown:
                     assert shown.status_code == 200
             assert (await client.get("/v1/models", headers=bearer("alice"))).is_success
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_while_its_schema_is_compiled_frees_its_place_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    whole = chat_call.chat_constraint
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        go_on.wait(LIMIT_S)
+        return whole(*args)
+
+    monkeypatch.setattr(chat_call, "chat_constraint", slow)
+
+    async def main() -> None:
+        backend = ScriptedBackend(says("{}"))
+        body = ASK | {"response_format": {"type": "json_object"}}
+        async with limited_api_server(backend, key("alice", max_concurrent=1)) as client:
+            asking = asyncio.ensure_future(client.post(CHAT, json=body, headers=bearer("alice")))
+            assert await asyncio.to_thread(begun.wait, LIMIT_S)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            async with asyncio.timeout(LIMIT_S):
+                while (
+                    reply := await client.post(CHAT, json=ASK, headers=bearer("alice"))
+                ).status_code == 429:
+                    await asyncio.sleep(0.01)
+            assert reply.status_code == 200, "texts do not wait behind schemas either"
+            go_on.set()
+        assert len(backend.requests) == 1
 
     asyncio.run(main())
 
@@ -152,8 +325,7 @@ def test_too_many_requests_are_429_with_advice_and_are_recorded() -> None:
             assert (await client.get("/v1/models", headers=bearer("alice"))).is_success
             clock.now_s += 30
             assert (await client.post(CHAT, json=ASK, headers=bearer("alice"))).is_success
-        (refused,) = events.events
-        assert isinstance(refused, Refused)
+        (refused,) = [event for event in events.events if isinstance(event, Refused)]
         assert (refused.status, refused.reason) == (429, "key_requests_per_min")
         assert refused.request_id == reply.headers["x-request-id"]
 

@@ -7,6 +7,7 @@ that they pass is all that is tested.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -395,3 +396,38 @@ def test_the_pinned_uvicorn_is_the_one_that_is_extended() -> None:
 
     with pytest.raises(ConfigError, match=f"has no loop, on_body, .*uvicorn=={UVICORN}"):
         check_uvicorn(Later)
+
+
+def test_of_too_many_connections_the_oldest_that_proved_nothing_is_closed() -> None:
+    """A flood of strangers takes the place of no client that has shown a key."""
+
+    def ask(key: bytes) -> bytes:
+        return b"GET /v1/models HTTP/1.1\r\nhost: a\r\nauthorization: Bearer " + key + b"\r\n\r\n"
+
+    async def main() -> None:
+        limits = config(max_connections=4, api_keys=("sesame",))
+        async with (
+            live_api_server(ScriptedBackend(says("hello")), config=limits) as url,
+            connected(url) as (client, to_server),
+            connected(url) as (stranger, from_stranger),
+        ):
+            to_server.write(ask(b"sesame"))
+            assert b"200 OK" in await client.readline()
+            from_stranger.write(ask(b"guess"))
+            assert b"401" in await stranger.readline()
+            async with contextlib.AsyncExitStack() as opened:
+                flood = [await opened.enter_async_context(connected(url)) for _ in range(4)]
+                await stranger.read()
+                assert await flood[0][0].read() == b""
+                async with connected(url) as (late, to_late):
+                    to_late.write(ask(b"sesame"))
+                    assert b"200 OK" in await late.readline()
+                to_server.write(ask(b"sesame"))
+                head = b""
+                while b"\r\n\r\n" not in head:
+                    head += await client.readline()
+                length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+                await client.readexactly(length)
+                assert b"200 OK" in await client.readline()
+
+    asyncio.run(main())

@@ -38,8 +38,8 @@ EVIL: dict[str, tuple[int, str, dict[str, Any]]] = {
     "half names, cut": (200, CHAT, says_user("<|reserved_token_" * (N // 3), **KEEP)),
     "names, cut": (200, CHAT, says_user("<|im_end|>" * N, **KEEP)),
     "long runs": (200, COMPLETIONS, {"prompt": RUNS, "max_tokens": 1, **KEEP}),
-    "long runs to count": (200, TOKENIZE, {"prompt": RUNS}),
-    "openings to count": (200, TOKENIZE, {"messages": [{"role": "user", "content": "<" * N}]}),
+    "long runs to count": (400, TOKENIZE, {"prompt": RUNS}),
+    "openings to count": (400, TOKENIZE, {"messages": [{"role": "user", "content": "<" * N}]}),
     "openings in a tool": (200, CHAT, says_user("x", tools=[tool(description="<" * N)], **KEEP)),
     "openings in names": (
         200, CHAT, says_user("x", chat_template_kwargs={"<" * N: "<" * N}, **KEEP),

@@ -8,13 +8,12 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from mooncake.api.constrained import checker as checker_module
-from mooncake.api.constrained.checker import Fault, Queue, SchemaChecker, SchemaToCheck
+from mooncake.api.constrained.checker import Fault, SchemaChecker, SchemaToCheck
 
 TIGHT = 0.2
 UNIQUE: dict[str, Any] = {"type": "array", "uniqueItems": True}
@@ -174,42 +173,6 @@ def test_a_tenant_with_costly_schemas_waits_behind_itself(checker: SchemaChecker
 
     asyncio.run(main())
     assert [order[0], sorted(order[1:4]), order[4:]] == ["flood", ["a", "a", "b"], ["flood"] * 3]
-
-
-def question() -> checker_module._Question:
-    return checker_module._Question(SchemaToCheck.of(UNIQUE), "[]", 0.0, Future())
-
-
-def test_turns_are_by_time_and_cannot_be_saved_up() -> None:
-    queue = Queue()
-    for tenant in ("a", "a", "b", "b"):
-        assert queue.add(tenant, question())
-    served = []
-    for seconds in (0.5, 0.1, 0.1, 0.5):
-        tenant, _ = queue.take()
-        served.append(tenant)
-        queue.charge(tenant, seconds)
-    assert served == ["a", "b", "b", "a"]
-    assert queue.add("late", question())
-    assert queue.add("a", question())
-    assert queue.take()[0] == "late", "it begins where the others are, not behind them"
-    queue.charge("late", 2.0)
-    assert queue.add("late", question())
-    assert queue.take()[0] == "a"
-
-
-def test_no_tenant_takes_all_places_and_those_who_left_are_forgotten() -> None:
-    queue = Queue()
-    num_own = [0, 0]
-    for index in (0, 1):
-        while queue.add(f"{index}", question()):
-            num_own[index] += 1
-    assert num_own == [checker_module.MAX_WAITING // 2, checker_module.MAX_WAITING // 4]
-    assert queue.add("newcomer", question())
-    for index in range(2000):
-        queue.charge(queue.take()[0], 0.001)
-        queue.add(f"passing {index}", question())
-    assert len(queue._used_s) <= checker_module.MAX_TENANTS + 1
 
 
 def test_closing_ends_the_process() -> None:

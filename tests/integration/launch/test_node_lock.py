@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import uuid
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import ConfigError
+from mooncake.launch.host import abstract_name
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.pool_node.node_lock import JoinWatch, lock_name
 
@@ -30,6 +33,24 @@ def test_a_name_is_held_by_one_process_of_a_machine_and_pool() -> None:
         lock_name(f"{NAME}-b", "b", POOL).close()
         lock_name(NAME, "a", "tcp://127.0.0.1:9001").close()
     lock_name(NAME, "a", POOL).close()
+
+
+@pytest.mark.parametrize(("listens", "holder"), [(True, r"process \d+ of user 0"), (False, "does")])
+def test_a_name_taken_by_another_user_is_told_from_a_node_that_runs(
+    monkeypatch: pytest.MonkeyPatch, listens: bool, holder: str
+) -> None:
+    name = lock_name(f"{NAME}-squatted", "a", POOL)
+    address = name.getsockname()
+    name.close()
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind(address)
+        if listens:
+            squatter.listen()
+            user = os.geteuid()
+            monkeypatch.setattr(abstract_name, "credentials_of", lambda _: (1, 0))
+            monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        with pytest.raises(ConfigError, match=rf"node-id: .*{holder}.* end that process"):
+            lock_name(f"{NAME}-squatted", "a", POOL)
 
 
 def test_a_pool_whose_host_has_no_address_is_named_as_it_is_written() -> None:

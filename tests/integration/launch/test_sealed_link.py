@@ -129,6 +129,24 @@ def test_connections_that_prove_nothing_take_no_place_of_a_rank(
         each.close()
 
 
+def test_of_too_many_that_do_not_prove_themselves_the_oldest_is_hung_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_host, "MAX_UNPROVEN", 2)
+    monkeypatch.setattr(RankHost, "_follow", lambda _, link, whence: link.send(b"followed"))
+    with listening_host() as host, contextlib.ExitStack() as opened:
+        address = ("127.0.0.1", host.port)
+        idle = [opened.enter_context(socket.create_connection(address)) for _ in range(3)]
+        assert idle[0].recv(1) == b"", "the oldest is hung up"
+        link = SealedLink.connect(address, MINE, HOSTS_NAME)
+        opened.enter_context(link._socket)
+        assert link.receive() == b"followed"
+        assert idle[1].recv(1) == b""
+        idle[2].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            idle[2].recv(1)
+
+
 def test_what_comes_at_one_end_leaves_at_the_other_until_one_is_gone() -> None:
     with linked() as (near, far, _):
         here, near_end = socket.socketpair()

@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from mooncake.base.messages import AbortTask, Drain, Message, PutStart, Refused,
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
 from mooncake.rpc.codec import encode, head_of
-from mooncake.rpc.zmq_channel import ZmqChannel, ZmqLimits
+from mooncake.rpc.zmq_channel import MAX_UNPROVEN, ZmqChannel, ZmqLimits
 from tests.support.clock import ManualClock
 
 SECRET = "a cluster secret"
@@ -386,3 +387,37 @@ def test_another_process_is_reached_and_its_death_is_survived(open_channel: Open
             peer.wait()
         ours.send(hello.request_id, Drain())
     assert ours.receive() == []
+
+
+def test_of_too_many_that_prove_nothing_the_oldest_is_hung_up(open_channel: Open) -> None:
+    """A flood of strangers keeps no peer out, and a peer that has proven itself keeps its place."""
+    server, early, late = open_channel(), open_channel(), open_channel()
+    early.send(server.address, AbortTask(request_id="early", attempt=1))
+    assert receive(server, 1) == [AbortTask(request_id="early", attempt=1)]
+    host, _, port = server.address.partition("#")[0].removeprefix("tcp://").rpartition(":")
+    with contextlib.ExitStack() as opened:
+        strangers = []
+        for _ in range(2 * MAX_UNPROVEN):
+            strangers.append(opened.enter_context(socket.create_connection((host, int(port)))))
+        end_s = time.monotonic() + WAIT_S
+        while (num_open := sum(map(is_open, strangers))) > MAX_UNPROVEN:
+            assert time.monotonic() < end_s, f"{num_open} are open"
+            select.select([server], [], [], 0.05)
+            assert server.receive() == []
+        assert not is_open(strangers[0])
+        assert is_open(strangers[-1])
+        for sender in (late, early):
+            sender.send(server.address, AbortTask(request_id="x", attempt=2))
+            assert receive(server, 1) == [AbortTask(request_id="x", attempt=2)]
+
+
+def is_open(sock: socket.socket) -> bool:
+    """Whether the other side has not hung up; what it has said is dropped."""
+    try:
+        while sock.recv(4096, socket.MSG_DONTWAIT):
+            pass
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False

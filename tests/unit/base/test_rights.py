@@ -12,6 +12,7 @@ from mooncake.base import pool_messages as p
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
 from mooncake.base.rights import (
+    MAX_KEYS,
     SENDERS,
     SPEAKERS,
     CredentialRole,
@@ -139,6 +140,17 @@ def test_a_client_stores_for_its_tenant_only(kind: type[m.Message]) -> None:
         message = msgspec.structs.replace(example(kind), tenant=tenant)
         assert "of tenant 'acme', not of" in str(refusal(sender(C), message))
         assert refusal(sender(C, tenant=None), message) is None
+
+
+@pytest.mark.parametrize("kind", [m.PutStart, m.PinBlocks, p.FindBlocks, p.RemoveBlocks])
+def test_a_message_names_so_many_blocks_and_no_more(kind: type[m.Message]) -> None:
+    for who in (sender(C, tenant=None), sender(W), sender(*CredentialRole, tenant=None)):
+        if kind not in who.may_send:
+            continue
+        most = msgspec.structs.replace(example(kind), keys=[KEY] * (MAX_KEYS - 1))
+        assert refusal(who, most) is None
+        more = msgspec.structs.replace(example(kind), keys=[KEY] * (MAX_KEYS + 1))
+        assert f"more than {MAX_KEYS}" in (refusal(who, more) or "")
 
 
 def test_an_operator_handles_no_blocks() -> None:

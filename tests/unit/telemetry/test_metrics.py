@@ -11,6 +11,7 @@ from mooncake.telemetry.events import (
     Accepted,
     Finished,
     FirstToken,
+    LoopHeld,
     Placed,
     Refused,
     Requeued,
@@ -127,6 +128,7 @@ def busy() -> Metrics:
     metrics.record(WorkerJoined(worker_id="d0", at_s=0.0, role=Role.DECODE, num_blocks=100))
     metrics.record(WorkerJoined(worker_id="p0", at_s=0.0, role=Role.PREFILL, num_blocks=100))
     metrics.record(Refused(request_id="x", at_s=0.0, status=429, reason="ttft_limit"))
+    metrics.record(LoopHeld(at_s=0.5, held_s=0.03))
     accept(metrics, "a", 1.0)
     place(metrics, "a", 1.01)
     token(metrics, "a", 1.5, 0)

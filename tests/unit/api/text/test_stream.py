@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from mooncake.api.text.stream import Detokenizer, StopMatcher
+from mooncake.api.text.tokenizer import Window
 from tests.support.api.server import tiny_tokenizer
 
 MIXED = "Hé 你好🙂👩‍👧 ¡fin! 世"
@@ -31,7 +32,12 @@ class BytePieces:
         return self._pieces[token_id]
 
     def encode(
-        self, text: str, *, allow_special: bool = True, add_special: bool = False
+        self,
+        text: str,
+        *,
+        allow_special: bool = True,
+        add_special: bool = False,
+        window: Window | None = None,
     ) -> list[int]:
         raise NotImplementedError
 

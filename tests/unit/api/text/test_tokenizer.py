@@ -11,10 +11,12 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from mooncake.api.text.guard import MARK, Guard
 from mooncake.api.text.tokenizer import (
     MAX_ENCODE_CHARS,
     MAX_RUN_CHARS,
     TiktokenTokenizer,
+    Window,
     cut_text,
     load_tokenizer,
 )
@@ -250,3 +252,46 @@ def test_golden_ids_of_kimi_k2() -> None:
     assert tokenizer.special_id("<|im_end|>") == 163586
     assert tokenizer.special_id("<|tool_call_begin|>") == 163597
     assert tokenizer.vocab_size == 163840
+
+
+LONG = ("the hell " * 3 + "你好 " + "x" * 40 + "\n") * 20_000
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 1000, 250_000, 10**9])
+def test_a_window_has_the_tokens_of_the_whole_at_its_end(num_tokens: int) -> None:
+    tokenizer = tiny_tokenizer()
+    assert len(LONG) > 3 * MAX_ENCODE_CHARS
+    whole = tokenizer.encode(LONG)
+    first = tokenizer.encode(LONG, window=Window(num_tokens))
+    last = tokenizer.encode(LONG, window=Window(num_tokens, from_end=True))
+    assert first[:num_tokens] == whole[:num_tokens]
+    assert last[len(last) - min(num_tokens, len(last)) :] == whole[-num_tokens or len(whole) :]
+    for part in (first, last):
+        assert len(part) > num_tokens or part == whole
+        assert len(part) <= num_tokens + MAX_ENCODE_CHARS or part == whole
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1000, 100_000])
+def test_a_window_of_a_tokenizer_that_takes_texts_whole(tmp_path: Path, num_tokens: int) -> None:
+    byte_level_file(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    whole = tokenizer.encode(LONG, add_special=True)
+    first = tokenizer.encode(LONG, add_special=True, window=Window(num_tokens))
+    last = tokenizer.encode(LONG, add_special=True, window=Window(num_tokens, from_end=True))
+    assert first[:num_tokens] == whole[:num_tokens]
+    assert last[len(last) - num_tokens :] == whole[len(whole) - num_tokens :]
+    assert num_tokens < len(first) < len(whole)
+    assert num_tokens < len(last) < len(whole)
+
+
+def test_a_window_of_a_guarded_conversation() -> None:
+    tokenizer = tiny_tokenizer()
+    guard = Guard(tokenizer, [])
+    turn = "<|im_user|>" + guard.value("he said <|im_end|> " * 30) + "<|im_end|>"
+    text = turn * 1000
+    assert MARK in text
+    whole = guard.encode(text)
+    first, last = (guard.encode(text, window=Window(500, end)) for end in (False, True))
+    assert first[:500] == whole[:500]
+    assert last[-500:] == whole[-500:]
+    assert max(len(first), len(last)) < 5000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base import PeerLost, PinBlocks, PinGranted, Tier
-from mooncake.base.messages import Replicate
+from mooncake.base.messages import Refused, Replicate
 from mooncake.base.pool_messages import (
     BlockCopy,
     BlocksDescribed,
@@ -19,6 +19,7 @@ from mooncake.base.pool_messages import (
     SetPins,
     TakenOver,
 )
+from mooncake.kvstore.node import removal
 from mooncake.kvstore.storage.traces import COPY_S, MAX_REMEMBERED, Tombstones
 from mooncake.sim.world.disk import SimDiskConfig, SimMedium
 from tests.support.kvstore.node_world import BLOCK, NodeWorld, key, keys, worker
@@ -259,3 +260,17 @@ def test_blocks_on_ssd_come_up_to_be_pinned(number: int) -> None:
     [answer] = [s for _, s in world.channel.sent if isinstance(s, PinsSet) and s.ticket == 78]
     assert answer.done == [True] * number + [False]
     assert find(world, *run) == [Tier.DRAM] * number
+
+
+def test_removals_that_wait_for_a_disk_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removal, "MAX_REMOVALS", 2)
+    world = NodeWorld(2, media=[SimMedium()])  # not scanned yet: any block may lie there
+    first = [ask_remove(world, number) for number in (1, 2)]
+    refused = ask_remove(world, 3)
+    assert [answers(world, ticket) for ticket in (*first, refused)] == [[], [], []]
+    (told,) = [sent for _, sent in world.channel.sent if isinstance(sent, Refused)]
+    assert told.ticket == refused
+    assert "2 removals wait" in told.reason
+    world.tick(1.0)
+    assert all(answers(world, ticket) for ticket in first)
+    assert answers(world, ask_remove(world, 3))

@@ -67,6 +67,18 @@ def test_memory_is_not_blamed_for_the_wire() -> None:
     assert world.node.counters["blocks_damaged"] == 0
 
 
+def test_what_waits_to_be_hashed_is_bounded_by_what_is_there() -> None:
+    """Blocks that come and go faster than they are hashed leave the queue with their memory."""
+    world = hashing_world()
+    hashing = world.node.blocks.hashing
+    num_blocks = world.node.blocks.dram.num_blocks
+    hashing._op_id = -1  # an operation that does not end
+    for number in range(10 * num_blocks):
+        world.put(WRITER, keys(number))
+        hashing.suspect(keys(number))
+        assert len(hashing._queue) <= 2 * num_blocks
+
+
 def test_a_block_is_not_reused_while_it_is_hashed() -> None:
     world = hashing_world()
     world.put(WRITER, keys(1, 2, 3, 4))

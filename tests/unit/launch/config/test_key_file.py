@@ -92,6 +92,7 @@ def named(path: Path, *names: str) -> None:
     """Write the file anew, as those do who put another in its place."""
     fresh = path.with_name("fresh")
     fresh.write_text("keys:\n" + "".join(f"  - {{name: {n}, key: sk-{n}}}\n" for n in names))
+    fresh.chmod(0o600)
     fresh.replace(path)
 
 

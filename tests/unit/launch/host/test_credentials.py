@@ -16,6 +16,7 @@ from mooncake.launch.host.credentials import (
     MAX_NONCES,
     SIGNED_S,
     RequestVerifier,
+    read_secret,
     seal,
     sign_request,
     unseal,
@@ -90,6 +91,42 @@ def test_the_memory_of_signatures_is_bounded_and_comes_back() -> None:
     assert not verifier.signer(signed(), "GET", "/a")
     clock.now_s += SIGNED_S + 1
     assert verifier.signer(signed(), "GET", "/a")
+
+
+def test_a_credential_that_asks_too_often_holds_up_no_other() -> None:
+    verifier = RequestVerifier(HELD.cluster, Clock())
+    busy, other = (issue("secret", name, [CredentialRole.OPERATOR]) for name in ("busy", "other"))
+    for _ in range(MAX_NONCES):
+        assert verifier.signer(sign_request(busy, "GET", "/a", verifier.challenge()), "GET", "/a")
+    for held, is_let_in in ((busy, False), (other, True), (HELD, True)):
+        signed = sign_request(held, "GET", "/a", verifier.challenge())
+        assert bool(verifier.signer(signed, "GET", "/a")) is is_let_in
+
+
+@pytest.mark.parametrize(("mode_", "word"), [(0o602, "change"), (0o666, "change")])
+def test_a_secret_that_everybody_may_change_is_refused(
+    tmp_path: Path, mode_: int, word: str
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text("s3cret")
+    path.chmod(mode_)
+    with pytest.raises(ConfigError, match=rf"cluster-secret-file: .*{word}.* chmod 600") as refused:
+        read_secret(path)
+    assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("mode_", "num_warnings"), [(0o600, 0), (0o440, 0), (0o644, 1), (0o620, 1)]
+)
+def test_a_secret_that_others_may_read_is_logged_once(
+    tmp_path: Path, mode_: int, num_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text("s3cret")
+    path.chmod(mode_)
+    assert [read_secret(path) for _ in range(3)] == ["s3cret"] * 3
+    assert len(caplog.records) == num_warnings
+    assert "s3cret" not in caplog.text
 
 
 @pytest.mark.parametrize(

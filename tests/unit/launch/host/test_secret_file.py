@@ -47,6 +47,7 @@ def test_a_secret_that_cannot_be_used_is_logged_and_the_next_is(
 ) -> None:
     file, used = tmp_path / "secret", queue.SimpleQueue[str]()
     file.write_text("old")
+    file.chmod(0o600)
 
     def use(given: str) -> None:
         if given == "wrong":

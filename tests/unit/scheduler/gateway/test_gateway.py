@@ -19,6 +19,7 @@ from mooncake.base import (
 )
 from mooncake.base.messages import OWN_RELEASE, FinishInfo, GatewayNews, Release
 from mooncake.base.messages import Refused as RefusedMessage
+from mooncake.scheduler import membership_table
 from mooncake.scheduler.placement.admission import MAX_RETRY_S
 from mooncake.telemetry.events import Finished, Placed, Refused, WorkerJoined, WorkerLeft
 from tests.support.scheduler.scheduling import (
@@ -437,3 +438,22 @@ def test_it_says_goodbye_to_workers_and_gateways(harness: Pair) -> None:
         and e.role is Role.GATEWAY
     ]
     assert seen == [(WorkerJoined, other.worker_id), (WorkerLeft, other.worker_id)]
+
+
+def test_members_have_a_bound_and_silent_clients_give_way(
+    harness: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flood of clients that only say hello keeps no worker out; engines are never given up."""
+    monkeypatch.setattr(membership_table, "MAX_MEMBERS", 5)
+    ids = [f"client-{number}" for number in range(3)]
+    for client_id in ids:
+        harness.join(client_id, Role.CLIENT)
+        harness.now += 0.1
+    harness.report(ref(ids[0]))
+    assert harness.channel.of(Welcome, harness.join("p1", Role.PREFILL).address)
+    lost = harness.channel.of(PeerLost, harness.p0.address)
+    assert [told.worker.worker_id for told in lost] == [ids[1]]
+    harness.report(ref(ids[2]))
+    harness.join("p2", Role.PREFILL)
+    (refused,) = harness.channel.of(RefusedMessage, ref("p2", "e0").address)
+    assert "5 workers and clients" in refused.reason

@@ -1,0 +1,100 @@
+"""Slow work of requests (tokenizing, compiling schemas) on a few threads of its own.
+
+Owns the threads and what waits for them. A full lane answers at once, so that work piles up
+nowhere; tenants take turns; who gives up frees the place at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from mooncake.api.fair_queue import FairQueue
+from mooncake.base import Unavailable
+
+RETRY_S = 1.0
+"""Advice when a lane is full: its work takes milliseconds, seldom seconds."""
+
+Result = TypeVar("Result")
+
+
+class Lane:
+    """Runs one kind of slow work, fairly among tenants. Used in the event loop."""
+
+    def __init__(self, name: str, num_threads: int, num_places: int) -> None:
+        """At most `num_places` pieces of work wait. `name` says what they do, for the refusal of
+        one more.
+        """
+        self._name = name
+        self._num_threads = num_threads
+        self._waiting: FairQueue[_Work] = FairQueue(num_places)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._lock = threading.Lock()
+        self._num_busy = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Pieces of work that no thread has begun."""
+        return len(self._waiting)
+
+    async def run(self, work: Callable[[], Result], tenant: str = "") -> Result:
+        """Return what `work` returns, called in a thread. Cancelling takes it out of the queue;
+        work that has begun ends by itself, and nobody hears of it.
+
+        Raises:
+            Unavailable: the lane is full, or too much of it is this tenant's.
+        """
+        found: Future[Any] = Future()
+        piece = _Work(work, found)
+        if not self._waiting.add(tenant, piece):
+            raise Unavailable(
+                f"too many requests wait here ({self._name}); try again", retry_after_s=RETRY_S
+            )
+        with self._lock:
+            begins = self._num_busy < self._num_threads
+            self._num_busy += begins
+        if begins:
+            self._pool.submit(self._drain)
+        try:
+            result: Result = await asyncio.wrap_future(found)
+        except asyncio.CancelledError:
+            self._waiting.discard(tenant, piece)
+            raise
+        return result
+
+    def _drain(self) -> None:
+        """Do what waits, in a thread, until nothing does."""
+        while True:
+            with self._lock:  # so that nothing is added unseen between the look and the end
+                taken = self._waiting.take()
+                if taken is None:
+                    self._num_busy -= 1
+                    return
+            tenant, piece = taken
+            began_s = time.monotonic()
+            piece.do()
+            self._waiting.charge(tenant, time.monotonic() - began_s)
+
+    def close(self) -> None:
+        """Begin nothing more. Does not wait for what runs."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Work:
+    """One piece of work and where its result is waited for."""
+
+    def __init__(self, work: Callable[[], Any], found: Future[Any]) -> None:
+        self._work = work
+        self._found = found
+
+    def do(self) -> None:
+        if not self._found.set_running_or_notify_cancel():
+            return
+        try:
+            self._found.set_result(self._work())
+        except BaseException as error:
+            self._found.set_exception(error)

@@ -1,0 +1,44 @@
+"""What running requests share: no key takes all of it, and everything comes back."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.api.http.limits import Shares
+
+AMOUNTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40), st.booleans()))
+
+
+def test_a_key_takes_at_most_half_of_what_the_others_leave() -> None:
+    shares = Shares(100)
+    assert shares.take("a", 50)
+    assert not shares.take("a", 1)
+    assert shares.take("b", 25)
+    assert not shares.take("b", 1)
+    assert shares.take("newcomer", 12)
+    shares.give_back("a", 50)
+    assert shares.take("b", 6)
+
+
+def test_without_keys_all_is_one_clients() -> None:
+    shares = Shares(100)
+    assert shares.take(None, 100)
+    assert not shares.take(None, 1)
+    shares.give_back(None, 100)
+    assert shares.take(None, 1)
+
+
+@given(AMOUNTS)
+def test_the_limit_holds_and_everything_comes_back(asked: list[tuple[str, int, bool]]) -> None:
+    shares = Shares(100)
+    held: list[tuple[str, int]] = []
+    for holder, amount, gives_back in asked:
+        if gives_back and held:
+            shares.give_back(*held.pop())
+        elif shares.take(holder, amount):
+            held.append((holder, amount))
+        shares.check_integrity()
+    for each in held:
+        shares.give_back(*each)
+    assert shares.take(None, 100)
