@@ -17,11 +17,11 @@ from mooncake.transfer.local.backend import InprocFabric
 from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.regions import AnyRegion
 from mooncake.transfer.staging.arena import StagingLimits
-from mooncake.transfer.staging.reference import move_whole
 from tests.support.clock import ManualClock
 from tests.support.transfer.device_pair import LIMITS, WAIT_S, Side, batch, content, until
 from tests.support.transfer.driving import WIRED, move, wait_for
 from tests.support.transfer.fake_device import UnpinnableMemory
+from tests.support.transfer.staging_reference import move_whole
 
 SIZE = 40_000
 Open = Callable[..., Side]

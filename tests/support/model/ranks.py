@@ -16,7 +16,7 @@ from mooncake.model.inputs import PrefersAbsorbed
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import WeightSource, load_model
-from mooncake.model.parallel.threads import ThreadGroup
+from tests.support.model.thread_group import ThreadGroup
 from tests.support.model.tiny_models import CPU, forward, kv_for
 
 Made = TypeVar("Made")

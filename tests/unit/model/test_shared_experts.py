@@ -22,9 +22,9 @@ from mooncake.model.backends import Backends, settle
 from mooncake.model.loading import WeightSource, load_model
 from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.peers import Peers
-from mooncake.model.parallel.threads import ThreadGroup
 from mooncake.model.runner import ModelRunner
 from tests.support.model.ranks import ThreadRanks
+from tests.support.model.thread_group import ThreadGroup
 from tests.support.model.tiny_models import (
     CONFIGS,
     CPU,

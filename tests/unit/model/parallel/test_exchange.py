@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mooncake.model.parallel.exchange import NOBODY, GatheredRows, Rows
-from mooncake.model.parallel.threads import ThreadGroup
+from tests.support.model.thread_group import ThreadGroup
 
 
 def rows_of(rank: int, count: int, dtype: torch.dtype) -> Rows:

@@ -18,8 +18,8 @@ from mooncake.model.parallel import shared_memory
 from mooncake.model.parallel.group import Group, GroupError, Solo, ordered_sum
 from mooncake.model.parallel.joining import join, make_file
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
-from mooncake.model.parallel.threads import ThreadGroup
 from mooncake.model.parallel.torch_group import ONE_SHOT_BYTES, TorchGroup
+from tests.support.model.thread_group import ThreadGroup
 
 Made = TypeVar("Made")
 
