@@ -7,11 +7,9 @@ Every plan names the pages of its sequences.
 from __future__ import annotations
 
 import itertools
-import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +17,7 @@ from typing import Protocol
 import torch
 
 from mooncake.base import Failure, Grammar, InternalError, TokenLogprobs
+from mooncake.base.mailbox import Mailbox
 from mooncake.base.parallel import stage_layers
 from mooncake.engine.plan import (
     Counted,
@@ -141,19 +140,18 @@ class ModelRunner:
         """With the numbers of steps that others begin; None: the last."""
         self._untold: queue.SimpleQueue[StepPlan | None] | None = None
         """Steps that the stages before this one's have not heard of; None: there are none."""
-        self._events: deque[RunnerEvent] = deque()
+        self._events: Mailbox[RunnerEvent] = Mailbox()
         self._ended = -1
         """The last step whose result has been emitted."""
         self._layers = LayerReports(self._emit)
         self._lock = threading.Lock()
         self._closed = False
-        self._readable, self._signal = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         if lead is not None:
-            lead.watch(self._wake, self._hear)
+            lead.watch(self._events.ring, self._hear)
         if peers is not None:
             peers.watch(
                 self._plans.put,
-                self._wake,
+                self._events.ring,
                 lambda: self._emit(Counted(counters=dict(peers.counters))),
             )
         self._threads = [threading.Thread(target=self._run, name="model-runner", daemon=True)]
@@ -178,7 +176,7 @@ class ModelRunner:
 
     def fileno(self) -> int:
         """Return a file descriptor that is readable while events wait."""
-        return self._readable
+        return self._events.fileno()
 
     def poll(self) -> Sequence[RunnerEvent]:
         """Return the events since the last call, oldest first, without waiting.
@@ -189,12 +187,7 @@ class ModelRunner:
         for others in (self._peers, self._lead):
             if others is not None and others.lost is not None:
                 raise InternalError(f"{others.lost}: all ranks of this worker end")
-        with self._lock:
-            events = list(self._events)
-            if events:
-                self._events.clear()
-                os.read(self._readable, 1)
-        return events
+        return self._events.receive()
 
     def check_integrity(self) -> None:
         """Raise where a rank holds pages of a sequence that has ended (see `Lead.check_integrity`),
@@ -224,16 +217,8 @@ class ModelRunner:
         if self._peers is not None:
             self._peers.leave()
         self._layers.close()
-        with self._lock:  # a follower's answer may just be coming
-            os.close(self._readable)
-            os.close(self._signal)
+        self._events.close()
         del self._model, self._forward, self._decoder, self._sampler, self._drafts
-
-    def _wake(self) -> None:
-        """Have the driver call `poll`."""
-        with self._lock:
-            if not self._closed:
-                os.write(self._signal, b"\0")
 
     def _emit(self, event: RunnerEvent) -> None:
         with self._lock:
@@ -246,9 +231,7 @@ class ModelRunner:
                 self._append(event)
 
     def _append(self, event: RunnerEvent) -> None:
-        if not self._events and not self._closed:
-            os.write(self._signal, b"\0")
-        self._events.append(event)
+        self._events.put(event)
         if isinstance(event, StepResult):
             self._ended = event.step_id
 

@@ -7,12 +7,11 @@ between processes fails here too.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections import deque
 from collections.abc import Mapping
 
 from mooncake.base.any_message import AnyMessage
+from mooncake.base.mailbox import Mailbox
 from mooncake.rpc.codec import decode, encode
 
 INBOX_BOUND = 65536
@@ -59,17 +58,13 @@ class InprocChannel:
         self._network = network
         self._address = address
         self._encode = encode
-        self._inbox_bound = inbox_bound
-        self._lock = threading.Lock()
-        self._inbox: deque[AnyMessage] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closed = False
+        self._inbox: Mailbox[AnyMessage] = Mailbox(inbox_bound)
         self.num_dropped = 0
         """Messages that did not fit into this inbox."""
         try:
             network.attach(self)
         except ValueError:
-            os.close(self._wake_fd)
+            self._inbox.close()
             raise
 
     @property
@@ -92,34 +87,18 @@ class InprocChannel:
 
     def deliver(self, message: AnyMessage) -> None:
         """Queue a message for this end."""
-        with self._lock:
-            if self._closed:
-                return
-            if len(self._inbox) >= self._inbox_bound:
-                self.num_dropped += 1
-                return
-            self._inbox.append(message)
-            if len(self._inbox) == 1:
-                os.eventfd_write(self._wake_fd, 1)
+        if not self._inbox.put(message):
+            self.num_dropped += 1
 
     def fileno(self) -> int:
-        return self._wake_fd
+        return self._inbox.fileno()
 
     def receive(self) -> list[AnyMessage]:
         """Return what has arrived, oldest first, without waiting."""
-        with self._lock:
-            if not self._inbox:
-                return []
-            messages = list(self._inbox)
-            self._inbox.clear()
-            os.eventfd_read(self._wake_fd)
-            return messages
+        return self._inbox.receive()
 
     def close(self) -> None:
         """Leave the network; messages not yet received are lost. A second call does nothing."""
         self._network.detach(self)
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._inbox.clear()
-                os.close(self._wake_fd)
+        self._inbox.receive()
+        self._inbox.close()

@@ -8,14 +8,13 @@ end.
 from __future__ import annotations
 
 import heapq
-import os
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mooncake.base.clock import Clock
 from mooncake.base.kv_layout import SegmentRef
+from mooncake.base.mailbox import Mailbox
 from mooncake.transfer.engine import Op, TransferBatch, TransferDone, TransferOp
 from mooncake.transfer.plan import Slice, merge_ops
 
@@ -136,10 +135,8 @@ class BatchTable:
         self._lock = threading.Lock()
         self._jobs: dict[int, Job] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self._done: deque[TransferDone] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._done: Mailbox[TransferDone] = Mailbox()
         self._next_id = 1
-        self._closed = False
 
     @property
     def num_open(self) -> int:
@@ -196,30 +193,18 @@ class BatchTable:
         )
         with self._lock:
             del self._jobs[job.batch_id]
-            self._done.append(done)
-            if not self._closed and len(self._done) == 1:
-                os.eventfd_write(self._wake_fd, 1)
+            self._done.put(done)
 
     def fileno(self) -> int:
-        return self._wake_fd
+        return self._done.fileno()
 
     def poll(self) -> list[TransferDone]:
         """Return the endings since the last call."""
-        if not self._done:
-            return []
-        with self._lock:
-            done = list(self._done)
-            self._done.clear()
-            if done and not self._closed:
-                os.eventfd_read(self._wake_fd)
-            return done
+        return self._done.receive()
 
     def close(self) -> None:
         """Close the descriptor; endings can still be polled."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                os.close(self._wake_fd)
+        self._done.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a batch that ended is still listed."""

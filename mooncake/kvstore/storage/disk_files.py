@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from mooncake.base import ConfigError, KvLayout, format_bytes
+from mooncake.base.mailbox import Mailbox
 from mooncake.crypto.keys import KeyRing
 from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.config import SsdConfig
@@ -80,10 +81,8 @@ class FileDisks:
         """
         cipher = None if keys is None else RecordCipher(keys, layout.fingerprint)
         self._layout = layout
-        self._lock = threading.Lock()
-        self._events: deque[DiskDone | DiskScanned] = deque()
+        self._events: Mailbox[DiskDone | DiskScanned] = Mailbox()
         self._last_op = 0
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._disks: list[_FileDisk] = []
         self._hasher = _Threads(1, "kv-hash")
         self._arena: memoryview = memoryview(b"")
@@ -141,18 +140,11 @@ class FileDisks:
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when an operation ended."""
-        return self._wake_fd
+        return self._events.fileno()
 
     def poll(self) -> Sequence[DiskDone | DiskScanned]:
         """Return what ended since the last call, without waiting."""
-        with self._lock:
-            if not self._events:
-                return []
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
-            events = list(self._events)
-            self._events.clear()
-            return events
+        return self._events.receive()
 
     def close(self) -> None:
         """End what runs, drop what waits, and unlock the directories. The node must be driven no
@@ -163,13 +155,10 @@ class FileDisks:
         self._disks = []
         self._hasher.close()
         self._arena = memoryview(b"")
-        with self._lock:
-            fd, self._wake_fd = self._wake_fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._events.close()
 
     def _scan(self, number: int, disk: _FileDisk) -> None:
-        self._post(disk.scan(number))
+        self._events.put(disk.scan(number))
 
     def _start(
         self,
@@ -190,19 +179,11 @@ class FileDisks:
                 _log.exception("an operation on %d blocks failed", len(blocks))
                 outcomes, checksums = [Outcome.FAILED] * len(blocks), [0] * len(blocks)
             seconds = time.perf_counter() - began_s
-            self._post(
-                DiskDone(op_id=op_id, outcomes=outcomes, checksums=checksums, seconds=seconds)
-            )
+            done = DiskDone(op_id=op_id, outcomes=outcomes, checksums=checksums, seconds=seconds)
+            self._events.put(done)
 
         threads.put(job, urgent=urgent)
         return op_id
-
-    def _post(self, event: DiskDone | DiskScanned) -> None:
-        with self._lock:
-            if self._wake_fd >= 0:
-                self._events.append(event)
-                if len(self._events) == 1:
-                    os.eventfd_write(self._wake_fd, 1)
 
 
 class _Threads:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import selectors
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -19,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from mooncake.base import Clock, Machine, MonotonicClock, MooncakeError, PeerLost, WorkerRef
+from mooncake.base.mailbox import Mailbox
 from mooncake.engine.ports import PolledRunner
 from mooncake.instance.checksums import PolledHasher
 from mooncake.kvstore.storage.disk import PolledDisks
@@ -78,11 +77,10 @@ class Driver:
         ports = (transfer, runner, disks, hasher)
         self._sources += [(port.fileno(), port.poll) for port in ports if port is not None]
         self._lock = threading.Lock()
-        self._calls: deque[_Call] = deque()
+        self._calls: Mailbox[_Call] = Mailbox()
         self._stopping = False
         self._leaving: tuple[Callable[[Any], bool], float | None] | None = None
         self._ended = False
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def run(self) -> None:
         """Drive until `stop`. To be called once.
@@ -92,7 +90,7 @@ class Driver:
         """
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._wake_fd, selectors.EVENT_READ)
+                selector.register(self._calls, selectors.EVENT_READ)
                 for descriptor, _ in self._sources:
                     selector.register(descriptor, selectors.EVENT_READ)
                 self._loop(selector)
@@ -108,12 +106,12 @@ class Driver:
     def stop(self) -> None:
         """Ask the loop to end; from any thread, any number of times."""
         self._stopping = True
-        self._ring()
+        self._calls.ring()
 
     def stop_when(self, done: Callable[[Any], bool], limit_s: float | None) -> None:
         """Ask the loop to end once `done(machine)`, or after `limit_s`; from any thread."""
         self._leaving = (done, None if limit_s is None else self._clock.now() + limit_s)
-        self._ring()
+        self._calls.ring()
 
     def call(self, work: Callable[[Any, float], Any]) -> Future[Any]:
         """Run `work(machine, now)` between two events, in the loop's thread.
@@ -124,8 +122,7 @@ class Driver:
         call = _Call(work, Future())
         with self._lock:
             if not self._ended:
-                self._calls.append(call)
-                os.eventfd_write(self._wake_fd, 1)
+                self._calls.put(call)
                 return call.future
         call.future.cancel()
         return call.future
@@ -144,7 +141,6 @@ class Driver:
             if self._stopping:
                 return
             selector.select(None if wake_s is None else max(0.0, wake_s - now))
-            self._silence()
             now = clock.now()
             self._do_calls(now)
             # All sources each time: a look at an empty one is cheap, and descriptors of the
@@ -160,8 +156,7 @@ class Driver:
                     machine.handle(event, now)
 
     def _do_calls(self, now: float) -> None:
-        while self._calls:
-            call = self._calls.popleft()
+        for call in self._calls.receive():
             if not call.future.set_running_or_notify_cancel():
                 continue
             try:
@@ -169,21 +164,9 @@ class Driver:
             except Exception as error:
                 call.future.set_exception(error)
 
-    def _ring(self) -> None:
-        with self._lock:
-            if not self._ended:
-                os.eventfd_write(self._wake_fd, 1)
-
-    def _silence(self) -> None:
-        try:
-            os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            return
-
     def _end(self) -> None:
         with self._lock:
             self._ended = True
-            os.close(self._wake_fd)
-            calls, self._calls = list(self._calls), deque()
-        for call in calls:
+        self._calls.close()
+        for call in self._calls.receive():
             call.future.cancel()

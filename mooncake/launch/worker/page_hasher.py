@@ -5,11 +5,8 @@ Owns its threads. The machine decides which pages, and holds them meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.base import PageArray, TransferError
+from mooncake.base.mailbox import Mailbox
 from mooncake.instance.checksums import HashDone
 from mooncake.kvstore.block_checksum import added, checksum_of
 from mooncake.kvstore.client.block_memory import BlockMemory
@@ -45,9 +43,8 @@ class PageHasher:
             self._pages = np.frombuffer(region.buffer, np.uint8).reshape(shape)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "page-hash")
         self._lock = threading.Lock()
-        self._events: deque[HashDone] = deque()
+        self._events: Mailbox[HashDone] = Mailbox()
         self._last_op = 0
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def start(self, pages: Sequence[int]) -> int:
         self._last_op += 1
@@ -68,10 +65,8 @@ class PageHasher:
             _log.warning("pages cannot be hashed: %s", error.message)
         with self._lock:
             left[0] -= 1
-            if left[0] == 0 and self._wake_fd >= 0:
-                self._events.append(HashDone(op_id, found))
-                if len(self._events) == 1:
-                    os.eventfd_write(self._wake_fd, 1)
+            if left[0] == 0:
+                self._events.put(HashDone(op_id, found))
 
     def checksum(self, page: int) -> int:
         """Return the checksum of the block in a page, or the part of it that the layers here make.
@@ -91,23 +86,13 @@ class PageHasher:
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when an operation ended."""
-        return self._wake_fd
+        return self._events.fileno()
 
     def poll(self) -> Sequence[HashDone]:
-        with self._lock:
-            if not self._events:
-                return []
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
-            events = list(self._events)
-            self._events.clear()
-            return events
+        return self._events.receive()
 
     def close(self) -> None:
         """End what runs and forget what waits. The machine must be driven no more."""
         self._threads.shutdown(cancel_futures=True)
         self._pages = None
-        with self._lock:
-            fd, self._wake_fd = self._wake_fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._events.close()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
 from mooncake.base import MonotonicClock, MooncakeError, PageArray, SystemIds
+from mooncake.base.mailbox import Mailbox
 from mooncake.engine.rank_moves import (
     Opened,
     Progress,
@@ -34,28 +34,6 @@ from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.regions import HostRegion
 from mooncake.transfer.router import RoutedTransfer
-
-
-class _Inbox:
-    """What the machine hears, from any thread: a source of events of its driver."""
-
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def put(self, event: msgspec.Struct) -> None:
-        self._events.put(event)
-        os.eventfd_write(self._wake_fd, 1)
-
-    def fileno(self) -> int:
-        return self._wake_fd
-
-    def receive(self) -> Sequence[msgspec.Struct]:
-        """Return what came since the last call."""
-        if self._events.empty():
-            return []
-        os.eventfd_read(self._wake_fd)
-        return [self._events.get() for _ in range(self._events.qsize())]
 
 
 class _Memory:
@@ -80,7 +58,7 @@ class _Memory:
             raise
         self._hasher = PageHasher(self.region, pages)
         own = OwnPages(pages, self.transfer, self.region, self._hasher)
-        self.inbox = _Inbox()
+        self.inbox: Mailbox[msgspec.Struct] = Mailbox()
         self.machine = FollowerMoves(own, answer)
         self._driver = Driver(self.machine, self.inbox, transfer=self.transfer, hasher=self._hasher)
         self._thread = threading.Thread(target=self._run, name="rank-moves", daemon=True)

@@ -6,17 +6,15 @@ lock. `gate` is held around each syscall that touches registered memory.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import logging
-import os
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
+from mooncake.base.mailbox import Mailbox
 from mooncake.transfer.regions import Gates
 
 _LOG = logging.getLogger(__name__)
@@ -55,11 +53,10 @@ class IoLoop:
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         """Receives bytes that are to be dropped."""
         self._epoll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_fd, READABLE)
+        self._posted: Mailbox[Callable[[], None]] = Mailbox()
+        self._epoll.register(self._posted, READABLE)
         self._handlers: dict[int, Handler] = {}
         self._removed: set[int] = set()
-        self._posted: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._lock = threading.Lock()
@@ -77,9 +74,7 @@ class IoLoop:
         with self._lock:
             if self._closing:
                 return
-            self._posted.append(call)
-            if len(self._posted) == 1:
-                os.eventfd_write(self._wake_fd, 1)
+            self._posted.put(call)
 
     def call_later(self, seconds: float, action: Callable[[], None]) -> Timer:
         """Run `action` in the loop after `seconds` of real time."""
@@ -108,7 +103,7 @@ class IoLoop:
             self._removed.clear()
             for fd, events in ready:
                 # A number removed in this round may name another connection by now.
-                if fd in self._removed or fd == self._wake_fd:
+                if fd in self._removed or fd == self._posted.fileno():
                     continue
                 try:
                     self._handlers[fd](events)
@@ -124,14 +119,7 @@ class IoLoop:
         return max(0.0, self._timers[0][0] - time.monotonic())
 
     def _run_posted(self) -> None:
-        if not self._posted:
-            return
-        with self._lock:
-            calls = list(self._posted)
-            self._posted.clear()
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
-        for call in calls:
+        for call in self._posted.receive():
             self._guarded(call)
 
     def _run_timers(self) -> None:
@@ -151,9 +139,9 @@ class IoLoop:
             if self._closing:
                 return
             self._closing = True
-            os.eventfd_write(self._wake_fd, 1)
+            self._posted.ring()
         self._thread.join()
         self._timers.clear()
         self._epoll.close()
-        os.close(self._wake_fd)
+        self._posted.close()
         self._gates.forget(self.gate)

@@ -1,0 +1,65 @@
+"""A mailbox: what other threads have for one loop, with the descriptor that the loop waits for.
+
+The only place of its kind: every port that a driver polls keeps its events in one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """Items in the order in which they were put, by any thread."""
+
+    def __init__(self, bound: int | None = None) -> None:
+        """Keep at most `bound` items; None: as many as come."""
+        self._bound = bound
+        self._items: list[T] = []
+        self._lock = threading.Lock()
+        self._rung = False
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def put(self, item: T) -> bool:
+        """Add an item and make the descriptor readable. Returns False when the mailbox is full."""
+        with self._lock:
+            if self._bound is not None and len(self._items) >= self._bound:
+                return False
+            self._items.append(item)
+            self._ring()
+            return True
+
+    def ring(self) -> None:
+        """Make the descriptor readable, with nothing put."""
+        with self._lock:
+            self._ring()
+
+    def _ring(self) -> None:
+        if not self._rung and self._descriptor >= 0:
+            self._rung = True
+            os.eventfd_write(self._descriptor, 1)
+
+    def fileno(self) -> int:
+        """Return the descriptor, readable while there is something to receive."""
+        return self._descriptor
+
+    def receive(self) -> list[T]:
+        """Take all items out, oldest first, without waiting."""
+        if not self._items and not self._rung:  # without the lock: loops ask often, and for nothing
+            return []
+        with self._lock:
+            if self._rung and self._descriptor >= 0:
+                os.eventfd_read(self._descriptor)
+            self._rung = False
+            items, self._items = self._items, []
+            return items
+
+    def close(self) -> None:
+        """Free the descriptor; items can still be put and received. A second call does nothing."""
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
