@@ -20,7 +20,12 @@ from mooncake.api.errors import shorten
 from mooncake.api.generation.beam_search import BeamStream
 from mooncake.api.generation.generation import Call, Choice, TextOptions
 from mooncake.api.generation.review import Review
-from mooncake.api.generation.sampling import check_sequences, choice_seed, request_priority
+from mooncake.api.generation.sampling import (
+    check_amounts,
+    check_sequences,
+    choice_seed,
+    request_priority,
+)
 from mooncake.api.lane import Lane
 from mooncake.api.model import ServedModel
 from mooncake.api.schema.fields import GenerationFields, SharedFields
@@ -196,7 +201,8 @@ class ApiServer:
 
         Raises:
             Unavailable: the server is draining.
-            InvalidRequest: too many sequences, or beam search together with a grammar.
+            InvalidRequest: too many sequences, beams or log-probabilities, or beam search together
+                with a grammar.
         """
         if self.draining:
             raise self._shutting_down()
@@ -206,6 +212,7 @@ class ApiServer:
                 param="use_beam_search",
             )
         check_sequences(len(prompts), fields, self.config)
+        check_amounts(prompts, fields)
         width = max(fields.n or 1, fields.best_of or 1)
         n = (fields.n or 1) if fields.use_beam_search else width
         seed = self._ids.integer(64) if fields.seed is None else fields.seed
@@ -213,14 +220,16 @@ class ApiServer:
         requests: list[GenerateRequest] = []
         for tokens, sampling in prompts:
             prompt = pack_tokens(tokens)
-            for _ in range(n):
-                which = len(requests)
+            others = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
+            for which in range(len(requests), len(requests) + n):
+                # The prompt's are computed once: the first choice alone carries them.
+                settings = others if which % n else sampling
                 requests.append(
                     GenerateRequest(
                         request_id=f"{base}-{which}",
                         prompt=prompt,
                         sampling=msgspec.structs.replace(
-                            sampling, seed=choice_seed(seed, which % n)
+                            settings, seed=choice_seed(seed, which % n)
                         ),
                         cache_salt=fields.cache_salt or "",
                         priority=request_priority(fields),

@@ -17,6 +17,10 @@ Sink = Callable[[OutputEvent], None]
 """Called in the event loop's thread, possibly from inside `submit` or `abort`; must not raise."""
 
 
+SUBMIT_BYTES = 1 << 18
+"""Of prompts that are submitted in one go, about: a few milliseconds."""
+
+
 class Backend(Protocol):
     """The generating side. Every submitted request gets exactly one `FinalEvent`, as its last
     event; after `abort` it comes without waiting for the model."""
@@ -94,8 +98,13 @@ class EventStream:
         self._requests = [msgspec.structs.replace(each, tenant=tenant) for each in self._requests]
 
     async def __aenter__(self) -> EventStream:
+        num_bytes = 0
         try:
             for request in self._requests:
+                num_bytes += len(request.prompt)
+                if num_bytes > SUBMIT_BYTES:
+                    await asyncio.sleep(0)  # other tasks' turn: finding a place reads the prompt
+                    num_bytes = 0
                 self._open[request.request_id] = None
                 self._backend.submit(request, self._take)
         except BaseException:

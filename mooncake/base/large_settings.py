@@ -16,7 +16,11 @@ from mooncake.base.sampling import SamplingParams
 MIN_NAMED_BYTES = 4096
 """Smaller settings travel with each request: a name would save little."""
 
-Setting = Grammar | dict[int, float] | list[int] | list[list[int]]
+MAX_SETTINGS_BYTES = 4 << 20
+"""Of the large settings of one request, by `settings_bytes`: the API server refuses more, so that
+what gateways and workers keep has room for those of several clients."""
+
+Setting = Grammar | dict[int, float] | list[int] | frozenset[int] | list[list[int]]
 
 
 class SettingName(msgspec.Struct, frozen=True, array_like=True):
@@ -33,7 +37,7 @@ class LargeSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     grammar: Grammar | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: frozenset[int] | None = None
     bad_words: list[list[int]] | None = None
 
 
@@ -45,19 +49,22 @@ _CHAR_BYTES, _INT_BYTES, _ENTRY_BYTES, _LIST_BYTES = 4, 40, 160, 64
 an empty list: at most, so that what is bounded by them keeps its bound."""
 
 
+def setting_bytes(sampling: SamplingParams) -> dict[str, int]:
+    """Return about how much memory each setting that may be large takes, by field."""
+    values = {name: getattr(sampling, name) for name in LARGE_SETTINGS}
+    return {name: _num_bytes(value) for name, value in values.items() if value is not None}
+
+
 def large_settings(sampling: SamplingParams) -> dict[str, Setting]:
     """Return the settings of `sampling` that are worth a name, by field."""
-    values = ((name, getattr(sampling, name)) for name in LARGE_SETTINGS)
-    return {
-        name: value
-        for name, value in values
-        if value is not None and _num_bytes(value) >= MIN_NAMED_BYTES
-    }
+    sizes = setting_bytes(sampling)
+    return {name: getattr(sampling, name) for name in sizes if sizes[name] >= MIN_NAMED_BYTES}
 
 
 def name_setting(field: str, value: Setting) -> SettingName:
     """Return the name of a setting: equal values of one field have equal names."""
-    content = field.encode() + b"\0" + _ENCODER.encode(value)
+    ordered = sorted(value) if isinstance(value, frozenset) else value
+    content = field.encode() + b"\0" + _ENCODER.encode(ordered)
     digest = hashlib.blake2b(content, digest_size=24).digest()
     return SettingName(digest, _num_bytes(value))
 
@@ -71,7 +78,6 @@ def _num_bytes(value: Setting) -> int:
         )
     if isinstance(value, dict):
         return len(value) * _ENTRY_BYTES
-    return sum(
-        _LIST_BYTES + _INT_BYTES * len(each) if isinstance(each, list) else _INT_BYTES
-        for each in value
-    )
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return sum(_LIST_BYTES + _INT_BYTES * len(word) for word in value if isinstance(word, list))
+    return len(value) * _INT_BYTES

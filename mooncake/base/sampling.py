@@ -31,7 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Empty = all."""
     seed: int = 0
     """64-bit, unsigned."""
-    stop_token_ids: list[int] = []
+    stop_token_ids: frozenset[int] = frozenset()
     """Sampling one of these ends the output with reason `stop`; includes the model's EOS ids unless
     `ignore_eos`.
     """

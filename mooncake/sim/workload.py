@@ -96,7 +96,7 @@ class Arrival:
             sampling=SamplingParams(
                 max_tokens=max(1, min(room, max(MAX_TOKENS, self.num_output_tokens))),
                 seed=self.index,
-                stop_token_ids=[STOP_TOKEN],
+                stop_token_ids=frozenset({STOP_TOKEN}),
             ),
             tenant=self.line.tenant,
             priority=self.line.priority,

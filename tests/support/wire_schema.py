@@ -35,7 +35,7 @@ def present() -> Schema:
                 return kind.cls.__name__
             case inspect.UnionType():
                 return " | ".join(sorted(map(name_of, kind.types)))
-            case inspect.ListType():
+            case inspect.ListType() | inspect.FrozenSetType():  # alike on the wire
                 return f"list[{name_of(kind.item_type)}]"
             case inspect.VarTupleType():
                 return f"tuple[{name_of(kind.item_type)}, ...]"

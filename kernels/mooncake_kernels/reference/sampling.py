@@ -43,7 +43,10 @@ def penalize(
     repetition = penalties.repetition[:, None]
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     adjusted = torch.where(seen, repeated, logits)
-    adjusted -= penalties.frequency[:, None] * counts + penalties.presence[:, None] * (counts > 0)
+    times = counts.float()
+    adjusted -= penalties.frequency[:, None] * times + penalties.presence[:, None] * times.clamp(
+        max=1.0
+    )
     logits.copy_(adjusted)
 
 

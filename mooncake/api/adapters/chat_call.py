@@ -4,8 +4,6 @@ chat APIs are translated to that request. No state.
 
 from __future__ import annotations
 
-import msgspec
-
 from mooncake.api.api_server import ApiServer
 from mooncake.api.constrained.constraints import Thinking, asks_form, chat_constraint
 from mooncake.api.generation.generation import Call
@@ -15,9 +13,11 @@ from mooncake.api.generation.sampling import (
     check_chars,
     fit_output,
     fit_prompt,
+    most_tokens,
     prompt_window,
     sampling_params,
     text_options,
+    with_grammar,
 )
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.text.conversation import render_conversation
@@ -58,7 +58,9 @@ def _prompt(api_server: ApiServer, body: ChatRequest) -> tuple[list[int], Sampli
     sampling = sampling_params(body, wanted, model, api_server.config)
     found = chat_prompt(api_server, body, prompt_window(body, model))
     tokens = fit_prompt(found, body, sampling, model)
-    return tokens, fit_output(len(tokens), sampling, wanted, model)
+    most = most_tokens(body, sampling, len(tokens))
+    sampling = fit_output(len(tokens), sampling, wanted, model, most)
+    return tokens, with_grammar(sampling, None, "")
 
 
 def _constrained(
@@ -72,7 +74,7 @@ def _constrained(
     """Return the sampling with the grammar of the answer, and its review. Runs in a thread."""
     ids, thinking = _marker_ids(api_server) if calls else {}, _thinking(api_server, body, tokens)
     constraint = chat_constraint(body, api_server.model, ids, thinking)
-    sampling = msgspec.structs.replace(sampling, grammar=constraint.grammar)
+    sampling = with_grammar(sampling, constraint.grammar, constraint.param)
     return sampling, api_server.review(constraint)
 
 

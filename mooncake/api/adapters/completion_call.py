@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from mooncake.api.api_server import THREAD_CHARS, ApiServer
 from mooncake.api.constrained.constraints import answer_form, asks_form, form_constraint
 from mooncake.api.generation.generation import Call
@@ -18,9 +16,10 @@ from mooncake.api.generation.sampling import (
     prompt_window,
     sampling_params,
     text_options,
+    with_grammar,
 )
 from mooncake.api.schema.completion import DEFAULT_MAX_TOKENS, CompletionRequest
-from mooncake.base import Grammar, InvalidRequest, SamplingParams
+from mooncake.base import InvalidRequest, SamplingParams
 
 
 async def new_completion_call(
@@ -37,28 +36,27 @@ async def new_completion_call(
     check_sequences(len(asked), body, api_server.config)
     if not asked:
         raise InvalidRequest("prompt: must not be empty", param="prompt")
-    grammar, review = None, None
-    if asks_form(body):  # checking a large schema takes milliseconds: no stream may stutter
-        grammar, review = await api_server.compiling.run(lambda: _form(api_server, body), tenant)
+    if asks_form(body) or body.bad_words:
+        # Checking a large schema and many bad words takes milliseconds: no stream may stutter.
+        shared, review = await api_server.compiling.run(lambda: _sampling(api_server, body), tenant)
+    else:
+        shared, review = _sampling(api_server, body)
     if sum(map(len, asked)) <= THREAD_CHARS:
-        prompts, texts = _prompts(api_server, body, grammar)
+        prompts, texts = _prompts(api_server, body, shared)
     else:
         prompts, texts = await api_server.tokenizing.run(
-            lambda: _prompts(api_server, body, grammar), tenant
+            lambda: _prompts(api_server, body, shared), tenant
         )
     return api_server.new_call(name, prompts, body, text_options(body), review), texts
 
 
 def _prompts(
-    api_server: ApiServer, body: CompletionRequest, grammar: Grammar | None
+    api_server: ApiServer, body: CompletionRequest, shared: SamplingParams
 ) -> tuple[list[tuple[list[int], SamplingParams]], list[str]]:
     """Return the tokens and the sampling of each prompt, and the text to echo. Slow where prompts
     are long.
     """
     wanted, model = _wanted(body), api_server.model
-    shared = msgspec.structs.replace(
-        sampling_params(body, wanted, model, api_server.config), grammar=grammar
-    )
     window = prompt_window(body, model)
     prompts: list[tuple[list[int], SamplingParams]] = []
     texts: list[str] = []
@@ -82,10 +80,14 @@ def _prompts(
     return prompts, texts
 
 
-def _form(api_server: ApiServer, body: CompletionRequest) -> tuple[Grammar | None, Review | None]:
-    """Return the grammar and the review of the answers. Runs in a thread."""
+def _sampling(
+    api_server: ApiServer, body: CompletionRequest
+) -> tuple[SamplingParams, Review | None]:
+    """Return the sampling and the review of the answers. Slow with a form or bad words."""
+    sampling = sampling_params(body, _wanted(body), api_server.model, api_server.config)
     constraint = form_constraint(answer_form(body), api_server.model)
-    return constraint.grammar, api_server.review(constraint)
+    sampling = with_grammar(sampling, constraint.grammar, constraint.param)
+    return sampling, api_server.review(constraint)
 
 
 def _wanted(body: CompletionRequest) -> Wanted:

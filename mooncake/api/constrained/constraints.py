@@ -48,6 +48,8 @@ class Constraint(msgspec.Struct, frozen=True):
     """The schema of the answer's text; None = nothing to check."""
     tools: dict[str, Any] = {}
     """Name of a tool -> the schema of its arguments."""
+    param: str = ""
+    """The field that most of the grammar comes from."""
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -121,7 +123,8 @@ def form_constraint(form: Form | None, model: ServedModel) -> Constraint:
     """Return the constraint of an answer without reasoning: `form` holds from the first token."""
     if form is None:
         return Constraint()
-    return Constraint(Grammar(text=_text(form), end_ids=_ends(model)), form.schema)
+    grammar = Grammar(text=_text(form), end_ids=_ends(model))
+    return Constraint(grammar, form.schema, param=form.param)
 
 
 def chat_constraint(
@@ -140,7 +143,8 @@ def chat_constraint(
     if not ids:
         if form is None:
             return Constraint()
-        return Constraint(_held(_text(form), model, thinking, []), form.schema)
+        held = _held(_text(form), model, thinking, [])
+        return Constraint(held, form.schema, param=form.param)
     tools = chosen_tools(body)
     forced = body.tool_choice not in (None, "auto")
     if form is not None and form.grammar:
@@ -158,7 +162,8 @@ def chat_constraint(
             start = f"start: calls | answer\nanswer: {form.rule}"
             answer = form.schema
         held = _held("\n".join([start, *rules]), model, thinking, triggers)
-        return Constraint(held, answer, to_check)
+        param = "tools" if form is None or len(form.rule) < sum(map(len, rules)) else form.param
+        return Constraint(held, answer, to_check, param)
     grammar = Grammar(
         text="\n".join(["start: calls", *rules]),
         end_ids=_ends(model),
@@ -166,7 +171,7 @@ def chat_constraint(
         optional=True,
         triggers=triggers,
     )
-    return Constraint(grammar, tools=to_check)
+    return Constraint(grammar, tools=to_check, param="tools")
 
 
 def chosen_tools(body: ChatRequest) -> list[ToolRule]:

@@ -7,7 +7,11 @@ answers as the events of ordinary requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress
 
 import msgspec
 
@@ -27,52 +31,93 @@ from mooncake.base import (
 )
 
 
-class Beam(msgspec.Struct, frozen=True):
-    """An answer so far, or a whole one."""
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """An answer so far, or a whole one: its last token, and the beam that it continues."""
 
-    tokens: tuple[int, ...] = ()
-    entries: tuple[TokenLogprobs, ...] = ()
-    """One for each of `tokens`."""
+    before: Beam | None = None
+    """None = it has no token yet."""
+    token: int = -1
+    entry: TokenLogprobs | None = None
+    """Of `token`; with as many likely tokens as the request asked for."""
+    length: int = 0
+    """In tokens."""
     logprob: float = 0.0
     """Natural logarithm, the sum over all tokens."""
     stop_token_id: int | None = None
     """The token that ended it; None = the limit of its length, or it goes on."""
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(beam.token for beam in self._path())
+
+    @property
+    def entries(self) -> tuple[TokenLogprobs, ...]:
+        """One for each of `tokens`."""
+        return tuple(beam.entry for beam in self._path() if beam.entry is not None)
+
+    def _path(self) -> list[Beam]:
+        """Return the beams that led here and itself, each one token longer than the one before."""
+        path: list[Beam] = []
+        beam: Beam | None = self
+        while beam is not None and beam.before is not None:
+            path.append(beam)
+            beam = beam.before
+        path.reverse()
+        return path
+
 
 class BeamSearch:
-    """The search of one prompt. `live` beams wait for their next token, best first."""
+    """The search of one prompt. `live` beams wait for their next token, best first.
+
+    A step costs 2 * width ** 2 candidates, however long the beams are: those that live on are
+    chosen before anything is made of them. Its reference is a full sort of whole answers
+    (tests/unit/api/generation/test_beam_search.py).
+    """
 
     def __init__(self, sampling: SamplingParams, width: int, length_penalty: float) -> None:
         """`length_penalty`: answers compare by logprob / length ** length_penalty; the length is in
         tokens and includes the one that ended it."""
         self.live: list[Beam] = [Beam()]
+        self.continuations: list[bytes] = [b""]
+        """The tokens of each live beam, packed."""
         self._ended: list[Beam] = []
         self._sampling = sampling
-        self._stop_ids = frozenset(sampling.stop_token_ids)
         self._width = width
         self._length_penalty = length_penalty
 
     def advance(self, nexts: Sequence[TokenLogprobs]) -> None:
         """Extend the live beams by their most likely next tokens, 2 * width for each: among so many
-        there are always `width` that do not end a beam."""
-        grown: list[Beam] = []
-        for beam, entry in zip(self.live, nexts, strict=True):
+        there are always `width` that do not end a beam. Of equally likely ones the better beam's
+        goes first, then the lower token.
+        """
+        going: list[_Candidate] = []
+        ending: list[_Candidate] = []
+        may_end = self.live[0].length >= self._sampling.min_tokens
+        stop_ids = self._sampling.stop_token_ids
+        for at, (beam, entry) in enumerate(zip(self.live, nexts, strict=True)):
             for rank, (token, logprob) in enumerate(entry.top[: 2 * self._width], start=1):
-                longer = self._longer(beam, token, TokenLogprobs(logprob, rank, entry.top))
-                if longer.stop_token_id is None:
-                    grown.append(longer)
-                elif len(beam.tokens) >= self._sampling.min_tokens:
-                    self._ended.append(longer)
-        grown.sort(key=lambda beam: -beam.logprob)
-        self.live = grown[: self._width]
-        if self.live and len(self.live[0].tokens) == self._sampling.max_tokens:
+                candidate = (-(beam.logprob + logprob), at, token, rank)
+                if token not in stop_ids:
+                    going.append(candidate)
+                elif may_end:
+                    ending.append(candidate)
+        best = heapq.nsmallest(self._width, going)
+        self._ended += [self._longer(each, nexts) for each in heapq.nsmallest(self._width, ending)]
+        self.continuations = [
+            self.continuations[at] + pack_tokens([token]) for _, at, token, _ in best
+        ]
+        self.live = [self._longer(each, nexts) for each in best]
+        if self.live and self.live[0].length == self._sampling.max_tokens:
             self._ended += self.live
             self.live = []
         self._ended.sort(key=lambda beam: -self.score(beam))
         del self._ended[self._width :]
         if len(self._ended) == self._width:
             worst = self.score(self._ended[-1])
-            self.live = [beam for beam in self.live if self._best_end(beam) > worst]
+            keep = [self._best_end(beam) > worst for beam in self.live]
+            self.live = list(compress(self.live, keep))
+            self.continuations = list(compress(self.continuations, keep))
 
     def best(self, count: int) -> list[Beam]:
         """Return the `count` best whole answers, best first."""
@@ -80,7 +125,7 @@ class BeamSearch:
 
     def score(self, beam: Beam) -> float:
         """Return the number that answers compare by; higher is better."""
-        return self._score(beam.logprob, len(beam.tokens))
+        return self._score(beam.logprob, beam.length)
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / float(length**self._length_penalty)
@@ -88,17 +133,26 @@ class BeamSearch:
     def _best_end(self, beam: Beam) -> float:
         """Return a bound on the score that a live beam may still reach: more tokens never raise its
         logprob, but the length penalty may favour a longer or a shorter answer."""
-        lengths = (len(beam.tokens) + 1, self._sampling.max_tokens)
+        lengths = (beam.length + 1, self._sampling.max_tokens)
         return max(self._score(beam.logprob, length) for length in lengths)
 
-    def _longer(self, beam: Beam, token: int, entry: TokenLogprobs) -> Beam:
-        top = entry.top[: self._sampling.num_logprobs or 0]
+    def _longer(self, candidate: _Candidate, nexts: Sequence[TokenLogprobs]) -> Beam:
+        less, at, token, rank = candidate
+        top = nexts[at].top
+        shown = top[: self._sampling.num_logprobs or 0]
         return Beam(
-            (*beam.tokens, token),
-            (*beam.entries, TokenLogprobs(entry.logprob, entry.rank, top)),
-            beam.logprob + entry.logprob,
-            token if token in self._stop_ids else None,
+            before=self.live[at],
+            token=token,
+            entry=TokenLogprobs(top[rank - 1][1], rank, shown),
+            length=self.live[at].length + 1,
+            logprob=-less,
+            stop_token_id=token if token in self._sampling.stop_token_ids else None,
         )
+
+
+_Candidate = tuple[float, int, int, int]
+"""A beam made one token longer: (minus its logprob, place of the beam, token, rank of the token);
+the smallest is the best."""
 
 
 class BeamStream:
@@ -119,6 +173,7 @@ class BeamStream:
             list(requests[first : first + num_per_prompt])
             for first in range(0, len(requests), num_per_prompt)
         ]
+        self._num_answers = num_per_prompt
         self._width = width
         self._searches = [
             BeamSearch(group[0].sampling, width, length_penalty) for group in self._groups
@@ -128,7 +183,7 @@ class BeamStream:
         self._step = 0
         self._running: EventStream | None = None
         self._failure: MooncakeError | None = None
-        self._told = False
+        self._answers: Iterator[list[OutputEvent]] | None = None
         self._num_dropped = 0
 
     @property
@@ -150,19 +205,23 @@ class BeamStream:
         return None  # a step aborts its own requests
 
     async def batch(self) -> list[OutputEvent]:
-        """Search to the end and return the events of all answers; [] after that.
+        """Search to the end; then return the events of the answers, a part each time, [] at the
+        end.
 
         Raises:
             MooncakeError: a step failed, or the call was ended from outside.
         """
-        if self._told:
-            return []
-        self._told = True
         while any(search.live for search in self._searches):
-            if self._failure is not None:
-                raise self._failure
             await self._advance()
-        return [event for number in range(len(self._groups)) for event in self._answers(number)]
+        if self._answers is None:
+            self._answers = self._parts()
+            self._num_dropped -= sum(
+                beam.length for search in self._searches for beam in search.best(self._num_answers)
+            )
+        await asyncio.sleep(0)  # other tasks' turn: long answers are many parts
+        if self._failure is not None:
+            raise self._failure
+        return next(self._answers, [])
 
     def abort(self, request_id: str) -> None:
         """Do nothing: when an answer is returned, its search has ended."""
@@ -175,6 +234,8 @@ class BeamStream:
 
     async def _advance(self) -> None:
         """Ask for the next token of every live beam of every prompt."""
+        if self._failure is not None:
+            raise self._failure
         asked = {
             request.request_id: (number, request)
             for number, search in enumerate(self._searches)
@@ -209,10 +270,10 @@ class BeamStream:
             msgspec.structs.replace(
                 first,
                 request_id=f"{first.request_id}-{self._step}-{at}",
-                prompt=first.prompt + pack_tokens(beam.tokens),
+                prompt=first.prompt + continuation,
                 sampling=sampling,
             )
-            for at, beam in enumerate(search.live)
+            for at, continuation in enumerate(search.continuations[: len(search.live)])
         ]
 
     def _take(self, event: OutputEvent, number: int, entries: dict[str, TokenLogprobs]) -> None:
@@ -228,29 +289,46 @@ class BeamStream:
             raise Unavailable("the server ended this request before it was finished; try again")
         self._num_cached.setdefault(number, event.num_cached_tokens)
 
-    def _answers(self, number: int) -> list[OutputEvent]:
+    def _parts(self) -> Iterator[list[OutputEvent]]:
+        """Return the events of all answers, in parts that each take the event loop a moment."""
+        part: list[OutputEvent] = []
+        num_tokens = 0
+        for number in range(len(self._groups)):
+            for event in self._events(number):
+                part.append(event)
+                num_tokens += len(event.tokens) if isinstance(event, TokensEvent) else 0
+                if num_tokens >= _PART_TOKENS:
+                    yield part
+                    part, num_tokens = [], 0
+        yield part
+
+    def _events(self, number: int) -> Iterator[OutputEvent]:
         group = self._groups[number]
-        events: list[OutputEvent] = []
-        beams = self._searches[number].best(len(group))
+        beams = self._searches[number].best(self._num_answers)
         # There are fewer where every next token would end an answer before `min_tokens`.
         beams += [Beam()] * (len(group) - len(beams))
+        prompt_logprobs = self._prompt_logprobs.get(number)
         for request, beam in zip(group, beams, strict=True):
-            self._num_dropped -= len(beam.tokens)
-            logprobs = None if request.sampling.num_logprobs is None else list(beam.entries)
-            tokens = TokensEvent(
-                request_id=request.request_id,
-                start=0,
-                tokens=list(beam.tokens),
-                logprobs=logprobs,
-                prompt_logprobs=self._prompt_logprobs.get(number),
-            )
-            final = FinalEvent(
+            tokens = list(beam.tokens)
+            entries = None if request.sampling.num_logprobs is None else list(beam.entries)
+            for start in range(0, max(1, len(tokens)), _PART_TOKENS):
+                yield TokensEvent(
+                    request_id=request.request_id,
+                    start=start,
+                    tokens=tokens[start : start + _PART_TOKENS],
+                    logprobs=None if entries is None else entries[start : start + _PART_TOKENS],
+                    prompt_logprobs=prompt_logprobs,
+                )
+                prompt_logprobs = None  # the first answer alone carries them
+            yield FinalEvent(
                 request_id=request.request_id,
                 reason=FinishReason.LENGTH if beam.stop_token_id is None else FinishReason.STOP,
                 num_prompt_tokens=len(request.prompt_tokens),
-                num_output_tokens=len(beam.tokens),
+                num_output_tokens=beam.length,
                 num_cached_tokens=self._num_cached.get(number, 0),
                 stop_token_id=beam.stop_token_id,
             )
-            events += [tokens, final]
-        return events
+
+
+_PART_TOKENS = 512
+"""Tokens of answers in one part: making their text takes about a millisecond."""

@@ -4,11 +4,26 @@ the model. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 
+from mooncake.api.bounds import (
+    ALLOWED_IDS,
+    ANSWER_LOGPROBS,
+    BAD_WORD_TOKENS,
+    BAD_WORDS,
+    BEAM_CONTEXT,
+    BEAM_TOKENS,
+    BEAM_WIDTH,
+    BIASED_IDS,
+    PROMPT_IDS,
+    PROMPT_LOGPROBS,
+    SETTINGS_BYTES,
+    STOP_IDS,
+    WORD_TOKENS,
+)
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import shorten
 from mooncake.api.generation.generation import TextOptions
@@ -16,10 +31,10 @@ from mooncake.api.model import ServedModel
 from mooncake.api.schema.fields import GenerationFields
 from mooncake.api.text.message_parser import Marker
 from mooncake.api.text.tokenizer import Window
-from mooncake.base import ContextTooLong, InvalidRequest, Priority, SamplingParams
+from mooncake.base import ContextTooLong, Grammar, InvalidRequest, Priority, SamplingParams
+from mooncake.base.large_settings import setting_bytes
 
 SEED_SPACE = 2**64
-MAX_BAD_WORDS = 256
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures count as 0: logits divided by less would leave the range of float32."""
@@ -52,11 +67,13 @@ def sampling_params(
     _check_limits(fields, wanted, config)
     defaults = model.defaults
     temperature = _first(fields.temperature, defaults.temperature)
-    stop_ids = list(fields.stop_token_ids or [])
+    stop_ids = frozenset(fields.stop_token_ids or [])
+    STOP_IDS.check("stop_token_ids", len(stop_ids))
     check_ids("stop_token_ids", stop_ids, model)
     if not fields.ignore_eos:
-        stop_ids += model.eos_token_ids
+        stop_ids |= frozenset(model.eos_token_ids)
     allowed = list(fields.allowed_token_ids or [])
+    ALLOWED_IDS.check("allowed_token_ids", len(allowed))
     check_ids("allowed_token_ids", allowed, model)
     if fields.allowed_token_ids is not None and not allowed:
         raise InvalidRequest("allowed_token_ids: must not be empty", param="allowed_token_ids")
@@ -72,12 +89,25 @@ def sampling_params(
         frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=_logit_bias(fields, model),
         allowed_token_ids=allowed,
-        stop_token_ids=list(dict.fromkeys(stop_ids)),
+        stop_token_ids=stop_ids,
         ignore_eos=bool(fields.ignore_eos),
         bad_words=_bad_words(fields, model, config),
         num_logprobs=_num_logprobs(fields, wanted),
         num_prompt_logprobs=wanted.num_prompt_logprobs,
     )
+
+
+def with_grammar(sampling: SamplingParams, grammar: Grammar | None, param: str) -> SamplingParams:
+    """Return `sampling` with the grammar that the field `param` asks for.
+
+    Raises:
+        InvalidRequest: all large settings together are too large; names the largest one's field.
+    """
+    sampling = msgspec.structs.replace(sampling, grammar=grammar)
+    sizes = setting_bytes(sampling)
+    largest = max(sizes, key=lambda name: sizes[name])
+    SETTINGS_BYTES.check(param if largest == "grammar" else largest, sum(sizes.values()))
+    return sampling
 
 
 def check_chars(num_chars: int, model: ServedModel, param: str) -> None:
@@ -146,9 +176,14 @@ def fit_prompt(
 
 
 def fit_output(
-    num_prompt_tokens: int, sampling: SamplingParams, wanted: Wanted, model: ServedModel
+    num_prompt_tokens: int,
+    sampling: SamplingParams,
+    wanted: Wanted,
+    model: ServedModel,
+    most: int | None = None,
 ) -> SamplingParams:
-    """Return `sampling` with this prompt's `max_tokens`: as given, else the rest of the context.
+    """Return `sampling` with this prompt's `max_tokens`: as given, else the rest of the context,
+    of which it may be `most` (`most_tokens`).
 
     Raises:
         ContextTooLong: prompt and output do not fit the context together.
@@ -162,7 +197,7 @@ def fit_output(
             param="messages" if wanted.max_tokens_param == "max_completion_tokens" else "prompt",
         )
     if wanted.max_tokens is None:
-        left = limit - num_prompt_tokens
+        left = min(limit - num_prompt_tokens, most or limit)
         default = wanted.default_max_tokens
         sampling = msgspec.structs.replace(
             sampling, max_tokens=left if default is None else min(default, left)
@@ -181,6 +216,50 @@ def fit_output(
             param="min_tokens",
         )
     return sampling
+
+
+def most_tokens(
+    fields: GenerationFields, sampling: SamplingParams, num_prompt_tokens: int
+) -> int | None:
+    """Return the longest answer that the bounds on beams and log-probabilities leave; None = they
+    set no limit.
+    """
+    width = max(fields.n or 1, fields.best_of or 1)
+    limits: list[int] = []
+    if fields.use_beam_search:
+        limits += [BEAM_TOKENS.limit // width, BEAM_CONTEXT.limit // width - num_prompt_tokens]
+    if sampling.num_logprobs is not None:
+        limits.append(ANSWER_LOGPROBS.limit // (width * (sampling.num_logprobs + 1)))
+    return max(1, min(limits)) if limits else None
+
+
+def check_amounts(
+    prompts: Sequence[tuple[list[int], SamplingParams]], fields: GenerationFields
+) -> None:
+    """Refuse a call whose beams, log-probabilities and returned token ids are together too many.
+
+    Raises:
+        InvalidRequest: names the field, what it asks for and what is left.
+    """
+    width = max(fields.n or 1, fields.best_of or 1)
+    prompt_ids = prompt_entries = answer_tokens = answer_entries = context = 0
+    for tokens, sampling in prompts:
+        prompt_ids += len(tokens)
+        answer_tokens += width * sampling.max_tokens
+        context += width * (len(tokens) + sampling.max_tokens)
+        if sampling.num_prompt_logprobs is not None:
+            prompt_entries += len(tokens) * (sampling.num_prompt_logprobs + 1)
+        if sampling.num_logprobs is not None:
+            answer_entries += width * sampling.max_tokens * (sampling.num_logprobs + 1)
+    scored = "logprobs" if fields.prompt_logprobs is None else "prompt_logprobs"
+    PROMPT_LOGPROBS.check(scored, prompt_entries)
+    ANSWER_LOGPROBS.check("logprobs", answer_entries)
+    if fields.return_token_ids:
+        PROMPT_IDS.check("return_token_ids", prompt_ids)
+    if fields.use_beam_search:
+        BEAM_WIDTH.check("best_of" if fields.best_of else "n", width)
+        BEAM_TOKENS.check("max_tokens", answer_tokens)
+        BEAM_CONTEXT.check("use_beam_search", context)
 
 
 def check_sequences(num_prompts: int, fields: GenerationFields, config: ApiConfig) -> None:
@@ -282,18 +361,22 @@ def _num_logprobs(fields: GenerationFields, wanted: Wanted) -> int | None:
 def _bad_words(fields: GenerationFields, model: ServedModel, config: ApiConfig) -> list[list[int]]:
     """Return the tokens of each bad word, without and with a space before it."""
     words = fields.bad_words or []
-    if len(words) > MAX_BAD_WORDS or any(not word.strip() for word in words):
-        raise InvalidRequest(
-            f"bad_words: at most {MAX_BAD_WORDS} words, none of them blank", param="bad_words"
-        )
+    BAD_WORDS.check("bad_words", len(words))
+    if any(not word.strip() for word in words):
+        raise InvalidRequest("bad_words: none of the words may be blank", param="bad_words")
     if any(len(word) > config.max_stop_chars for word in words):
         raise InvalidRequest(
             f"bad_words: a word has at most {config.max_stop_chars} characters", param="bad_words"
         )
-    encode = model.tokenizer.encode
-    spelled = (f"{space}{word.strip()}" for word in words for space in ("", " "))
-    found = [tuple(encode(word, allow_special=False)) for word in spelled]
-    return [list(tokens) for tokens in dict.fromkeys(found)]
+    found: dict[tuple[int, ...], None] = {}
+    num_tokens = 0
+    for spelled in (f"{space}{word.strip()}" for word in words for space in ("", " ")):
+        tokens = tuple(model.tokenizer.encode(spelled, allow_special=False))
+        WORD_TOKENS.check("bad_words", len(tokens))
+        num_tokens += len(tokens)
+        BAD_WORD_TOKENS.check("bad_words", num_tokens)
+        found[tokens] = None
+    return [list(tokens) for tokens in found]
 
 
 def _check_best_of(fields: GenerationFields, config: ApiConfig) -> None:
@@ -335,6 +418,7 @@ _NOT_WITH_BEAMS = (
 
 def _logit_bias(fields: GenerationFields, model: ServedModel) -> dict[int, float]:
     bias: dict[int, float] = {}
+    BIASED_IDS.check("logit_bias", len(fields.logit_bias or {}))
     for key, value in (fields.logit_bias or {}).items():
         if not key.isdecimal() or not key.isascii() or len(key) > 10:
             raise InvalidRequest(

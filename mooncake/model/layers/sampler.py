@@ -8,10 +8,13 @@ and the token's place in the output, so a sequence goes on unchanged on another 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from mooncake_kernels.reference import sampling as on_device
 
@@ -27,6 +30,7 @@ from mooncake.base import (
 from mooncake.engine.plan import Sample, SequenceStart
 from mooncake.model.copies import Arriving, Copies, HostCopies
 from mooncake.model.grammar import Follower, Grammars
+from mooncake.model.layers.bad_words import BadWords
 from mooncake.model.layers.sampling_math import (
     DrawSettings,
     draw,
@@ -35,6 +39,9 @@ from mooncake.model.layers.sampling_math import (
 )
 
 DrawTokens = Callable[[torch.Tensor, on_device.DrawSettings], torch.Tensor]
+MAX_SHARED = 64
+"""Settings of calls that are kept as tensors."""
+
 Penalize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, on_device.Penalties], None]
 
 
@@ -80,19 +87,61 @@ class Sampler:
         self._draw_tokens = draw_tokens
         self._penalize = penalize
         self._sequences: dict[int, _Sequence] = {}
+        self._history = _History(vocab_size, self._copies)
+        self._shared: OrderedDict[tuple[int, ...], _Shared] = OrderedDict()
+        """By the identity of the lists, those used last at the end."""
 
     def start(self, start: SequenceStart) -> None:
         """Add a sequence, new or resumed (`output_tokens` not empty).
 
         It replaces a sequence with the same id.
         """
-        sequence = _Sequence.begin(start, self._vocab_size, self._copies)
-        grammar = start.sampling.grammar
+        self.forget(start.sequence_id)
+        sampling = start.sampling
+        shared = self._shared_of(sampling)
+        place = None
+        if (
+            sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+        ):
+            output = _ids(start.output_tokens, self._vocab_size)
+            seen = output
+            if sampling.repetition_penalty != 1.0:
+                seen = torch.cat((_ids(start.prompt_tokens, self._vocab_size), output))
+            place = self._history.add(seen, output)
+        sequence = _Sequence(
+            sampling=sampling,
+            shared=shared,
+            num_output=len(start.output_tokens),
+            recent=deque(start.output_tokens, shared.words.longest - 1 if shared.words else 0),
+            place=place,
+        )
+        grammar = sampling.grammar
         if grammar is not None:
             if self._grammars is None:
                 raise InternalError(f"sequence {start.sequence_id}: no grammars are followed here")
             sequence.follower = self._grammars.follow(grammar, start.output_tokens)
         self._sequences[start.sequence_id] = sequence
+
+    def _shared_of(self, sampling: SamplingParams) -> _Shared:
+        """Return what the lists of `sampling` say. Sequences of one call have the same lists
+        (`base.large_settings`), which may be long: they are read once.
+        """
+        lists = (
+            sampling.allowed_token_ids,
+            sampling.stop_token_ids,
+            sampling.logit_bias,
+            sampling.bad_words,
+        )
+        key = tuple(id(each) if each else 0 for each in lists)
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = _Shared(sampling, self._vocab_size)
+            if len(self._shared) > MAX_SHARED:
+                self._shared.popitem(last=False)
+        self._shared.move_to_end(key)
+        return shared
 
     def prepare(self, grammar: Grammar) -> None:
         """Start compiling the grammar of a sequence to come. From any thread."""
@@ -101,7 +150,9 @@ class Sampler:
 
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence; unknown ids are ignored."""
-        self._sequences.pop(sequence_id, None)
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is not None and sequence.place is not None:
+            self._history.remove(sequence.place)
 
     def broken(self, sequence_ids: Sequence[int]) -> dict[int, Failure]:
         """Return which of these sequences cannot go on, and why: their grammar cannot be followed,
@@ -121,7 +172,7 @@ class Sampler:
             except MooncakeError as error:
                 failures[sequence_id] = Failure.invalid(error.message)
             else:
-                sequence.mask = None if mask is None else self._copies.send(mask)
+                sequence.mask = mask
         return failures
 
     def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
@@ -165,6 +216,13 @@ class Sampler:
         logprobs = {} if drawn.logits is None else _logprobs(drawn.logits, tokens, sequences)
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.append(token)
+        self._history.append(
+            [
+                (sequence.place, token)
+                for sequence, token in zip(sequences, tokens, strict=True)
+                if sequence.place is not None
+            ]
+        )
         return [
             Sample(sequence_id=sequence_id, token=token, logprobs=logprobs.get(row))
             for row, (sequence_id, token) in enumerate(zip(drawn.sequence_ids, tokens, strict=True))
@@ -182,7 +240,8 @@ class Sampler:
                 SequenceStart(sequence_id=row, sampling=costly, prompt_tokens=[], output_tokens=[])
             )
         self.begin(logits, range(len(logits)))
-        self._sequences.clear()
+        for row in range(len(logits)):
+            self.forget(row)
 
     def prompt_logprobs(
         self, logits: torch.Tensor, next_tokens: Sequence[int], num: int
@@ -244,165 +303,246 @@ class Sampler:
         )
 
     def _adjusted(self, logits: torch.Tensor, sequences: list[_Sequence]) -> torch.Tensor:
-        changed = [row for row, sequence in enumerate(sequences) if sequence.changes_logits]
-        if not changed:
+        """Return `logits` with the masks, bias and penalties of each row; in this order."""
+        if not any(sequence.changes_logits for sequence in sequences):
             return logits
         adjusted = logits.clone()
-        for row in changed:
-            adjusted[row] = sequences[row].adjust(logits[row], self._copies)
-        penalized = [row for row in changed if sequences[row].penalized]
-        if penalized:
-            self._take_penalties(adjusted, penalized, [sequences[row] for row in penalized])
+        masks = {row: each.mask for row, each in enumerate(sequences) if each.mask is not None}
+        if masks:
+            self._mask(adjusted, list(masks), torch.stack(list(masks.values())))
+        self._leave_allowed(adjusted, sequences)
+        held = [(row, each.held_back) for row, each in enumerate(sequences)]
+        self._hide(adjusted, [(row, ids) for row, ids in held if ids is not None], sequences)
+        words = [(row, each.completing) for row, each in enumerate(sequences)]
+        self._hide(adjusted, [(row, ids) for row, ids in words if ids is not None], sequences)
+        self._add_bias(adjusted, sequences)
+        self._take_penalties(adjusted, sequences)
         return adjusted
 
-    def _take_penalties(
-        self, logits: torch.Tensor, rows: list[int], sequences: list[_Sequence]
+    def _mask(self, logits: torch.Tensor, rows: list[int], mask: torch.Tensor) -> None:
+        """Mask the tokens of the host's `mask`, bool [vocab] or [rows, vocab], in these rows."""
+        there = self._copies.send(mask)
+        if len(rows) == len(logits):
+            logits.masked_fill_(there, -torch.inf)
+            return
+        at = self._copies.send(torch.tensor(rows))
+        logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(there, -torch.inf))
+
+    def _leave_allowed(self, logits: torch.Tensor, sequences: list[_Sequence]) -> None:
+        """Mask what is not in `allowed_token_ids`; rows that share them at once."""
+        found = [(row, each.shared.forbidden) for row, each in enumerate(sequences)]
+        for mask, rows in _grouped([(row, mask) for row, mask in found if mask is not None]):
+            guarded = [row for row in rows if sequences[row].mask is not None]
+            with self._unless_empty(logits, guarded):
+                self._mask(logits, rows, mask)
+
+    def _hide(
+        self,
+        logits: torch.Tensor,
+        hidden: list[tuple[int, torch.Tensor]],
+        sequences: list[_Sequence],
     ) -> None:
-        """Take penalties off these rows of `logits`, all at once."""
+        """Mask these tokens of these rows."""
+        if not hidden:
+            return
+        guarded = [row for row, _ in hidden if sequences[row].may_lose_all]
+        with self._unless_empty(logits, guarded):
+            logits.view(-1).index_fill_(0, self._places(hidden), -torch.inf)
+
+    @contextmanager
+    def _unless_empty(self, logits: torch.Tensor, rows: list[int]) -> Iterator[None]:
+        """Take back what the block masks in those of `rows` that it leaves no token.
+
+        So grammars and settings always leave one, and no request can end a step that others share.
+        """
+        if not rows:
+            yield
+            return
+        at = self._copies.send(torch.tensor(rows))
+        before = logits.index_select(0, at)
+        yield
+        after = logits.index_select(0, at)
+        empty = after.isneginf().all(dim=-1, keepdim=True)
+        logits.index_copy_(0, at, torch.where(empty, before, after))
+
+    def _add_bias(self, logits: torch.Tensor, sequences: list[_Sequence]) -> None:
+        biased = {
+            row: each.shared for row, each in enumerate(sequences) if each.shared.bias is not None
+        }
+        if biased:
+            ids = [(row, shared.bias_ids) for row, shared in biased.items()]
+            values = [biased[row].bias for _, rows in _grouped(ids) for row in rows]
+            more = torch.cat([each for each in values if each is not None])
+            logits.view(-1).index_add_(0, self._places(ids), self._copies.send(more))
+
+    def _places(self, ids: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """Return where these tokens of these rows are among all logits, in the order of `_grouped`:
+        rows that have the same tensor follow each other.
+        """
+        parts = [
+            (torch.tensor(rows)[:, None] * self._vocab_size + each).view(-1)
+            for each, rows in _grouped(ids)
+        ]
+        return self._copies.send(torch.cat(parts))
+
+    def _take_penalties(self, logits: torch.Tensor, sequences: list[_Sequence]) -> None:
+        """Take penalties off their rows of `logits`, all at once."""
+        rows = [row for row, sequence in enumerate(sequences) if sequence.place is not None]
+        if not rows:
+            return
         there = self._copies.send(torch.tensor(rows))
         part = logits if len(rows) == len(logits) else logits.index_select(0, there)
-        unseen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
-        uncounted = torch.zeros(logits.shape[1], dtype=torch.int32, device=logits.device)
+        penalized = [sequences[row] for row in rows]
         # Rows of a multiple of four: Triton compiles a kernel anew for one at an odd place.
-        settings = torch.zeros(3, -(-len(sequences) // 4) * 4)
-        settings[:, : len(sequences)] = torch.tensor(
+        settings = torch.zeros(3, -(-len(rows) // 4) * 4)
+        settings[:, : len(rows)] = torch.tensor(
             [
-                [each.sampling.repetition_penalty for each in sequences],
-                [each.sampling.presence_penalty for each in sequences],
-                [each.sampling.frequency_penalty for each in sequences],
+                [each.sampling.repetition_penalty for each in penalized],
+                [each.sampling.presence_penalty for each in penalized],
+                [each.sampling.frequency_penalty for each in penalized],
             ]
         )
+        places = [each.place for each in penalized if each.place is not None]
         self._penalize(
             part,
-            torch.stack([unseen if each.seen is None else each.seen for each in sequences]),
-            torch.stack([uncounted if each.counts is None else each.counts for each in sequences]),
-            on_device.Penalties(*self._copies.send(settings)[:, : len(sequences)]),
+            *self._history.rows(places),
+            on_device.Penalties(*self._copies.send(settings)[:, : len(rows)]),
         )
         if part is not logits:
             logits.index_copy_(0, there, part)
 
 
+class _History:
+    """Which tokens the sequences with penalties have: one row for each, on the device."""
+
+    def __init__(self, vocab_size: int, copies: Copies) -> None:
+        self._vocab_size = vocab_size
+        self._copies = copies
+        self._seen = copies.send(torch.zeros(0, vocab_size, dtype=torch.bool))
+        """bool: tokens of prompt and output, where a repetition penalty asks for them."""
+        self._counts = copies.send(torch.zeros(0, vocab_size, dtype=torch.int32))
+        """How often each token is in the output."""
+        self._free: list[int] = []
+
+    def add(self, seen: torch.Tensor, output: torch.Tensor) -> int:
+        """Return the place of a new sequence. seen, output: int64 ids on the host."""
+        if not self._free:
+            self._grow()
+        place = self._free.pop()
+        marks = torch.zeros(self._vocab_size, dtype=torch.bool).index_fill_(0, seen, True)
+        self._seen[place] = self._copies.send(marks)
+        counts = torch.bincount(output, minlength=self._vocab_size).int()
+        self._counts[place] = self._copies.send(counts)
+        return place
+
+    def remove(self, place: int) -> None:
+        """Give a place back."""
+        self._free.append(place)
+
+    def append(self, tokens: list[tuple[int, int]]) -> None:
+        """Add one token to each of these (place, token); their places differ."""
+        if tokens:
+            at = torch.tensor([place * self._vocab_size + token for place, token in tokens])
+            there = self._copies.send(at)
+            self._seen.view(-1).index_fill_(0, there, True)
+            more = torch.ones_like(there, dtype=torch.int32)
+            self._counts.view(-1).index_add_(0, there, more)
+
+    def rows(self, places: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (seen, counts) of these places, each [places, vocab]."""
+        at = self._copies.send(torch.tensor(places))
+        return self._seen.index_select(0, at), self._counts.index_select(0, at)
+
+    def _grow(self) -> None:
+        size = len(self._seen)
+        more = torch.zeros(max(4, size), self._vocab_size, dtype=torch.bool)
+        self._seen = torch.cat((self._seen, self._copies.send(more)))
+        self._counts = torch.cat((self._counts, self._copies.send(more.int())))
+        self._free = list(range(len(self._seen) - 1, size - 1, -1))
+
+
+class _Shared:
+    """What the lists of a request's settings say, as tensors on the host: made once for all
+    sequences of a call.
+    """
+
+    def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
+        self.of = sampling
+        """Keeps the lists, by whose identity this is found, from being freed."""
+        self.forbidden: torch.Tensor | None = None
+        """bool [vocab]: tokens outside `allowed_token_ids`."""
+        if sampling.allowed_token_ids:
+            allowed = _ids(sampling.allowed_token_ids, vocab_size)
+            if len(allowed):
+                marks = torch.ones(vocab_size, dtype=torch.bool)
+                self.forbidden = marks.index_fill_(0, allowed, False)
+        self.stop_ids = _ids(sorted(sampling.stop_token_ids), vocab_size)
+        """int64."""
+        biases = {t: value for t, value in sampling.logit_bias.items() if 0 <= t < vocab_size}
+        self.bias_ids = _ids(list(biases), vocab_size)
+        self.bias = torch.tensor(list(biases.values()), dtype=torch.float32) if biases else None
+        """float32, one for each of `bias_ids`."""
+        self.words = BadWords(sampling.bad_words, vocab_size) if sampling.bad_words else None
+        num_hidden = len(self.stop_ids) + (self.words.num_ends if self.words else 0)
+        self.may_lose_all = self.forbidden is not None or num_hidden >= vocab_size
+        """Whether stop tokens that are held back and bad words may leave a row no token."""
+
+
 @dataclass(slots=True)
 class _Sequence:
-    """One sequence's settings, as tensors where they touch logits, and its history."""
+    """One sequence's settings and its history."""
 
     sampling: SamplingParams
+    shared: _Shared
     num_output: int
-    forbidden: torch.Tensor | None
-    """bool [vocab]: tokens outside `allowed_token_ids`."""
-    held_back: torch.Tensor | None
-    """int64: stop tokens, until `min_tokens` are out."""
-    bias_ids: torch.Tensor | None
-    bias_values: torch.Tensor | None
-    seen: torch.Tensor | None
-    """bool [vocab]: tokens of prompt and output, where a repetition penalty asks for them."""
-    counts: torch.Tensor | None
-    """int32 [vocab]: how often each token is in the output, where a penalty asks for it."""
-    recent: list[int]
+    recent: deque[int]
     """As many of the last output tokens as bad words need to be recognised."""
+    place: int | None
+    """In the history, where a penalty asks for one."""
     follower: Follower | None = None
     mask: torch.Tensor | None = None
-    """bool [vocab]: tokens the grammar forbids at this step."""
-
-    @classmethod
-    def begin(cls, start: SequenceStart, vocab_size: int, copies: Copies) -> _Sequence:
-        sampling = start.sampling
-
-        def ids(tokens: Sequence[int]) -> torch.Tensor:
-            return torch.tensor([t for t in tokens if 0 <= t < vocab_size], dtype=torch.int64)
-
-        def marked(tokens: Sequence[int]) -> torch.Tensor:
-            marks = torch.zeros(vocab_size, dtype=torch.bool)
-            marks[ids(tokens)] = True
-            return marks
-
-        def sent(made: torch.Tensor | None) -> torch.Tensor | None:
-            return None if made is None else copies.send(made)
-
-        counts = None
-        if sampling.presence_penalty or sampling.frequency_penalty:
-            counts = torch.bincount(ids(start.output_tokens), minlength=vocab_size).int()
-        biases = [(t, value) for t, value in sampling.logit_bias.items() if 0 <= t < vocab_size]
-        seen = None
-        if sampling.repetition_penalty != 1.0:
-            seen = marked([*start.prompt_tokens, *start.output_tokens])
-        allowed = sampling.allowed_token_ids
-        return cls(
-            sampling=sampling,
-            num_output=len(start.output_tokens),
-            forbidden=sent(~marked(allowed) if allowed else None),
-            held_back=sent(ids(sampling.stop_token_ids) if sampling.min_tokens else None),
-            bias_ids=sent(ids([t for t, _ in biases]) if sampling.logit_bias else None),
-            bias_values=sent(torch.tensor([v for _, v in biases], dtype=torch.float32))
-            if sampling.logit_bias
-            else None,
-            seen=sent(seen),
-            counts=sent(counts),
-            recent=list(start.output_tokens[-_longest(sampling.bad_words) :])
-            if sampling.bad_words
-            else [],
-        )
+    """bool [vocab], on the host: tokens the grammar forbids at this step."""
 
     @property
-    def holds_back(self) -> bool:
-        return self.held_back is not None and self.num_output < self.sampling.min_tokens
+    def held_back(self) -> torch.Tensor | None:
+        """Return the stop tokens, until `min_tokens` are out."""
+        return self.shared.stop_ids if self.num_output < self.sampling.min_tokens else None
 
     @property
-    def penalized(self) -> bool:
-        return self.seen is not None or self.counts is not None
+    def completing(self) -> torch.Tensor | None:
+        """Return the tokens that would complete a bad word."""
+        words = self.shared.words
+        return None if words is None else words.next(self.recent)
+
+    @property
+    def may_lose_all(self) -> bool:
+        return self.mask is not None or self.shared.may_lose_all
 
     @property
     def changes_logits(self) -> bool:
-        tensors = (self.forbidden, self.bias_ids, self.seen, self.counts, self.mask)
-        asked = self.holds_back or bool(self.sampling.bad_words)
-        return asked or any(tensor is not None for tensor in tensors)
-
-    def adjust(self, row: torch.Tensor, copies: Copies) -> torch.Tensor:
-        """Return `row` [vocab] with masks and bias applied; penalties come after them."""
-        if self.mask is not None:
-            row = row.masked_fill(self.mask, -torch.inf)
-        if self.forbidden is not None:
-            row = _unless_empty(row, row.masked_fill(self.forbidden, -torch.inf))
-        if self.holds_back and self.held_back is not None:
-            row = _unless_empty(row, row.index_fill(0, self.held_back, -torch.inf))
-        if self.sampling.bad_words:
-            row = _unless_empty(row, self._without_bad_words(row, copies))
-        if self.bias_ids is not None and self.bias_values is not None:
-            row = row.index_add(0, self.bias_ids, self.bias_values)
-        return row
-
-    def _without_bad_words(self, row: torch.Tensor, copies: Copies) -> torch.Tensor:
-        banned = [
-            word[-1]
-            for word in self.sampling.bad_words
-            if len(word) == 1 or self.recent[-(len(word) - 1) :] == word[:-1]
-        ]
-        if not banned:
-            return row
-        return row.index_fill(0, copies.send(torch.tensor(banned)), -torch.inf)
+        shared = self.shared
+        asked = (shared.forbidden, shared.bias, shared.words, self.place, self.mask)
+        return any(each is not None for each in asked) or self.held_back is not None
 
     def append(self, token: int) -> None:
         self.num_output += 1
-        if self.sampling.bad_words:
-            self.recent = [*self.recent, token][-_longest(self.sampling.bad_words) :]
+        self.recent.append(token)
         if self.follower is not None:
             self.follower.advance(token)
-        if self.seen is not None:
-            self.seen[token] = True
-        if self.counts is not None:
-            self.counts[token] += 1
 
 
-def _unless_empty(row: torch.Tensor, fewer: torch.Tensor) -> torch.Tensor:
-    """Return `fewer` (`row` with more tokens masked), or `row` where that would leave no token.
+def _grouped(ids: list[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, list[int]]]:
+    """Return each tensor once, with the rows that have it."""
+    groups: dict[int, tuple[torch.Tensor, list[int]]] = {}
+    for row, each in ids:
+        groups.setdefault(id(each), (each, []))[1].append(row)
+    return list(groups.values())
 
-    So grammars and settings always leave a token, and no request can end a step that others share.
-    """
-    return torch.where(fewer.isneginf().all(), row, fewer)
 
-
-def _longest(words: Sequence[Sequence[int]]) -> int:
-    return max(len(word) for word in words)
+def _ids(tokens: Sequence[int], vocab_size: int) -> torch.Tensor:
+    """Return those of `tokens` that the vocabulary has, int64."""
+    found = np.asarray(tokens, dtype=np.int64)
+    return torch.from_numpy(found[(found >= 0) & (found < vocab_size)])
 
 
 def _logprobs(

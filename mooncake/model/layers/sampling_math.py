@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mooncake.base import TokenLogprobs
@@ -15,6 +16,8 @@ from mooncake.base import TokenLogprobs
 _MASK64 = 2**64 - 1
 _NUCLEUS_SIZES = (128, 2048, 32768)
 """Most nuclei are small and `topk` is far cheaper than a sort: these sizes are tried before one."""
+_SORT_RATIO = 64
+"""On a CPU NumPy's sort of a row takes less time than the `topk` of more than this part of it."""
 _LOGPROB_ROWS = 64
 """Rows of prompt logprobs worked on at a time: bounds the temporary [rows, vocab] tensors."""
 
@@ -80,9 +83,17 @@ def _top_k_threshold(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     largest = int(torch.where(limited, top_k, 0).max())
     if largest == 0:
         return torch.full_like(scaled[:, :1], -torch.inf)
-    best = scaled.topk(largest, dim=-1).values
+    best = _largest(scaled, largest)
     kth = best.gather(1, (top_k - 1).clamp(0, largest - 1))
     return torch.where(limited, kth, -torch.inf)
+
+
+def _largest(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count` largest values of each row, the largest first."""
+    vocab = rows.shape[-1]
+    if count * _SORT_RATIO < vocab or rows.device.type != "cpu":
+        return rows.topk(min(count, vocab), dim=-1).values
+    return -torch.from_numpy(np.sort(-rows.numpy(), axis=-1)[:, :count])
 
 
 def _top_p_threshold(
@@ -92,12 +103,8 @@ def _top_p_threshold(
     kept = scaled.exp().masked_fill_(scaled < floor, 0.0)
     wanted = top_p * kept.sum(dim=-1, keepdim=True, dtype=torch.float64)
     vocab = scaled.shape[-1]
-    for size in (*_NUCLEUS_SIZES, vocab):
-        best = (
-            scaled.topk(size, dim=-1).values
-            if size < vocab
-            else scaled.sort(dim=-1, descending=True).values
-        )
+    for size in (*(size for size in _NUCLEUS_SIZES if size * _SORT_RATIO < vocab), vocab):
+        best = _largest(scaled, size)
         cumulative = best.exp().masked_fill_(best < floor, 0.0).cumsum(dim=-1, dtype=torch.float64)
         if size >= vocab or not bool(((cumulative[:, -1:] < wanted) & (top_p < 1.0)).any()):
             break

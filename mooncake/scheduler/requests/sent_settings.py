@@ -22,7 +22,8 @@ from mooncake.base.messages import RequestTask, WorkerRef
 from mooncake.base.sampling import SamplingParams
 
 MAX_SENT_BYTES = 16 << 20
-"""Of the settings that one worker is believed to keep; workers keep more, for several gateways."""
+"""Of the settings that one worker is believed to keep; workers keep more, for several gateways. One
+request has `MAX_SETTINGS_BYTES` at most."""
 MAX_NAMES = 32
 """Settings whose names are remembered. The sequences of a call come one after another, with the
 same objects as settings, so each is hashed once a call."""
@@ -46,9 +47,6 @@ class SentSettings:
         sampling = task.request.sampling
         large = large_settings(sampling)
         names = {field: self._name(field, value) for field, value in large.items()}
-        names = {
-            field: name for field, name in names.items() if name.num_bytes <= MAX_SENT_BYTES // 4
-        }
         if not names:
             return task
         kept = self._kept(worker)

@@ -44,7 +44,9 @@ def entry_after(so_far: tuple[int, ...], vocab: int = VOCAB) -> TokenLogprobs:
 
 
 def search(width: int, penalty: float, **sampling: Any) -> list[Beam]:
-    params = SamplingParams(max_tokens=MAX_TOKENS, **{"stop_token_ids": [END]} | sampling)
+    params = SamplingParams(
+        max_tokens=MAX_TOKENS, **{"stop_token_ids": frozenset({END})} | sampling
+    )
     found = BeamSearch(params, width, penalty)
     while found.live:
         found.advance([entry_after(beam.tokens) for beam in found.live])
@@ -85,7 +87,7 @@ def test_with_enough_beams_it_finds_the_best_of_all_answers(
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_one_beam_is_greedy_until_an_end_pays_more(penalty: float) -> None:
-    [best] = search(1, penalty, stop_token_ids=[])
+    [best] = search(1, penalty, stop_token_ids=frozenset())
     tokens: tuple[int, ...] = ()
     for _ in range(MAX_TOKENS):
         tokens = (*tokens, entry_after(tokens).top[0][0])
@@ -241,7 +243,9 @@ def test_every_token_that_was_computed_is_counted() -> None:
         request = GenerateRequest(
             request_id="r-0",
             prompt=pack_tokens(TOKENIZER.encode("1")),
-            sampling=SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=backend.ids[:1]),
+            sampling=SamplingParams(
+                max_tokens=MAX_TOKENS, stop_token_ids=frozenset(backend.ids[:1])
+            ),
         )
         stream = BeamStream(backend, [request], 1, 3, 1.0)
         async with stream:

@@ -198,7 +198,7 @@ def test_extras_reach_the_engine() -> None:
         assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.1)
         assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 0.2)
         assert (sampling.min_tokens, sampling.max_tokens) == (2, 7)
-        assert (sampling.stop_token_ids, sampling.allowed_token_ids) == ([9], [1, 2])
+        assert (sampling.stop_token_ids, sampling.allowed_token_ids) == (frozenset({9}), [1, 2])
         assert sampling.logit_bias == {4: 2}
         assert (asked.cache_salt, asked.priority.value) == ("s", "batch")
         dump = reply.model_dump()

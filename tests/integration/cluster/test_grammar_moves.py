@@ -40,7 +40,7 @@ def asked(model: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         grammar = Grammar(text=f"start: a\na: {json_rule(schema, 'x')}", end_ids=[end])
         sampling = {
             "grammar": grammar, "temperature": 1.0, "seed": number, "logit_bias": bias,
-            "ignore_eos": False, "stop_token_ids": [end],
+            "ignore_eos": False, "stop_token_ids": frozenset({end}),
         }  # fmt: skip
         found.append((schema, sampling))
     return found

@@ -66,7 +66,7 @@ def samplings(model: Path) -> list[dict[str, Any]]:
         {},
         {"temperature": 0.7, "seed": 42, "top_p": 0.9},
         {"presence_penalty": 0.1, "frequency_penalty": 0.05, "repetition_penalty": 1.02},
-        {"grammar": grammar, "stop_token_ids": [end], "ignore_eos": False, "seed": 1},
+        {"grammar": grammar, "stop_token_ids": frozenset({end}), "ignore_eos": False, "seed": 1},
     ]
 
 

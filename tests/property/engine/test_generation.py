@@ -20,7 +20,7 @@ from tests.support.engine.fake_runner import (
 )
 from tests.support.examples import examples
 
-STOPS = list(range(0, VOCAB_SIZE, 16))
+STOPS = frozenset(range(0, VOCAB_SIZE, 16))
 
 prompts = st.one_of(
     st.lists(st.integers(0, 3), min_size=1, max_size=24),
@@ -34,7 +34,7 @@ requests = st.builds(
     tenant=st.sampled_from(["", "", "a"]),
     seed=st.integers(0, 1),
     min_tokens=st.integers(0, 3),
-    stop_token_ids=st.sampled_from([[], [], STOPS]),
+    stop_token_ids=st.sampled_from([frozenset(), frozenset(), STOPS]),
     num_prompt_logprobs=st.sampled_from([None, None, None, 0]),
 )
 

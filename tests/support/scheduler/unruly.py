@@ -339,7 +339,7 @@ class UnrulyCluster:
             prompt=pack_tokens([7] * self.random.randrange(1, 60)),
             sampling=SamplingParams(
                 max_tokens=self.random.randrange(1, 12),
-                stop_token_ids=[STOP_TOKEN] if self.random.random() < 0.5 else [],
+                stop_token_ids=frozenset({STOP_TOKEN} if self.random.random() < 0.5 else ()),
             ),
             timeout_s=self.random.choice([None, None, 1.0, 20.0]),
             tenant=self.random.choice(["", "", "other"]),

@@ -132,7 +132,7 @@ def test_stop_tokens_end_a_sequence() -> None:
     bench = Bench()
     want = expected_output(bench.layout, request(PROMPT, max_tokens=9))
     stop = want[3]
-    sequence = bench.add(PROMPT, max_tokens=9, stop_token_ids=[stop])
+    sequence = bench.add(PROMPT, max_tokens=9, stop_token_ids=frozenset({stop}))
     bench.run()
     end = bench.ends[sequence.sequence_id]
     assert (end.finish, end.stop_token_id) == (FinishReason.STOP, stop)

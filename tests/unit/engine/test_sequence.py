@@ -64,14 +64,14 @@ def test_prompt_logprobs_are_collected_by_the_first_attempt_only() -> None:
     [
         ([5], {}, 100, (None, None)),
         ([5, 6, 7, 8], {}, 100, (LENGTH, None)),
-        ([5, 9], {"stop_token_ids": [9]}, 100, (STOP, 9)),
-        ([9, 5], {"stop_token_ids": [9]}, 100, (None, None)),
-        ([5, 6, 7, 9], {"stop_token_ids": [9]}, 100, (STOP, 9)),
-        ([5, 9], {"stop_token_ids": [9], "min_tokens": 2}, 100, (None, None)),
-        ([5, 6, 9], {"stop_token_ids": [9], "min_tokens": 2}, 100, (STOP, 9)),
+        ([5, 9], {"stop_token_ids": frozenset({9})}, 100, (STOP, 9)),
+        ([9, 5], {"stop_token_ids": frozenset({9})}, 100, (None, None)),
+        ([5, 6, 7, 9], {"stop_token_ids": frozenset({9})}, 100, (STOP, 9)),
+        ([5, 9], {"stop_token_ids": frozenset({9}), "min_tokens": 2}, 100, (None, None)),
+        ([5, 6, 9], {"stop_token_ids": frozenset({9}), "min_tokens": 2}, 100, (STOP, 9)),
         ([5, 6], {}, 4, (LENGTH, None)),
         ([5, 6], {}, 5, (None, None)),
-        ([], {"stop_token_ids": [9]}, 100, (None, None)),
+        ([], {"stop_token_ids": frozenset({9})}, 100, (None, None)),
     ],
 )
 def test_when_a_request_is_over(

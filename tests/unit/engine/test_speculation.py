@@ -265,7 +265,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_sequence_there() -> None:
     output = expected_output(small_layout(), request([1, 2, 3], max_tokens=40))
     stop = output[9]
     bench = Bench(drafter=Fixed(lambda _, at: output[at]), speculation=config(num=4))
-    sequence = bench.add([1, 2, 3], max_tokens=40, stop_token_ids=[stop], num_logprobs=1)
+    sequence = bench.add([1, 2, 3], max_tokens=40, stop_token_ids=frozenset({stop}), num_logprobs=1)
     outputs = []
     while not bench.engine.idle:
         outputs += bench.step()

@@ -19,7 +19,7 @@ def arrived(sent: SentSettings, seed: int, letter: str = "x") -> tuple[PrefillTa
         grammar=Grammar(text=letter * 90_000, end_ids=[1], triggers=[2]),
         logit_bias=dict.fromkeys(range(2000), -1.5),
         allowed_token_ids=list(range(2_000)),
-        stop_token_ids=list(range(500)),
+        stop_token_ids=frozenset(range(500)),
         bad_words=[[token, 1] for token in range(500)],
     )
     task = PrefillTask(request=generate, attempt=1, gateway=GATEWAY, decode=ref("d0"))

@@ -33,7 +33,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "frequency_penalty": 0.4, "num_logprobs": 2,
     },
     "masks": {
-        "temperature": 0.7, "seed": 9, "min_tokens": 9, "stop_token_ids": list(range(0, 211, 7)),
+        "temperature": 0.7, "seed": 9, "min_tokens": 9,
+        "stop_token_ids": frozenset(range(0, 211, 7)),
         "bad_words": [[3], [5, 9]], "logit_bias": {4: 3.0}, "num_logprobs": 1,
     },
 }  # fmt: skip

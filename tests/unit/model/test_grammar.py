@@ -252,7 +252,7 @@ class TestInTheSampler:
 
     def test_min_tokens_yield_to_a_complete_grammar(self) -> None:
         grammar = grammar_of(choice_rule(["hello"], "x"))
-        sampling = {"min_tokens": 5, "stop_token_ids": [special(END)]}
+        sampling = {"min_tokens": 5, "stop_token_ids": frozenset({special(END)})}
         assert self.run(grammar, "nothing", **sampling) == "hello" + END
 
     def test_allowed_tokens_and_bad_words_yield_to_the_grammar(self) -> None:

@@ -49,7 +49,9 @@ MIXED = [
     SamplingParams(temperature=0),
     SamplingParams(temperature=0.8, top_p=0.9, seed=3),
     SamplingParams(top_k=5, min_p=0.01, seed=4, frequency_penalty=0.4, repetition_penalty=1.2),
-    SamplingParams(bad_words=[[7]], logit_bias={3: 1.0}, min_tokens=90, stop_token_ids=[5]),
+    SamplingParams(
+        bad_words=[[7]], logit_bias={3: 1.0}, min_tokens=90, stop_token_ids=frozenset({5})
+    ),
 ]
 
 

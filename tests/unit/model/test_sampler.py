@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from mooncake_kernels.reference import sampling as on_device
 
 from mooncake.base import InternalError, SamplingParams
 from mooncake.engine.plan import SequenceStart
+from mooncake.model.layers.bad_words import completing
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.layers.sampling_math import DrawSettings, draw, uniform
 
@@ -214,7 +216,7 @@ class TestRepeatability:
         presence_penalty=0.3,
         frequency_penalty=0.2,
         min_tokens=12,
-        stop_token_ids=[5, 6],
+        stop_token_ids=frozenset({5, 6}),
     )
 
     def test_a_resumed_request_goes_on_identically(self) -> None:
@@ -333,7 +335,7 @@ class TestAdjustments:
 
     def test_stop_tokens_are_held_back_until_min_tokens(self) -> None:
         row = torch.tensor([9.0, 1.0, 2.0])
-        sampling = SamplingParams(temperature=0, min_tokens=3, stop_token_ids=[0, 77])
+        sampling = SamplingParams(temperature=0, min_tokens=3, stop_token_ids=frozenset({0, 77}))
         assert tokens_of(sampling, [row] * 5) == [2, 2, 2, 0, 0]
         assert tokens_of(sampling, [row] * 2, output=[2, 2]) == [2, 0]
 
@@ -346,6 +348,71 @@ class TestAdjustments:
         assert tokens_of(sampling, [threes], output=[2, 1]) == [2]
         assert tokens_of(sampling, [threes], output=[1]) == [3]
         assert tokens_of(sampling, [torch.tensor([9.0, 1.0, 0.0, 0.0])]) == [1]
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_rows_of_any_settings_get_what_each_gets_in_the_plain_way(self, seed: int) -> None:
+        """All rows at once, with lists that some share and some do not: token for token."""
+        random = Random(seed)
+        vocab, rows = 12, 40
+        shared = [random_settings(random, vocab) for _ in range(5)]
+        settings = [
+            random.choice(shared) if random.random() < 0.6 else random_settings(random, vocab)
+            for _ in range(rows)
+        ]
+        sampler = sampler_of(*(start(each, at) for at, each in enumerate(settings)), vocab=vocab)
+        outputs: list[list[int]] = [[] for _ in range(rows)]
+        for step in range(12):
+            logits = logits_of(rows, vocab, seed=100 * seed + step, std=1.0)
+            order = random.sample(range(rows), random.randrange(1, rows + 1))
+            samples = sampler.sample(logits[: len(order)], order)
+            for sample, row in zip(samples, logits, strict=False):
+                who = sample.sequence_id
+                wanted = plain_choice(row, settings[who], outputs[who])
+                assert sample.token == wanted, (settings[who], outputs[who])
+                outputs[who].append(wanted)
+
+
+def random_settings(random: Random, vocab: int) -> SamplingParams:
+    """Return greedy settings with some of the lists, which may leave no token."""
+    fields: dict[str, Any] = {}
+    ids = range(vocab)
+    if random.random() < 0.4:
+        fields["allowed_token_ids"] = random.sample(ids, random.randrange(1, vocab))
+    if random.random() < 0.5:
+        stops = frozenset(random.sample(ids, random.choice([1, 3, vocab])))
+        fields |= {"stop_token_ids": stops, "min_tokens": random.randrange(9)}
+    if random.random() < 0.5:
+        fields["bad_words"] = [
+            [random.randrange(vocab) for _ in range(random.randrange(1, 4))]
+            for _ in range(random.choice([3, 40]))
+        ]
+    if random.random() < 0.4:
+        fields["logit_bias"] = {each: random.uniform(-3, 3) for each in random.sample(ids, 4)}
+    if random.random() < 0.4:
+        fields |= {"presence_penalty": 0.5, "frequency_penalty": random.choice([0.0, 0.25])}
+    return SamplingParams(temperature=0, **fields)
+
+
+def plain_choice(row: torch.Tensor, sampling: SamplingParams, output: list[int]) -> int:
+    """Return the token of one row: its settings one after the other, as they are described."""
+    vocab = len(row)
+    hidden = [
+        set(range(vocab)) - set(sampling.allowed_token_ids or range(vocab)),
+        set(sampling.stop_token_ids) if len(output) < sampling.min_tokens else set(),
+        completing(sampling.bad_words, output),
+    ]
+    adjusted = row.double()
+    for tokens in hidden:
+        fewer = adjusted.clone()
+        fewer[sorted(tokens)] = -torch.inf
+        if not bool(fewer.isneginf().all()):
+            adjusted = fewer
+    for token, bias in sampling.logit_bias.items():
+        adjusted[token] += bias
+    for token in set(output):
+        count = output.count(token)
+        adjusted[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    return int(adjusted.argmax())
 
 
 def unpenalized(value: float, token: int, prompt: list[int], output: list[int]) -> float:
@@ -423,7 +490,7 @@ class TestErrors:
         words = SamplingParams(temperature=0, bad_words=[[0], [1], [2], [3]])
         assert tokens_of(words, [row]) == [1]
         ends = SamplingParams(
-            temperature=0, allowed_token_ids=[2], min_tokens=3, stop_token_ids=[2]
+            temperature=0, allowed_token_ids=[2], min_tokens=3, stop_token_ids=frozenset({2})
         )
         assert tokens_of(ends, [row]) == [2]
 

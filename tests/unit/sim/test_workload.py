@@ -74,7 +74,7 @@ def test_a_request_does_not_say_how_long_its_output_will_be() -> None:
     workload = Workload.replay(sessions(5))
     requests = [arrival.request(1 << 20) for arrival in workload.arrivals]
     assert {request.sampling.max_tokens for request in requests} == {MAX_TOKENS}
-    assert all(request.sampling.stop_token_ids == [STOP_TOKEN] for request in requests)
+    assert all(request.sampling.stop_token_ids == frozenset({STOP_TOKEN}) for request in requests)
 
 
 def test_a_trace_is_described_by_hand() -> None:

@@ -31,7 +31,7 @@ TEXT = "hello the 你好 in the end"
 
 
 def request(name: str = "r", **sampling: object) -> GenerateRequest:
-    settings = {"max_tokens": 100, "stop_token_ids": [EOS]} | sampling
+    settings = {"max_tokens": 100, "stop_token_ids": frozenset({EOS})} | sampling
     return GenerateRequest(
         request_id=name,
         prompt=pack_tokens([1, 2, 3]),
@@ -91,14 +91,14 @@ def test_stop_string_is_not_looked_for_before_min_tokens() -> None:
 
 def test_stop_id_ends_without_its_text_and_is_the_reason() -> None:
     x = ord("x")
-    delta = play("abxcd", asked=request(stop_token_ids=[x, EOS]))
+    delta = play("abxcd", asked=request(stop_token_ids=frozenset({x, EOS})))
     assert (delta.text, delta.stop_reason, delta.tokens) == ("ab", x, [97, 98, x])
-    kept = play("abxcd", asked=request(stop_token_ids=[x, EOS]), include_stop=True)
+    kept = play("abxcd", asked=request(stop_token_ids=frozenset({x, EOS})), include_stop=True)
     assert kept.text == "abx"
 
 
 def test_stop_id_that_does_not_stop_shows_with_the_next_token() -> None:
-    asked = request(stop_token_ids=[ord("b")], min_tokens=2)
+    asked = request(stop_token_ids=frozenset({ord("b")}), min_tokens=2)
     it = choice(asked)
     texts = []
     for event in answer(asked, TOKENIZER.encode("abcb")):
@@ -108,7 +108,7 @@ def test_stop_id_that_does_not_stop_shows_with_the_next_token() -> None:
 
 
 def test_special_tokens_show_only_when_asked() -> None:
-    asked = request(ignore_eos=True, stop_token_ids=[], max_tokens=3)
+    asked = request(ignore_eos=True, stop_token_ids=frozenset(), max_tokens=3)
     assert play("a<|im_end|>b", asked=asked).text == "ab"
     assert play("a<|im_end|>b", asked=asked, skip_special=False).text == "a<|im_end|>b"
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import msgspec
 import pytest
 from pydantic import ValidationError
 
+from mooncake.api.bounds import ALLOWED_IDS, BIASED_IDS, STOP_IDS
 from mooncake.api.config import ApiConfig
 from mooncake.api.generation.sampling import (
     Wanted,
+    check_amounts,
     choice_seed,
     fit_output,
     fit_prompt,
+    most_tokens,
     request_priority,
     sampling_params,
+    with_grammar,
 )
 from mooncake.api.model import GenerationDefaults
 from mooncake.api.schema.completion import CompletionRequest
-from mooncake.base import ContextTooLong, InvalidRequest, Priority, SamplingParams
+from mooncake.base import ContextTooLong, Grammar, InvalidRequest, Priority, SamplingParams
+from mooncake.base.large_settings import MAX_SETTINGS_BYTES
 from tests.support.api.server import tiny_model
 
 MODEL = tiny_model(max_model_len=100)
@@ -45,7 +53,7 @@ def params(**fields: object) -> SamplingParams:
 def test_defaults_are_those_of_the_api() -> None:
     made = params()
     assert (made.temperature, made.top_p, made.top_k, made.min_p) == (1.0, 1.0, 0, 0.0)
-    assert made.stop_token_ids == list(MODEL.eos_token_ids)
+    assert made.stop_token_ids == frozenset(MODEL.eos_token_ids)
 
 
 def test_author_defaults_come_before_ours_and_requests_before_both() -> None:
@@ -68,9 +76,9 @@ def test_a_repetition_penalty_that_would_overflow_is_refused() -> None:
 
 def test_end_of_text_stops_unless_ignored() -> None:
     eos = list(MODEL.eos_token_ids)
-    assert params(stop_token_ids=[7, *eos, 7]).stop_token_ids == [7, *eos]
+    assert params(stop_token_ids=[7, *eos, 7]).stop_token_ids == frozenset({7, *eos})
     ignoring = params(stop_token_ids=[7], ignore_eos=True)
-    assert (ignoring.stop_token_ids, ignoring.ignore_eos) == ([7], True)
+    assert (ignoring.stop_token_ids, ignoring.ignore_eos) == (frozenset({7}), True)
 
 
 def test_logit_bias_keys_become_ids() -> None:
@@ -193,3 +201,118 @@ def test_a_service_tier_is_a_class_unless_a_priority_says_otherwise(
     tier: str, priority: object, expected: Priority
 ) -> None:
     assert request_priority(body(service_tier=tier, priority=priority)) is expected
+
+
+ONE_OVER: dict[str, tuple[dict[str, Any], str]] = {
+    "bad_words, in all": ({"bad_words": ["ab cd ef gh" * 2] * 256}, "bad_words"),
+    "bad_words, one": ({"bad_words": ["ab cd" * 40]}, "bad_words"),
+    "bad_words, their number": ({"bad_words": ["a"] * 257}, "bad_words"),
+    "stop_token_ids": ({"stop_token_ids": list(range(STOP_IDS.limit + 1))}, "stop_token_ids"),
+    "allowed_token_ids": (
+        {"allowed_token_ids": [1] * (ALLOWED_IDS.limit + 1)}, "allowed_token_ids",
+    ),
+    "logit_bias": (
+        {"logit_bias": {str(at): 1 for at in range(BIASED_IDS.limit + 1)}}, "logit_bias",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ONE_OVER)
+def test_lists_above_their_bound_are_refused_by_name(case: str) -> None:
+    fields, param = ONE_OVER[case]
+    with pytest.raises(InvalidRequest, match=f"{param}: .* limit of") as caught:
+        params(**fields)
+    assert caught.value.param == param
+
+
+def test_settings_that_are_too_large_together_name_the_largest() -> None:
+    lists = params(allowed_token_ids=[1] * ALLOWED_IDS.limit)
+    half = Grammar(text="x" * (MAX_SETTINGS_BYTES // 4), end_ids=[1])
+    assert with_grammar(lists, half, "tools").grammar is half
+    with pytest.raises(InvalidRequest) as caught:
+        with_grammar(lists, Grammar(text="x" * (MAX_SETTINGS_BYTES // 2), end_ids=[]), "tools")
+    assert caught.value.param == "allowed_token_ids"
+    with pytest.raises(InvalidRequest, match=r"tools: .* make this one smaller") as caught:
+        with_grammar(lists, Grammar(text="x" * MAX_SETTINGS_BYTES, end_ids=[]), "tools")
+    assert caught.value.param == "tools"
+
+
+def amounts(num_prompt: int, num_prompts: int = 1, **settings: Any) -> None:
+    fields = {name: settings.pop(name) for name in list(settings) if name not in SAMPLING}
+    prompt = [1] * num_prompt
+    check_amounts([(prompt, SamplingParams(**settings))] * num_prompts, body(**fields))
+
+
+SAMPLING = SamplingParams.__struct_fields__
+BEAMS = {"use_beam_search": True}
+AMOUNTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # what is accepted, what is one too many, the field that is named
+    "prompt_logprobs": (
+        {"num_prompt": 1 << 17, "num_prompt_logprobs": 1, "prompt_logprobs": 1},
+        {"num_prompt": (1 << 17) + 1, "num_prompt_logprobs": 1, "prompt_logprobs": 1},
+        "prompt_logprobs",
+    ),
+    "of several prompts, echoed": (
+        {"num_prompt": 1 << 8, "num_prompts": 1 << 10, "num_prompt_logprobs": 0},
+        {"num_prompt": 1 << 8, "num_prompts": (1 << 10) + 1, "num_prompt_logprobs": 0},
+        "logprobs",
+    ),
+    "logprobs": (
+        {"num_prompt": 1, "n": 128, "max_tokens": 1 << 10, "num_logprobs": 3},
+        {"num_prompt": 1, "n": 128, "max_tokens": (1 << 10) + 1, "num_logprobs": 3},
+        "logprobs",
+    ),
+    "return_token_ids": (
+        {"num_prompt": 1 << 8, "num_prompts": 1 << 10, "return_token_ids": True},
+        {"num_prompt": 1 << 8, "num_prompts": (1 << 10) + 1, "return_token_ids": True},
+        "return_token_ids",
+    ),
+    "beams": (
+        {"num_prompt": 1, "best_of": 32, "max_tokens": 2048, **BEAMS},
+        {"num_prompt": 1, "best_of": 33, "max_tokens": 1, **BEAMS},
+        "best_of",
+    ),
+    "their tokens": (
+        {"num_prompt": 1, "n": 8, "max_tokens": 8192, **BEAMS},
+        {"num_prompt": 1, "n": 8, "max_tokens": 8193, **BEAMS},
+        "max_tokens",
+    ),
+    "their contexts": (
+        {"num_prompt": (1 << 15) - 8, "n": 32, "max_tokens": 8, **BEAMS},
+        {"num_prompt": (1 << 15) - 7, "n": 32, "max_tokens": 8, **BEAMS},
+        "use_beam_search",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AMOUNTS)
+def test_what_all_sequences_ask_for_together_is_bounded(case: str) -> None:
+    accepted, refused, param = AMOUNTS[case]
+    amounts(**accepted)
+    with pytest.raises(InvalidRequest, match=f"{param}: .* limit of") as caught:
+        amounts(**refused)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_logprobs", "expected"),
+    [
+        ({}, None, None),
+        ({}, 20, (1 << 19) // 21),
+        ({"n": 128}, 0, 1 << 12),
+        ({"n": 4, **BEAMS}, None, 1 << 14),
+        ({"n": 4, "best_of": 32, **BEAMS}, 20, (1 << 19) // 32 // 21),
+    ],
+)
+def test_an_answer_of_no_given_length_is_as_long_as_the_bounds_leave(
+    fields: dict[str, Any], num_logprobs: int | None, expected: int | None
+) -> None:
+    """So no request is refused for a length that it did not ask for."""
+    sampling = SamplingParams(num_logprobs=num_logprobs)
+    most = most_tokens(body(**fields), sampling, 100)
+    assert most == expected
+    for left in (most or 50, 7):
+        model = dataclasses.replace(MODEL, max_model_len=100 + left)
+        fitted = fit_output(100, sampling, wanted(), model, most)
+        assert fitted.max_tokens == left
+        check_amounts([([1] * 100, fitted)], body(**fields))

@@ -142,7 +142,7 @@ def play(text: str, cuts: tuple[int, ...], *, max_calls: int | None = None) -> S
     asked = GenerateRequest(
         request_id="r",
         prompt=pack_tokens([1]),
-        sampling=SamplingParams(max_tokens=10_000, stop_token_ids=[EOS]),
+        sampling=SamplingParams(max_tokens=10_000, stop_token_ids=frozenset({EOS})),
     )
     choice = Choice(0, asked, TOKENIZER, TextOptions(markers=MARKERS, max_calls=max_calls), [EOS])
     events = answer(asked, TOKENIZER.encode(text + "<|im_end|>"), group=1)
@@ -215,7 +215,7 @@ def test_stop_strings_do_not_cut_tool_calls(stop: str) -> None:
     asked = GenerateRequest(
         request_id="r",
         prompt=pack_tokens([1]),
-        sampling=SamplingParams(max_tokens=1000, stop_token_ids=[EOS]),
+        sampling=SamplingParams(max_tokens=1000, stop_token_ids=frozenset({EOS})),
     )
     options = TextOptions(markers=MARKERS, stops=(stop,))
     choice = Choice(0, asked, TOKENIZER, options, [EOS])
@@ -231,7 +231,7 @@ def test_reasoning_tokens_are_counted() -> None:
     asked = GenerateRequest(
         request_id="r",
         prompt=pack_tokens([1]),
-        sampling=SamplingParams(max_tokens=1000, stop_token_ids=[EOS]),
+        sampling=SamplingParams(max_tokens=1000, stop_token_ids=frozenset({EOS})),
     )
     choice = Choice(0, asked, TOKENIZER, TextOptions(markers=MARKERS), [EOS])
     for event in answer(asked, TOKENIZER.encode("<think>abc</think>de<|im_end|>")):

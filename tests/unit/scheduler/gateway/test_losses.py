@@ -116,7 +116,7 @@ def test_prefill_lost_with_its_first_token_unheard_is_placed_again(harness: Pair
 
 def test_a_request_that_had_all_its_tokens_just_ends(harness: Pair) -> None:
     full = harness.submit(request("full", max_tokens=2))
-    stopped = harness.submit(request("stopped", max_tokens=9, stop_token_ids=[5]))
+    stopped = harness.submit(request("stopped", max_tokens=9, stop_token_ids=frozenset({5})))
     harness.output(harness.d0, "full", 0, [1, 2])
     harness.output(harness.d0, "stopped", 0, [1, 5])
     harness.gateway.worker_lost("d0", harness.now)
